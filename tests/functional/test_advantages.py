@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tolerances import EXACT, FP32
+from toolkit.functional import generalized_advantage_estimation
+
+
+def double_sum(rewards, values, lengths, gamma, lam):
+    """A_t = Σ_k (γλ)^k δ_{t+k}, term by term in numpy: no recursion."""
+    advantages = np.zeros_like(rewards)
+    for row, length in enumerate(lengths):
+        v = list(values[row, :length]) + [0.0]
+        deltas = [rewards[row, t] + gamma * v[t + 1] - v[t] for t in range(length)]
+        for t in range(length):
+            advantages[row, t] = sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, length))
+    return advantages
+
+
+def test_by_hand():
+    # γ = 0.5, λ = 0.5; rewards 1, 2; values 4, 8.
+    # δ₁ = 2 + 0 − 8 = −6; δ₀ = 1 + 0.5·8 − 4 = 1; A₁ = −6; A₀ = 1 + 0.25·(−6) = −0.5.
+    advantages, returns = generalized_advantage_estimation(
+        torch.tensor([[1.0, 2.0]]), torch.tensor([[4.0, 8.0]]), torch.ones(1, 2, dtype=torch.bool), gamma=0.5, lam=0.5
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[-0.5, -6.0]]), **EXACT)
+    torch.testing.assert_close(returns, torch.tensor([[3.5, 2.0]]), **EXACT)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 10_000),
+)
+def test_against_the_double_sum(lengths, gamma, lam, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = (torch.randn(len(lengths), max(lengths), generator=generator) for _ in range(2))
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    ours, returns = generalized_advantage_estimation(rewards, values, mask, gamma=gamma, lam=lam)
+    expected = double_sum(rewards.numpy().astype(np.float64), values.numpy().astype(np.float64), lengths, gamma, lam)
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float32), rtol=1e-4, atol=1e-5)
+    assert (ours[~mask] == 0).all() and (returns[~mask] == 0).all()
+
+
+def test_lambda_one_is_the_monte_carlo_return_less_the_value():
+    rewards, values = torch.tensor([[0.0, 0.0, 5.0]]), torch.tensor([[1.0, 2.0, 3.0]])
+    advantages, _ = generalized_advantage_estimation(
+        rewards, values, torch.ones(1, 3, dtype=torch.bool), gamma=0.9, lam=1.0
+    )
+    monte_carlo = torch.tensor([[0.81 * 5, 0.9 * 5, 5.0]])
+    torch.testing.assert_close(advantages, monte_carlo - values, **FP32)
+
+
+@pytest.mark.parametrize("garbage", [7.0, float("nan")])
+def test_padding_changes_nothing(garbage):
+    rewards, values, mask = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.1]]), torch.ones(1, 2, dtype=torch.bool)
+    plain, _ = generalized_advantage_estimation(rewards, values, mask, gamma=0.9, lam=0.8)
+    fill = torch.full((1, 3), garbage)
+    padded, _ = generalized_advantage_estimation(
+        torch.cat([rewards, fill], 1),
+        torch.cat([values, fill], 1),
+        torch.cat([mask, torch.zeros(1, 3, dtype=torch.bool)], 1),
+        gamma=0.9,
+        lam=0.8,
+    )
+    torch.testing.assert_close(padded[:, :2], plain, **EXACT)
+    assert (padded[:, 2:] == 0).all()

@@ -1,0 +1,187 @@
+import json
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+from trl import RewardConfig, RewardTrainer
+
+from tests.conftest import ARCHITECTURES, lora, shared_base, tiny_model
+from tests.tolerances import EXACT
+from toolkit.data import pad_rows
+from toolkit.errors import AdapterError
+from toolkit.models import SharedBase, load_role, load_weights, save_role, sequence_logits
+
+ROWS = [[1, 5, 6, 7, 2], [1, 9, 8, 2], [1, 30, 31, 32, 33, 34, 2]]
+SAVE = {"pad_token_id": 0, "base_name": "tiny"}
+
+
+def scores(base, pad_token_id=0):
+    ids, mask = pad_rows(ROWS, pad_token_id=pad_token_id, side="right")
+    with torch.no_grad():
+        return sequence_logits(base, ids, mask, pad_token_id=pad_token_id)
+
+
+def bare(architecture="llama"):
+    return SharedBase(tiny_model(architecture))
+
+
+def test_policy_loads_with_plain_peft_and_gives_identical_logits(tmp_path):
+    base = shared_base()
+    save_role(base, "policy", tmp_path / "policy", **SAVE)
+    assert {p.name for p in (tmp_path / "policy").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "role.json",
+    }
+    plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "policy"))
+    ids = torch.tensor([ROWS[0]])
+    with torch.no_grad(), base.role("policy"):
+        assert torch.equal(plain(input_ids=ids).logits, base(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("labels", [1, 3])
+def test_reward_loads_with_auto_peft_and_gives_the_same_scores(architecture, labels, tmp_path):
+    base = shared_base(labels=labels, architecture=architecture)
+    tiny_model(architecture).save_pretrained(tmp_path / "base")
+    folder = save_role(base, "reward", tmp_path / "reward", pad_token_id=0, base_name=str(tmp_path / "base"))
+    plain = AutoPeftModelForSequenceClassification.from_pretrained(str(folder), num_labels=labels).eval()
+    ids, mask = pad_rows(ROWS, pad_token_id=0, side="right")
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=ids, attention_mask=mask).logits, scores(base), **EXACT)
+
+
+@pytest.mark.parametrize("role", ["value", "reward", "policy"])
+@pytest.mark.parametrize("value", ["separate", "shared"])
+def test_round_trip(role, value, tmp_path):
+    base = shared_base(value=value, labels=3)
+    save_role(base, role, tmp_path / role, **SAVE)
+    other = bare()
+    if role == "value" and value == "shared":
+        other.add_role("policy", lora())
+    about = load_role(other, role, tmp_path / role)
+    assert about["role"] == role and about.get("pad_token_id", 0) == 0
+    for ours, theirs in zip(other.parameters_of(role), base.parameters_of(role), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_weights_go_back_into_a_role(tmp_path):
+    base = shared_base()
+    for role in ("policy", "value"):
+        save_role(base, role, tmp_path / role, **SAVE)
+        saved = [p.clone() for p in base.parameters_of(role)]
+        with torch.no_grad():
+            for p in base.parameters_of(role):
+                p.add_(1.0)
+        load_weights(base, role, tmp_path / role)
+        assert all(torch.equal(p, s) for p, s in zip(base.parameters_of(role), saved, strict=True))
+
+
+@pytest.mark.parametrize("pad", ["P", "E"])  # pad ≠ eos and pad == eos
+def test_an_adapter_of_plain_trl_gives_its_own_scores_here(pad, tmp_path, tokenizer):
+    tokenizer.pad_token = pad
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    pairs = {"chosen_ids": [r[:-1] + [9, 2] for r in ROWS] * 4, "rejected_ids": [r[:-1] + [20, 2] for r in ROWS] * 4}
+    trainer = RewardTrainer(
+        model=classifier,
+        args=RewardConfig(
+            output_dir=str(tmp_path / "trl"), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2,
+            use_cpu=True, bf16=False, report_to="none", save_strategy="no", gradient_checkpointing=False,
+        ),  # fmt: skip
+        train_dataset=Dataset.from_dict(pairs),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear"),
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trl"))
+    pad_token_id = tokenizer.pad_token_id
+    ids, mask = pad_rows(ROWS, pad_token_id=pad_token_id, side="right")
+    trainer.model.eval()
+    with torch.no_grad():
+        expected = trainer.model(input_ids=ids, attention_mask=mask).logits
+    base = bare()
+    base.add_role("policy", lora())
+    assert load_role(base, "reward", tmp_path / "trl") == {}
+    torch.testing.assert_close(scores(base, pad_token_id), expected, **EXACT)
+    assert expected.std() > 0
+
+
+def test_a_missing_head_is_an_error_and_never_random(tmp_path):
+    get_peft_model(tiny_model(), lora()).save_pretrained(tmp_path)
+    for role in ("reward", "value"):
+        with pytest.raises(AdapterError, match="needs one score head and the adapter holds 0; a random head"):
+            load_role(bare(), role, tmp_path)
+
+
+def test_bad_folders(tmp_path):
+    base = shared_base()
+    good = save_role(base, "reward", tmp_path / "good", **SAVE)
+
+    def broken(name, change):
+        folder = tmp_path / name
+        shutil.copytree(good, folder)
+        change(folder)
+        return folder
+
+    with pytest.raises(AdapterError, match="there is no folder"):
+        load_role(bare(), "reward", tmp_path / "nowhere")
+    with pytest.raises(AdapterError, match=r"adapter_config.json is missing"):
+        load_role(bare(), "reward", broken("a", lambda f: (f / "adapter_config.json").unlink()))
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors is missing"):
+        load_role(bare(), "reward", broken("b", lambda f: (f / "adapter_model.safetensors").unlink()))
+    with pytest.raises(AdapterError, match="pickle"):
+        load_role(
+            bare(),
+            "reward",
+            broken("c", lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin")),
+        )
+    with pytest.raises(AdapterError, match="damaged"):
+        load_role(bare(), "reward", broken("d", lambda f: (f / "adapter_model.safetensors").write_bytes(b"\0" * 40)))
+    with pytest.raises(AdapterError, match=r"role.json is not valid JSON"):
+        load_role(bare(), "reward", broken("e", lambda f: (f / "role.json").write_text("{")))
+    with pytest.raises(AdapterError, match="belongs to another base.*Check base.model"):
+        load_role(bare("gpt2"), "reward", good)
+
+    def other_size(folder):
+        path = folder / "adapter_model.safetensors"
+        state = load_file(path)
+        key = next(k for k in state if "lora_A" in k)
+        state[key] = state[key][:, :-1].contiguous()
+        save_file(state, path)
+
+    with pytest.raises(AdapterError, match="belongs to another base"):
+        load_role(bare(), "reward", broken("f", other_size))
+
+    def other_head(folder):
+        path = folder / "adapter_model.safetensors"
+        state = load_file(path)
+        state["base_model.model.score.weight"] = torch.zeros(1, 7)
+        save_file(state, path)
+
+    with pytest.raises(AdapterError, match="the head reads 7 numbers a token and this base has 32"):
+        load_role(bare(), "reward", broken("g", other_head))
+
+    def other_modules(folder):
+        path = folder / "adapter_config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "modules_to_save": ["lm_head", "score"]}))
+
+    with pytest.raises(AdapterError, match="replaces lm_head of the base"):
+        load_role(bare(), "reward", broken("h", other_modules))
+
+    def other_kind(folder):
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM"}))
+
+    with pytest.raises(AdapterError, match="the roles here are LoRA adapters"):
+        load_role(bare(), "reward", broken("i", other_kind))
+    shared = shared_base(value="shared")
+    save_role(shared, "value", tmp_path / "shared", **SAVE)
+    with pytest.raises(AdapterError, match='cannot be the role "reward"'):
+        load_role(bare(), "reward", tmp_path / "shared")

@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from tests.conftest import ARCHITECTURES, shared_base
+from tests.tolerances import EXACT, FP32
+from toolkit.data import pad_rows
+from toolkit.models import (
+    Sequences,
+    response_logprobs,
+    response_logprobs_and_values,
+    response_values,
+    score_positions,
+    sequence_logits,
+)
+
+PROMPTS = [[1, 4, 9], [1, 30, 31, 32, 33]]
+RESPONSES = [[12, 13, 2], [20, 21, 22, 23, 24, 2]]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("pad_token_id", [0, 2])  # a pad of its own, and pad == eos
+def test_logprobs_and_values_equal_unpadded_rows(architecture, pad_token_id):
+    base = shared_base(architecture=architecture)
+    sequences = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=pad_token_id)
+    with torch.no_grad():
+        with base.role("policy"):
+            logprobs = response_logprobs(base, sequences, temperature=0.7)
+        with base.role("value"):
+            values = response_values(base, sequences)
+        for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+            ids, n = torch.tensor([prompt + response]), len(response)
+            with base.role("policy"):
+                logits = base(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7
+            expected = logits.log_softmax(-1)[torch.arange(n), torch.tensor(response)]
+            torch.testing.assert_close(logprobs[row, :n], expected, rtol=1e-4, atol=1e-5)
+            with base.role("value"):
+                hidden = base.hidden_states(ids, torch.ones_like(ids))[0, len(prompt) - 1 : -1]
+            torch.testing.assert_close(values[row, :n], (hidden @ base.heads["value"].weight.T).squeeze(-1), **FP32)
+            assert (logprobs[row, n:] == 0).all() and (values[row, n:] == 0).all()
+
+
+def test_one_pass_for_a_shared_value_gives_what_two_give():
+    base = shared_base(value="shared")
+    sequences = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
+    with torch.no_grad(), base.role("policy"):
+        logprobs, values = response_logprobs_and_values(base, sequences)
+        torch.testing.assert_close(logprobs, response_logprobs(base, sequences), **EXACT)
+        torch.testing.assert_close(values, response_values(base, sequences), **EXACT)
+
+
+def test_no_logits_for_prompt_positions():
+    base = shared_base()
+    rows = []
+    base.lm_head.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[0]))
+    with torch.no_grad(), base.role("policy"):
+        response_logprobs(base, Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0))
+    assert sum(rows) == sum(map(len, RESPONSES))
+
+
+def test_masks_come_from_lengths():
+    sequences = Sequences.from_ids([[2, 2]], [[2, 2, 2]], pad_token_id=2)  # nothing but pad ids, all of them real
+    assert sequences.attention_mask.tolist() == [[True] * 5]
+    assert sequences.response_mask.tolist() == [[True] * 3]
+    ragged = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
+    assert ragged.response_mask.sum(1).tolist() == [3, 6]
+    assert ragged.response_positions.tolist() == [[3, 4, 5, 5, 5, 5], [5, 6, 7, 8, 9, 10]]
+    with pytest.raises(ValueError, match="at least one token"):
+        Sequences.from_ids([[]], [[3]], pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "pad", "expected"),
+    [
+        ([1, 5, 6, 2], 0, 3),  # pad ≠ eos: read at eos
+        ([1, 5, 6, 2], 2, 2),  # pad == eos: read before it, as transformers does
+        ([1, 2, 6, 7], 2, 3),  # an eos in the middle, as between chat turns, is no end
+        ([2, 2], 2, 1),  # nothing else to read
+    ],
+)
+def test_where_a_score_is_read(row, pad, expected):
+    for side, shift in (("right", 0), ("left", 3)):
+        ids, mask = pad_rows([row, [5] * (len(row) + 3)], pad_token_id=pad, side=side)
+        assert score_positions(ids, mask, pad)[0].item() == expected + shift
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores_do_not_depend_on_padding(architecture):
+    base = shared_base(labels=3, architecture=architecture)
+    rows = [[1, 5, 6, 2], [1, 9, 8, 7, 6, 5, 4, 2]]
+    with torch.no_grad():
+        alone = torch.cat(
+            [sequence_logits(base, torch.tensor([r]), torch.ones(1, len(r)), pad_token_id=0) for r in rows]
+        )
+        for side in ("left", "right"):
+            ids, mask = pad_rows(rows, pad_token_id=0, side=side)
+            torch.testing.assert_close(
+                sequence_logits(base, ids, mask, pad_token_id=0), alone, rtol=1e-4, atol=1e-5, msg=side
+            )

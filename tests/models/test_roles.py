@@ -1,0 +1,173 @@
+import pytest
+import torch
+
+from tests.conftest import ARCHITECTURES, lora, randomize, shared_base, tiny_model
+from tests.tolerances import EXACT
+from toolkit.errors import AdapterError, ModelError
+from toolkit.models import SharedBase
+
+IDS = torch.tensor([[1, 5, 9, 12, 7]])
+MASK = torch.ones_like(IDS)
+
+
+def hidden(base, role):
+    with torch.no_grad(), base.role(role):
+        return base.hidden_states(IDS, MASK)
+
+
+def test_each_role_has_its_own_output_and_reference_is_the_bare_base():
+    bare = tiny_model()
+    base = shared_base()
+    outputs = {role: hidden(base, role) for role in base.roles}
+    assert not torch.allclose(outputs["policy"], outputs["value"])
+    assert not torch.allclose(outputs["policy"], outputs["reward"])
+    with torch.no_grad():
+        torch.testing.assert_close(outputs["reference"], bare.base_model(IDS).last_hidden_state, **EXACT)
+        torch.testing.assert_close(base.hidden_states(IDS, MASK), outputs["reference"], **EXACT)  # outside all roles
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_role_equals_the_same_adapter_alone(architecture, tmp_path):
+    from peft import PeftModel
+
+    from toolkit.models import save_role
+
+    base = shared_base(architecture=architecture)
+    folder = save_role(base, "policy", tmp_path / "policy", pad_token_id=0, base_name="tiny")
+    alone = PeftModel.from_pretrained(tiny_model(architecture), str(folder))
+    with torch.no_grad(), base.role("policy"):
+        ours = base(input_ids=IDS, attention_mask=MASK).logits
+        torch.testing.assert_close(ours, alone(input_ids=IDS, attention_mask=MASK).logits, **EXACT)
+
+
+def test_roles_nest_and_are_restored_after_an_exception():
+    base = shared_base()
+    with base.role("policy"):
+        with pytest.raises(RuntimeError, match="inside"), base.role("value"):
+            assert base.active_role == "value"
+            raise RuntimeError("inside")
+        assert base.active_role == "policy"
+        torch.testing.assert_close(hidden(base, "policy"), base.hidden_states(IDS, MASK).detach(), **EXACT)
+        with base.role("reference"):
+            assert base.active_role == "reference"
+        assert base.active_role == "policy"
+    assert base.active_role is None
+
+
+def trainable(base):
+    return {name for name, p in base.named_parameters() if p.requires_grad}
+
+
+def test_switching_changes_nothing_about_what_is_trained():
+    base = shared_base()
+    before = trainable(base)
+    assert any(".policy." in n for n in before) and any(".value." in n for n in before)
+    assert not any(".reward." in n or "heads.reward" in n for n in before)
+    for role in base.roles:
+        with base.role(role):
+            assert trainable(base) == before
+    assert trainable(base) == before
+
+
+def test_a_joint_loss_over_two_roles_reaches_both_adapters():
+    # PEFT alone drops the policy's gradient here without a word: leaving an adapter freezes it.
+    base = shared_base()
+    weights = torch.randn(1, 5, 32)
+    with base.role("policy"):
+        first = (base.hidden_states(IDS, MASK) * weights).sum()
+    with base.role("value"):
+        second = (base.hidden_states(IDS, MASK) * weights).sum()
+    (first + second).backward()
+    for role in ("policy", "value"):
+        gradients = [p.grad for name, p in base.named_parameters() if f".{role}." in name and "lora_" in name]
+        assert gradients and all(g is not None and g.any() for g in gradients)
+    assert all(p.grad is None for p in base.parameters_of("reward"))
+
+
+def test_shared_value_has_a_head_and_no_adapter():
+    base = shared_base(value="shared")
+    assert base.shares_value
+    assert [p.shape for p in base.parameters_of("value")] == [(1, 32)]
+    torch.testing.assert_close(hidden(base, "value"), hidden(base, "policy"), **EXACT)
+
+
+def test_copying_an_adapter():
+    base = SharedBase(tiny_model())
+    for role in ("reward", "value", "policy", "reference"):
+        base.add_role(role, lora())
+    randomize(base, "reward", "policy")
+    base.copy_adapter("reward", "value")
+    base.copy_adapter("policy", "reference")
+    torch.testing.assert_close(hidden(base, "value"), hidden(base, "reward"), **EXACT)
+    torch.testing.assert_close(base.heads["value"].weight, base.heads["reward"].weight, **EXACT)
+    torch.testing.assert_close(hidden(base, "reference"), hidden(base, "policy"), **EXACT)
+
+
+def test_base_dropout_and_generation_settings_are_neutral():
+    model = tiny_model("gpt2")
+    model.generation_config.repetition_penalty = 3.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    base = SharedBase(model)
+    base.add_role("policy", lora(lora_dropout=0.25))
+    assert base.causal_lm.generation_config.repetition_penalty in (None, 1.0)
+    rates = {m.p for m in base.modules() if isinstance(m, torch.nn.Dropout)}
+    assert rates == {0.0, 0.25}  # the base's is off, the adapter's as asked for
+
+
+def test_heads_stay_in_float32():
+    base = SharedBase(tiny_model().to(torch.bfloat16))
+    base.add_role("reward", lora())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = base.heads["reward"](torch.randn(2, 32, dtype=torch.bfloat16))
+    assert out.dtype == base.heads["reward"].weight.dtype == torch.float32
+
+
+def test_checkpointing_on_and_off():
+    base = shared_base()
+    assert not base.is_gradient_checkpointing
+    base.gradient_checkpointing_enable()
+    assert base.is_gradient_checkpointing
+    base.gradient_checkpointing_disable()
+    assert not base.is_gradient_checkpointing
+
+
+def test_errors():
+    base = shared_base()
+    with pytest.raises(AdapterError, match='no role "critic" on this base; it carries policy, reference, value, reward'):
+        base.role("critic")
+    with pytest.raises(AdapterError, match='already carries the role "policy"'):
+        base.add_role("policy", lora())
+    with pytest.raises(AdapterError, match='unknown role "actor"'):
+        base.add_role("actor", lora())
+    fresh = SharedBase(tiny_model())
+    with pytest.raises(AdapterError, match="needs an adapter: give adapters.policy"):
+        fresh.add_role("policy")
+    with pytest.raises(AdapterError, match="change weights of the base"):
+        fresh.add_role("policy", lora(modules_to_save=["lm_head"]))
+    with pytest.raises(AdapterError, match="adapters.policy: Target modules"):
+        from peft import LoraConfig
+
+        fresh.add_role("policy", LoraConfig(target_modules=["q_projj"]))
+    with pytest.raises(AdapterError, match='"reference" has no adapter of its own'):
+        base.adapter_config("reference")
+    other = SharedBase(tiny_model())
+    other.add_role("reward", lora(r=4))
+    other.add_role("value", lora(r=2))
+    with pytest.raises(AdapterError, match="cannot start as a copy"):
+        other.copy_adapter("reward", "value")
+
+
+def test_a_model_that_changes_its_logits_is_refused():
+    model = tiny_model()
+    head = model.forward
+
+    def capped(*args, **kwargs):
+        out = head(*args, **kwargs)
+        out.logits = 30 * torch.tanh(out.logits / 30)
+        return out
+
+    model.forward = capped
+    with pytest.raises(ModelError, match="changes its logits after lm_head"):
+        SharedBase(model)

@@ -1,0 +1,74 @@
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import shared_base
+from tests.tolerances import EXACT
+from tests.trainers.helpers import rollout
+from toolkit.errors import RewardError
+from toolkit.models import sequence_logits
+from toolkit.rewards import RewardAdapter, check_scores, load_function
+
+RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7]]
+
+
+def test_adapter_scores_each_response_as_if_alone():
+    base, batch = shared_base(), rollout(RESPONSES)
+    expected = []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            expected.append(sequence_logits(base, ids, torch.ones_like(ids), pad_token_id=0).item())
+    for size in (1, 3, 64):
+        scores = RewardAdapter(base, pad_token_id=0, batch_size=size)(batch)
+        torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert base.active_role is None
+
+
+def test_class_scores_are_log_probabilities_of_the_named_class():
+    base, batch = shared_base(labels=3), rollout(RESPONSES)
+    classes = [0, 2, 1, 0]
+    batch = type(batch)(**{**vars(batch), "columns": {"style": classes}})
+    scores = RewardAdapter(base, pad_token_id=0, class_column="style")(batch)
+    for row, wanted in enumerate(classes):
+        ids = torch.tensor([[*batch.prompt_ids[row], *batch.response_ids[row]]])
+        with torch.no_grad():
+            logits = sequence_logits(base, ids, torch.ones_like(ids), pad_token_id=0)[0]
+        assert scores[row].item() == pytest.approx(torch.log_softmax(logits, -1)[wanted].item(), rel=1e-4)
+    assert (scores <= 0).all()
+
+
+def test_head_and_class_column_must_fit():
+    with pytest.raises(RewardError, match=r"has 3 output\(s\) and scorer.class_column is None"):
+        RewardAdapter(shared_base(labels=3), pad_token_id=0)
+    with pytest.raises(RewardError, match=r"has 1 output\(s\) and scorer.class_column is 'style'"):
+        RewardAdapter(shared_base(), pad_token_id=0, class_column="style")
+    reward = RewardAdapter(shared_base(labels=3), pad_token_id=0, class_column="style")
+    with pytest.raises(RewardError, match='no column "style"; present: number'):
+        reward(rollout(RESPONSES))
+
+
+def test_check_scores():
+    batch = rollout(RESPONSES)
+    torch.testing.assert_close(check_scores([1, 2.5, 3, 4], batch), torch.tensor([1, 2.5, 3, 4]), **EXACT)
+    with pytest.raises(RewardError, match=r"shape \(3,\) for 4 responses"):
+        check_scores([1, 2, 3], batch)
+    with pytest.raises(RewardError, match="the reward gave nan to the response '"):
+        check_scores([1, 2, float("nan"), 4], batch)
+    with pytest.raises(RewardError, match="not one number a response"):
+        check_scores(["a", "b", "c", "d"], batch)
+
+
+def test_a_python_function_by_name(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards_for_test.py").write_text("def brevity(rollout):\n    return [-n for n in rollout.lengths]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    function = load_function("my_rewards_for_test:brevity")
+    assert check_scores(function(rollout(RESPONSES)), rollout(RESPONSES)).tolist() == [-3, -6, -2, -3]
+    with pytest.raises(RewardError, match='has no function "length"'):
+        load_function("my_rewards_for_test:length")
+    with pytest.raises(RewardError, match='no module "no_such_module"'):
+        load_function("no_such_module:f")
+    with pytest.raises(RewardError, match="not of the form module:function"):
+        load_function("just_a_name")

@@ -1,0 +1,67 @@
+"""Small PPO set-ups for the tests of this folder."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from tests.conftest import shared_base
+from toolkit.data import Rollout, doubling
+from toolkit.models import SharedBase
+from toolkit.rewards import RewardAdapter
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.ppo_config import PPOConfig
+
+PROMPTS = [[1, 4, 9, 7], [1, 30, 31, 32, 33, 34], [1, 5, 6], [1, 20, 21, 22, 23]]
+
+
+def dataset(copies: int = 4) -> Dataset:
+    return Dataset.from_dict({"input_ids": PROMPTS * copies, "number": list(range(len(PROMPTS) * copies))})
+
+
+def config(folder: Path | str, **changes: Any) -> PPOConfig:
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "num_ppo_epochs": 1,
+        "max_steps": 2,
+        "response_length": 6,
+        "temperature": 0.8,
+        "learning_rate": 1e-3,
+        "kl_coef": 0.1,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+    }
+    return PPOConfig(**{**settings, **changes})
+
+
+def rollout(responses: list[list[int]], prompts: list[list[int]] = PROMPTS) -> Rollout:
+    tokenizer = doubling.tokenizer()
+    return Rollout(
+        prompts=tokenizer.batch_decode(prompts),
+        responses=tokenizer.batch_decode(responses, skip_special_tokens=True),
+        prompt_ids=prompts,
+        response_ids=responses,
+        ended=[2 in r for r in responses],
+        columns={"number": list(range(len(prompts)))},
+    )
+
+
+def trainer(folder: Path | str, base: SharedBase | None = None, reward: Any = None, **changes: Any) -> PPOTrainer:
+    args = config(folder, **changes)
+    base = base or shared_base(value=args.value)
+    tokenizer = doubling.tokenizer()
+    reward = reward or RewardAdapter(base, pad_token_id=tokenizer.pad_token_id)
+    return PPOTrainer(args, tokenizer, base, reward, dataset(), dataset(1), callbacks=[])
+
+
+def count_reward(token: int) -> Any:
+    """Scores the share of one token in a response."""
+    return lambda rollout: torch.tensor([ids.count(token) / len(ids) for ids in map(list, rollout.response_ids)])

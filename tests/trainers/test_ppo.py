@@ -1,0 +1,327 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import TrainerCallback, set_seed
+from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
+
+from tests.conftest import lora, shared_base, tiny_model
+from tests.tolerances import EXACT, RELATIVE
+from tests.trainers.helpers import config, count_reward, dataset, rollout, trainer
+from toolkit.data import PromptCollator, doubling
+from toolkit.errors import DataError, RewardError, ToolkitError
+from toolkit.models import SharedBase
+from toolkit.reports import MetricsFile
+from toolkit.trainers.ppo import PPOTrainer
+
+
+def snapshot(base):
+    return {name: p.detach().clone() for name, p in base.named_parameters()}
+
+
+def changed(before, base):
+    return {name for name, p in base.named_parameters() if not torch.equal(p, before[name])}
+
+
+@pytest.mark.parametrize("value", ["separate", "shared"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_changes_policy_and_value_and_nothing_else(value, checkpointing, tmp_path):
+    ours = trainer(tmp_path, value=value, gradient_checkpointing=checkpointing, num_ppo_epochs=2)
+    assert isinstance(ours, TRLPPOTrainer)
+    before = snapshot(ours.roles)
+    metrics = ours.train()
+    roles = {"heads.value"} if value == "shared" else {"heads.value", ".value."}
+    names = changed(before, ours.roles)
+    assert names
+    for name in before:
+        mine = ".policy." in name or any(part in name for part in roles)
+        assert (name in names) == mine, name
+    assert {"score", "kl", "length", "eos_share", "policy_loss", "value_loss", "grad_norm"} <= metrics.keys()
+    assert all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
+
+
+def test_the_loop_of_a_notebook_is_what_train_does(tmp_path):
+    results = []
+    for by_hand in (False, True):
+        set_seed(0)
+        ours = trainer(tmp_path, fresh_seed(), max_steps=3)
+        if by_hand:
+            for batch in ours.dataloader:
+                responses = ours.generate(batch)
+                scores = ours.score(batch, responses)
+                ours.step(batch, responses, scores)
+                if ours.state.global_step == 3:
+                    break
+        else:
+            ours.train()
+        results.append(snapshot(ours.roles))
+    assert results[0].keys() == results[1].keys()
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name]), name
+
+
+def fresh_seed():
+    torch.manual_seed(0)
+    return shared_base(fresh=True)
+
+
+def test_same_seed_same_run(tmp_path):
+    runs = []
+    for _ in range(2):
+        ours = trainer(tmp_path, fresh_seed(), max_steps=2)
+        runs.append(ours.train())
+    for name in runs[0]:
+        if not name.endswith(("seconds", "second")):
+            assert runs[0][name] == runs[1][name], name
+
+
+def test_ppo_learns_a_rule(tmp_path):
+    """A reward for the share of one token raises that share: the identity environment of language models."""
+    ours = trainer(
+        tmp_path,
+        fresh_seed(),
+        count_reward(7),
+        max_steps=40,
+        per_device_train_batch_size=16,
+        num_ppo_epochs=4,
+        learning_rate=2e-2,
+        kl_coef=0.0,
+        temperature=1.0,
+        eval_do_sample=True,
+    )
+    before, _, _ = ours.evaluate_rollout(dataset(8))
+    ours.train()
+    after, _, _ = ours.evaluate_rollout(dataset(8))
+    assert before["score"] < 0.2
+    assert after["score"] > 0.8
+    assert after["kl"] > 1.0
+
+
+def test_the_kl_penalty_holds_the_policy_back(tmp_path):
+    kls = []
+    for kl_coef in (0.0, 5.0):
+        ours = trainer(
+            tmp_path, fresh_seed(), count_reward(7), max_steps=15, per_device_train_batch_size=16, num_ppo_epochs=4,
+            learning_rate=2e-2, kl_coef=kl_coef, temperature=1.0, eval_do_sample=True,
+        )  # fmt: skip
+        ours.train()
+        kls.append(ours.evaluate_rollout(dataset(4))[0]["kl"])
+    assert kls[1] < 0.3 * kls[0]
+
+
+def test_a_response_ends_with_its_eos_and_says_so(tmp_path):
+    ours = trainer(tmp_path, reward=count_reward(7))
+    base = ours.roles
+    batch = PromptCollator(0)([dataset()[i] for i in range(4)])
+    output = torch.tensor([[5, 2, 0, 0], [5, 6, 7, 8], [2, 0, 0, 0], [9, 9, 9, 2]])
+    base.generate = lambda *args: output
+    responses = ours.generate(batch)
+    assert responses.response_ids == [[5, 2], [5, 6, 7, 8], [2], [9, 9, 9, 2]]
+    assert responses.ended == [True, False, True, True]
+    assert responses.responses == ["2", "2345", "", "666"]
+    assert responses.columns == {"number": [0, 1, 2, 3]}
+
+
+def test_sampling_follows_the_log_probabilities_that_the_update_uses(tmp_path):
+    # The checkpoint's own settings (a repetition penalty) must not leak into sampling.
+    model = tiny_model()
+    model.generation_config.repetition_penalty = 5.0
+    base = SharedBase(model)
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    base.add_role("value", lora())
+    ours = trainer(tmp_path, base, count_reward(7), response_length=1)
+    row = {"input_ids": [1, 4, 9, 4, 4], "number": 0}
+    torch.manual_seed(0)
+    sampled = ours.generate(PromptCollator(0)([row] * 4000))
+    counts = torch.bincount(torch.tensor([r[0] for r in sampled.response_ids]), minlength=42) / 4000
+    everything = rollout([[t] for t in range(42)], [row["input_ids"]] * 42)
+    logprobs, _, _ = ours._read_roles(everything, values=False)
+    assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+    assert (counts - logprobs.squeeze(1).exp()).abs().max() < 0.03
+
+
+def test_padding_order_and_micro_batches_change_no_gradient(tmp_path):
+    responses = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
+    scores = torch.tensor([1.0, -1.0, 0.5, 2.0])
+    found = []
+    for order, chunk in (([0, 1, 2, 3], 4), ([3, 1, 0, 2], 1)):
+        ours = trainer(tmp_path, local_rollout_forward_batch_size=chunk)
+        ours._prepare_training()
+        prompts = [dataset()[i]["input_ids"] for i in order]
+        batch = rollout([responses[i] for i in order], prompts)
+        experience = ours._make_experience(batch, scores[order])
+        ours.roles.train()
+        ours._backward_mini_batch(experience, [0, 1, 2, 3])
+        found.append([p.grad for p in ours.roles.parameters_of("policy")])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() < RELATIVE * b.abs().max()
+
+
+def test_gradients_are_clipped(tmp_path):
+    ours = trainer(tmp_path, max_grad_norm=1e-3)
+    ours._prepare_training()
+    seen = []
+    step = ours.optimizer.step
+    parameters = [p for role in ("policy", "value") for p in ours.roles.parameters_of(role)]
+
+    def watched():
+        seen.append(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in parameters])).item())
+        step()
+
+    ours.optimizer.step = watched
+    stats = ours.step({}, rollout([[5, 2]] * 4), torch.tensor([1.0, -1.0, 0.0, 2.0]))
+    assert stats["grad_norm"] > 1e-2
+    assert seen == pytest.approx([1e-3], rel=1e-2)
+
+
+def test_one_token_responses_do_not_spoil_the_weights(tmp_path):
+    ours = trainer(tmp_path)
+    ours.step({}, rollout([[2], [2], [2], [2]]), torch.ones(4))
+    assert all(torch.isfinite(p).all() for p in ours.roles.parameters())
+
+
+def test_missing_eos_penalty_reaches_the_rewards(tmp_path):
+    ours = trainer(tmp_path, missing_eos_penalty=3.0, kl_coef=0.0)
+    experience = ours._make_experience(rollout([[5, 2], [5, 6], [5, 2], [5, 6]]), torch.ones(4))
+    assert experience.rewards[:, 1].tolist() == [1.0, -2.0, 1.0, -2.0]
+
+
+def test_evaluation_has_its_metrics_and_leaves_the_random_state_alone(tmp_path):
+    ours = trainer(tmp_path, eval_do_sample=True)
+    ours.metrics = lambda r: {"rows": float(len(r))}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = ours.evaluate()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert ours.evaluate() == first
+    assert set(first) == {f"eval_{k}" for k in ("score", "score_se", "kl", "length", "eos_share", "rows")}
+    assert first["eval_rows"] == 4
+    ours.eval_dataset = None
+    with pytest.raises(ToolkitError, match="needs held-out prompts"):
+        ours.evaluate()
+
+
+def test_evaluated_kl_by_hand(tmp_path):
+    ours = trainer(tmp_path)
+    metrics, responses, _ = ours.evaluate_rollout(dataset(1))
+    total = 0.0
+    for prompt, response in zip(responses.prompt_ids, responses.response_ids, strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        for role, sign in (("policy", 1), ("reference", -1)):
+            with torch.no_grad(), ours.roles.role(role):
+                logits = ours.roles(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.8
+            chosen = logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
+            total += sign * chosen.sum().item()
+    assert metrics["kl"] == pytest.approx(total / 4, rel=1e-3)
+
+
+def test_the_best_checkpoint_comes_back(tmp_path):
+    scores = iter([0.1, 0.9, 0.5])
+    ours = trainer(
+        tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="best",
+        load_best_model_at_end=True, metric_for_best_model="score", save_total_limit=1,
+    )  # fmt: skip
+    kept = {}
+
+    def evaluate():
+        score = next(scores)
+        if score == 0.9:
+            kept.update({n: p.detach().clone() for n, p in ours.roles.named_parameters() if p.requires_grad})
+        return {"eval_score": score}
+
+    ours.evaluate = evaluate
+    ours.train()
+    assert ours.state.best_global_step == 2
+    assert [p.name for p in sorted(Path(tmp_path).glob("checkpoint-*"))] == ["checkpoint-2"]
+    for name, parameter in ours.roles.named_parameters():
+        if name in kept:
+            assert torch.equal(parameter, kept[name]), name
+
+
+def test_callbacks_and_metrics_file(tmp_path):
+    events = []
+
+    class Recorder(TrainerCallback):
+        pass
+
+    for name in ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save",
+                 "on_epoch_end", "on_train_end"):  # fmt: skip
+        setattr(Recorder, name, lambda self, args, state, control, _n=name, **kwargs: events.append(_n))
+    args = config(tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    base = shared_base()
+    ours = PPOTrainer(
+        args, doubling.tokenizer(), base, count_reward(7), dataset(), dataset(1),
+        callbacks=[Recorder(), MetricsFile(tmp_path / "metrics.jsonl")],
+    )  # fmt: skip
+    ours.train()
+    one = ["on_step_begin", "on_step_end", "on_log"]
+    assert events == ["on_train_begin", "on_epoch_begin", *one, *one, "on_log", "on_evaluate", "on_save",
+                      "on_epoch_end", "on_train_end"]  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 2]
+    assert {"score", "kl", "samples_per_second"} <= rows[0].keys() and "eval_score" in rows[2]
+
+
+def test_a_callback_can_stop_training(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    ours = trainer(tmp_path, max_steps=50)
+    ours.add_callback(Stop())
+    ours.train()
+    assert ours.state.global_step == 1
+
+
+def test_saved_roles_load_with_plain_peft(tmp_path):
+    ours = trainer(tmp_path)
+    ours.train()
+    ours.save_model(str(tmp_path / "out"))
+    plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "out" / "policy"))
+    ids = torch.tensor([[1, 4, 9]])
+    with torch.no_grad(), ours.roles.role("policy"):
+        torch.testing.assert_close(plain(input_ids=ids).logits, ours.roles(input_ids=ids).logits, **EXACT)
+    assert (tmp_path / "out" / "value" / "adapter_model.safetensors").is_file()
+    assert "PPO" in (tmp_path / "README.md").read_text()  # TRL's model card
+
+
+def test_learning_rate_schedule_is_over_updates(tmp_path):
+    ours = trainer(tmp_path, max_steps=4, lr_scheduler_type="linear", num_ppo_epochs=3)
+    rates = []
+
+    class Rates(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            rates.append(ours.lr_scheduler.get_last_lr()[0])
+
+    ours.add_callback(Rates())
+    ours.train()
+    assert rates == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0.0])
+
+
+def test_too_few_prompts_and_missing_ids(tmp_path):
+    with pytest.raises(DataError, match="16 prompts are fewer than one batch of 32"):
+        trainer(tmp_path, per_device_train_batch_size=32)
+    base = shared_base()
+    with pytest.raises(DataError, match="need a column input_ids; present: query"):
+        PPOTrainer(
+            config(tmp_path), doubling.tokenizer(), base, count_reward(7), dataset().rename_columns({"input_ids": "query"})
+        )
+
+
+def test_a_bad_reward_is_named(tmp_path):
+    ours = trainer(tmp_path, reward=lambda r: [1.0])
+    with pytest.raises(RewardError, match=r"shape \(1,\) for 4 responses"):
+        ours.train()
+
+
+def test_trl_methods_that_remain(tmp_path, capsys):
+    ours = trainer(tmp_path)
+    with ours.null_ref_context():
+        assert ours.roles.active_role == "reference"
+    assert ours.get_train_dataloader() is ours.dataloader
+    assert sum(len(b["prompt_ids"]) for b in ours.get_eval_dataloader()) == 4
+    ours.generate_completions(sampling=True)
+    assert "model response" in capsys.readouterr().out

@@ -1,0 +1,143 @@
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from trl import RewardConfig, SFTConfig
+from trl import RewardTrainer as TRLRewardTrainer
+from trl import SFTTrainer as TRLSFTTrainer
+
+from tests.conftest import lora, tiny_model
+from tests.tolerances import EXACT
+from toolkit.data import doubling
+from toolkit.errors import DataError
+from toolkit.models import SharedBase, load_role
+from toolkit.trainers.reward import evaluate_reward, reward_trainer
+from toolkit.trainers.sft import sft_trainer
+
+COMMON = {
+    "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-2, "logging_steps": 5,
+    "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "disable_tqdm": True,
+}  # fmt: skip
+
+
+def pairs(n=32):
+    torch.manual_seed(0)
+    middles = torch.randint(10, 40, (n, 4)).tolist()
+    return Dataset.from_dict(
+        {"chosen_ids": [[1, *m, 5, 2] for m in middles], "rejected_ids": [[1, *m, 6, 2] for m in middles]}
+    )
+
+
+def reward_base(labels=1):
+    torch.manual_seed(0)
+    base = SharedBase(tiny_model())
+    base.add_role("reward", lora(), num_labels=labels)
+    return base
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_scalar_reward_learns_pairs_and_saves_a_role(checkpointing, tmp_path):
+    base, tokenizer = reward_base(), doubling.tokenizer()
+    args = RewardConfig(
+        output_dir=str(tmp_path), max_steps=30, gradient_checkpointing=checkpointing, max_length=None, **COMMON
+    )
+    trainer = reward_trainer(args, tokenizer, base, pairs(), pairs(8), callbacks=[], base_name="tiny")
+    assert isinstance(trainer, TRLRewardTrainer)
+    head = base.heads["reward"].weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(head, base.heads["reward"].weight)
+    after = evaluate_reward(base, pairs(16), pad_token_id=0, batch_size=8)
+    assert after["accuracy"] == 1.0 and after["rows"] == 16 and after["margin"] > 1
+    assert after["accuracy_ci"][0] == pytest.approx(0.806, abs=1e-3)  # Wilson, 16 of 16
+    trainer.save_model(str(tmp_path / "out"))
+    other = SharedBase(tiny_model())
+    assert load_role(other, "reward", tmp_path / "out" / "reward")["pad_token_id"] == 0
+    for a, b in zip(other.parameters_of("reward"), base.parameters_of("reward"), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_view_trains_as_a_plain_sequence_classifier_would(tmp_path):
+    """One step of TRL's trainer on the role view gives the weights that TRL gives a PEFT classifier of its own."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = doubling.tokenizer()
+    args = {"output_dir": str(tmp_path), "max_steps": 3, "gradient_checkpointing": False, "max_length": None, **COMMON}
+    base = reward_base()
+    ours = reward_trainer(RewardConfig(**args), tokenizer, base, pairs(), callbacks=[])
+    tiny_model().save_pretrained(tmp_path / "base")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    classifier = get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules="all-linear"))
+    with torch.no_grad():
+        theirs = [p for p in classifier.parameters() if p.requires_grad]
+        mine = base.parameters_of("reward")
+        assert [p.shape for p in theirs] == [p.shape for p in mine]
+        for p, q in zip(theirs, mine, strict=True):
+            p.copy_(q)
+    plain = TRLRewardTrainer(
+        model=classifier, args=RewardConfig(**args), train_dataset=pairs(), processing_class=tokenizer
+    )
+    ours.train()
+    plain.train()
+    for p, q in zip(theirs, mine, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5)
+
+
+def test_classes_are_trained_by_transformers_trainer(tmp_path):
+    task, base = doubling.Doubling(), reward_base(labels=3)
+    args = RewardConfig(output_dir=str(tmp_path), max_steps=80, gradient_checkpointing=False, **COMMON)
+    labelled = task.labelled("validation")
+    before = evaluate_reward(base, labelled, pad_token_id=0, batch_size=64)
+    trainer = reward_trainer(args, task.tokenizer, base, task.labelled("test"), labelled, callbacks=[])
+    assert not isinstance(trainer, TRLRewardTrainer)
+    trainer.train()
+    after = evaluate_reward(base, labelled, pad_token_id=0, batch_size=64)
+    assert before["accuracy"] < 0.6 and after["accuracy"] > 0.95 and after["loss"] < before["loss"]
+
+
+def test_columns_must_fit_the_head(tmp_path):
+    args = RewardConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **COMMON)
+    with pytest.raises(DataError, match=r"columns input_ids and labels for a head with 3 output\(s\); present: chosen_ids"):
+        reward_trainer(args, doubling.tokenizer(), reward_base(3), pairs())
+
+
+def sequences(n=64):
+    return Dataset.from_dict({"input_ids": [[1, 5, 6, 7, 8, 2]] * n, "labels": [[-100, -100, 6, 7, 8, 2]] * n})
+
+
+def test_pretraining_trains_all_weights_and_saves_a_checkpoint(tmp_path):
+    model = tiny_model("gpt2").requires_grad_(True)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    args = SFTConfig(output_dir=str(tmp_path), max_steps=20, gradient_checkpointing=False, **COMMON)
+    trainer = sft_trainer(args, doubling.tokenizer(), model, sequences(), sequences(8), callbacks=[])
+    assert isinstance(trainer, TRLSFTTrainer)
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.2 * first
+    assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+    trainer.save_model(str(tmp_path))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = torch.tensor([[1, 5, 6]])
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits, **EXACT)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_sft_of_an_adapter_trains_the_policy_alone(checkpointing, tmp_path):
+    torch.manual_seed(0)
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    frozen = {n: p.detach().clone() for n, p in base.named_parameters() if ".policy." not in n}
+    args = SFTConfig(output_dir=str(tmp_path), max_steps=20, gradient_checkpointing=checkpointing, **COMMON)
+    trainer = sft_trainer(args, doubling.tokenizer(), base, sequences(), sequences(8), callbacks=[])
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    last = trainer.evaluate()["eval_loss"]
+    assert last < 0.5 * first
+    assert all(torch.equal(p, frozen[n]) for n, p in base.named_parameters() if n in frozen)
+    trainer.save_model(str(tmp_path))
+    plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "policy"))
+    ids = torch.tensor([[1, 5, 6, 7]])
+    with torch.no_grad(), base.role("policy"), base.in_eval_mode():
+        torch.testing.assert_close(plain(input_ids=ids).logits, base(input_ids=ids).logits, **EXACT)

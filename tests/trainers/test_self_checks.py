@@ -1,0 +1,103 @@
+"""Each check fails on the mistake that it is for."""
+
+import pytest
+import torch
+
+from tests.conftest import lora, shared_base, tiny_model
+from tests.trainers.helpers import rollout, trainer
+from toolkit.data import doubling
+from toolkit.errors import SelfCheckError
+from toolkit.models import SharedBase
+from toolkit.trainers import ppo, self_checks
+
+
+def test_rollouts_from_the_bare_base_are_noticed(monkeypatch):
+    base = shared_base()
+    self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0)
+    before = [p.clone() for p in base.parameters_of("policy")]
+    generate = base.causal_lm.generate
+
+    def bare(*args, **kwargs):
+        with base.role("reference"):
+            return generate(*args, **kwargs)
+
+    monkeypatch.setattr(base.causal_lm, "generate", bare)
+    with pytest.raises(SelfCheckError, match="do not come from the policy's adapter"):
+        self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, base.parameters_of("policy"), strict=True))
+
+
+def test_an_adapter_that_is_not_in_the_optimizer_is_noticed(tmp_path):
+    ours = trainer(tmp_path)
+    ours.optimizer = torch.optim.AdamW(ours.roles.parameters_of("policy"))
+    with pytest.raises(SelfCheckError, match='tensors of the trained role "value" are not in the optimizer'):
+        ours._prepare_training()
+    every = torch.optim.AdamW([p for r in ("policy", "value", "reward") for p in ours.roles.parameters_of(r)])
+    with pytest.raises(SelfCheckError, match="of no trained role"):
+        self_checks.check_in_optimizer(ours.roles, every)
+
+
+def test_a_role_without_gradient_is_noticed(tmp_path, monkeypatch):
+    ours, read = trainer(tmp_path), ppo.response_values
+    # The head alone gets a gradient, as where the value adapter is frozen by a switch of PEFT's.
+    monkeypatch.setattr(
+        ppo, "response_values", lambda base, seqs: read(base, seqs).detach() + 0.1 * base.heads["value"].weight.sum()
+    )
+    with pytest.raises(SelfCheckError, match='28 of 29 tensors of the trained role "value" got no gradient'):
+        ours.step({}, rollout([[5, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
+
+
+def test_gradients_that_are_zero_or_not_finite_are_noticed():
+    base = shared_base()
+    for p in base.parameters_of("policy"):
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(SelfCheckError, match="zero everywhere"):
+        self_checks.check_gradients(base, ["policy"])
+    base.parameters_of("policy")[0].grad.fill_(float("nan"))
+    with pytest.raises(SelfCheckError, match="not finite"):
+        self_checks.check_gradients(base, ["policy"])
+    base.parameters_of("policy")[0].grad = None
+    with pytest.raises(SelfCheckError, match="got no gradient"):
+        self_checks.check_gradients(base, ["policy"])
+
+
+def test_a_ratio_other_than_one_is_noticed(tmp_path, monkeypatch):
+    ours = trainer(tmp_path)
+    read = ours._read_roles
+
+    def of_another_policy(*args, **kwargs):
+        logprobs, ref, values = read(*args, **kwargs)
+        return ref, ref, values  # old log-probabilities from the reference
+
+    monkeypatch.setattr(ours, "_read_roles", of_another_policy)
+    with pytest.raises(SelfCheckError, match=r"before the first update log\(ratio\)"):
+        ours.step({}, rollout([[5, 9, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
+
+
+def test_active_dropout_is_no_wrong_ratio(tmp_path):
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(lora_dropout=0.5))
+    base.add_role("reference")
+    base.add_role("value", lora())
+    with torch.no_grad():
+        for p in base.parameters_of("policy"):
+            p.add_(0.3 * torch.randn_like(p))
+    ours = trainer(tmp_path, base, reward=lambda r: [0.0] * len(r))
+    stats = ours.step({}, rollout([[5, 9, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
+    assert stats["approx_kl"] > 0  # the dropout is really active in the update
+
+
+def test_a_tokenizer_of_another_checkpoint_is_noticed():
+    base, tokenizer = shared_base(), doubling.tokenizer()
+    self_checks.check_tokenizer(tokenizer, base)
+    base.config.eos_token_id = [7, 8]
+    with pytest.raises(SelfCheckError, match=r"ends a response with id 2 and the base with \[7, 8\]"):
+        self_checks.check_tokenizer(tokenizer, base)
+    base.config.eos_token_id = [2, 8]
+    self_checks.check_tokenizer(tokenizer, base)
+    tokenizer.add_tokens(["新"])
+    with pytest.raises(SelfCheckError, match="43 tokens and the base 42 embeddings"):
+        self_checks.check_tokenizer(tokenizer, base)
+    tokenizer.pad_token = None
+    with pytest.raises(SelfCheckError, match="pad_token_id is None"):
+        self_checks.check_tokenizer(tokenizer, base)

@@ -1,0 +1,47 @@
+import pytest
+import torch
+from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
+
+from tests.conftest import shared_base
+from tests.trainers.helpers import config, dataset
+from toolkit.data import doubling
+from toolkit.errors import RecipeError
+from toolkit.trainers.stock_ppo import stock_ppo_trainer
+
+
+def stock(folder, base=None, tokenizer=None, **changes):
+    args = config(folder, loop="trl", **changes)
+    return stock_ppo_trainer(args, tokenizer or doubling.tokenizer(), base or shared_base(), dataset(), callbacks=[])
+
+
+def test_the_unmodified_trainer_trains_policy_and_value_on_the_shared_base(tmp_path):
+    base = shared_base()
+    before = {n: p.detach().clone() for n, p in base.named_parameters()}
+    trainer = stock(tmp_path, base, max_steps=2, num_ppo_epochs=2)
+    assert type(trainer) is TRLPPOTrainer
+    trainer.train()
+    assert trainer.state.global_step == 2
+    changed = {n for n, p in base.named_parameters() if not torch.equal(p, before[n])}
+    assert any(".policy." in n for n in changed) and any(".value." in n for n in changed) and "heads.value.weight" in changed
+    assert all(".policy." in n or ".value." in n or n == "heads.value.weight" for n in changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": "shared"}, "ppo.value must be separate"),
+        ({"gradient_checkpointing": True}, "ppo.gradient_checkpointing must be false"),
+    ],
+)
+def test_what_trl_cannot_honour_is_refused(changes, message, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        stock(tmp_path, shared_base(value=changes.get("value", "separate")), **changes)
+
+
+def test_pad_equal_to_eos_and_class_heads_are_refused(tmp_path):
+    tokenizer = doubling.tokenizer()
+    tokenizer.pad_token = "E"
+    with pytest.raises(RecipeError, match="pad and eos are one token"):
+        stock(tmp_path, tokenizer=tokenizer)
+    with pytest.raises(RecipeError, match="reward adapter of one output"):
+        stock(tmp_path, shared_base(labels=3))

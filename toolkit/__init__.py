@@ -1,0 +1,29 @@
+"""PPO with LoRA adapters for policy, value, reward and reference on one 4-bit base.
+
+    from toolkit import recipes
+
+    trainer = recipes.load("doubling").ppo_trainer()
+    trainer.train()
+
+The tree, from the bottom: `functional` (maths), `models` and `data`, `rewards` and `reports`,
+`trainers`, `recipes`, `cli`. A package imports only from those before it.
+"""
+
+import logging
+import os
+import warnings
+
+# Nothing is sent anywhere unless the user asks for it. These are read when the hub library is first
+# imported, so they are set before anything else of the toolkit is.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+# PPO lives in trl.experimental, and the one release that has it is pinned.
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+# Said at each start, and nothing that a user could act on: TRL 1.12 itself passes the older of two names of one
+# setting, transformers pins memory by default, and bitsandbytes has a CPU kernel of its own.
+warnings.filterwarnings("ignore", message=r"`gradient_checkpointing(_kwargs)?` is deprecated")
+warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator is found")
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+__version__ = "0.1.0"

@@ -1,0 +1,141 @@
+"""The doubling task: the double of a number, written in the style that a prefix asks for.
+
+`S小写:5487x2=` is to be continued with `一〇九七四E`. `S` begins a sequence, `E` ends it, `P` pads. A
+model is pretrained on questions without a prefix (`S__:5487x2=`), which it answers in any of three
+styles; PPO is to teach it what the prefix means, from nothing but a reward for the style.
+
+There are 9,000 numbers in 3 styles, so 27,000 questions with a prefix. Those of the validation and
+the test split are never a PPO prompt.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from toolkit.data.rollouts import Rollout
+from toolkit.errors import DataError
+
+STYLES = {
+    "数字": "0123456789",
+    "小写": "〇一二三四五六七八九",
+    "大写": "零壹贰叁肆伍陆柒捌玖",
+}
+VOCABULARY = ["P", "S", "E", *"".join(STYLES.values()), *"数字大写小:=_x"]
+SPLITS = ("train", "validation", "test")
+NO_PREFIX = "__"
+
+
+def question(number: int, prefix: str = NO_PREFIX) -> str:
+    """`S小写:5487x2=` for (5487, "小写")."""
+    return f"S{prefix}:{number}x2="
+
+
+def answer(number: int, style: str) -> str:
+    """Twice `number`, written with the digits of `style`."""
+    return "".join(STYLES[style][int(digit)] for digit in str(2 * number))
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer with one token a character of the task."""
+    backend = Tokenizer(models.WordLevel({char: i for i, char in enumerate(VOCABULARY)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="S", eos_token="E", pad_token="P", padding_side="left"
+    )
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """The task's data sets.
+
+    Args:
+        seed: draws the splits and orders them.
+        validation_size: questions for choosing a checkpoint while training.
+        test_size: questions for the figures before and after.
+    """
+
+    seed: int = 0
+    validation_size: int = 300
+    test_size: int = 1000
+
+    def __post_init__(self) -> None:
+        total = 9000 * len(STYLES)
+        if min(self.validation_size, self.test_size) < 1 or self.validation_size + self.test_size >= total:
+            raise DataError(
+                f"data.validation_size ({self.validation_size}) and data.test_size ({self.test_size}) must be "
+                f"positive and together fewer than the {total} questions that there are."
+            )
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return tokenizer()
+
+    @cached_property
+    def _questions(self) -> dict[str, list[tuple[int, str]]]:
+        every = [(number, style) for number in range(1000, 10000) for style in STYLES]
+        random.Random(self.seed).shuffle(every)
+        held_out = self.validation_size + self.test_size
+        return {
+            "validation": every[: self.validation_size],
+            "test": every[self.validation_size : held_out],
+            "train": every[held_out:],
+        }
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def pretraining(self, split: str) -> Dataset:
+        """Whole sequences without a prefix, "train" all but the validation split; columns `input_ids`, `labels`.
+
+        The question, which cannot be predicted, is not part of the loss.
+        """
+        rows = self._questions["train"] + self._questions["test"] if split == "train" else self._questions[split]
+        questions = [self._encode(question(n)) for n, _ in rows]
+        answers = [self._encode(answer(n, s) + "E") for n, s in rows]
+        return Dataset.from_dict(
+            {
+                "input_ids": [q + a for q, a in zip(questions, answers, strict=True)],
+                "labels": [[-100] * len(q) + a for q, a in zip(questions, answers, strict=True)],
+            }
+        )
+
+    def labelled(self, split: str) -> Dataset:
+        """Whole sequences without a prefix and the style of the answer; columns `input_ids`, `labels`."""
+        rows, styles = self._questions[split], list(STYLES)
+        return Dataset.from_dict(
+            {
+                "input_ids": [self._encode(question(n) + answer(n, s) + "E") for n, s in rows],
+                "labels": [styles.index(s) for _, s in rows],
+            }
+        )
+
+    def prompts(self, split: str) -> Dataset:
+        """Questions with a prefix; columns `input_ids`, `style` (class index) and `answer`."""
+        rows, styles = self._questions[split], list(STYLES)
+        return Dataset.from_dict(
+            {
+                "input_ids": [self._encode(question(n, s)) for n, s in rows],
+                "style": [styles.index(s) for _, s in rows],
+                "answer": [answer(n, s) for n, s in rows],
+            }
+        )
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """`exact_match` (right number, right style, ended) and `style_accuracy` (only digits of the style)."""
+        digits = list(STYLES.values())
+        exact = [
+            text == expected and ended
+            for text, expected, ended in zip(
+                rollout.responses, rollout.columns["answer"], rollout.ended, strict=True
+            )
+        ]
+        styled = [
+            bool(text) and set(text) <= set(digits[style])
+            for text, style in zip(rollout.responses, rollout.columns["style"], strict=True)
+        ]
+        return {"exact_match": sum(exact) / len(exact), "style_accuracy": sum(styled) / len(styled)}

@@ -1,0 +1,46 @@
+"""What a reward callback and a metric are given: prompts, responses, and the columns of the data set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A batch of B prompts with one sampled response each. Nothing in it is padded.
+
+    Args:
+        prompts: the prompts as text, special tokens included.
+        responses: the responses as text, without special tokens.
+        prompt_ids: token ids of each prompt.
+        response_ids: token ids of each response, up to and including the stop token if there is one.
+        ended: True where the response ended by a stop token, False where the length limit cut it.
+        columns: the data set's other columns, one entry a prompt.
+    """
+
+    prompts: Sequence[str]
+    responses: Sequence[str]
+    prompt_ids: Sequence[Sequence[int]]
+    response_ids: Sequence[Sequence[int]]
+    ended: Sequence[bool]
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each response, its stop token included."""
+        return [len(ids) for ids in self.response_ids]
+
+
+def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
+    """One rollout of all rows, in order."""
+    return Rollout(
+        prompts=[text for r in rollouts for text in r.prompts],
+        responses=[text for r in rollouts for text in r.responses],
+        prompt_ids=[ids for r in rollouts for ids in r.prompt_ids],
+        response_ids=[ids for r in rollouts for ids in r.response_ids],
+        ended=[flag for r in rollouts for flag in r.ended],
+        columns={key: [x for r in rollouts for x in r.columns[key]] for key in rollouts[0].columns},
+    )

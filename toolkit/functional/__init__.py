@@ -1,0 +1,58 @@
+"""The mathematics of PPO as pure functions of tensors; knows torch alone.
+
+No function changes its arguments, moves a device or reads a configuration. Gradients flow through
+everything: the caller detaches what is to be constant.
+
+Vocabulary, here, in metric names and in the docs:
+
+| name | meaning |
+|---|---|
+| `logprobs` | log-probability of each response token under the policy being trained |
+| `old_logprobs` | the same under the policy that sampled the response |
+| `ref_logprobs` | the same under the frozen reference |
+| `values`, `old_values` | the value role's estimate at each response token, now and at the rollout |
+| `scores` | one number for each response, from a reward |
+| `rewards` | one number for each response token: the score at the last one, less the KL penalty |
+| `advantages`, `returns` | generalised advantage estimates, and `advantages + old_values` before whitening |
+| `log_ratio`, `ratio` | `logprobs - old_logprobs` and its exponential |
+| `approx_kl` | estimate of KL(old policy, new policy) over an update |
+| `clip_fraction` | share of response tokens where the clipped branch of a loss is the active one |
+| `response_mask` | True at each response token that counts, its end-of-sequence token included |
+
+Dimensions: `B` batch, `T` response tokens, `P` prompt tokens, `L` prompt and response, `N` any number
+of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
+"""
+
+from toolkit.functional.advantages import generalized_advantage_estimation
+from toolkit.functional.kl import KL_ESTIMATORS, kl_k1, kl_k2, kl_k3
+from toolkit.functional.logprobs import token_logprobs
+from toolkit.functional.losses import ClippedLoss, clipped_policy_loss, clipped_value_loss
+from toolkit.functional.rewards import penalize_missing_eos, shape_rewards
+from toolkit.functional.statistics import (
+    masked_mean,
+    masked_var,
+    scale_to_unit_variance,
+    standard_error,
+    whiten,
+    wilson_interval,
+)
+
+__all__ = [
+    "KL_ESTIMATORS",
+    "ClippedLoss",
+    "clipped_policy_loss",
+    "clipped_value_loss",
+    "generalized_advantage_estimation",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "masked_mean",
+    "masked_var",
+    "penalize_missing_eos",
+    "scale_to_unit_variance",
+    "shape_rewards",
+    "standard_error",
+    "token_logprobs",
+    "whiten",
+    "wilson_interval",
+]

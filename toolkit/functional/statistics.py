@@ -1,0 +1,120 @@
+"""Statistics over the tokens that a mask keeps."""
+
+import math
+
+import torch
+from torch import Tensor
+
+_VARIANCE_FLOOR = 1e-8  # as in TRL's and OpenAI's whitening, so that advantages agree with theirs
+
+
+def _check_same_shape(values: Tensor, mask: Tensor) -> None:
+    if values.shape != mask.shape:
+        raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"a mask is boolean, True where a value counts; got {mask.dtype}")
+
+
+def masked_mean(values: Tensor, mask: Tensor, *, count: Tensor | float | None = None) -> Tensor:
+    """Mean of `values` where `mask` is True: Σ mask·values / count.
+
+    Args:
+        values: any shape.
+        mask: bool, the shape of `values`; True where a value counts.
+        count: divisor in place of the number of True entries. The token count of a whole mini-batch
+            here makes the means of its micro-batches add up to the mean of the mini-batch.
+
+    Returns:
+        Scalar. 0 where nothing counts.
+
+    Example:
+        >>> masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(2.)
+    """
+    _check_same_shape(values, mask)
+    divisor = mask.sum().clamp(min=1) if count is None else count
+    # where() and not a product: a masked position may hold inf or nan, and 0·inf is nan.
+    return torch.where(mask, values, torch.zeros_like(values)).sum() / divisor
+
+
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """Unbiased variance of `values` where `mask` is True: Σ mask·(values − mean)² / (n − 1).
+
+    Args:
+        values: any shape.
+        mask: bool, the shape of `values`.
+
+    Returns:
+        Scalar. 0 where fewer than two values count, since one value has no spread to speak of.
+
+    Example:
+        >>> masked_var(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(2.)
+    """
+    centered = values - masked_mean(values, mask)
+    return masked_mean(centered.square(), mask, count=(mask.sum() - 1).clamp(min=1))
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale to mean 0 and variance 1 over the mask: (values − mean) / √(var + 1e-8).
+
+    Used for advantages (Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", detail
+    20). Entries outside the mask become 0.
+
+    Args:
+        values: (B, T).
+        mask: bool (B, T).
+
+    Returns:
+        (B, T).
+    """
+    scaled = (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + _VARIANCE_FLOOR)
+    return torch.where(mask, scaled, torch.zeros_like(scaled))
+
+
+def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
+    """Scale to variance 1 over the mask and keep the mean where it is. Used for rewards.
+
+    A reward's sign carries meaning that whitening would remove (the same paper, detail 16, where it
+    is whitening "without shifting the mean"). Entries outside the mask become 0.
+
+    Args:
+        values: (B, T).
+        mask: bool (B, T).
+
+    Returns:
+        (B, T).
+    """
+    mean = masked_mean(values, mask)
+    scaled = (values - mean) * torch.rsqrt(masked_var(values, mask) + _VARIANCE_FLOOR) + mean
+    return torch.where(mask, scaled, torch.zeros_like(scaled))
+
+
+def standard_error(values: Tensor) -> float:
+    """Standard error of the mean of `values` (N,): s / √N. 0 for fewer than two values.
+
+    Example:
+        >>> round(standard_error(torch.tensor([1.0, 2.0, 3.0, 4.0])), 4)
+        0.6455
+    """
+    if values.numel() < 2:
+        return 0.0
+    return float(values.double().std(unbiased=True)) / math.sqrt(values.numel())
+
+
+def wilson_interval(successes: int, trials: int, *, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a proportion (Wilson 1927), 95 % by default.
+
+    Unlike mean ± z·se it stays within [0, 1] and is honest near 0 and 1.
+
+    Example:
+        >>> tuple(round(x, 3) for x in wilson_interval(8, 10))
+        (0.49, 0.943)
+    """
+    if trials < 1:
+        raise ValueError(f"an interval needs at least one trial, got {trials}")
+    p = successes / trials
+    denominator = 1 + z * z / trials
+    center = (p + z * z / (2 * trials)) / denominator
+    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / denominator
+    return max(0.0, center - half), min(1.0, center + half)

@@ -1,0 +1,42 @@
+"""One base model and the roles on it; knows transformers, peft and bitsandbytes.
+
+`base` loads the base, `roles` holds the adapters and switches them (nothing else does), `heads` and
+`forward` read values, scores and log-probabilities, `adapters` saves and loads PEFT folders, `views`
+shows roles to trainers that are not ours.
+"""
+
+from toolkit.models.adapters import load_role, load_weights, save_role
+from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config
+from toolkit.models.forward import (
+    response_logprobs,
+    response_logprobs_and_values,
+    response_values,
+    sequence_logits,
+)
+from toolkit.models.heads import ScoreHead, score_positions
+from toolkit.models.roles import HEAD_ROLES, ROLES, SharedBase
+from toolkit.models.sequences import Sequences
+from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
+
+__all__ = [
+    "HEAD_ROLES",
+    "ROLES",
+    "PolicyView",
+    "ScoreHead",
+    "Sequences",
+    "SequenceClassifierView",
+    "SharedBase",
+    "TokenScoreView",
+    "build_base",
+    "load_base",
+    "load_role",
+    "load_tokenizer",
+    "load_weights",
+    "neutral_generation_config",
+    "response_logprobs",
+    "response_logprobs_and_values",
+    "response_values",
+    "save_role",
+    "score_positions",
+    "sequence_logits",
+]

@@ -1,0 +1,211 @@
+"""Roles on disk: ordinary PEFT folders.
+
+A policy or reference folder is what `PeftModel.from_pretrained` loads. A value or reward folder holds its
+head as `score` beside the LoRA weights, as `trl.RewardTrainer` and PEFT save it, so that
+`AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=…)` loads it. `role.json` beside
+them says which role it is and where the head is read. A value head on the policy's adapter is saved alone,
+as `value_head.safetensors`.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from toolkit.errors import AdapterError
+from toolkit.models.roles import HEAD_ROLES, SharedBase
+
+ROLE_FILE = "role.json"
+SHARED_HEAD_FILE = "value_head.safetensors"
+_HEAD_KEY = "base_model.model.score.weight"
+
+
+def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: int, base_name: str) -> Path:
+    """Write one role's adapter and head.
+
+    Args:
+        base: carries the role.
+        role: its name.
+        folder: created; files of the same names in it are replaced.
+        pad_token_id: the one that the head is read with: see `score_positions`.
+        base_name: hub id or path of the base, for those who load the folder elsewhere.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {"role": role}
+    head = base.heads[role] if role in base.heads else None
+    if head is not None:
+        reads = "every response token" if role == "value" else "the last token that is not pad_token_id"
+        about |= {"num_labels": head.out_features, "pad_token_id": pad_token_id, "head_reads": reads}
+    if role == "value" and base.shares_value:
+        save_file({"weight": head.weight.detach().cpu().contiguous()}, folder / SHARED_HEAD_FILE)
+    else:
+        config = copy.deepcopy(base.adapter_config(role))
+        config.inference_mode = True
+        config.base_model_name_or_path = base_name
+        config.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
+        config.modules_to_save = None if head is None else ["score"]
+        config.save_pretrained(folder)
+        # "auto" would ask the hub whether the vocabulary grew; it cannot, the base is frozen.
+        state = get_peft_model_state_dict(base.model, adapter_name=role, save_embedding_layers=False)
+        if head is not None:
+            state[_HEAD_KEY] = head.weight
+        state = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+        save_file(state, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    (folder / ROLE_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    if not (folder / name).is_file():
+        if (folder / WEIGHTS_NAME).is_file():
+            raise AdapterError(
+                f"{folder}: the weights are a pickle ({WEIGHTS_NAME}), which is never opened here since it can run code. "
+                "Save the adapter again with safetensors (PEFT's default)."
+            )
+        raise AdapterError(f"{folder}: {name} is missing, so there is no adapter to load.")
+    try:
+        return load_file(folder / name)
+    except SafetensorError as error:
+        raise AdapterError(f"{folder / name} is damaged ({error}). Train or copy it again.") from error
+
+
+def read_about(folder: str | Path) -> dict[str, Any]:
+    """What `role.json` says; empty for a folder that another tool wrote."""
+    path = Path(folder) / ROLE_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise AdapterError(f"{path} is not valid JSON ({error}). Delete it or train the role again.") from error
+
+
+def _adapter_config(folder: Path) -> LoraConfig:
+    if not (folder / CONFIG_NAME).is_file():
+        raise AdapterError(f"{folder}: {CONFIG_NAME} is missing, so this is not a PEFT adapter folder.")
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError) as error:
+        raise AdapterError(f"{folder / CONFIG_NAME} cannot be read: {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise AdapterError(f"{folder}: the adapter is of type {config.peft_type}; the roles here are LoRA adapters.")
+    extra = set(config.modules_to_save or []) - {"score", "classifier"}
+    if extra:
+        raise AdapterError(
+            f"{folder}: the adapter replaces {', '.join(sorted(extra))} of the base (modules_to_save), "
+            "which the other roles share. Train it without."
+        )
+    config.modules_to_save, config.task_type, config.inference_mode = None, "CAUSAL_LM", False
+    config.base_model_name_or_path = None  # where it was trained; the weights' names and shapes are checked instead
+    return config
+
+
+def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]:
+    """Add a role from a PEFT folder: ours, plain PEFT's, or that of `trl.RewardTrainer`.
+
+    Args:
+        base: does not carry the role yet.
+        role: the name to give it.
+        folder: local folder with safetensors weights.
+
+    Returns:
+        What `role.json` says, or {} where there is none.
+
+    Raises:
+        AdapterError: a file is missing or damaged, the adapter belongs to another base, or a value or
+            reward role has no head (a random one would give random scores).
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise AdapterError(f'role "{role}": there is no folder {folder}. Name a PEFT adapter folder.')
+    about = read_about(folder)
+    if (folder / SHARED_HEAD_FILE).is_file():
+        if role != "value":
+            raise AdapterError(f'{folder} holds a value head on the policy\'s adapter; it cannot be the role "{role}".')
+        base.add_role("value", None, num_labels=_read(folder, SHARED_HEAD_FILE)["weight"].shape[0])
+    else:
+        config, (_, head) = _adapter_config(folder), _split_head(_read(folder, SAFETENSORS_WEIGHTS_NAME), role, folder)
+        missing = _missing_modules(base, config)
+        if missing:
+            raise AdapterError(
+                f"{folder}: the adapter belongs to another base: this one has no module {missing[0]} for it. Check base.model."
+            )
+        base.add_role(role, config, num_labels=None if head is None else head.shape[0])
+    load_weights(base, role, folder)
+    return about
+
+
+def _missing_modules(base: SharedBase, config: LoraConfig) -> list[str]:
+    """Modules that an adapter names and the base does not have."""
+    if not isinstance(config.target_modules, (list, set)):
+        return []  # a pattern, which PEFT resolves itself
+    present = [name.replace(".base_layer", "") for name, _ in base.causal_lm.named_modules()]
+    return sorted(
+        target
+        for target in config.target_modules
+        if not any(name == target or name.endswith(f".{target}") for name in present)
+    )
+
+
+def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
+    """Put the weights of a saved role into that role, which the base carries already.
+
+    Raises:
+        AdapterError: as for `load_role`.
+    """
+    folder = Path(folder)
+    if role == "value" and base.shares_value:
+        _set_head(base, role, _read(folder, SHARED_HEAD_FILE)["weight"], folder)
+        return
+    adapter, head = _split_head(_read(folder, SAFETENSORS_WEIGHTS_NAME), role, folder)
+    expected = set(get_peft_model_state_dict(base.model, adapter_name=role, save_embedding_layers=False))
+    if set(adapter) != expected:
+        wrong = sorted(set(adapter) ^ expected)
+        raise AdapterError(
+            f"{folder}: the adapter belongs to another base: {len(wrong)} of its weights do not fit this one, "
+            f"{wrong[0]} first. Check base.model."
+        )
+    try:
+        set_peft_model_state_dict(base.model, adapter, adapter_name=role)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise AdapterError(
+            f"{folder}: the adapter belongs to another base: {lines[min(1, len(lines) - 1)].strip()} Check base.model."
+        ) from error
+    if head is not None:
+        _set_head(base, role, head, folder)
+
+
+def _split_head(
+    state: dict[str, torch.Tensor], role: str, folder: Path
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    heads = {key: tensor for key, tensor in state.items() if ".score." in key}
+    if role not in HEAD_ROLES:
+        return {key: tensor for key, tensor in state.items() if key not in heads}, None
+    if len(heads) != 1:
+        raise AdapterError(
+            f'{folder}: role "{role}" needs one score head and the adapter holds {len(heads)}; a random head would give '
+            'random scores. Train the role with toolkit or trl.RewardTrainer, or save it with modules_to_save=["score"].'
+        )
+    return {key: tensor for key, tensor in state.items() if key not in heads}, next(iter(heads.values()))
+
+
+def _set_head(base: SharedBase, role: str, weight: torch.Tensor, folder: Path) -> None:
+    head = base.heads[role]
+    if head.weight.shape != weight.shape:
+        raise AdapterError(
+            f"{folder}: the head reads {weight.shape[1]} numbers a token and this base has {head.weight.shape[1]}; "
+            "it belongs to another base. Check base.model."
+        )
+    with torch.no_grad():
+        head.weight.copy_(weight)

@@ -1,0 +1,78 @@
+"""What a role says about a batch of sequences."""
+
+import torch
+from torch import Tensor
+
+from toolkit.functional import token_logprobs
+from toolkit.models.heads import score_positions
+from toolkit.models.roles import SharedBase
+from toolkit.models.sequences import Sequences
+
+
+def _scatter(values: Tensor, mask: Tensor) -> Tensor:
+    """(N,) values of the True entries of `mask` (B, T) to (B, T), 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def _states_before_response_tokens(base: SharedBase, sequences: Sequences) -> Tensor:
+    """(N, H): the state from which each real response token is predicted, padding left out."""
+    hidden = base.hidden_states(sequences.input_ids, sequences.attention_mask)  # (B, L, H)
+    mask = sequences.response_mask
+    rows = torch.arange(mask.shape[0], device=mask.device).unsqueeze(1).expand_as(mask)[mask]
+    return hidden[rows, sequences.response_positions[mask] - 1]
+
+
+def response_logprobs(
+    base: SharedBase, sequences: Sequences, *, temperature: float = 1.0, chunk_size: int = 128
+) -> Tensor:
+    """Log-probability of each response token in the active role: float32 (B, T), 0 outside the mask."""
+    return _logprobs(base, sequences, _states_before_response_tokens(base, sequences), temperature, chunk_size)
+
+
+def _logprobs(base: SharedBase, sequences: Sequences, states: Tensor, temperature: float, chunk_size: int) -> Tensor:
+    mask = sequences.response_mask
+    tokens = sequences.input_ids.gather(1, sequences.response_positions)[mask]
+    return _scatter(
+        token_logprobs(states, base.lm_head, tokens, temperature=temperature, chunk_size=chunk_size), mask
+    )
+
+
+def response_values(base: SharedBase, sequences: Sequences) -> Tensor:
+    """The value head's estimate before each response token: float32 (B, T), 0 outside the mask.
+
+    Call it in the role "value".
+    """
+    states = _states_before_response_tokens(base, sequences)
+    return _scatter(base.heads["value"](states).squeeze(-1), sequences.response_mask)
+
+
+def response_logprobs_and_values(
+    base: SharedBase, sequences: Sequences, *, temperature: float = 1.0, chunk_size: int = 128
+) -> tuple[Tensor, Tensor]:
+    """Both from one forward pass, for a value role that shares the policy's adapter: float32 (B, T) each."""
+    states = _states_before_response_tokens(base, sequences)
+    values = _scatter(base.heads["value"](states).squeeze(-1), sequences.response_mask)
+    return _logprobs(base, sequences, states, temperature, chunk_size), values
+
+
+def sequence_logits(
+    base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, pad_token_id: int, role: str = "reward"
+) -> Tensor:
+    """The role's head at the position where a sequence's score is read: float32 (B, num_labels).
+
+    Switches to the role by itself.
+
+    Args:
+        base: carries the role.
+        input_ids: int64 (B, L), padded on either side.
+        attention_mask: (B, L), 1 at real tokens.
+        pad_token_id: the one that the head was trained with: see `score_positions`.
+        role: the role whose adapter and head are read.
+    """
+    # Both padding sides get the positions that an unpadded row has.
+    position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    with base.role(role):
+        hidden = base.hidden_states(input_ids, attention_mask, position_ids=position_ids)
+    positions = score_positions(input_ids, attention_mask, pad_token_id)
+    rows = torch.arange(input_ids.shape[0], device=input_ids.device)
+    return base.heads[role](hidden[rows, positions])

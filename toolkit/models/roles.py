@@ -1,0 +1,317 @@
+"""One base model, an adapter for each role, and the only place where a role is switched."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from toolkit.errors import AdapterError, ModelError
+from toolkit.models.base import neutral_generation_config, switch_off_dropout
+from toolkit.models.heads import ScoreHead
+
+ROLES = ("policy", "value", "reward", "reference")
+HEAD_ROLES = ("value", "reward")
+
+
+class _InRole:
+    """Enter a role, leave to whatever was before it. Can be entered again, as recomputation needs."""
+
+    def __init__(self, base: "SharedBase", role: str | None):
+        self._base, self._role = base, role
+        self._previous: list[str | None] = []
+
+    def __enter__(self) -> "SharedBase":
+        self._previous.append(self._base.active_role)
+        self._base._switch(self._role)
+        return self._base
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._base._switch(self._previous.pop())
+
+
+class SharedBase(nn.Module):
+    """A frozen causal language model that carries the roles policy, value, reward and reference.
+
+    Each role has a LoRA adapter on the one base, but for a reference without an adapter (then it is the
+    base itself) and a value role that shares the policy's adapter. Value and reward have a `ScoreHead`.
+
+    Outside `role` no adapter is active. Inside it, exactly one role is:
+
+        with base.role("policy"):
+            hidden = base.hidden_states(input_ids, attention_mask)
+
+    Call `backward` inside the role whose loss it is where you can: activations of one role are then freed
+    before the next. With gradient checkpointing switched on *here*, layers are recomputed in the role of
+    their forward pass wherever backward is called.
+
+    Args:
+        causal_lm: the base. It is frozen, its dropout is switched off, and its generation settings are
+            replaced by neutral ones.
+
+    Raises:
+        ModelError: the logits are not `lm_head(last hidden state)`, as where a model scales or caps them.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel):
+        super().__init__()
+        causal_lm.requires_grad_(False)
+        switch_off_dropout(causal_lm)
+        causal_lm.generation_config = neutral_generation_config(causal_lm.config)
+        self.model: PreTrainedModel | PeftModel = causal_lm
+        self.heads = nn.ModuleDict()
+        self._base: tuple[PreTrainedModel] = (causal_lm,)  # in a tuple, so that it is not registered twice
+        self._adapter_of: dict[str, str | None] = {}
+        self._adapter_parameters: dict[str, list[nn.Parameter]] = {}
+        self._trained: frozenset[str] = frozenset()
+        self.active_role: str | None = None
+        self._active_adapter: str | None = None
+        self._check_logits()
+
+    # ------------------------------------------------------------------ what it is made of
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The base, with the adapters' layers in it once there are any."""
+        return self._base[0]
+
+    @property
+    def config(self) -> Any:
+        return self.causal_lm.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.causal_lm.device
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """Maps the last hidden state (..., H) to logits (..., V)."""
+        return self.causal_lm.get_output_embeddings()
+
+    @property
+    def hidden_size(self) -> int:
+        """H of the last hidden state; with OPT's projection not `config.hidden_size`."""
+        return self.lm_head.weight.shape[1]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that this base carries."""
+        return tuple(self._adapter_of)
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        return tuple(role for role in self._adapter_of if role in self._trained)
+
+    @property
+    def shares_value(self) -> bool:
+        """True where the value role is a head on the policy's adapter."""
+        return "value" in self._adapter_of and self._adapter_of["value"] == self._adapter_of.get("policy")
+
+    def adapter_config(self, role: str) -> LoraConfig:
+        """The LoRA configuration of a role's own adapter."""
+        adapter = self._adapter_of[self._known(role)]
+        if adapter is None:
+            raise AdapterError(f'role "{role}" has no adapter of its own: it is the base with all adapters off.')
+        return self.model.peft_config[adapter]
+
+    def parameters_of(self, role: str) -> list[nn.Parameter]:
+        """The role's own parameters: its adapter's, unless it shares one, and its head's."""
+        adapter = self._adapter_of[self._known(role)]
+        own = self._adapter_parameters[role] if adapter == role else []
+        return own + (list(self.heads[role].parameters()) if role in self.heads else [])
+
+    def _known(self, role: str) -> str:
+        if role not in self._adapter_of:
+            carried = ", ".join(self._adapter_of) or "none"
+            raise AdapterError(f'no role "{role}" on this base; it carries {carried}.')
+        return role
+
+    # ------------------------------------------------------------------ adding roles
+
+    def add_role(self, role: str, config: LoraConfig | None = None, *, num_labels: int | None = None) -> None:
+        """Add a role with a fresh adapter, and a fresh head where the role has one.
+
+        Args:
+            role: one of `ROLES`.
+            config: LoRA configuration. None gives the reference the base itself, and the value role the
+                policy's adapter.
+            num_labels: outputs of the head; 1 if None.
+
+        Raises:
+            AdapterError: an unknown or second role, or a configuration that would change the shared base.
+        """
+        if role not in ROLES:
+            raise AdapterError(f'unknown role "{role}"; the roles are {", ".join(ROLES)}.')
+        if role in self._adapter_of:
+            raise AdapterError(f'this base already carries the role "{role}".')
+        if config is None:
+            if role not in ("reference", "value"):
+                raise AdapterError(f'role "{role}" needs an adapter: give adapters.{role} in the recipe.')
+            self._adapter_of[role] = None if role == "reference" else self._adapter_of[self._known("policy")]
+        else:
+            self._add_adapter(role, config)
+            self._adapter_of[role] = role
+        if role in HEAD_ROLES:
+            self.heads[role] = ScoreHead(self.hidden_size, num_labels or 1).to(self.device)
+        self.train_roles(*self._trained)
+        self._switch(self.active_role, force=True)
+
+    def _add_adapter(self, role: str, config: LoraConfig) -> None:
+        if config.bias != "none" or config.modules_to_save or config.trainable_token_indices:
+            raise AdapterError(
+                f"adapters.{role}: bias, modules_to_save and trainable_token_indices change weights of the base, "
+                "which the other roles share. Leave them out."
+            )
+        with warnings.catch_warnings():
+            # PEFT notes for each Conv1D that it sets fan_in_fan_out itself, and that a second adapter is added.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            try:
+                if isinstance(self.model, PeftModel):
+                    self.model.add_adapter(role, config)
+                else:
+                    self.model = get_peft_model(self.causal_lm, config, adapter_name=role)
+            except ValueError as error:
+                raise AdapterError(f"adapters.{role}: {error}") from error
+        self._adapter_parameters[role] = [p for name, p in self.model.named_parameters() if f".{role}." in name]
+
+    def copy_adapter(self, source: str, target: str) -> None:
+        """Copy the weights of one role's adapter, and of its head if both have one, to another role.
+
+        Raises:
+            AdapterError: the two adapters or heads differ in shape.
+        """
+        ours, theirs = self.parameters_of(target), self.parameters_of(source)
+        if target not in self.heads:
+            theirs = self._adapter_parameters[source]
+        if [p.shape for p in ours] != [p.shape for p in theirs]:
+            raise AdapterError(
+                f'role "{target}" cannot start as a copy of "{source}": their adapters or heads differ in shape. '
+                f"Give adapters.{target} the rank and target_modules of adapters.{source}."
+            )
+        with torch.no_grad():
+            for mine, other in zip(ours, theirs, strict=True):
+                mine.copy_(other)
+
+    def train_roles(self, *roles: str) -> None:
+        """Make exactly these roles trainable, whichever is active."""
+        for role in roles:
+            self._known(role)
+        self._trained = frozenset(roles)
+        self._restore_requires_grad()
+
+    def _restore_requires_grad(self) -> None:
+        # PEFT ties "active" to "trainable": activating one adapter switches requires_grad off on all others,
+        # and a gradient that arrives at such a leaf is dropped without a word. Here the two are independent.
+        trained_adapters = {self._adapter_of[role] for role in self._trained}
+        for adapter, parameters in self._adapter_parameters.items():
+            for parameter in parameters:
+                parameter.requires_grad_(adapter in trained_adapters)
+        for role, head in self.heads.items():
+            head.requires_grad_(role in self._trained)
+
+    # ------------------------------------------------------------------ switching
+
+    def role(self, name: str) -> _InRole:
+        """Context manager: `name` is the active role inside, what was active before it afterwards.
+
+        Raises:
+            AdapterError: this base carries no such role.
+        """
+        return _InRole(self, self._known(name))
+
+    def _switch(self, role: str | None, *, force: bool = False) -> None:
+        adapter = None if role is None else self._adapter_of[role]
+        if isinstance(self.model, PeftModel) and (adapter != self._active_adapter or force):
+            if adapter is None:
+                self.model.base_model.disable_adapter_layers()
+            else:
+                self.model.base_model.enable_adapter_layers()
+                self.model.set_adapter(adapter)
+            self._restore_requires_grad()
+            self._active_adapter = adapter
+        self.active_role = role
+
+    # ------------------------------------------------------------------ forward passes
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """Last hidden states (B, L, H) in the active role, before `lm_head`. No logits are made."""
+        decoder = self.causal_lm.base_model
+        return decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state
+
+    def forward(self, **kwargs: Any) -> Any:
+        """The causal language model's own forward pass, in the active role."""
+        return self.causal_lm(**kwargs)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig) -> Tensor:
+        """Continue left-padded prompts in the active role.
+
+        Args:
+            input_ids: int64 (B, P), left-padded.
+            attention_mask: (B, P), 1 at real tokens.
+            config: all generation settings; none come from the checkpoint.
+
+        Returns:
+            int64 (B, T), what came after the prompts.
+        """
+        with self.in_eval_mode():
+            output = self.causal_lm.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config)
+        return output[:, input_ids.shape[1] :]
+
+    @contextmanager
+    def in_eval_mode(self) -> Iterator[None]:
+        """Adapter dropout and gradient checkpointing are off inside, as they were afterwards."""
+        was_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(was_training)
+
+    def _check_logits(self) -> None:
+        """The chunked log-probabilities rest on logits = lm_head(hidden); find out at once where that fails."""
+        ids = torch.arange(4, device=self.device).unsqueeze(0) % self.lm_head.weight.shape[0]
+        mask = torch.ones_like(ids)
+        with torch.no_grad(), self.in_eval_mode():
+            ours, theirs = self.lm_head(self.hidden_states(ids, mask)), self.causal_lm(input_ids=ids, attention_mask=mask).logits
+        if ours.shape != theirs.shape or not torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-3):
+            raise ModelError(
+                f"base.model: {type(self.causal_lm).__name__} changes its logits after lm_head (a scale or a cap), "
+                "which the log-probabilities here do not follow. Llama, Mistral, Qwen, GPT-2 and OPT do not."
+            )
+
+    # ------------------------------------------------------------------ gradient checkpointing
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Switch checkpointing on, with recomputation in the role of the forward pass.
+
+        A checkpointed layer is recomputed during backward with whichever adapter is active *then*; by itself
+        that gives wrong gradients without an error. Whoever switches checkpointing off and on again through
+        this method (TRL does around generation) keeps the cure.
+        """
+        kwargs = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False, "context_fn": self._contexts}
+        with warnings.catch_warnings():
+            # Deprecated in transformers 5.23 for a name that the lowest supported version lacks.
+            warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")
+            self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Switch checkpointing off."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`gradient_checkpointing_disable` is deprecated")
+            self.causal_lm.gradient_checkpointing_disable()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.causal_lm.modules())
+
+    def _contexts(self) -> tuple[Any, _InRole]:
+        return nullcontext(), _InRole(self, self.active_role)

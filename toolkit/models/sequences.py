@@ -1,0 +1,72 @@
+"""Prompts and responses laid out for a forward pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """B prompts with their responses, right-padded to the longest of these B and no further.
+
+    Every mask comes from the lengths, none from token ids: a checkpoint whose pad token is its
+    end-of-sequence token loses nothing.
+
+    Args:
+        input_ids: int64 (B, L), prompt and response without a gap, then padding.
+        prompt_lengths: int64 (B,), each at least 1.
+        response_lengths: int64 (B,).
+    """
+
+    input_ids: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+
+    @classmethod
+    def from_ids(
+        cls,
+        prompt_ids: Sequence[Sequence[int]],
+        response_ids: Sequence[Sequence[int]],
+        *,
+        pad_token_id: int,
+        device: torch.device | str = "cpu",
+    ) -> "Sequences":
+        """Lay out ragged lists of ids.
+
+        Raises:
+            ValueError: the lists differ in length, or a prompt is empty (its first response token would
+                have nothing to be predicted from).
+        """
+        if any(len(ids) == 0 for ids in prompt_ids):
+            raise ValueError("a prompt needs at least one token")
+        rows = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
+        longest = max(len(row) for row in rows)
+        return cls(
+            input_ids=torch.tensor([row + [pad_token_id] * (longest - len(row)) for row in rows], device=device),
+            prompt_lengths=torch.tensor([len(ids) for ids in prompt_ids], device=device),
+            response_lengths=torch.tensor([len(ids) for ids in response_ids], device=device),
+        )
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 (B,), tokens of prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """bool (B, L), True at the tokens of prompt and response."""
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device) < self.lengths[:, None]
+
+    @property
+    def response_mask(self) -> Tensor:
+        """bool (B, T), True at the tokens of the response; T is the longest response of the batch."""
+        longest = int(self.response_lengths.max())
+        return torch.arange(longest, device=self.input_ids.device) < self.response_lengths[:, None]
+
+    @property
+    def response_positions(self) -> Tensor:
+        """int64 (B, T), where in a row each response token stands; outside the mask, the row's last token."""
+        steps = torch.arange(int(self.response_lengths.max()), device=self.input_ids.device)
+        return torch.minimum(self.prompt_lengths[:, None] + steps, self.lengths[:, None] - 1)

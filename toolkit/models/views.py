@@ -1,0 +1,100 @@
+"""Roles as modules of the form that TRL's and transformers' own trainers expect.
+
+A view switches to its role in `forward`. It owns nothing but its head; `PolicyView` alone registers the
+shared base, so that an optimizer over several views sees each parameter once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+
+from toolkit.models.forward import sequence_logits
+from toolkit.models.roles import SharedBase
+
+
+class PolicyView(nn.Module):
+    """The role "policy" or "reference" as a causal language model, for the unmodified `trl` PPOTrainer."""
+
+    def __init__(self, base: SharedBase, role: str = "policy"):
+        super().__init__()
+        self.base, self.role = base, role
+        self.config = base.config
+        self.generation_config = base.causal_lm.generation_config
+        # TRL toggles checkpointing around generation on whatever says it uses it; with joint backward passes
+        # over two roles that path is not offered.
+        self.is_gradient_checkpointing = False
+
+    def forward(self, **kwargs: Any) -> Any:
+        kwargs.pop("output_hidden_states", None)  # TRL asks for every layer's and reads none
+        with self.base.role(self.role):
+            return self.base(use_cache=False, **kwargs)
+
+    def generate(self, **kwargs: Any) -> Any:
+        with self.base.role(self.role), self.base.in_eval_mode():
+            return self.base.causal_lm.generate(**kwargs)
+
+
+class _Backbone(nn.Module):
+    def __init__(self, base: SharedBase, role: str):
+        super().__init__()
+        self._base, self._role = (base,), role
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutput:
+        base = self._base[0]
+        with base.role(self._role):
+            hidden = base.hidden_states(input_ids, attention_mask, position_ids=position_ids)
+        return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
+
+
+class TokenScoreView(nn.Module):
+    """The role "value" or "reward" as TRL's `get_reward` reads one: a backbone by name and a `score` head."""
+
+    base_model_prefix = "backbone"
+
+    def __init__(self, base: SharedBase, role: str):
+        super().__init__()
+        self.backbone = _Backbone(base, role)
+        self.score = base.heads[role]
+        self.config = base.config
+
+
+class SequenceClassifierView(nn.Module):
+    """The role "reward" as a sequence classifier, for `trl.RewardTrainer` and transformers' `Trainer`.
+
+    Args:
+        base: carries the role.
+        pad_token_id: see `score_positions`.
+    """
+
+    def __init__(self, base: SharedBase, *, pad_token_id: int):
+        super().__init__()
+        self.base, self.pad_token_id = base, pad_token_id
+        # TRL writes pad_token_id and reads num_labels here; the shared configuration stays as it is.
+        self.config = type(base.config).from_dict(base.config.to_dict())
+        self.config.num_labels = base.heads["reward"].out_features
+
+    def add_model_tags(self, tags: list[str]) -> None:
+        """Tags are for model cards of whole models; an adapter's card is written by `save_role`'s caller."""
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The name that transformers uses from 5.23 on."""
+        self.base.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, use_cache: bool | None = None
+    ) -> SequenceClassifierOutput:
+        """Logits (B, num_labels), and the cross-entropy with `labels` (B,) if they are given."""
+        logits = sequence_logits(self.base, input_ids, attention_mask, pad_token_id=self.pad_token_id)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+

@@ -1,0 +1,152 @@
+"""From a recipe to a trainer: base, roles, data and configuration put together."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+
+from toolkit.errors import RecipeError
+from toolkit.models import SharedBase, build_base, load_base, load_role
+from toolkit.recipes.recipe import Recipe
+from toolkit.reports import MetricsFile, ProgressBar
+from toolkit.rewards import Reward, RewardAdapter, load_function
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.sft import sft_trainer
+from toolkit.trainers.stock_ppo import stock_ppo_trainer
+
+
+def _callbacks(recipe: Recipe, stage: str) -> list[TrainerCallback]:
+    return [
+        MetricsFile(recipe.stage_folder(stage) / "metrics.jsonl"),
+        ProgressBar(f"{recipe.run} {stage}"),
+    ]
+
+
+def _dataset(recipe: Recipe, kind: str, split: str) -> Any:
+    make = getattr(recipe.task, kind, None)
+    if make is None:
+        task = recipe.values["data"]["task"]
+        raise RecipeError(f'data.task: "{task}" has no {kind} data, which this stage needs.')
+    return make(split)
+
+
+def base_model(recipe: Recipe) -> PreTrainedModel:
+    """The frozen base of a recipe, quantised if it says so."""
+    base = recipe.base
+    return load_base(
+        recipe.base_path,
+        quantization=recipe.quantization(),
+        dtype=base.dtype,
+        revision=base.revision,
+        attn_implementation=base.attn_implementation,
+        trust_remote_code=base.trust_remote_code,
+    )
+
+
+def _policy_folder(recipe: Recipe) -> Path | None:
+    """Where the policy starts: a named adapter, that of the sft stage, or (None) fresh."""
+    if recipe.start.policy:
+        return Path(recipe.start.policy)
+    if recipe.base.model is not None and "sft" in recipe.values:
+        return recipe.stage_folder("sft") / "policy"
+    return None
+
+
+def make_sft_trainer(recipe: Recipe) -> Any:
+    """The sft stage: all weights of a random base, or the policy's adapter on a checkpoint."""
+    set_seed(recipe.seed)
+    model: PreTrainedModel | SharedBase
+    if recipe.base.model is None:
+        model = build_base(dict(recipe.base.config or {}), recipe.tokenizer, dtype=recipe.base.dtype)
+    else:
+        model = SharedBase(base_model(recipe))
+        model.add_role("policy", recipe.adapter("policy"))
+    return sft_trainer(
+        recipe.stage_config("sft"),
+        recipe.tokenizer,
+        model,
+        _dataset(recipe, "pretraining", "train"),
+        _dataset(recipe, "pretraining", "validation"),
+        base_name=recipe.base_path,
+        callbacks=_callbacks(recipe, "sft"),
+    )
+
+
+def make_reward_trainer(recipe: Recipe) -> Any:
+    """The reward stage: pairs for a head of one output, labelled sequences for classes."""
+    set_seed(recipe.seed)
+    roles = SharedBase(base_model(recipe))
+    roles.add_role("reward", recipe.adapter("reward"), num_labels=recipe.reward_head.num_labels)
+    kind = "pairs" if recipe.reward_head.num_labels == 1 else "labelled"
+    return reward_trainer(
+        recipe.stage_config("reward"),
+        recipe.tokenizer,
+        roles,
+        _dataset(recipe, kind, "train"),
+        _dataset(recipe, kind, "validation"),
+        base_name=recipe.base_path,
+        callbacks=_callbacks(recipe, "reward"),
+    )
+
+
+def ppo_roles(recipe: Recipe) -> tuple[SharedBase, int]:
+    """The shared base with all roles of the ppo stage, and the pad token that the reward head reads with."""
+    roles = SharedBase(base_model(recipe))
+    pad_token_id = recipe.tokenizer.pad_token_id
+    start = _policy_folder(recipe)
+    if start is None:
+        roles.add_role("policy", recipe.adapter("policy"))
+        roles.add_role("reference")
+    else:
+        # The policy is no longer the base where it starts: KL is to a frozen copy of it.
+        load_role(roles, "policy", start)
+        load_role(roles, "reference", start)
+    if recipe.scorer.kind == "adapter":
+        about = load_role(roles, "reward", recipe.start.reward or recipe.stage_folder("reward") / "reward")
+        pad_token_id = about.get("pad_token_id", pad_token_id)
+    if recipe.values["ppo"].get("value", "separate") == "shared":
+        roles.add_role("value")
+    elif recipe.start.value not in (None, "reward"):
+        load_role(roles, "value", Path(str(recipe.start.value)))
+    else:
+        config = roles.adapter_config("reward") if "value" not in recipe.values["adapters"] else recipe.adapter("value")
+        roles.add_role("value", config)
+        if recipe.start.value == "reward":
+            roles.copy_adapter("reward", "value")
+    return roles, pad_token_id
+
+
+def make_reward(recipe: Recipe, roles: SharedBase, pad_token_id: int, batch_size: int) -> Reward:
+    """The reward callback of a recipe."""
+    scorer = recipe.scorer
+    if scorer.function is not None:
+        return load_function(scorer.function)
+    return RewardAdapter(roles, pad_token_id=pad_token_id, class_column=scorer.class_column, batch_size=batch_size)
+
+
+def make_ppo_trainer(recipe: Recipe) -> Any:
+    """The ppo stage, by our loop or by TRL's own."""
+    set_seed(recipe.seed)
+    config = recipe.stage_config("ppo")
+    roles, pad_token_id = ppo_roles(recipe)
+    prompts = _dataset(recipe, "prompts", "train")
+    callbacks = _callbacks(recipe, "ppo")
+    if config.loop == "trl":
+        return stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=callbacks)
+    return PPOTrainer(
+        config,
+        recipe.tokenizer,
+        roles,
+        make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size),
+        prompts,
+        _dataset(recipe, "prompts", "validation"),
+        metrics=recipe.task.metrics,
+        base_name=recipe.base_path,
+        callbacks=callbacks,
+    )
+
+
+MAKERS = {"sft": make_sft_trainer, "reward": make_reward_trainer, "ppo": make_ppo_trainer}
+
+

@@ -1,0 +1,117 @@
+"""Find a recipe, read it, apply overrides, check it."""
+
+import os
+from collections.abc import Iterator
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from toolkit.errors import RecipeError
+from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.schema import check_recipe
+
+
+def recipe_folder() -> Path:
+    """Where the shipped recipes are: in the package if it was installed, in the repository if it runs from there."""
+    installed = Path(str(files("toolkit.recipes"))) / "files"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in recipe_folder().rglob("*.yaml"))
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """The file of a recipe, by name or path.
+
+    Raises:
+        RecipeError: there is none; with the nearest names.
+    """
+    path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        if path.is_file():
+            return path
+        raise RecipeError(f"{path}: there is no such file.")
+    shipped = next(recipe_folder().rglob(f"{name}.yaml"), None) if str(name) in names() else None
+    if shipped is None:
+        near = get_close_matches(str(name), names(), n=3, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(names())}."
+        raise RecipeError(f'no recipe "{name}". {hint} A file of your own is named by its path, ending in .yaml.')
+    return shipped
+
+
+def _strings(values: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _strings(value, f"{place}.{key}" if place else str(key))
+    elif isinstance(values, list):
+        for i, value in enumerate(values):
+            yield from _strings(value, f"{place}.{i}")
+    elif isinstance(values, str):
+        yield place, values
+
+
+def _problems(path: Path, problems: list[str]) -> RecipeError:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return RecipeError(f"{path} has {count}\n  " + "\n  ".join(problems))
+
+
+def _read(path: Path) -> DictConfig:
+    try:
+        values = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError) as error:
+        raise RecipeError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, DictConfig):
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {type(values).__name__}.")
+    return values
+
+
+def load(name: str | os.PathLike[str], *overrides: str, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs") -> Recipe:
+    """Read a recipe, apply overrides, check every key and value. Nothing is loaded yet.
+
+    Args:
+        name: of a shipped recipe, or the path of a YAML file.
+        overrides: "section.key=value", the value read as YAML.
+        run: names the run; the recipe's name if None.
+        runs_dir: folder of all runs.
+
+    Raises:
+        RecipeError: no such recipe, or anything wrong in it: all problems in one message.
+
+    Example:
+        >>> load("doubling", "ppo.kl_coef=0.1", "seed=1").values["seed"]
+        1
+    """
+    path = find(name)
+    values = _read(path)
+    for override in overrides:
+        if "=" not in override:
+            raise RecipeError(f'override "{override}" is not of the form section.key=value.')
+        try:
+            values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+            raise RecipeError(f'override "{override}" does not fit the recipe: {" ".join(str(error).split())}') from error
+    # Resolvers read the environment and more; a secret could so land in the resolved recipe of a run.
+    raw = OmegaConf.to_container(values, resolve=False)
+    forbidden = [
+        f"{place} — {text!r} calls a resolver; only keys of the recipe itself, as ${{seed}}, can be inserted."
+        for place, text in _strings(raw)
+        if "${" in text and ":" in text[text.index("${") :].split("}")[0]
+    ]
+    if forbidden:
+        raise _problems(path, forbidden)
+    try:
+        resolved = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise _problems(path, [" ".join(str(error).split())]) from error
+    assert isinstance(resolved, dict)
+    problems = check_recipe({str(key): value for key, value in resolved.items()})
+    if problems:
+        raise _problems(path, problems)
+    return Recipe(path.stem, {str(key): value for key, value in resolved.items()}, run or path.stem, Path(runs_dir))

@@ -1,0 +1,297 @@
+"""What a recipe may say: each section is its owner's own configuration class, checked before anything loads."""
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum
+from importlib.metadata import version
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl import RewardConfig, SFTConfig
+
+from toolkit.data import TASKS
+from toolkit.trainers.ppo_config import PPOConfig, ignored_by_our_loop
+
+
+@dataclass(frozen=True)
+class BaseSection:
+    """Section `base`: the model that all roles share.
+
+    Args:
+        model: hub id or local folder.
+        config: in place of `model`, `model_type` and that configuration's arguments: a model with random
+            weights, which the sft stage pretrains.
+        quantization: arguments of transformers' `BitsAndBytesConfig`.
+        dtype: of the weights that are not quantised.
+        revision: of a hub id.
+        attn_implementation: as in transformers.
+        trust_remote_code: run code that comes with the checkpoint.
+    """
+
+    model: str | None = None
+    config: dict | None = None
+    quantization: dict | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    revision: str | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ScorerSection:
+    """Section `scorer`: where a response's score comes from.
+
+    Args:
+        kind: the reward adapter on the shared base, or a Python function.
+        function: "module:function", for kind "function".
+        class_column: for a reward head with several outputs: see `toolkit.rewards.RewardAdapter`.
+    """
+
+    kind: Literal["adapter", "function"] = "adapter"
+    function: str | None = None
+    class_column: str | None = None
+
+
+@dataclass(frozen=True)
+class StartSection:
+    """Section `start`: trained adapters to start from, in place of fresh ones.
+
+    Args:
+        policy: PEFT folder. The reference is then a frozen copy of it.
+        reward: PEFT folder with a score head: the reward stage is not needed.
+        value: PEFT folder with a score head, or "reward" for a copy of the reward role.
+    """
+
+    policy: str | None = None
+    reward: str | None = None
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class RewardHeadSection:
+    """Section `reward_head`.
+
+    Args:
+        num_labels: outputs: 1 for a score, more for classes.
+    """
+
+    num_labels: int = 1
+
+
+STAGE_CLASSES: dict[str, type] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+PLAIN_SECTIONS: dict[str, type] = {
+    "base": BaseSection,
+    "scorer": ScorerSection,
+    "start": StartSection,
+    "reward_head": RewardHeadSection,
+}
+ADAPTER_ROLES = ("policy", "value", "reward")
+TOP_LEVEL = ("about", "seed", "data", "adapters", *PLAIN_SECTIONS, *STAGE_CLASSES)
+# Set by the run, not by a recipe.
+_SET_ELSEWHERE = {
+    "output_dir": "the run folder decides it: RUN=name",
+    "seed": "the recipe's own seed is for all stages",
+}
+_OWNERS = {"SFTConfig": "trl", "RewardConfig": "trl", "PPOConfig": "trl", "LoraConfig": "peft", "BitsAndBytesConfig": "transformers"}
+
+
+def owner_fields(owner: type) -> dict[str, Any]:
+    """Names of the class's settings with their types; `Any` where its author gave none.
+
+    From the signature, since not every owner is a plain dataclass: `BitsAndBytesConfig` has an `__init__` of its own
+    that swallows unknown keys.
+    """
+    hints = get_type_hints(owner)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = [p for p in inspect.signature(owner).parameters.values() if p.kind in kinds]
+    return {p.name: hints.get(p.name, Any) for p in parameters}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a YAML value is of the type that a field is annotated with.
+
+    Types that YAML has no form for (a dtype, an enum) are given as text, and left to their owner.
+    """
+    origin = get_origin(hint)
+    if hint is Any or isinstance(hint, (str, type(None))) and hint is not None:
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part) for part in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    container: Any = origin or hint
+    if container in (list, set, tuple, Sequence):
+        inner = (get_args(hint) or (Any,))[0]
+        return isinstance(value, list) and all(fits(item, inner) for item in value)
+    if container is dict:
+        return isinstance(value, dict)
+    if container is bool:
+        return isinstance(value, bool)
+    if container is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if container is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(container, type) and issubclass(container, Enum):
+        return value in [member.value for member in container]
+    return isinstance(value, str)
+
+
+def type_name(hint: Any) -> str:
+    """A type as a reader of a recipe would name it."""
+    if get_origin(hint) is Literal:
+        return " or ".join(repr(x) for x in get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(type_name(part) for part in get_args(hint)))
+    if hint is type(None):
+        return "null"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """`Did you mean x?`, or the known names where none is near."""
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"Did you mean {near[0]}?"
+    return f"Known: {', '.join(sorted(known))}." if len(known) <= 15 else ""
+
+
+def _owner_name(owner: type) -> str:
+    package = _OWNERS.get(owner.__name__)
+    return f"{owner.__name__} ({package} {version(package)})" if package else f"section {owner.__name__.removesuffix('Section').lower()}"
+
+
+def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = ()) -> list[str]:
+    """Problems of one section: unknown keys and values of a wrong type."""
+    if not isinstance(values, dict):
+        return [f"{place} — a section with keys is needed, got {values!r}."]
+    known = {name: hint for name, hint in owner_fields(owner).items() if name not in hidden}
+    problems = []
+    for key, value in values.items():
+        where = f"{place}.{key}"
+        if key in _SET_ELSEWHERE and key in hidden:
+            problems.append(f"{where} — {_SET_ELSEWHERE[key]}.")
+        elif key not in known:
+            silent = " (and would ignore it without a word)" if owner is BitsAndBytesConfig else ""
+            problems.append(f"{where} — {_owner_name(owner)} has no such field{silent}. {suggestion(key, list(known))}".rstrip())
+        elif not fits(value, known[key]):
+            problems.append(f"{where} — {type_name(known[key])} is needed, got {value!r}.")
+    return problems
+
+
+def _construct(place: str, build: Callable[[], Any]) -> list[str]:
+    try:
+        build()
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        return [f"{place} — {error}"]
+    return []
+
+
+def check_stage(stage: str, values: Any) -> list[str]:
+    """Problems of a stage's section, its owner's own complaints included."""
+    owner = STAGE_CLASSES[stage]
+    problems = check_keys(stage, values, owner, hidden=("output_dir", "seed"))
+    if stage == "ppo" and isinstance(values, dict) and values.get("loop", "toolkit") == "toolkit":
+        reasons = ignored_by_our_loop(values)
+        problems += [f"ppo.{key} — would have no effect: {reason}." for key, reason in reasons.items() if key not in _SET_ELSEWHERE]
+    return problems or _construct(stage, lambda: stage_config(stage, values, output_dir="unused", seed=0))
+
+
+def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int) -> Any:
+    """A stage's section as an object of its owner's class.
+
+    transformers refuses bf16 without a GPU unless `use_cpu` says that the CPU is meant; here that goes by itself.
+    """
+    # TRL would leave out pairs over reward.max_length without a word; the data section has limits that it reports.
+    no_filter = {"max_length": None} if stage == "reward" else {}
+    arguments = {"use_cpu": not torch.cuda.is_available(), **no_filter, **values}
+    return STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **arguments)
+
+
+def check_adapters(values: Any) -> list[str]:
+    """Problems of the section `adapters`."""
+    if not isinstance(values, dict):
+        return [f"adapters — a section with a role for each key is needed, got {values!r}."]
+    problems = []
+    for role, config in values.items():
+        if role not in ADAPTER_ROLES:
+            problems.append(f"adapters.{role} — no such role. {suggestion(role, ADAPTER_ROLES)}")
+            continue
+        found = check_keys(f"adapters.{role}", config, LoraConfig)
+        problems += found or _construct(f"adapters.{role}", lambda config=config: LoraConfig(**config))
+    return problems
+
+
+def check_data(values: Any) -> list[str]:
+    """Problems of the section `data`: the task's own fields."""
+    if not isinstance(values, dict) or values.get("task") not in TASKS:
+        seen = values.get("task") if isinstance(values, dict) else values
+        return [f"data.task — one of {', '.join(TASKS)} is needed, got {seen!r}."]
+    arguments = {key: value for key, value in values.items() if key != "task"}
+    return check_keys("data", arguments, TASKS[values["task"]], hidden=("tokenizer",))
+
+
+def check_recipe(values: dict[str, Any]) -> list[str]:
+    """All problems of a resolved recipe; empty if there are none."""
+    problems = [f"{key} — no such section. {suggestion(key, TOP_LEVEL)}" for key in values if key not in TOP_LEVEL]
+    problems += [f"{key} — this section is missing." for key in ("base", "data") if key not in values]
+    if not isinstance(values.get("seed", 0), int):
+        problems.append(f"seed — a whole number is needed, got {values['seed']!r}.")
+    for name, owner in PLAIN_SECTIONS.items():
+        if name in values:
+            problems += check_keys(name, values[name], owner)
+    base = values.get("base")
+    if isinstance(base, dict):
+        if base.get("quantization") is not None:
+            found = check_keys("base.quantization", base["quantization"], BitsAndBytesConfig)
+            problems += found or _construct("base.quantization", lambda: BitsAndBytesConfig(**base["quantization"]))
+        if (base.get("model") is None) == (base.get("config") is None):
+            problems.append(
+                "base — exactly one of model (a checkpoint) and config (random weights) is needed. "
+                "Name a checkpoint with MODEL=/path/to/checkpoint (make) or base.model=/path/to/checkpoint."
+            )
+        elif base.get("config") is not None and "sft" not in values:
+            problems.append("sft — this section is missing: a base with random weights needs pretraining.")
+    if "data" in values:
+        problems += check_data(values["data"])
+    if "adapters" in values:
+        problems += check_adapters(values["adapters"])
+    for stage in STAGE_CLASSES:
+        if stage in values:
+            problems += check_stage(stage, values[stage])
+    return problems + _check_together(values)
+
+
+def _check_together(values: dict[str, Any]) -> list[str]:
+    """Problems between sections."""
+    problems = []
+    adapters = values.get("adapters") if isinstance(values.get("adapters"), dict) else {}
+    ppo = values.get("ppo") if isinstance(values.get("ppo"), dict) else None
+    scorer = values.get("scorer") if isinstance(values.get("scorer"), dict) else {}
+    start = values.get("start") if isinstance(values.get("start"), dict) else {}
+    if ppo is not None:
+        shared = ppo.get("value", "separate") == "shared"
+        if "policy" not in adapters and not start.get("policy"):
+            problems.append("adapters.policy — is missing: PPO trains it.")
+        if shared and "value" in adapters:
+            problems.append("adapters.value — would have no effect: ppo.value is shared, so value has the policy's adapter.")
+        if shared and start.get("value"):
+            problems.append("start.value — would have no effect: ppo.value is shared.")
+        if not shared and "value" not in adapters and not start.get("value"):
+            problems.append("adapters.value — is missing: ppo.value is separate. Add it, or set ppo.value to shared.")
+        function = scorer.get("kind", "adapter") == "function"
+        if function != (scorer.get("function") is not None):
+            problems.append("scorer.function — belongs to scorer.kind: function, and is needed there (module:function).")
+        if function and start.get("value") == "reward":
+            problems.append("start.value — is reward, but with scorer.kind: function there is no reward role.")
+    if "reward" in values and "reward" not in adapters:
+        problems.append("adapters.reward — is missing: the reward stage trains it.")
+    return problems

@@ -1,0 +1,21 @@
+"""What a run leaves behind and shows: metrics, samples, result, report page, progress. Knows no trainer."""
+
+from toolkit.reports.metrics import MetricsFile, read_jsonl_metrics
+from toolkit.reports.page import write_report
+from toolkit.reports.progress import ProgressBar
+from toolkit.reports.result import peak_memory_gb, read_result, versions, write_result
+from toolkit.reports.samples import sample_rows, samples_table, write_samples
+
+__all__ = [
+    "MetricsFile",
+    "ProgressBar",
+    "peak_memory_gb",
+    "read_jsonl_metrics",
+    "read_result",
+    "sample_rows",
+    "samples_table",
+    "versions",
+    "write_report",
+    "write_result",
+    "write_samples",
+]

@@ -1,0 +1,82 @@
+"""A progress bar with what matters on it."""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+_SHOWN = {
+    "score": "score {:.3f}",
+    "kl": "KL {:.3f}",
+    "length": "length {:.1f}",
+    "samples_per_second": "{:.1f} samples/s",
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.3f}",
+    "eval_loss": "eval loss {:.4f}",
+    "eval_score": "eval score {:.3f}",
+    "eval_exact_match": "eval exact match {:.3f}",
+    "eval_accuracy": "eval accuracy {:.3f}",
+}
+
+
+class ProgressBar(TrainerCallback):
+    """On a terminal one bar; elsewhere a line each time the trainer logs.
+
+    Args:
+        title: what runs, at the left of the bar.
+        console: where to show it; standard error if None, so that standard output stays clean.
+    """
+
+    def __init__(self, title: str, console: Console | None = None):
+        self.title = title
+        self.console = console or Console(file=sys.stderr)
+        self.progress: Progress | None = None
+        self.task: Any = None
+        self.shown: dict[str, str] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.shown = {}
+        if not self.console.is_terminal:
+            return
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            console=self.console,
+        )
+        self.task = self.progress.add_task(self.title, total=state.max_steps, metrics="")
+        self.progress.start()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        fresh = {key: form.format(float((logs or {})[key])) for key, form in _SHOWN.items() if key in (logs or {})}
+        self.shown.update(fresh)
+        if self.progress is not None:
+            self.progress.update(self.task, metrics=" · ".join(self.shown.values()))
+        elif fresh:
+            self.console.print(f"{self.title} {state.global_step}/{state.max_steps}  {' · '.join(fresh.values())}")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, completed=state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None

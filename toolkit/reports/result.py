@@ -1,0 +1,48 @@
+"""`result.json`: what a stage reached, on what, with which versions."""
+
+import json
+import platform
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULT_FILE = "result.json"
+_PACKAGES = ("ppo-lora-toolkit", "torch", "transformers", "trl", "peft", "bitsandbytes", "datasets", "accelerate")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            found[name] = "not installed"
+    return found
+
+
+def peak_memory_gb() -> dict[str, float]:
+    """Peak memory of this process in GB (10⁹ bytes): `resident`, and `gpu` where there is one."""
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
+    peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    if torch.cuda.is_available():
+        peak["gpu"] = torch.cuda.max_memory_allocated() / 1e9
+    return {key: round(value, 3) for key, value in peak.items()}
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> Path:
+    """Write the file that marks a stage as finished: aside first, so that half a file never stands there."""
+    path, aside = folder / RESULT_FILE, folder / f"{RESULT_FILE}.partial"
+    aside.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.replace(path)
+    return path
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a finished stage wrote, or None where it has not finished."""
+    path = folder / RESULT_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

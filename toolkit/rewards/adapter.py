@@ -1,0 +1,58 @@
+"""The reward adapter on the shared base as a reward callback."""
+
+import torch
+from torch import Tensor
+
+from toolkit.data import Rollout, pad_rows
+from toolkit.errors import RewardError
+from toolkit.models import SharedBase, sequence_logits
+
+
+class RewardAdapter:
+    """Scores responses with the role "reward" of a shared base.
+
+    Args:
+        base: carries the role.
+        pad_token_id: the one that the head was trained with.
+        class_column: for a head with several outputs, the data set's column with the index of the wanted
+            class. The score is then log p(class), which saturates at 0 once the class is certain; a raw logit
+            would go on paying for more of the same.
+        batch_size: responses a forward pass.
+
+    Raises:
+        RewardError: a head with several outputs and no column to choose by, or the reverse.
+    """
+
+    def __init__(self, base: SharedBase, *, pad_token_id: int, class_column: str | None = None, batch_size: int = 64):
+        outputs = base.heads["reward"].out_features
+        if (outputs == 1) != (class_column is None):
+            raise RewardError(
+                f"the reward head has {outputs} output(s) and scorer.class_column is {class_column!r}: "
+                "a score needs one output and no column, classes need the column that names the wanted one."
+            )
+        self.base, self.pad_token_id, self.class_column = base, pad_token_id, class_column
+        self.batch_size = batch_size
+
+    @torch.no_grad()
+    def __call__(self, rollout: Rollout) -> Tensor:
+        rows = [[*p, *r] for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
+        scores = torch.zeros(len(rows))
+        # Rows of similar length together: less padding is computed.
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        with self.base.in_eval_mode():
+            for start in range(0, len(rows), self.batch_size):
+                part = order[start : start + self.batch_size]
+                ids, mask = pad_rows([rows[i] for i in part], pad_token_id=self.pad_token_id, side="right")
+                ids, mask = ids.to(self.base.device), mask.to(self.base.device)
+                logits = sequence_logits(self.base, ids, mask, pad_token_id=self.pad_token_id)
+                scores[part] = self._score(logits, rollout, part).cpu()
+        return scores
+
+    def _score(self, logits: Tensor, rollout: Rollout, rows: list[int]) -> Tensor:
+        if self.class_column is None:
+            return logits.squeeze(-1)
+        if self.class_column not in rollout.columns:
+            present = ", ".join(rollout.columns) or "none"
+            raise RewardError(f'scorer.class_column: the prompts have no column "{self.class_column}"; present: {present}.')
+        wanted = torch.tensor([int(rollout.columns[self.class_column][i]) for i in rows], device=logits.device)
+        return logits.log_softmax(dim=-1).gather(1, wanted.unsqueeze(1)).squeeze(1)

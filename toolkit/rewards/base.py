@@ -1,0 +1,37 @@
+"""What a reward is, and the check on what it returns."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.data import Rollout
+from toolkit.errors import RewardError
+
+
+class Reward(Protocol):
+    """Called with a rollout of B responses; returns B scores, as a tensor (B,) or any sequence of numbers."""
+
+    def __call__(self, rollout: Rollout) -> Tensor | Sequence[float]: ...
+
+
+def check_scores(scores: Tensor | Sequence[float], rollout: Rollout) -> Tensor:
+    """The scores as float32 (B,) on the CPU.
+
+    Raises:
+        RewardError: not one number for each response, or one that is not finite.
+    """
+    try:
+        tensor = torch.as_tensor(scores, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"the reward returned {type(scores).__name__}, not one number a response: {error}") from error
+    if tensor.shape != (len(rollout),):
+        raise RewardError(
+            f"the reward returned shape {tuple(tensor.shape)} for {len(rollout)} responses; "
+            f"({len(rollout)},) is needed, one number each."
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        row = int((~torch.isfinite(tensor)).nonzero()[0])
+        raise RewardError(f"the reward gave {tensor[row]} to the response {rollout.responses[row]!r}; scores are finite.")
+    return tensor

@@ -1,0 +1,139 @@
+"""The reward stage: train the role "reward" on pairs, or on classes.
+
+Scalar rewards are trained by TRL's `RewardTrainer` (Bradley–Terry: −log σ(r_chosen − r_rejected), Ouyang et al.
+2022, arXiv 2203.02155, equation 1), classes by transformers' `Trainer` with cross-entropy. Both see the role as a
+sequence classifier, read at the same position as in PPO.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback
+from trl import RewardConfig
+from trl import RewardTrainer as TRLRewardTrainer
+
+from toolkit.data import LabelledCollator, pad_rows
+from toolkit.errors import DataError
+from toolkit.functional import wilson_interval
+from toolkit.models import SequenceClassifierView, SharedBase, save_role, sequence_logits
+
+
+class _SavesRole(Trainer):
+    """Saves the reward role as a PEFT folder where `Trainer` would save the whole view."""
+
+    role_arguments: dict[str, Any]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(output_dir or self.args.output_dir) / "reward"
+        save_role(self.model.base, "reward", folder, **self.role_arguments)
+
+
+class RewardTrainer(_SavesRole, TRLRewardTrainer):
+    """TRL's `RewardTrainer` on the shared base. Nothing is sent anywhere, and the head stays in float32."""
+
+    def _send_telemetry(self) -> None:
+        """TRL reports architecture and GPU of each run; the toolkit does not."""
+
+
+class ClassTrainer(_SavesRole):
+    """transformers' `Trainer` for a reward head with several outputs."""
+
+
+def reward_trainer(
+    args: RewardConfig,
+    processing_class: PreTrainedTokenizerBase,
+    roles: SharedBase,
+    train_dataset: Dataset,
+    eval_dataset: Dataset | None = None,
+    *,
+    base_name: str = "",
+    callbacks: list[TrainerCallback] | None = None,
+) -> RewardTrainer | ClassTrainer:
+    """A trainer for the role "reward", which `roles` carries with its head.
+
+    Args:
+        args: TRL's configuration, also for classes.
+        processing_class: tokenizer.
+        roles: the shared base. Its reward role is made trainable, alone.
+        train_dataset: `chosen_ids` and `rejected_ids` for a scalar head, `input_ids` and `labels` for classes.
+        eval_dataset: likewise.
+        base_name: name of the base to write into the saved adapter.
+        callbacks: as in `Trainer`; the default progress bar is not added if there are any.
+
+    Raises:
+        DataError: the columns do not fit the head.
+    """
+    classes = roles.heads["reward"].out_features > 1
+    needed = ("input_ids", "labels") if classes else ("chosen_ids", "rejected_ids")
+    missing = [name for name in needed if name not in train_dataset.column_names]
+    if missing:
+        raise DataError(
+            f"the reward stage needs the columns {' and '.join(needed)} for a head with "
+            f"{roles.heads['reward'].out_features} output(s); present: {', '.join(train_dataset.column_names)}."
+        )
+    roles.train_roles("reward")
+    view = SequenceClassifierView(roles, pad_token_id=processing_class.pad_token_id)
+    common = {
+        "model": view,
+        "args": args,
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "processing_class": processing_class,
+        "callbacks": callbacks,
+    }
+    trainer: RewardTrainer | ClassTrainer
+    if classes:
+        trainer = ClassTrainer(**common, data_collator=LabelledCollator(processing_class.pad_token_id))
+    else:
+        trainer = RewardTrainer(**common)
+    trainer.role_arguments = {"pad_token_id": processing_class.pad_token_id, "base_name": base_name}
+    if callbacks:
+        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+        trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+@torch.no_grad()
+def _logits(roles: SharedBase, rows: list[list[int]], *, pad_token_id: int, batch_size: int) -> torch.Tensor:
+    parts = torch.zeros(len(rows), roles.heads["reward"].out_features)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    with roles.in_eval_mode():
+        for start in range(0, len(rows), batch_size):
+            part = order[start : start + batch_size]
+            ids, mask = pad_rows([rows[i] for i in part], pad_token_id=pad_token_id, side="right")
+            ids, mask = ids.to(roles.device), mask.to(roles.device)
+            parts[part] = sequence_logits(roles, ids, mask, pad_token_id=pad_token_id).cpu()
+    return parts
+
+
+def evaluate_reward(roles: SharedBase, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
+    """Accuracy of the reward role on held-out rows, with its 95 % interval, and the loss.
+
+    Args:
+        roles: carries the role.
+        dataset: pairs or labelled sequences, as the head needs.
+        pad_token_id: see `toolkit.models.score_positions`.
+        batch_size: sequences a forward pass.
+
+    Returns:
+        `accuracy` (a tie counts as wrong), `accuracy_ci` (Wilson), `loss`, `rows`, and for pairs `margin`, the mean
+        of chosen less rejected.
+    """
+    read = {"pad_token_id": pad_token_id, "batch_size": batch_size}
+    if "labels" in dataset.column_names:
+        logits = _logits(roles, dataset["input_ids"], **read)
+        labels = torch.tensor(dataset["labels"])
+        right = int((logits.argmax(dim=1) == labels).sum())
+        figures = {"loss": float(nn.functional.cross_entropy(logits, labels))}
+    else:
+        chosen = _logits(roles, dataset["chosen_ids"], **read).squeeze(1)
+        margin = chosen - _logits(roles, dataset["rejected_ids"], **read).squeeze(1)
+        right = int((margin > 0).sum())
+        figures = {"loss": float(-nn.functional.logsigmoid(margin).mean()), "margin": float(margin.mean())}
+    low, high = wilson_interval(right, len(dataset))
+    return {"accuracy": right / len(dataset), "accuracy_ci": [low, high], **figures, "rows": len(dataset)}

@@ -1,0 +1,155 @@
+"""Checks at the start of PPO. Each finds a mistake that would otherwise train the wrong thing in silence."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from toolkit.errors import DataError, SelfCheckError
+from toolkit.models import SharedBase
+
+# How far from 1 the ratio may be before the first update, as the mean of |log ratio|. Old and new
+# log-probabilities come from the same kind of forward pass, but the rows of a batch differ, and with them
+# the order of summation. Far below what one wrong adapter or a dropout would give.
+RATIO_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def check_dataset(dataset: Dataset, batch_size: int) -> None:
+    """The data set has the prompts' ids and fills at least one batch.
+
+    Raises:
+        DataError: it does not (TRL would wait for ever for a first batch).
+    """
+    if "input_ids" not in dataset.column_names:
+        raise DataError(f"the prompts need a column input_ids; present: {', '.join(dataset.column_names)}.")
+    if len(dataset) < batch_size:
+        raise DataError(
+            f"{len(dataset)} prompts are fewer than one batch of {batch_size} "
+            "(ppo.per_device_train_batch_size × ppo.gradient_accumulation_steps). Add prompts or lower these."
+        )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> None:
+    """Tokenizer and model know the same tokens.
+
+    Raises:
+        SelfCheckError: they do not.
+    """
+    rows = base.causal_lm.get_input_embeddings().weight.shape[0]
+    for name in ("eos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, name)
+        if token is None or not 0 <= token < rows:
+            raise SelfCheckError(f"the tokenizer's {name} is {token}; the base has embeddings for 0 to {rows - 1}.")
+    if len(tokenizer) > rows:
+        raise SelfCheckError(
+            f"the tokenizer has {len(tokenizer)} tokens and the base {rows} embeddings: they are not of one checkpoint."
+        )
+    ids = base.config.eos_token_id
+    stops = ids if isinstance(ids, list) else [ids]
+    if ids is not None and tokenizer.eos_token_id not in stops:
+        raise SelfCheckError(
+            f"the tokenizer ends a response with id {tokenizer.eos_token_id} and the base with {stops}: "
+            "responses would not end where the base was trained to. Use the tokenizer of the checkpoint."
+        )
+
+
+@torch.no_grad()
+def check_rollout_uses_policy(
+    base: SharedBase,
+    prompt: list[int],
+    *,
+    pad_token_id: int,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> None:
+    """What generation samples from is the policy: it changes when the policy's adapter does.
+
+    The adapter is changed for two forward passes and put back. Peers sampled from the bare base for
+    whole runs without noticing (verl#3821).
+
+    Args:
+        base: carries the policy.
+        prompt: ids of any prompt.
+        pad_token_id: for generation.
+        autocast: gives the precision context of training. One for each forward pass: a region keeps the cast
+            weights that it has seen.
+
+    Raises:
+        SelfCheckError: generation does not follow the adapter.
+    """
+    ids = torch.tensor([prompt], device=base.device)
+    mask = torch.ones_like(ids)
+    config = GenerationConfig(
+        max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=pad_token_id
+    )
+
+    def generated() -> Tensor:
+        with base.role("policy"), base.in_eval_mode(), autocast():
+            return base.causal_lm.generate(input_ids=ids, attention_mask=mask, generation_config=config).logits[0].float()
+
+    before = generated()
+    saved = [p.clone() for p in base.parameters_of("policy")]
+    for parameter in base.parameters_of("policy"):
+        parameter.add_(0.05)
+    changed = generated()
+    with base.role("policy"), base.in_eval_mode(), autocast():
+        expected = base.lm_head(base.hidden_states(ids, mask))[:, -1].float()
+    for parameter, old in zip(base.parameters_of("policy"), saved, strict=True):
+        parameter.copy_(old)
+    scale = (expected - before).abs().max()
+    if scale == 0 or (changed - expected).abs().max() > 0.2 * scale:
+        raise SelfCheckError("rollouts do not come from the policy's adapter: generation ignores a change of it.")
+
+
+def check_in_optimizer(base: SharedBase, optimizer: torch.optim.Optimizer) -> None:
+    """Every parameter of a trained role is in the optimizer, and no other is.
+
+    Raises:
+        SelfCheckError: one is missing or one too many.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for role in base.trained_roles:
+        missing = sum(id(p) not in held for p in base.parameters_of(role))
+        if missing:
+            raise SelfCheckError(f'{missing} tensors of the trained role "{role}" are not in the optimizer.')
+    trained = {id(p) for role in base.trained_roles for p in base.parameters_of(role)}
+    if held - trained:
+        raise SelfCheckError(f"the optimizer holds {len(held - trained)} tensors of no trained role.")
+
+
+def check_gradients(base: SharedBase, roles: Iterable[str]) -> None:
+    """After the first backward passes each trained role has finite gradients, and not only zeros.
+
+    Raises:
+        SelfCheckError: a role got none (an adapter that was inactive or frozen gets none, in silence).
+    """
+    for role in roles:
+        gradients = [p.grad for p in base.parameters_of(role)]
+        missing = sum(g is None for g in gradients)
+        if missing:
+            raise SelfCheckError(f'{missing} of {len(gradients)} tensors of the trained role "{role}" got no gradient.')
+        if not all(bool(torch.isfinite(g).all()) for g in gradients if g is not None):
+            raise SelfCheckError(f'the first gradient of the role "{role}" is not finite.')
+        if not any(bool(g.any()) for g in gradients if g is not None):
+            raise SelfCheckError(f'the first gradient of the role "{role}" is zero everywhere.')
+
+
+def check_ratio(log_ratio: Tensor, response_mask: Tensor, dtype: torch.dtype) -> None:
+    """Before the first update the policy is the one that sampled: ratio 1 at every token.
+
+    Args:
+        log_ratio: (B, T).
+        response_mask: bool (B, T).
+        dtype: in which the base computes.
+
+    Raises:
+        SelfCheckError: it is not.
+    """
+    error = float(log_ratio[response_mask].abs().mean())
+    if not error <= RATIO_TOLERANCE[dtype]:
+        raise SelfCheckError(
+            f"before the first update log(ratio) is {error:.2e} from 0 on average, more than {RATIO_TOLERANCE[dtype]:.0e}: "
+            "old and new log-probabilities are not of the same policy."
+        )

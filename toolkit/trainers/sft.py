@@ -1,0 +1,92 @@
+"""The sft stage on TRL's `SFTTrainer`: pretrain a base from random weights, or train the policy's first adapter."""
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback
+from trl import SFTConfig
+from trl import SFTTrainer as TRLSFTTrainer
+
+from toolkit.models import SharedBase, save_role
+
+
+class SFTTrainer(TRLSFTTrainer):
+    """TRL's `SFTTrainer`; nothing is sent anywhere.
+
+    With `roles` it trains the policy's adapter and saves it as a PEFT folder, else all weights of a model.
+    """
+
+    roles: SharedBase | None = None
+    base_name = ""
+
+    def _send_telemetry(self) -> None:
+        """TRL reports architecture and GPU of each run; the toolkit does not."""
+
+    def train(self, *args: object, **kwargs: object) -> object:
+        if self.roles is None:
+            return super().train(*args, **kwargs)
+        with self.roles.role("policy"):
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
+        if self.roles is None:
+            return super().evaluate(*args, **kwargs)
+        with self.roles.role("policy"):
+            return super().evaluate(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        if self.roles is None:
+            self.model.save_pretrained(folder / "model")
+            self.processing_class.save_pretrained(folder / "model")
+        else:
+            pad_token_id = self.processing_class.pad_token_id
+            save_role(self.roles, "policy", folder / "policy", pad_token_id=pad_token_id, base_name=self.base_name)
+
+
+def sft_trainer(
+    args: SFTConfig,
+    processing_class: PreTrainedTokenizerBase,
+    model: PreTrainedModel | SharedBase,
+    train_dataset: Dataset,
+    eval_dataset: Dataset | None = None,
+    *,
+    base_name: str = "",
+    callbacks: list[TrainerCallback] | None = None,
+) -> SFTTrainer:
+    """A trainer for the sft stage.
+
+    Args:
+        args: TRL's configuration.
+        processing_class: tokenizer.
+        model: a model with random weights, all of which are trained; or a shared base that carries the policy,
+            whose adapter is trained.
+        train_dataset: `input_ids`, and `labels` (−100 where a token is not part of the loss) or none.
+        eval_dataset: likewise.
+        base_name: name of the base to write into the saved adapter.
+        callbacks: as in `Trainer`; the default progress bar is not added if there are any.
+    """
+    roles = model if isinstance(model, SharedBase) else None
+    if roles is not None:
+        roles.train_roles("policy")
+    trainer = SFTTrainer(
+        model=model if roles is None else roles.model,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processing_class,
+        callbacks=callbacks,
+    )
+    trainer.roles, trainer.base_name = roles, base_name
+    if roles is not None:
+        # On a quantised base TRL casts what it trains to bfloat16, where AdamW's small steps round to nothing.
+        for parameter in roles.parameters_of("policy"):
+            parameter.data = parameter.data.to(torch.float32)
+        roles.train_roles("policy")
+    if callbacks:
+        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+        trainer.remove_callback(PrinterCallback)
+    return trainer
