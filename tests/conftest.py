@@ -51,7 +51,9 @@ def tiny_model(architecture: str = "llama", *, size: int = 32) -> PreTrainedMode
     elif architecture == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**_LLAMA_LIKE, **SPECIAL))
     elif architecture == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3, **SPECIAL))
+        model = GPT2LMHeadModel(
+            GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3, **SPECIAL)
+        )
     elif architecture == "opt":
         # As OPT-350M: the hidden states are projected to another size before lm_head.
         config = OPTConfig(
@@ -88,7 +90,9 @@ def randomize(base: SharedBase, *roles: str, seed: int = 1) -> SharedBase:
     return base
 
 
-def shared_base(*, value: str = "separate", labels: int = 1, architecture: str = "llama", fresh: bool = False) -> SharedBase:
+def shared_base(
+    *, value: str = "separate", labels: int = 1, architecture: str = "llama", fresh: bool = False
+) -> SharedBase:
     """All four roles on a tiny model, with non-zero weights unless `fresh`."""
     base = SharedBase(tiny_model(architecture))
     base.add_role("policy", lora())

@@ -20,9 +20,9 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 # PPO lives in trl.experimental, and the one release that has it is pinned.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-# Said at each start, and nothing that a user could act on: TRL 1.12 itself passes the older of two names of one
+# Said at each start, and nothing that a user could act on: TRL 1.12 and PEFT use the older of two names of one
 # setting, transformers pins memory by default, and bitsandbytes has a CPU kernel of its own.
-warnings.filterwarnings("ignore", message=r"`gradient_checkpointing(_kwargs)?` is deprecated")
+warnings.filterwarnings("ignore", message=r"`(is_)?gradient_checkpointing(_kwargs)?` is deprecated")
 warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator is found")
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

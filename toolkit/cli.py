@@ -43,8 +43,14 @@ def _run(
 
     try:
         # Imported here, so that --help answers at once.
+        import datasets
+        from transformers.utils import logging
+
         from toolkit.recipes import load, stages
 
+        # One bar, ours, with what matters on it.
+        logging.disable_progress_bar()
+        datasets.disable_progress_bars()
         loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
         stages.run(replace(loaded, name=name or loaded.name), stage, overwrite=overwrite)
     except ToolkitError as error:

@@ -6,14 +6,21 @@ from toolkit.data import LabelledCollator, Preferences, PromptCollator, doubling
 from toolkit.data.preferences import parse_dialogue
 from toolkit.errors import DataError
 
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}={% endfor %}{% if add_generation_prompt %}x:{% endif %}"
-PAIR = {"chosen": "\n\nHuman: 12\n\nAssistant: 3\n\nHuman: 45\n\nAssistant: 67", "rejected": "\n\nHuman: 12\n\nAssistant: 3\n\nHuman: 45\n\nAssistant: 8"}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}={% endfor %}{% if add_generation_prompt %}x:{% endif %}"
+)
+PAIR = {
+    "chosen": "\n\nHuman: 12\n\nAssistant: 3\n\nHuman: 45\n\nAssistant: 67",
+    "rejected": "\n\nHuman: 12\n\nAssistant: 3\n\nHuman: 45\n\nAssistant: 8",
+}
 
 
 @pytest.fixture
 def chat_tokenizer(tokenizer):
     # Letters outside the vocabulary would be an error of the character tokenizer.
-    tokenizer.chat_template = TEMPLATE.replace("{{ m.role[0] }}", "{{ '_' if m.role == 'user' else '小' if m.role == 'assistant' else '大' }}")
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{{ m.role[0] }}", "{{ '_' if m.role == 'user' else '小' if m.role == 'assistant' else '大' }}"
+    )
     return tokenizer
 
 

@@ -12,7 +12,7 @@ def double_sum(rewards, values, lengths, gamma, lam):
     """A_t = Σ_k (γλ)^k δ_{t+k}, term by term in numpy: no recursion."""
     advantages = np.zeros_like(rewards)
     for row, length in enumerate(lengths):
-        v = list(values[row, :length]) + [0.0]
+        v = [*list(values[row, :length]), 0.0]
         deltas = [rewards[row, t] + gamma * v[t + 1] - v[t] for t in range(length)]
         for t in range(length):
             advantages[row, t] = sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, length))

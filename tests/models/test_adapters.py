@@ -88,13 +88,20 @@ def test_an_adapter_of_plain_trl_gives_its_own_scores_here(pad, tmp_path, tokeni
     model.save_pretrained(tmp_path / "base")
     torch.manual_seed(0)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
-    pairs = {"chosen_ids": [r[:-1] + [9, 2] for r in ROWS] * 4, "rejected_ids": [r[:-1] + [20, 2] for r in ROWS] * 4}
+    pairs = {"chosen_ids": [[*r[:-1], 9, 2] for r in ROWS] * 4, "rejected_ids": [[*r[:-1], 20, 2] for r in ROWS] * 4}
     trainer = RewardTrainer(
         model=classifier,
         args=RewardConfig(
-            output_dir=str(tmp_path / "trl"), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2,
-            use_cpu=True, bf16=False, report_to="none", save_strategy="no", gradient_checkpointing=False,
-        ),  # fmt: skip
+            output_dir=str(tmp_path / "trl"),
+            max_steps=8,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            gradient_checkpointing=False,
+        ),
         train_dataset=Dataset.from_dict(pairs),
         processing_class=tokenizer,
         peft_config=LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear"),
@@ -177,7 +184,9 @@ def test_bad_folders(tmp_path):
         load_role(bare(), "reward", broken("h", other_modules))
 
     def other_kind(folder):
-        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM"}))
+        (folder / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM"})
+        )
 
     with pytest.raises(AdapterError, match="the roles here are LoRA adapters"):
         load_role(bare(), "reward", broken("i", other_kind))

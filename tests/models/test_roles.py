@@ -135,7 +135,9 @@ def test_checkpointing_on_and_off():
 
 def test_errors():
     base = shared_base()
-    with pytest.raises(AdapterError, match='no role "critic" on this base; it carries policy, reference, value, reward'):
+    with pytest.raises(
+        AdapterError, match='no role "critic" on this base; it carries policy, reference, value, reward'
+    ):
         base.role("critic")
     with pytest.raises(AdapterError, match='already carries the role "policy"'):
         base.add_role("policy", lora())

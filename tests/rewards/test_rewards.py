@@ -61,7 +61,9 @@ def test_check_scores():
 
 
 def test_a_python_function_by_name(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards_for_test.py").write_text("def brevity(rollout):\n    return [-n for n in rollout.lengths]\n")
+    (tmp_path / "my_rewards_for_test.py").write_text(
+        "def brevity(rollout):\n    return [-n for n in rollout.lengths]\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     function = load_function("my_rewards_for_test:brevity")

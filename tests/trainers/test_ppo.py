@@ -307,7 +307,11 @@ def test_too_few_prompts_and_missing_ids(tmp_path):
     base = shared_base()
     with pytest.raises(DataError, match="need a column input_ids; present: query"):
         PPOTrainer(
-            config(tmp_path), doubling.tokenizer(), base, count_reward(7), dataset().rename_columns({"input_ids": "query"})
+            config(tmp_path),
+            doubling.tokenizer(),
+            base,
+            count_reward(7),
+            dataset().rename_columns({"input_ids": "query"}),
         )
 
 

@@ -16,7 +16,8 @@ from toolkit.trainers.reward import evaluate_reward, reward_trainer
 from toolkit.trainers.sft import sft_trainer
 
 COMMON = {
-    "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-2, "logging_steps": 5,
+    "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-2,
+    "logging_steps": 5,
     "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "disable_tqdm": True,
 }  # fmt: skip
 
@@ -68,7 +69,9 @@ def test_the_view_trains_as_a_plain_sequence_classifier_would(tmp_path):
     ours = reward_trainer(RewardConfig(**args), tokenizer, base, pairs(), callbacks=[])
     tiny_model().save_pretrained(tmp_path / "base")
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
-    classifier = get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules="all-linear"))
+    classifier = get_peft_model(
+        classifier, LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules="all-linear")
+    )
     with torch.no_grad():
         theirs = [p for p in classifier.parameters() if p.requires_grad]
         mine = base.parameters_of("reward")
@@ -98,7 +101,9 @@ def test_classes_are_trained_by_transformers_trainer(tmp_path):
 
 def test_columns_must_fit_the_head(tmp_path):
     args = RewardConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **COMMON)
-    with pytest.raises(DataError, match=r"columns input_ids and labels for a head with 3 output\(s\); present: chosen_ids"):
+    with pytest.raises(
+        DataError, match=r"columns input_ids and labels for a head with 3 output\(s\); present: chosen_ids"
+    ):
         reward_trainer(args, doubling.tokenizer(), reward_base(3), pairs())
 
 

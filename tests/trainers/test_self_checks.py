@@ -66,7 +66,7 @@ def test_a_ratio_other_than_one_is_noticed(tmp_path, monkeypatch):
     read = ours._read_roles
 
     def of_another_policy(*args, **kwargs):
-        logprobs, ref, values = read(*args, **kwargs)
+        _logprobs, ref, values = read(*args, **kwargs)
         return ref, ref, values  # old log-probabilities from the reference
 
     monkeypatch.setattr(ours, "_read_roles", of_another_policy)

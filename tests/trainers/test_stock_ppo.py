@@ -22,7 +22,11 @@ def test_the_unmodified_trainer_trains_policy_and_value_on_the_shared_base(tmp_p
     trainer.train()
     assert trainer.state.global_step == 2
     changed = {n for n, p in base.named_parameters() if not torch.equal(p, before[n])}
-    assert any(".policy." in n for n in changed) and any(".value." in n for n in changed) and "heads.value.weight" in changed
+    assert (
+        any(".policy." in n for n in changed)
+        and any(".value." in n for n in changed)
+        and "heads.value.weight" in changed
+    )
     assert all(".policy." in n or ".value." in n or n == "heads.value.weight" for n in changed)
 
 

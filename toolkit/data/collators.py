@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 
-def pad_rows(
-    rows: Sequence[Sequence[int]], *, pad_token_id: int, side: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_rows(rows: Sequence[Sequence[int]], *, pad_token_id: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad ragged rows to the longest.
 
     Returns:

@@ -130,9 +130,7 @@ class Doubling:
         digits = list(STYLES.values())
         exact = [
             text == expected and ended
-            for text, expected, ended in zip(
-                rollout.responses, rollout.columns["answer"], rollout.ended, strict=True
-            )
+            for text, expected, ended in zip(rollout.responses, rollout.columns["answer"], rollout.ended, strict=True)
         ]
         styled = [
             bool(text) and set(text) <= set(digits[style])

@@ -42,11 +42,11 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {"role": role}
-    head = base.heads[role] if role in base.heads else None
+    head = base.head(role) if role in base.heads else None
     if head is not None:
         reads = "every response token" if role == "value" else "the last token that is not pad_token_id"
         about |= {"num_labels": head.out_features, "pad_token_id": pad_token_id, "head_reads": reads}
-    if role == "value" and base.shares_value:
+    if head is not None and role == "value" and base.shares_value:
         save_file({"weight": head.weight.detach().cpu().contiguous()}, folder / SHARED_HEAD_FILE)
     else:
         config = copy.deepcopy(base.adapter_config(role))
@@ -69,8 +69,8 @@ def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
     if not (folder / name).is_file():
         if (folder / WEIGHTS_NAME).is_file():
             raise AdapterError(
-                f"{folder}: the weights are a pickle ({WEIGHTS_NAME}), which is never opened here since it can run code. "
-                "Save the adapter again with safetensors (PEFT's default)."
+                f"{folder}: the weights are a pickle ({WEIGHTS_NAME}), which is never opened here since it can run "
+                "code. Save the adapter again with safetensors (PEFT's default)."
             )
         raise AdapterError(f"{folder}: {name} is missing, so there is no adapter to load.")
     try:
@@ -138,7 +138,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         missing = _missing_modules(base, config)
         if missing:
             raise AdapterError(
-                f"{folder}: the adapter belongs to another base: this one has no module {missing[0]} for it. Check base.model."
+                f"{folder}: the adapter belongs to another base: this one has no module {missing[0]} for it. "
+                "Check base.model."
             )
         base.add_role(role, config, num_labels=None if head is None else head.shape[0])
     load_weights(base, role, folder)
@@ -194,14 +195,15 @@ def _split_head(
         return {key: tensor for key, tensor in state.items() if key not in heads}, None
     if len(heads) != 1:
         raise AdapterError(
-            f'{folder}: role "{role}" needs one score head and the adapter holds {len(heads)}; a random head would give '
-            'random scores. Train the role with toolkit or trl.RewardTrainer, or save it with modules_to_save=["score"].'
+            f'{folder}: role "{role}" needs one score head and the adapter holds {len(heads)}; a random head would '
+            "give random scores. Train the role with toolkit or trl.RewardTrainer, or save it with "
+            'modules_to_save=["score"].'
         )
     return {key: tensor for key, tensor in state.items() if key not in heads}, next(iter(heads.values()))
 
 
 def _set_head(base: SharedBase, role: str, weight: torch.Tensor, folder: Path) -> None:
-    head = base.heads[role]
+    head = base.head(role)
     if head.weight.shape != weight.shape:
         raise AdapterError(
             f"{folder}: the head reads {weight.shape[1]} numbers a token and this base has {head.weight.shape[1]}; "

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -91,10 +92,25 @@ def load_base(
         )
     except (OSError, ValueError) as error:
         raise _not_found(path, error) from error
+    _keep_differentiable(model)
     return model.requires_grad_(False)
 
 
-def build_base(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dtype: str = "float32") -> PreTrainedModel:
+def _keep_differentiable(model: nn.Module) -> None:
+    """Keep 4-bit layers on a CPU in the layout that has gradients.
+
+    In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks a layer's weights for a kernel outside autograd, for
+    good: every later backward pass through the layer would leave out the base's part of the gradient, with nothing but
+    a warning. The packed layout is about a quarter faster at decoding and slower in whole forward passes.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def build_base(
+    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dtype: str = "float32"
+) -> PreTrainedModel:
     """A causal language model with random weights, trainable, for pretraining.
 
     Args:

@@ -32,9 +32,7 @@ def response_logprobs(
 def _logprobs(base: SharedBase, sequences: Sequences, states: Tensor, temperature: float, chunk_size: int) -> Tensor:
     mask = sequences.response_mask
     tokens = sequences.input_ids.gather(1, sequences.response_positions)[mask]
-    return _scatter(
-        token_logprobs(states, base.lm_head, tokens, temperature=temperature, chunk_size=chunk_size), mask
-    )
+    return _scatter(token_logprobs(states, base.lm_head, tokens, temperature=temperature, chunk_size=chunk_size), mask)
 
 
 def response_values(base: SharedBase, sequences: Sequences) -> Tensor:
@@ -43,7 +41,7 @@ def response_values(base: SharedBase, sequences: Sequences) -> Tensor:
     Call it in the role "value".
     """
     states = _states_before_response_tokens(base, sequences)
-    return _scatter(base.heads["value"](states).squeeze(-1), sequences.response_mask)
+    return _scatter(base.head("value")(states).squeeze(-1), sequences.response_mask)
 
 
 def response_logprobs_and_values(
@@ -51,7 +49,7 @@ def response_logprobs_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Both from one forward pass, for a value role that shares the policy's adapter: float32 (B, T) each."""
     states = _states_before_response_tokens(base, sequences)
-    values = _scatter(base.heads["value"](states).squeeze(-1), sequences.response_mask)
+    values = _scatter(base.head("value")(states).squeeze(-1), sequences.response_mask)
     return _logprobs(base, sequences, states, temperature, chunk_size), values
 
 
@@ -75,4 +73,4 @@ def sequence_logits(
         hidden = base.hidden_states(input_ids, attention_mask, position_ids=position_ids)
     positions = score_positions(input_ids, attention_mask, pad_token_id)
     rows = torch.arange(input_ids.shape[0], device=input_ids.device)
-    return base.heads[role](hidden[rows, positions])
+    return base.head(role)(hidden[rows, positions])

@@ -71,6 +71,7 @@ class SharedBase(nn.Module):
         self._trained: frozenset[str] = frozenset()
         self.active_role: str | None = None
         self._active_adapter: str | None = None
+        self.eval()
         self._check_logits()
 
     # ------------------------------------------------------------------ what it is made of
@@ -89,14 +90,22 @@ class SharedBase(nn.Module):
         return self.causal_lm.device
 
     @property
-    def lm_head(self) -> nn.Module:
+    def lm_head(self) -> Any:
         """Maps the last hidden state (..., H) to logits (..., V)."""
         return self.causal_lm.get_output_embeddings()
 
     @property
     def hidden_size(self) -> int:
         """H of the last hidden state; with OPT's projection not `config.hidden_size`."""
-        return self.lm_head.weight.shape[1]
+        return int(self.lm_head.weight.shape[1])
+
+    def head(self, role: str) -> ScoreHead:
+        """The head of a role that has one, `value` or `reward`."""
+        if role not in self.heads:
+            raise AdapterError(f'role "{role}" has no head on this base.')
+        head = self.heads[role]
+        assert isinstance(head, ScoreHead)
+        return head
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -261,7 +270,9 @@ class SharedBase(nn.Module):
             int64 (B, T), what came after the prompts.
         """
         with self.in_eval_mode():
-            output = self.causal_lm.generate(input_ids=input_ids, attention_mask=attention_mask, generation_config=config)
+            output = self.causal_lm.generate(
+                input_ids=input_ids, attention_mask=attention_mask, generation_config=config
+            )
         return output[:, input_ids.shape[1] :]
 
     @contextmanager
@@ -279,7 +290,10 @@ class SharedBase(nn.Module):
         ids = torch.arange(4, device=self.device).unsqueeze(0) % self.lm_head.weight.shape[0]
         mask = torch.ones_like(ids)
         with torch.no_grad(), self.in_eval_mode():
-            ours, theirs = self.lm_head(self.hidden_states(ids, mask)), self.causal_lm(input_ids=ids, attention_mask=mask).logits
+            ours, theirs = (
+                self.lm_head(self.hidden_states(ids, mask)),
+                self.causal_lm(input_ids=ids, attention_mask=mask).logits,
+            )
         if ours.shape != theirs.shape or not torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-3):
             raise ModelError(
                 f"base.model: {type(self.causal_lm).__name__} changes its logits after lm_head (a scale or a cap), "

@@ -6,7 +6,6 @@ shared base, so that an optimizer over several views sees each parameter once.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
@@ -56,7 +55,7 @@ class TokenScoreView(nn.Module):
     def __init__(self, base: SharedBase, role: str):
         super().__init__()
         self.backbone = _Backbone(base, role)
-        self.score = base.heads[role]
+        self.score = base.head(role)
         self.config = base.config
 
 
@@ -73,7 +72,7 @@ class SequenceClassifierView(nn.Module):
         self.base, self.pad_token_id = base, pad_token_id
         # TRL writes pad_token_id and reads num_labels here; the shared configuration stays as it is.
         self.config = type(base.config).from_dict(base.config.to_dict())
-        self.config.num_labels = base.heads["reward"].out_features
+        self.config.num_labels = base.head("reward").out_features
 
     def add_model_tags(self, tags: list[str]) -> None:
         """Tags are for model cards of whole models; an adapter's card is written by `save_role`'s caller."""
@@ -96,5 +95,3 @@ class SequenceClassifierView(nn.Module):
         logits = sequence_logits(self.base, input_ids, attention_mask, pad_token_id=self.pad_token_id)
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
-
-

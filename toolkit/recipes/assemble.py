@@ -148,5 +148,3 @@ def make_ppo_trainer(recipe: Recipe) -> Any:
 
 
 MAKERS = {"sft": make_sft_trainer, "reward": make_reward_trainer, "ppo": make_ppo_trainer}
-
-

@@ -72,7 +72,9 @@ def _read(path: Path) -> DictConfig:
     return values
 
 
-def load(name: str | os.PathLike[str], *overrides: str, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs") -> Recipe:
+def load(
+    name: str | os.PathLike[str], *overrides: str, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs"
+) -> Recipe:
     """Read a recipe, apply overrides, check every key and value. Nothing is loaded yet.
 
     Args:
@@ -94,9 +96,13 @@ def load(name: str | os.PathLike[str], *overrides: str, run: str | None = None, 
         if "=" not in override:
             raise RecipeError(f'override "{override}" is not of the form section.key=value.')
         try:
-            values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
+            merged = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-            raise RecipeError(f'override "{override}" does not fit the recipe: {" ".join(str(error).split())}') from error
+            raise RecipeError(
+                f'override "{override}" does not fit the recipe: {" ".join(str(error).split())}'
+            ) from error
+        assert isinstance(merged, DictConfig)
+        values = merged
     # Resolvers read the environment and more; a secret could so land in the resolved recipe of a run.
     raw = OmegaConf.to_container(values, resolve=False)
     forbidden = [

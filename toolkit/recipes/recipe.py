@@ -1,6 +1,6 @@
 """A checked recipe and what can be made from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,7 @@ class Recipe:
         """The data sets of the recipe, and its metrics."""
         arguments = {key: value for key, value in self.values["data"].items() if key != "task"}
         kind = TASKS[self.values["data"]["task"]]
-        if "tokenizer" in kind.__dataclass_fields__:
+        if "tokenizer" in {field.name for field in fields(kind)}:
             arguments["tokenizer"] = self.tokenizer
         return kind(**arguments)
 

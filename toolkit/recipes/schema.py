@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -34,8 +35,8 @@ class BaseSection:
     """
 
     model: str | None = None
-    config: dict | None = None
-    quantization: dict | None = None
+    config: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     revision: str | None = None
     attn_implementation: str | None = None
@@ -97,7 +98,13 @@ _SET_ELSEWHERE = {
     "output_dir": "the run folder decides it: RUN=name",
     "seed": "the recipe's own seed is for all stages",
 }
-_OWNERS = {"SFTConfig": "trl", "RewardConfig": "trl", "PPOConfig": "trl", "LoraConfig": "peft", "BitsAndBytesConfig": "transformers"}
+_OWNERS = {
+    "SFTConfig": "trl",
+    "RewardConfig": "trl",
+    "PPOConfig": "trl",
+    "LoraConfig": "peft",
+    "BitsAndBytesConfig": "transformers",
+}
 
 
 def owner_fields(owner: type) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def fits(value: Any, hint: Any) -> bool:
     Types that YAML has no form for (a dtype, an enum) are given as text, and left to their owner.
     """
     origin = get_origin(hint)
-    if hint is Any or isinstance(hint, (str, type(None))) and hint is not None:
+    if hint is Any or (isinstance(hint, (str, type(None))) and hint is not None):
         return True
     if hint is None or hint is type(None):
         return value is None
@@ -166,7 +173,11 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 
 def _owner_name(owner: type) -> str:
     package = _OWNERS.get(owner.__name__)
-    return f"{owner.__name__} ({package} {version(package)})" if package else f"section {owner.__name__.removesuffix('Section').lower()}"
+    return (
+        f"{owner.__name__} ({package} {version(package)})"
+        if package
+        else f"section {owner.__name__.removesuffix('Section').lower()}"
+    )
 
 
 def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = ()) -> list[str]:
@@ -181,7 +192,9 @@ def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = 
             problems.append(f"{where} — {_SET_ELSEWHERE[key]}.")
         elif key not in known:
             silent = " (and would ignore it without a word)" if owner is BitsAndBytesConfig else ""
-            problems.append(f"{where} — {_owner_name(owner)} has no such field{silent}. {suggestion(key, list(known))}".rstrip())
+            problems.append(
+                f"{where} — {_owner_name(owner)} has no such field{silent}. {suggestion(key, list(known))}".rstrip()
+            )
         elif not fits(value, known[key]):
             problems.append(f"{where} — {type_name(known[key])} is needed, got {value!r}.")
     return problems
@@ -201,7 +214,11 @@ def check_stage(stage: str, values: Any) -> list[str]:
     problems = check_keys(stage, values, owner, hidden=("output_dir", "seed"))
     if stage == "ppo" and isinstance(values, dict) and values.get("loop", "toolkit") == "toolkit":
         reasons = ignored_by_our_loop(values)
-        problems += [f"ppo.{key} — would have no effect: {reason}." for key, reason in reasons.items() if key not in _SET_ELSEWHERE]
+        problems += [
+            f"ppo.{key} — would have no effect: {reason}."
+            for key, reason in reasons.items()
+            if key not in _SET_ELSEWHERE
+        ]
     return problems or _construct(stage, lambda: stage_config(stage, values, output_dir="unused", seed=0))
 
 
@@ -226,7 +243,7 @@ def check_adapters(values: Any) -> list[str]:
             problems.append(f"adapters.{role} — no such role. {suggestion(role, ADAPTER_ROLES)}")
             continue
         found = check_keys(f"adapters.{role}", config, LoraConfig)
-        problems += found or _construct(f"adapters.{role}", lambda config=config: LoraConfig(**config))
+        problems += found or _construct(f"adapters.{role}", partial(LoraConfig, **config))
     return problems
 
 
@@ -270,26 +287,33 @@ def check_recipe(values: dict[str, Any]) -> list[str]:
     return problems + _check_together(values)
 
 
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
+
+
 def _check_together(values: dict[str, Any]) -> list[str]:
     """Problems between sections."""
     problems = []
-    adapters = values.get("adapters") if isinstance(values.get("adapters"), dict) else {}
-    ppo = values.get("ppo") if isinstance(values.get("ppo"), dict) else None
-    scorer = values.get("scorer") if isinstance(values.get("scorer"), dict) else {}
-    start = values.get("start") if isinstance(values.get("start"), dict) else {}
-    if ppo is not None:
+    adapters, scorer, start = (_section(values, name) for name in ("adapters", "scorer", "start"))
+    ppo = _section(values, "ppo")
+    if "ppo" in values:
         shared = ppo.get("value", "separate") == "shared"
         if "policy" not in adapters and not start.get("policy"):
             problems.append("adapters.policy — is missing: PPO trains it.")
         if shared and "value" in adapters:
-            problems.append("adapters.value — would have no effect: ppo.value is shared, so value has the policy's adapter.")
+            problems.append(
+                "adapters.value — would have no effect: ppo.value is shared, so value has the policy's adapter."
+            )
         if shared and start.get("value"):
             problems.append("start.value — would have no effect: ppo.value is shared.")
         if not shared and "value" not in adapters and not start.get("value"):
             problems.append("adapters.value — is missing: ppo.value is separate. Add it, or set ppo.value to shared.")
         function = scorer.get("kind", "adapter") == "function"
         if function != (scorer.get("function") is not None):
-            problems.append("scorer.function — belongs to scorer.kind: function, and is needed there (module:function).")
+            problems.append(
+                "scorer.function — belongs to scorer.kind: function, and is needed there (module:function)."
+            )
         if function and start.get("value") == "reward":
             problems.append("start.value — is reward, but with scorer.kind: function there is no reward role.")
     if "reward" in values and "reward" not in adapters:

@@ -41,7 +41,11 @@ def prerequisites(recipe: Recipe, stage: str) -> list[str]:
     if stage not in recipe.values:
         raise RecipeError(f'{recipe.name}: the recipe has no section "{stage}", so this stage has nothing to run.')
     needed = []
-    if stage != "sft" and "sft" in recipe.values and (recipe.base.model is None or (stage == "ppo" and not recipe.start.policy)):
+    if (
+        stage != "sft"
+        and "sft" in recipe.values
+        and (recipe.base.model is None or (stage == "ppo" and not recipe.start.policy))
+    ):
         needed.append("sft")
     if stage == "ppo" and recipe.scorer.kind == "adapter" and not recipe.start.reward:
         if "reward" not in recipe.values:
@@ -128,7 +132,9 @@ def run(recipe: Recipe, stage: str, *, overwrite: bool = False, console: Console
     prerequisites(recipe, stage)
     done = finished(recipe, stage)
     if done is not None and not overwrite:
-        console.print(f"{stage} of this run is finished: {recipe.stage_folder(stage)}. OVERWRITE=1 repeats it.")
+        console.print(
+            f"{stage} of this run is finished: {recipe.stage_folder(stage)}. OVERWRITE=1 repeats it.", soft_wrap=True
+        )
         return done
     _run_prerequisites(recipe, stage, overwrite=overwrite)
     claim(recipe, stage, overwrite=overwrite)
@@ -140,7 +146,7 @@ def _run_alone(recipe: Recipe, stage: str, console: Console) -> dict[str, Any]:
     folder = recipe.stage_folder(stage)
     trainer = MAKERS[stage](recipe)
     if hasattr(recipe.task, "report"):
-        console.print(f"data: {recipe.task.report()}", highlight=False)
+        console.print(f"data: {recipe.task.report()}", highlight=False, soft_wrap=True)
     measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo}[stage]
     before, rollout_before = measure(recipe, trainer)
     trainer.train()
@@ -178,7 +184,9 @@ def _measure_sft(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Any]:
 def _measure_reward(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Any]:
     pad_token_id, size = recipe.tokenizer.pad_token_id, trainer.args.per_device_eval_batch_size
     with trainer.compute_loss_context_manager():
-        return evaluate_reward(trainer.model.base, trainer.eval_dataset, pad_token_id=pad_token_id, batch_size=size), None
+        return evaluate_reward(
+            trainer.model.base, trainer.eval_dataset, pad_token_id=pad_token_id, batch_size=size
+        ), None
 
 
 def _measure_ppo(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Any]:

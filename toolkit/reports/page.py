@@ -18,9 +18,13 @@ _CURVES = (
 )  # fmt: skip
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } td, th { border-bottom: 1px solid #ddd; padding: .3rem .8rem;
-text-align: left; vertical-align: top; white-space: pre-wrap; overflow-wrap: anywhere } td.n { text-align: right; white-space: nowrap }
-.curves svg { width: 100%; height: auto } pre { background: #f6f6f6; padding: .8rem; overflow: auto } small { color: #666 }
+table { border-collapse: collapse; margin: 1rem 0 }
+td, th { border-bottom: 1px solid #ddd; padding: .3rem .8rem; text-align: left; vertical-align: top }
+td { white-space: pre-wrap; overflow-wrap: anywhere }
+td.n { text-align: right; white-space: nowrap }
+.curves svg { width: 100%; height: auto }
+pre { background: #f6f6f6; padding: .8rem; overflow: auto }
+small { color: #666 }
 """
 
 

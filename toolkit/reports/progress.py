@@ -66,11 +66,10 @@ class ProgressBar(TrainerCallback):
         if self.progress is not None:
             self.progress.update(self.task, metrics=" · ".join(self.shown.values()))
         elif fresh:
-            self.console.print(f"{self.title} {state.global_step}/{state.max_steps}  {' · '.join(fresh.values())}")
+            line = f"{self.title} {state.global_step}/{state.max_steps}  {' · '.join(fresh.values())}"
+            self.console.print(line, highlight=False, soft_wrap=True)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.progress is not None:
             self.progress.update(self.task, completed=state.global_step)
 

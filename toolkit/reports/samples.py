@@ -11,7 +11,9 @@ from rich.text import Text
 from toolkit.data import Rollout
 
 
-def sample_rows(before: Rollout, before_scores: Sequence[float], after: Rollout, after_scores: Sequence[float]) -> list[dict[str, Any]]:
+def sample_rows(
+    before: Rollout, before_scores: Sequence[float], after: Rollout, after_scores: Sequence[float]
+) -> list[dict[str, Any]]:
     """One row a prompt, with the response and its score before and after training.
 
     Raises:

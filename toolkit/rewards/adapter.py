@@ -24,7 +24,7 @@ class RewardAdapter:
     """
 
     def __init__(self, base: SharedBase, *, pad_token_id: int, class_column: str | None = None, batch_size: int = 64):
-        outputs = base.heads["reward"].out_features
+        outputs = base.head("reward").out_features
         if (outputs == 1) != (class_column is None):
             raise RewardError(
                 f"the reward head has {outputs} output(s) and scorer.class_column is {class_column!r}: "
@@ -53,6 +53,8 @@ class RewardAdapter:
             return logits.squeeze(-1)
         if self.class_column not in rollout.columns:
             present = ", ".join(rollout.columns) or "none"
-            raise RewardError(f'scorer.class_column: the prompts have no column "{self.class_column}"; present: {present}.')
+            raise RewardError(
+                f'scorer.class_column: the prompts have no column "{self.class_column}"; present: {present}.'
+            )
         wanted = torch.tensor([int(rollout.columns[self.class_column][i]) for i in rows], device=logits.device)
         return logits.log_softmax(dim=-1).gather(1, wanted.unsqueeze(1)).squeeze(1)

@@ -33,5 +33,7 @@ def check_scores(scores: Tensor | Sequence[float], rollout: Rollout) -> Tensor:
         )
     if not bool(torch.isfinite(tensor).all()):
         row = int((~torch.isfinite(tensor)).nonzero()[0])
-        raise RewardError(f"the reward gave {tensor[row]} to the response {rollout.responses[row]!r}; scores are finite.")
+        raise RewardError(
+            f"the reward gave {tensor[row]} to the response {rollout.responses[row]!r}; scores are finite."
+        )
     return tensor

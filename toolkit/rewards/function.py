@@ -23,7 +23,9 @@ def load_function(name: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise RewardError(f'scorer.function: no module "{error.name}", looked for from {here} and in the environment.') from error
+        raise RewardError(
+            f'scorer.function: no module "{error.name}", looked for from {here} and in the environment.'
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise RewardError(f'scorer.function: {module_name} has no function "{function_name}".')

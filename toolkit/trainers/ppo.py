@@ -19,6 +19,7 @@ Details that decide whether it learns, and where they are:
     before the next one's exist.
 """
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,11 @@ class PPOTrainer(TRLPPOTrainer):
     """
 
     _tag_names = ("trl", "ppo", "ppo-lora-toolkit")
+    # Set by transformers' Trainer.
+    state: Any
+    control: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -442,7 +448,9 @@ class PPOTrainer(TRLPPOTrainer):
             return
         self._ratio_checked = True
         if self.roles.adapter_config("policy").lora_dropout == 0.0:
-            dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else self.roles.causal_lm.dtype
+            dtype = (
+                torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else self.roles.causal_lm.dtype
+            )
             self_checks.check_ratio(log_ratio, mask, dtype)
 
     # ------------------------------------------------------------------ the whole run
@@ -490,7 +498,7 @@ class PPOTrainer(TRLPPOTrainer):
         times.append(time.perf_counter())
         metrics = self.step(batch, rollout, scores)
         times.append(time.perf_counter())
-        rollout_seconds, score_seconds, step_seconds = (b - a for a, b in zip(times, times[1:], strict=False))
+        rollout_seconds, score_seconds, step_seconds = (b - a for a, b in itertools.pairwise(times))
         return {
             **metrics,
             "episode": self.state.episode,

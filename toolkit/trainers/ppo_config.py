@@ -9,18 +9,79 @@ from toolkit.functional import KL_ESTIMATORS
 
 # What our loop reads. Everything else that PPOConfig inherits would be ignored by it, and is refused.
 HONOURED = frozenset(
-    """
-    output_dir run_name report_to project seed data_seed full_determinism use_cpu disable_tqdm log_level
-    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_mini_batches
-    num_train_epochs max_steps total_episodes num_ppo_epochs local_rollout_forward_batch_size
-    learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim optim_args
-    lr_scheduler_type lr_scheduler_kwargs warmup_steps bf16 fp16 tf32 gradient_checkpointing
-    gradient_checkpointing_kwargs logging_strategy logging_steps logging_first_step eval_strategy eval_steps
-    eval_on_start eval_delay save_strategy save_steps save_total_limit load_best_model_at_end
-    metric_for_best_model greater_is_better dataloader_num_workers
-    response_length temperature missing_eos_penalty whiten_rewards kl_coef kl_estimator cliprange
-    cliprange_value vf_coef gamma lam loop value eval_do_sample logprob_chunk_size
-    """.split()
+    {
+        # the run and the machine
+        "output_dir",
+        "run_name",
+        "report_to",
+        "project",
+        "seed",
+        "data_seed",
+        "full_determinism",
+        "use_cpu",
+        "disable_tqdm",
+        "log_level",
+        # batches and the number of updates
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "num_mini_batches",
+        "num_train_epochs",
+        "max_steps",
+        "total_episodes",
+        "num_ppo_epochs",
+        "local_rollout_forward_batch_size",
+        # the optimizer
+        "learning_rate",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "optim",
+        "optim_args",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        # precision and memory
+        "bf16",
+        "fp16",
+        "tf32",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        # logging, evaluation, saving
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "eval_strategy",
+        "eval_steps",
+        "eval_on_start",
+        "eval_delay",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "dataloader_num_workers",
+        # PPO
+        "response_length",
+        "temperature",
+        "missing_eos_penalty",
+        "whiten_rewards",
+        "kl_coef",
+        "kl_estimator",
+        "cliprange",
+        "cliprange_value",
+        "vf_coef",
+        "gamma",
+        "lam",
+        # ours
+        "loop",
+        "value",
+        "eval_do_sample",
+        "logprob_chunk_size",
+    }
 )
 
 # Why some of the others are refused, where "our loop does not read it" would not help.
@@ -92,14 +153,21 @@ class PPOConfig(TRLPPOConfig):
                 ("cliprange", self.cliprange, "positive", self.cliprange > 0),
                 ("cliprange_value", self.cliprange_value, "positive", self.cliprange_value > 0),
                 ("kl_coef", self.kl_coef, "0 or more", self.kl_coef >= 0),
-                ("kl_estimator", self.kl_estimator, f"one of {', '.join(KL_ESTIMATORS)}", self.kl_estimator in KL_ESTIMATORS),
+                (
+                    "kl_estimator",
+                    self.kl_estimator,
+                    f"one of {', '.join(KL_ESTIMATORS)}",
+                    self.kl_estimator in KL_ESTIMATORS,
+                ),
                 ("loop", self.loop, "toolkit or trl", self.loop in ("toolkit", "trl")),
                 ("value", self.value, "separate or shared", self.value in ("separate", "shared")),
             )
             if not good
         ]
         if self.missing_eos_penalty is not None and self.missing_eos_penalty <= 0:
-            problems.append(f"missing_eos_penalty is taken from the score and must be positive, got {self.missing_eos_penalty}")
+            problems.append(
+                f"missing_eos_penalty is taken from the score and must be positive, got {self.missing_eos_penalty}"
+            )
         if self.rollout_batch_size % self.num_mini_batches:
             problems.append(
                 f"a batch of {self.rollout_batch_size} (per_device_train_batch_size × gradient_accumulation_steps) "

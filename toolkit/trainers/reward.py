@@ -68,7 +68,7 @@ def reward_trainer(
     Raises:
         DataError: the columns do not fit the head.
     """
-    classes = roles.heads["reward"].out_features > 1
+    classes = roles.head("reward").out_features > 1
     needed = ("input_ids", "labels") if classes else ("chosen_ids", "rejected_ids")
     missing = [name for name in needed if name not in train_dataset.column_names]
     if missing:
@@ -100,7 +100,7 @@ def reward_trainer(
 
 @torch.no_grad()
 def _logits(roles: SharedBase, rows: list[list[int]], *, pad_token_id: int, batch_size: int) -> torch.Tensor:
-    parts = torch.zeros(len(rows), roles.heads["reward"].out_features)
+    parts = torch.zeros(len(rows), roles.head("reward").out_features)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     with roles.in_eval_mode():
         for start in range(0, len(rows), batch_size):

@@ -87,7 +87,9 @@ def check_rollout_uses_policy(
 
     def generated() -> Tensor:
         with base.role("policy"), base.in_eval_mode(), autocast():
-            return base.causal_lm.generate(input_ids=ids, attention_mask=mask, generation_config=config).logits[0].float()
+            return (
+                base.causal_lm.generate(input_ids=ids, attention_mask=mask, generation_config=config).logits[0].float()
+            )
 
     before = generated()
     saved = [p.clone() for p in base.parameters_of("policy")]
@@ -150,6 +152,6 @@ def check_ratio(log_ratio: Tensor, response_mask: Tensor, dtype: torch.dtype) ->
     error = float(log_ratio[response_mask].abs().mean())
     if not error <= RATIO_TOLERANCE[dtype]:
         raise SelfCheckError(
-            f"before the first update log(ratio) is {error:.2e} from 0 on average, more than {RATIO_TOLERANCE[dtype]:.0e}: "
-            "old and new log-probabilities are not of the same policy."
+            f"before the first update log(ratio) is {error:.2e} from 0 on average, more than "
+            f"{RATIO_TOLERANCE[dtype]:.0e}: old and new log-probabilities are not of the same policy."
         )

@@ -64,7 +64,7 @@ def stock_ppo_trainer(
         problems.append(
             "the tokenizer's pad and eos are one token, which TRL's loop takes for padding: it would never train eos"
         )
-    if "reward" not in roles.roles or roles.heads["reward"].out_features != 1:
+    if "reward" not in roles.roles or roles.head("reward").out_features != 1:
         problems.append("TRL's loop scores with a reward adapter of one output, nothing else (scorer.kind: adapter)")
     if roles.shares_value:
         problems.append("TRL's loop runs policy and value one after the other: ppo.value must be separate")

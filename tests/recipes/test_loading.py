@@ -1,0 +1,146 @@
+import pytest
+import yaml
+
+from toolkit import recipes
+from toolkit.errors import RecipeError
+from toolkit.recipes.loading import recipe_folder
+
+MINIMAL = {
+    "base": {"model": "some/checkpoint"},
+    "data": {"task": "doubling"},
+    "adapters": {"policy": {"r": 4}, "value": {"r": 4}, "reward": {"r": 4}},
+    "reward": {"max_steps": 1},
+    "ppo": {"max_steps": 1},
+}
+
+
+def written(tmp_path, values):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        yaml.safe_dump(values, allow_unicode=True) if isinstance(values, dict) else values, encoding="utf-8"
+    )
+    return path
+
+
+def load_changed(tmp_path, **sections):
+    return recipes.load(written(tmp_path, {**MINIMAL, **sections}))
+
+
+@pytest.mark.parametrize("path", sorted(recipe_folder().rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_recipe_loads(path):
+    recipe = recipes.load(path.stem)
+    assert recipe.values["about"] and recipe.folder.name == path.stem
+    for stage in ("sft", "reward", "ppo"):
+        if stage in recipe.values:
+            assert recipe.stage_config(stage).seed == 0
+    for role in recipe.values["adapters"]:
+        assert recipe.adapter(role).target_modules == "all-linear"
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    assert yaml.safe_load(recipe.to_yaml()) == recipe.values
+
+
+def test_there_are_recipes():
+    assert {"doubling", "smollm2_135m_lora"} <= set(recipes.names())
+
+
+def test_overrides_and_interpolation():
+    recipe = recipes.load("doubling", "seed=3", "ppo.learning_rate=3e-6", "adapters.policy.r=2", run="x", runs_dir="y")
+    assert recipe.values["data"]["seed"] == 3 and recipe.seed == 3
+    assert recipe.stage_config("ppo").learning_rate == 3e-6
+    assert recipe.adapter("policy").r == 2
+    assert str(recipe.stage_folder("ppo")) == "y/x/ppo"
+
+
+def test_nf4_with_double_quantisation_is_the_real_config():
+    import torch
+
+    config = recipes.load("smollm2_135m_lora").quantization()
+    assert config.load_in_4bit and config.bnb_4bit_use_double_quant and config.bnb_4bit_quant_type == "nf4"
+    assert config.bnb_4bit_compute_dtype == torch.bfloat16
+
+
+def test_three_mistakes_one_error(tmp_path):
+    with pytest.raises(RecipeError) as error:
+        load_changed(
+            tmp_path,
+            base={"model": "m", "quantization": {"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"}},
+            ppo={"kl_coeff": 0.1, "learning_rate": "fast"},
+        )
+    text = str(error.value)
+    assert "mine.yaml has 3 problems" in text
+    assert "base.quantization.bnb_4bit_quant_typ — BitsAndBytesConfig (transformers" in text
+    assert "would ignore it without a word). Did you mean bnb_4bit_quant_type?" in text
+    assert "ppo.kl_coeff — PPOConfig (trl 1.12.0) has no such field. Did you mean kl_coef?" in text
+    assert "ppo.learning_rate — a number is needed, got 'fast'." in text
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"ppoo": {}}, "ppoo — no such section. Did you mean ppo?"),
+        ({"ppo": {"batch_size": 8}}, "ppo.batch_size — would have no effect: a batch is per_device_train_batch_size ×"),
+        (
+            {"ppo": {"neftune_noise_alpha": 1.0}},
+            "ppo.neftune_noise_alpha — would have no effect: the toolkit's PPO loop",
+        ),
+        ({"ppo": {"output_dir": "x"}}, "ppo.output_dir — the run folder decides it: RUN=name."),
+        ({"ppo": {"seed": 1}}, "ppo.seed — the recipe's own seed is for all stages."),
+        ({"ppo": {"temperature": -1.0}}, "ppo — temperature must be positive, got -1.0"),
+        ({"ppo": {"value": "none"}}, "ppo.value — 'separate' or 'shared' is needed, got 'none'."),
+        ({"ppo": {"value": "shared"}}, "adapters.value — would have no effect: ppo.value is shared"),
+        ({"ppo": {"value": "shared"}, "start": {"value": "x"}}, "start.value — would have no effect"),
+        ({"ppo": {"whiten_rewards": "yes"}}, "ppo.whiten_rewards — true or false is needed, got 'yes'."),
+        ({"ppo": []}, "ppo — a section with keys is needed, got []."),
+        ({"adapters": {"critic": {"r": 4}, **MINIMAL["adapters"]}}, "adapters.critic — no such role. Known: policy"),
+        ({"adapters": {**MINIMAL["adapters"], "policy": {"rank": 4}}}, "adapters.policy.rank — LoraConfig (peft"),
+        ({"adapters": {"value": {"r": 4}, "reward": {"r": 4}}}, "adapters.policy — is missing: PPO trains it."),
+        ({"adapters": {"policy": {"r": 4}, "reward": {"r": 4}}}, "adapters.value — is missing: ppo.value is separate."),
+        (
+            {"adapters": {"policy": {"r": 4}, "value": {"r": 4}}},
+            "adapters.reward — is missing: the reward stage trains it.",
+        ),
+        ({"base": {}}, "base — exactly one of model (a checkpoint) and config (random weights) is needed."),
+        ({"base": {"config": {"model_type": "gpt2"}}}, "sft — this section is missing: a base with random weights"),
+        ({"base": {"model": "m", "dtype": "int4"}}, "base.dtype — 'bfloat16' or 'float16' or 'float32' is needed"),
+        (
+            {"base": {"model": "m", "quantisation": {}}},
+            "base.quantisation — section base has no such field. Did you mean quantization?",
+        ),
+        ({"data": {"task": "poetry"}}, "data.task — one of doubling, preferences is needed, got 'poetry'."),
+        (
+            {"data": {"task": "doubling", "tset_size": 3}},
+            "data.tset_size — section doubling has no such field. Did you mean test_size?",
+        ),
+        ({"scorer": {"kind": "function"}}, "scorer.function — belongs to scorer.kind: function, and is needed there"),
+        ({"scorer": {"kind": "function", "function": "a:b"}, "start": {"value": "reward"}}, "there is no reward role"),
+        ({"seed": "one"}, "seed — a whole number is needed, got 'one'."),
+        ({"reward": {"max_steps": 1, "bf16": True, "fp16": True}}, "reward — At most one of fp16 and bf16"),
+    ],
+)
+def test_problems(sections, message, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        load_changed(tmp_path, **sections)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "x ${oc.decode:1}", "${env:SECRET}"])
+def test_resolvers_are_off(text, tmp_path):
+    with pytest.raises(RecipeError, match=r"base.model — .* calls a resolver"):
+        load_changed(tmp_path, base={"model": text})
+
+
+def test_unknown_and_broken_files(tmp_path):
+    with pytest.raises(RecipeError, match='no recipe "doublin". Did you mean doubling?'):
+        recipes.load("doublin")
+    with pytest.raises(RecipeError, match="there is no such file"):
+        recipes.load(tmp_path / "no.yaml")
+    with pytest.raises(RecipeError, match="cannot be read as YAML"):
+        recipes.load(written(tmp_path, "a: [1"))
+    with pytest.raises(RecipeError, match="a recipe is a mapping of sections"):
+        recipes.load(written(tmp_path, "- 1"))
+    with pytest.raises(RecipeError, match='override "seed" is not of the form'):
+        recipes.load("doubling", "seed")
+    with pytest.raises(RecipeError, match=r"has 1 problem\n.*Interpolation key 'nothing' not found"):
+        load_changed(tmp_path, base={"model": "${nothing}"})
+    with pytest.raises(RecipeError, match="cannot be read as YAML"):
+        recipes.load(written(tmp_path, "a: !!python/object/apply:os.getcwd []"))  # never run code from a file

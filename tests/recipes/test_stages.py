@@ -1,0 +1,261 @@
+"""Whole stages by the real entry points, on models small enough for a few seconds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from toolkit import recipes
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.recipes import stages
+
+PAIRS = Path(__file__).parents[2] / "data" / "preferences_example.jsonl"
+SMALL_DOUBLING = (
+    "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8", "ppo.eval_steps=1",
+    "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
+    "ppo.logging_steps=1",
+)  # fmt: skip
+SAME_KEYS = {"score", "score_se", "kl", "length", "eos_share", "exact_match", "style_accuracy"}
+
+
+def command(*arguments, cwd=None):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=cwd,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def doubling_run(tmp_path_factory):
+    """One command from nothing: pretraining, reward, PPO."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    done = command("ppo", "doubling", *SMALL_DOUBLING, cwd=folder)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder, done
+
+
+def test_one_command_runs_all_stages_and_leaves_what_it_says(doubling_run):
+    folder, done = doubling_run
+    run = folder / "runs" / "doubling"
+    for stage in ("sft", "reward", "ppo"):
+        result = json.loads((run / stage / "result.json").read_text())
+        assert {"recipe", "stage", "seed", "seconds", "peak_memory_gb", "versions", "before", "after"} <= result.keys()
+        assert result["recipe"] == "doubling" and result["stage"] == stage and result["seed"] == 0
+        assert result["before"].keys() == result["after"].keys()
+        assert (run / stage / "metrics.jsonl").read_text()
+        assert "<svg" in (run / stage / "report.html").read_text() or stage != "ppo"
+    assert json.loads((run / "ppo" / "result.json").read_text())["after"].keys() == SAME_KEYS
+    assert (run / "sft" / "model" / "model.safetensors").is_file()
+    for role in ("reward/reward", "ppo/policy", "ppo/value"):
+        assert (run / role / "adapter_model.safetensors").is_file(), role
+    samples = [json.loads(line) for line in (run / "ppo" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 and samples[0].keys() == {"prompt", "before", "before_score", "after", "after_score"}
+    assert "exact_match" in done.stdout and "report: runs/doubling/ppo/report.html" in done.stdout
+    assert "samples before and after" in done.stdout
+    assert "Warning" not in done.stderr, done.stderr
+    assert not list(run.rglob("*.bin")) and not list(run.rglob("*.pt")) and not list(run.rglob("*.pth"))
+
+
+def test_a_finished_stage_is_not_repeated_and_another_recipe_is_stopped(doubling_run, monkeypatch):
+    folder, _ = doubling_run
+    monkeypatch.chdir(folder)
+    same = recipes.load("doubling", *SMALL_DOUBLING)
+    before = (folder / "runs/doubling/ppo/result.json").read_text()
+    assert stages.run(same, "ppo") == json.loads(before)
+    other = recipes.load("doubling", *SMALL_DOUBLING, "ppo.kl_coef=0.3")
+    with pytest.raises(
+        RecipeError, match=r"another recipe or other settings. Name a new run with RUN=name .* OVERWRITE=1"
+    ):
+        stages.run(other, "ppo")
+    with pytest.raises(RecipeError, match="another recipe"):
+        other.ppo_trainer()
+    assert (folder / "runs/doubling/ppo/result.json").read_text() == before
+    assert stages.finished(other, "ppo") is None
+
+
+def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):
+    folder, _ = doubling_run
+    monkeypatch.chdir(folder)
+    trainer = recipes.load("doubling", *SMALL_DOUBLING).ppo_trainer()
+    assert set(trainer.roles.roles) == {"policy", "reference", "reward", "value"}
+    for batch in trainer.dataloader:
+        responses = trainer.generate(batch)
+        scores = trainer.score(batch, responses)
+        stats = trainer.step(batch, responses, scores)
+        break
+    assert stats["score"] == pytest.approx(scores.mean().item())
+
+
+def test_errors_are_one_line_and_debug_shows_more(tmp_path):
+    done = command("ppo", "doublin", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith('RecipeError: no recipe "doublin". Did you mean doubling?')
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in command("ppo", "doublin", "--debug", cwd=tmp_path).stderr
+    (tmp_path / "file").write_text("")
+    done = command("sft", "doubling", "--runs-dir", "file/in/the/way", cwd=tmp_path)
+    assert done.returncode == 1 and "cannot write there" in done.stderr
+
+
+def test_the_list_of_recipes_and_the_version():
+    assert "doubling\nsmollm2_135m_lora" in command("recipes").stdout
+    assert command("--version").stdout.strip() == "0.1.0"
+
+
+# ---------------------------------------------------------------------- preference pairs on a tiny Llama
+
+
+def byte_tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<pad>", "<s>", "</s>", *alphabet])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random Llama with a byte tokenizer and a chat template; pad == eos, as Llama checkpoints ship."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def chat_recipe(folder, checkpoint, *overrides, name="chat", **sections):
+    values = {
+        "about": "test",
+        "base": {
+            "model": str(checkpoint),
+            "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        },
+        "data": {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS), "max_validation_rows": 6},
+        "adapters": {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")},
+        "reward": {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"},
+        "ppo": {
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "response_length": 6,
+            "save_strategy": "no",
+            "logging_steps": 1,
+        },
+    }
+    values = {**values, **sections}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+    return recipes.load(path, *overrides, runs_dir=folder / "runs")
+
+
+@pytest.mark.parametrize("value", ["separate", "shared"])
+def test_reward_and_ppo_on_a_real_nf4_base(value, tmp_path, checkpoint):
+    overrides = ["ppo.value=shared"] if value == "shared" else ["start.value=reward"]
+    adapters = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
+    if value == "shared":
+        del adapters["value"]
+    recipe = chat_recipe(tmp_path, checkpoint, *overrides, adapters=adapters)
+    reward = stages.run(recipe, "reward")
+    assert reward["after"]["rows"] == 6 and len(reward["after"]["accuracy_ci"]) == 2
+    assert reward["left_out"] == {"train": {}, "validation": {}}
+    result = stages.run(recipe, "ppo")
+    assert result["after"].keys() == {"score", "score_se", "kl", "length", "eos_share"}
+    assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3)
+    saved = "adapter_model.safetensors" if value == "separate" else "value_head.safetensors"
+    assert (recipe.stage_folder("ppo") / "value" / saved).is_file()
+
+
+def test_start_from_named_adapters_and_score_by_a_function(tmp_path, checkpoint, monkeypatch):
+    (tmp_path / "rule_for_test.py").write_text(
+        "def rule(rollout):\n    return [float(len(t)) for t in rollout.responses]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    first = chat_recipe(
+        tmp_path, checkpoint, scorer={"kind": "function", "function": "rule_for_test:rule"}, reward=None, name="first"
+    )
+    assert stages.prerequisites(first, "ppo") == []
+    stages.run(first, "ppo")
+    second = chat_recipe(
+        tmp_path,
+        checkpoint,
+        scorer={"kind": "function", "function": "rule_for_test:rule"},
+        reward=None,
+        start={role: str(first.stage_folder("ppo") / role) for role in ("policy", "value")},
+        name="second",
+    )
+    trainer = second.ppo_trainer()
+    # The reference is a frozen copy of where the policy starts: KL to the bare base would not be 0.
+    assert "reference" not in trainer.roles.trained_roles and trainer.roles.adapter_config("reference").r == 4
+    policy, reference = trainer.roles.parameters_of("policy"), trainer.roles.parameters_of("reference")
+    assert all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)) and any(p.any() for p in policy[1::2])
+    metrics, _, scores = trainer.evaluate_rollout(second.task.prompts("validation"))
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert scores.tolist() == [
+        float(len(t)) for t in trainer.evaluate_rollout(second.task.prompts("validation"))[1].responses
+    ]
+
+
+def test_trls_own_loop_from_a_recipe(tmp_path):
+    from tests.trainers.helpers import count_reward
+
+    assert count_reward  # the stock loop scores with an adapter, never with this
+    values = yaml.safe_load((recipes.find("doubling")).read_text(encoding="utf-8").replace("${seed}", "0"))
+    values["reward_head"]["num_labels"] = 3
+    values["ppo"]["loop"] = "trl"
+    values["ppo"].pop("eval_strategy")
+    for key in ("eval_steps", "load_best_model_at_end", "metric_for_best_model", "save_total_limit"):
+        values["ppo"].pop(key)
+    values["ppo"]["save_strategy"] = "no"
+    path = tmp_path / "stock.yaml"
+    path.write_text(yaml.safe_dump(values, allow_unicode=True), encoding="utf-8")
+    recipe = recipes.load(path, *[o for o in SMALL_DOUBLING if "eval_steps" not in o], runs_dir=tmp_path / "runs")
+    with pytest.raises(RecipeError, match="reward adapter of one output"):
+        stages.run(recipe, "ppo")
+
+
+def test_prerequisites(tmp_path, checkpoint):
+    doubling = recipes.load("doubling")
+    assert stages.prerequisites(doubling, "ppo") == ["sft", "reward"]
+    assert stages.prerequisites(doubling, "reward") == ["sft"]
+    assert stages.prerequisites(doubling, "sft") == []
+    assert stages.prerequisites(recipes.load("smollm2_135m_lora"), "ppo") == ["reward"]
+    with pytest.raises(RecipeError, match='the recipe has no section "sft"'):
+        stages.prerequisites(recipes.load("smollm2_135m_lora"), "sft")
+    with pytest.raises(RecipeError, match='no stage "pretrain"; the stages are sft, reward, ppo'):
+        stages.prerequisites(doubling, "pretrain")
+    lacking = chat_recipe(tmp_path, checkpoint, reward=None)
+    with pytest.raises(
+        RecipeError, match='stage "ppo" needs a trained reward role, and the recipe has no section "reward"'
+    ):
+        stages.run(lacking, "ppo")
+
+
+def test_a_failing_prerequisite_is_named(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint, data={"task": "preferences", "train": str(tmp_path / "no.jsonl")})
+    with pytest.raises(ToolkitError, match='stage "reward", which "ppo" needs, failed'):
+        stages.run(recipe, "ppo")
+
+
+def test_a_task_without_the_data_of_a_stage(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint, reward_head={"num_labels": 3})
+    with pytest.raises(RecipeError, match='data.task: "preferences" has no labelled data'):
+        stages.run(recipe, "reward")

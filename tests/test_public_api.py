@@ -1,0 +1,46 @@
+"""The interface that users write against: names and signatures."""
+
+import inspect
+
+from trl.experimental.ppo import PPOConfig as TRLPPOConfig
+from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
+
+from toolkit import recipes
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.ppo_config import PPOConfig
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_recipes():
+    assert parameters(recipes.load) == ["name", "overrides", "run", "runs_dir"]
+    for stage in ("sft", "reward", "ppo"):
+        assert parameters(getattr(recipes.Recipe, f"{stage}_trainer")) == ["self"]
+
+
+def test_the_loop_of_a_notebook():
+    assert parameters(PPOTrainer.generate)[:2] == ["self", "batch"]
+    assert parameters(PPOTrainer.score) == ["self", "batch", "responses"]
+    assert parameters(PPOTrainer.step) == ["self", "batch", "responses", "scores"]
+    assert parameters(PPOTrainer.train) == ["self"]
+
+
+def test_it_is_a_trl_ppo_trainer():
+    assert issubclass(PPOTrainer, TRLPPOTrainer) and issubclass(PPOConfig, TRLPPOConfig)
+
+
+def test_nothing_is_sent_anywhere_by_default():
+    import os
+
+    from huggingface_hub import constants
+    from transformers import TrainingArguments
+
+    from toolkit.trainers.reward import RewardTrainer
+    from toolkit.trainers.sft import SFTTrainer
+
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1" and constants.HF_HUB_DISABLE_TELEMETRY
+    assert inspect.signature(TrainingArguments).parameters["report_to"].default == "none"
+    for trainer in (RewardTrainer, SFTTrainer):
+        assert "_send_telemetry" in vars(trainer)
