@@ -27,7 +27,6 @@ from transformers import (
 from toolkit.data import doubling
 from toolkit.models import SharedBase
 
-torch.set_num_threads(2)
 VOCABULARY = len(doubling.VOCABULARY)
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA_LIKE = {

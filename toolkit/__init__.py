@@ -11,12 +11,16 @@ The tree, from the bottom: `functional` (maths), `models` and `data`, `rewards` 
 
 import logging
 import os
+import sys
 import warnings
 
 # Nothing is sent anywhere unless the user asks for it. These are read when the hub library is first
 # imported, so they are set before anything else of the toolkit is.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+_hub = sys.modules.get("huggingface_hub.constants")
+if _hub is not None and os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1":  # imported before: it has read them already
+    _hub.HF_HUB_DISABLE_TELEMETRY = True  # type: ignore[attr-defined]
 # PPO lives in trl.experimental, and the one release that has it is pinned.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 

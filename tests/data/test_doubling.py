@@ -31,9 +31,9 @@ def test_splits_share_no_question_and_cover_all():
     assert Doubling(seed=4).prompts("test")["answer"] != prompts["test"]["answer"]
 
 
-def test_pretraining_never_shows_a_prefix_and_trains_answers_only():
+def test_demonstrations_never_show_a_prefix_and_trains_answers_only():
     task = Doubling()
-    row = task.pretraining("validation")[0]
+    row = task.demonstrations("validation")[0]
     text = task.tokenizer.decode(row["input_ids"])
     assert text.startswith("S__:") and text.endswith("E")
     cut = text.index("=") + 1

@@ -50,6 +50,9 @@ def test_a_pair_is_tokenised_as_a_rollout_would_be(tmp_path, chat_tokenizer):
     pair = task.pairs("train")[0]
     assert pair["chosen_ids"] == prompt["input_ids"] + chat_tokenizer.encode("67E")
     assert pair["rejected_ids"] == prompt["input_ids"] + chat_tokenizer.encode("8E")
+    shown = task.demonstrations("train")[0]
+    assert shown["input_ids"] == pair["chosen_ids"]
+    assert shown["labels"] == [-100] * len(prompt["input_ids"]) + chat_tokenizer.encode("67E")
     system = Preferences(chat_tokenizer, path, path, system="0")
     assert system.prompts("validation")[0]["prompt"] == "大:0=_:12=小:3=_:45=x:"
 

@@ -214,22 +214,39 @@ def test_start_from_named_adapters_and_score_by_a_function(tmp_path, checkpoint,
     ]
 
 
-def test_trls_own_loop_from_a_recipe(tmp_path):
-    from tests.trainers.helpers import count_reward
+def test_trls_own_loop_from_a_recipe(tmp_path, checkpoint):
+    with_pad = tmp_path / "with_pad"
+    LlamaForCausalLM.from_pretrained(checkpoint).save_pretrained(with_pad)
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<pad>"  # TRL masks by pad id, so that pad == eos is refused
+    tokenizer.save_pretrained(with_pad)
+    recipe = chat_recipe(tmp_path, with_pad, "ppo.loop=trl", "ppo.gradient_checkpointing=false")
+    result = stages.run(recipe, "ppo")
+    assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3) and result["after"].keys() == result["before"].keys()
+    assert (recipe.stage_folder("ppo") / "value" / "adapter_model.safetensors").is_file()
+    metrics = (recipe.stage_folder("ppo") / "metrics.jsonl").read_text()
+    assert "objective/kl" in metrics  # TRL's own names: it was TRL's loop
+    refused = chat_recipe(tmp_path, checkpoint, "ppo.loop=trl", "ppo.gradient_checkpointing=false", name="refused")
+    with pytest.raises(RecipeError, match="pad and eos are one token"):
+        stages.run(refused, "ppo")
 
-    assert count_reward  # the stock loop scores with an adapter, never with this
-    values = yaml.safe_load((recipes.find("doubling")).read_text(encoding="utf-8").replace("${seed}", "0"))
-    values["reward_head"]["num_labels"] = 3
-    values["ppo"]["loop"] = "trl"
-    values["ppo"].pop("eval_strategy")
-    for key in ("eval_steps", "load_best_model_at_end", "metric_for_best_model", "save_total_limit"):
-        values["ppo"].pop(key)
-    values["ppo"]["save_strategy"] = "no"
-    path = tmp_path / "stock.yaml"
-    path.write_text(yaml.safe_dump(values, allow_unicode=True), encoding="utf-8")
-    recipe = recipes.load(path, *[o for o in SMALL_DOUBLING if "eval_steps" not in o], runs_dir=tmp_path / "runs")
-    with pytest.raises(RecipeError, match="reward adapter of one output"):
-        stages.run(recipe, "ppo")
+
+def test_sft_of_a_checkpoint_is_where_policy_and_reference_start(tmp_path, checkpoint, monkeypatch):
+    (tmp_path / "rule2_for_test.py").write_text("def rule(rollout):\n    return rollout.lengths\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = chat_recipe(
+        tmp_path,
+        checkpoint,
+        sft={"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no"},
+        reward=None,
+        scorer={"kind": "function", "function": "rule2_for_test:rule"},
+    )
+    assert stages.prerequisites(recipe, "ppo") == ["sft"]
+    result = stages.run(recipe, "sft")
+    assert result["after"]["loss"] < result["before"]["loss"]
+    roles = recipe.ppo_trainer().roles
+    policy, reference = roles.parameters_of("policy"), roles.parameters_of("reference")
+    assert all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)) and any(p.any() for p in policy[1::2])
 
 
 def test_prerequisites(tmp_path, checkpoint):

@@ -89,7 +89,7 @@ class Doubling:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def pretraining(self, split: str) -> Dataset:
+    def demonstrations(self, split: str) -> Dataset:
         """Whole sequences without a prefix, "train" all but the validation split; columns `input_ids`, `labels`.
 
         The question, which cannot be predicted, is not part of the loss.

@@ -69,7 +69,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class Preferences:
-    """Pairs for the reward stage, and their prompts for PPO.
+    """Pairs for the reward stage, their chosen responses for sft, and their prompts for PPO.
 
     Args:
         tokenizer: with a chat template.
@@ -186,6 +186,18 @@ class Preferences:
         """Tokenised pairs for `trl.RewardTrainer`; columns `chosen_ids`, `rejected_ids`."""
         return Dataset.from_list(
             [{key: row[key] for key in ("chosen_ids", "rejected_ids")} for row in self._splits[split]]
+        )
+
+    def demonstrations(self, split: str) -> Dataset:
+        """Prompts with their chosen responses, which alone are part of the loss; columns `input_ids`, `labels`."""
+        return Dataset.from_list(
+            [
+                {
+                    "input_ids": row["chosen_ids"],
+                    "labels": [-100] * len(row["input_ids"]) + row["chosen_ids"][len(row["input_ids"]) :],
+                }
+                for row in self._splits[split]
+            ]
         )
 
     def prompts(self, split: str) -> Dataset:

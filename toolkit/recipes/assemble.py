@@ -66,8 +66,8 @@ def make_sft_trainer(recipe: Recipe) -> Any:
         recipe.stage_config("sft"),
         recipe.tokenizer,
         model,
-        _dataset(recipe, "pretraining", "train"),
-        _dataset(recipe, "pretraining", "validation"),
+        _dataset(recipe, "demonstrations", "train"),
+        _dataset(recipe, "demonstrations", "validation"),
         base_name=recipe.base_path,
         callbacks=_callbacks(recipe, "sft"),
     )

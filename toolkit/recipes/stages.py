@@ -93,9 +93,8 @@ def _run_prerequisites(recipe: Recipe, stage: str, *, overwrite: bool) -> None:
     for earlier in prerequisites(recipe, stage):
         if finished(recipe, earlier) is not None:
             continue
+        claim(recipe, earlier, overwrite=overwrite)
         # In a process of its own: its memory is given back, and accelerate's state takes one precision a process.
-        if not (recipe.folder / RECIPE_FILE).is_file() or finished(recipe, earlier) is None:
-            claim(recipe, earlier, overwrite=overwrite)
         command = [sys.executable, "-m", "toolkit", earlier, str(recipe.folder / RECIPE_FILE)]
         command += ["--run", recipe.run, "--runs-dir", str(recipe.runs_dir), "--name", recipe.name]
         if subprocess.run(command, check=False).returncode != 0:
@@ -209,7 +208,13 @@ def _meter(recipe: Recipe, trainer: Any) -> PPOTrainer:
     pad_token_id = recipe.tokenizer.pad_token_id
     reward = make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size)
     meter = PPOTrainer(
-        config, recipe.tokenizer, roles, reward, recipe.task.prompts("train"), metrics=recipe.task.metrics
+        config,
+        recipe.tokenizer,
+        roles,
+        reward,
+        recipe.task.prompts("train"),
+        recipe.task.prompts("validation"),
+        metrics=recipe.task.metrics,
     )
     roles.train_roles(*was_trained)
     return meter

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
 from matplotlib.figure import Figure
 
 REPORT_FILE = "report.html"

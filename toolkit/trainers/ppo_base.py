@@ -1,0 +1,264 @@
+"""PPO's trainer without the algorithm: set-up, optimizer, events, evaluation's frame, saving.
+
+It is TRL's class by type, and transformers' `Trainer` by set-up; `ppo.py` adds what PPO is.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
+from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
+
+from toolkit.data import PromptCollator, Rollout
+from toolkit.errors import ToolkitError
+from toolkit.models import SharedBase, load_weights, save_role
+from toolkit.rewards import Reward
+from toolkit.trainers import self_checks
+from toolkit.trainers.ppo_config import PPOConfig
+
+
+class SharedBaseTrainer(TRLPPOTrainer):
+    """A TRL `PPOTrainer` whose models are roles of one `SharedBase`. See `PPOTrainer` for the arguments."""
+
+    _tag_names = ("trl", "ppo", "ppo-lora-toolkit")
+    # Set by transformers' Trainer.
+    state: Any
+    control: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        args: PPOConfig,
+        processing_class: PreTrainedTokenizerBase,
+        roles: SharedBase,
+        reward: Reward,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        *,
+        metrics: Callable[[Rollout], dict[str, float]] | None = None,
+        base_name: str = "",
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+    ):
+        self_checks.check_dataset(train_dataset, args.rollout_batch_size)
+        self_checks.check_tokenizer(processing_class, roles)
+        roles.train_roles("policy", "value")
+        collator = PromptCollator(processing_class.pad_token_id)
+        # Not TRL's __init__, which builds an Accelerator without precision, sets no seed, zeroes dropout and
+        # changes the model: transformers' own, two classes up.
+        Trainer.__init__(
+            self,
+            model=roles,
+            args=args,
+            data_collator=collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        if self.accelerator.num_processes > 1:
+            raise ToolkitError("PPO here runs on one GPU; start it without torchrun or accelerate launch.")
+        if callbacks:
+            self.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+            self.remove_callback(PrinterCallback)
+        self.roles, self.reward, self.metrics = roles, reward, metrics
+        self.base_name = base_name
+        self.state = OnlineTrainerState(**{**vars(self.state), "episode": 0})
+        self.is_peft_model = True
+        if args.gradient_checkpointing:
+            roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        order = torch.Generator().manual_seed(args.seed if args.data_seed is None else args.data_seed)
+        self.dataloader = DataLoader(
+            train_dataset,
+            batch_size=args.rollout_batch_size,
+            shuffle=True,
+            generator=order,
+            collate_fn=collator,
+            drop_last=True,
+            num_workers=args.dataloader_num_workers,
+        )
+        self.total_updates = args.number_of_updates(len(train_dataset))
+        self._ready = self._ratio_checked = self._gradients_checked = False
+
+    # ------------------------------------------------------------------ set-up and self-checks
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """An optimizer over the trained roles by name, whichever of them happens to be active."""
+        if self.optimizer is None:
+            kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.roles)
+            groups = [
+                {"params": self.roles.parameters_of(role), "weight_decay": self.args.weight_decay, "role": role}
+                for role in self.roles.trained_roles
+            ]
+            self.optimizer = kind(groups, **arguments)
+        return self.optimizer
+
+    def _prepare_training(self) -> None:
+        if self._ready:
+            return
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
+        self_checks.check_in_optimizer(self.roles, self.optimizer)
+        self.optimizer = self.accelerator.prepare(self.optimizer)
+        prompt = self.train_dataset[0]["input_ids"]
+        self_checks.check_rollout_uses_policy(
+            self.roles,
+            prompt,
+            pad_token_id=self.processing_class.pad_token_id,
+            autocast=self.compute_loss_context_manager,
+        )
+        self._ready = True
+
+    # ------------------------------------------------------------------ the whole run
+
+    def train(self) -> dict[str, float]:
+        """Train for `total_updates` updates: the loop of `generate`, `score` and `step`, with events.
+
+        Returns:
+            The metrics of the last update.
+        """
+        args, state = self.args, self.state
+        self._prepare_training()
+        state.max_steps = self.total_updates
+        state.num_train_epochs = self.total_updates * args.rollout_batch_size / len(self.train_dataset)
+        state.compute_steps(args, self.total_updates)
+        self.is_in_train = True
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.control = self.callback_handler.on_train_begin(args, state, self.control)
+        if args.eval_on_start and self.eval_dataset is not None:
+            self.evaluate()
+        metrics: dict[str, float] = {}
+        while state.global_step < self.total_updates and not self.control.should_training_stop:
+            self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
+            for batch in self.dataloader:
+                self.control = self.callback_handler.on_step_begin(args, state, self.control)
+                metrics = self._timed_step(batch)
+                self.control = self.callback_handler.on_step_end(args, state, self.control)
+                self._act(metrics)
+                if state.global_step >= self.total_updates or self.control.should_training_stop:
+                    break
+            self.control = self.callback_handler.on_epoch_end(args, state, self.control)
+            self._act(metrics)
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            for role in self.roles.trained_roles:
+                load_weights(self.roles, role, Path(state.best_model_checkpoint) / role)
+        self.is_in_train = False
+        self.control = self.callback_handler.on_train_end(args, state, self.control)
+        return metrics
+
+    def _timed_step(self, batch: dict[str, Any]) -> dict[str, float]:
+        times = [time.perf_counter()]
+        rollout = self.generate(batch)
+        times.append(time.perf_counter())
+        scores = self.score(batch, rollout)
+        times.append(time.perf_counter())
+        metrics = self.step(batch, rollout, scores)
+        times.append(time.perf_counter())
+        rollout_seconds, score_seconds, step_seconds = (b - a for a, b in itertools.pairwise(times))
+        return {
+            **metrics,
+            "episode": self.state.episode,
+            "samples_per_second": len(rollout) / (times[-1] - times[0]),
+            "rollout_seconds": rollout_seconds,
+            "score_seconds": score_seconds,
+            "step_seconds": step_seconds,
+        }
+
+    def _act(self, metrics: dict[str, float]) -> None:
+        """Do what the callbacks asked for: log, evaluate, save."""
+        if self.control.should_log:
+            self.control.should_log = False
+            self.log(dict(metrics))
+        best = False
+        if self.control.should_evaluate and self.eval_dataset is not None:
+            self.control.should_evaluate = False
+            best = self._determine_best_metric(self.evaluate(), trial=None)
+        if self.control.should_save or (best and self.args.save_strategy == "best"):
+            self.control.should_save = False
+            self._save_checkpoint(self.roles, trial=None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(
+        self, eval_dataset: Dataset | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics of held-out prompts, logged under `metric_key_prefix`.
+
+        Raises:
+            ToolkitError: there are no held-out prompts.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ToolkitError("evaluate needs held-out prompts: give eval_dataset.")
+        metrics, _, _ = self.evaluate_rollout(dataset)
+        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
+        self.log(dict(named))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        return named
+
+    # ------------------------------------------------------------------ saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save each trained role as a PEFT folder named after it, and TRL's model card."""
+        folder = Path(output_dir or self.args.output_dir)
+        for role in self.roles.trained_roles:
+            save_role(
+                self.roles,
+                role,
+                folder / role,
+                pad_token_id=self.processing_class.pad_token_id,
+                base_name=self.base_name,
+            )
+        if not _internal_call:
+            self.create_model_card(model_name=folder.name)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self.save_model(str(folder), _internal_call=True)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    # TRL's remaining methods read models that a shared base does not have.
+
+    def null_ref_context(self) -> Any:
+        """The reference role, as TRL names it."""
+        return self.roles.role("reference")
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self.dataloader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Held-out prompts in batches, in order."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        return DataLoader(dataset, batch_size=self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
+
+    def generate_completions(self, sampling: bool = False) -> None:
+        """TRL's sample table: the responses to the held-out prompts with their scores; all, or the first batch."""
+        if self.eval_dataset is None:
+            return
+        rows = min(len(self.eval_dataset), self.args.per_device_eval_batch_size) if sampling else len(self.eval_dataset)
+        _, rollout, scores = self.evaluate_rollout(self.eval_dataset.select(range(rows)))
+        table = Table(show_lines=True)
+        for name in ("query", "model response", "score"):
+            table.add_column(name)
+        for prompt, response, score in zip(rollout.prompts, rollout.responses, scores.tolist(), strict=True):
+            table.add_row(Text(prompt), Text(response), f"{score:.3f}")
+        Console().print(table)
