@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 
-def pad_rows(rows: Sequence[Sequence[int]], *, pad_token_id: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad ragged rows to the longest.
+def pad_rows(
+    rows: Sequence[Sequence[int]], *, pad_token_id: int, side: str, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad ragged rows to the longest, rounded up to a multiple.
 
     Returns:
         input_ids int64 (B, L) and attention_mask int64 (B, L), 1 at real tokens whatever their id.
     """
-    longest = max(len(row) for row in rows)
+    longest = -(-max(len(row) for row in rows) // multiple) * multiple
     ids, mask = [], []
     for row in rows:
         fill = longest - len(row)
@@ -32,10 +34,13 @@ class PromptCollator:
     """
 
     pad_token_id: int
+    multiple: int = 1
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         prompt_ids = [list(row["input_ids"]) for row in rows]
-        input_ids, attention_mask = pad_rows(prompt_ids, pad_token_id=self.pad_token_id, side="left")
+        input_ids, attention_mask = pad_rows(
+            prompt_ids, pad_token_id=self.pad_token_id, side="left", multiple=self.multiple
+        )
         columns = {key: [row[key] for row in rows] for key in rows[0] if key != "input_ids"}
         return {
             "input_ids": input_ids,

@@ -14,12 +14,14 @@ from toolkit.models.forward import (
     sequence_logits,
 )
 from toolkit.models.heads import ScoreHead, score_positions
+from toolkit.models.memory import LENGTH_MULTIPLE, release_memory
 from toolkit.models.roles import HEAD_ROLES, ROLES, SharedBase
 from toolkit.models.sequences import Sequences
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 
 __all__ = [
     "HEAD_ROLES",
+    "LENGTH_MULTIPLE",
     "ROLES",
     "PolicyView",
     "ScoreHead",
@@ -33,6 +35,7 @@ __all__ = [
     "load_tokenizer",
     "load_weights",
     "neutral_generation_config",
+    "release_memory",
     "response_logprobs",
     "response_logprobs_and_values",
     "response_values",

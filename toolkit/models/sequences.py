@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit.models.memory import LENGTH_MULTIPLE
+
 
 @dataclass(frozen=True)
 class Sequences:
-    """B prompts with their responses, right-padded to the longest of these B and no further.
+    """B prompts with their responses, right-padded to the longest of these B, rounded up to `LENGTH_MULTIPLE`.
 
     Every mask comes from the lengths, none from token ids: a checkpoint whose pad token is its
     end-of-sequence token loses nothing.
@@ -42,7 +44,7 @@ class Sequences:
         if any(len(ids) == 0 for ids in prompt_ids):
             raise ValueError("a prompt needs at least one token")
         rows = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-        longest = max(len(row) for row in rows)
+        longest = -(-max(len(row) for row in rows) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         return cls(
             input_ids=torch.tensor([row + [pad_token_id] * (longest - len(row)) for row in rows], device=device),
             prompt_lengths=torch.tensor([len(ids) for ids in prompt_ids], device=device),

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from toolkit.data import Rollout, pad_rows
 from toolkit.errors import RewardError
-from toolkit.models import SharedBase, sequence_logits
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, sequence_logits
 
 
 class RewardAdapter:
@@ -42,7 +42,9 @@ class RewardAdapter:
         with self.base.in_eval_mode():
             for start in range(0, len(rows), self.batch_size):
                 part = order[start : start + self.batch_size]
-                ids, mask = pad_rows([rows[i] for i in part], pad_token_id=self.pad_token_id, side="right")
+                ids, mask = pad_rows(
+                    [rows[i] for i in part], pad_token_id=self.pad_token_id, side="right", multiple=LENGTH_MULTIPLE
+                )
                 ids, mask = ids.to(self.base.device), mask.to(self.base.device)
                 logits = sequence_logits(self.base, ids, mask, pad_token_id=self.pad_token_id)
                 scores[part] = self._score(logits, rollout, part).cpu()

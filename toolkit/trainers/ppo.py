@@ -43,7 +43,7 @@ from toolkit.functional import (
     standard_error,
     whiten,
 )
-from toolkit.models import Sequences, response_logprobs, response_logprobs_and_values, response_values
+from toolkit.models import Sequences, release_memory, response_logprobs, response_logprobs_and_values, response_values
 from toolkit.rewards import check_scores
 from toolkit.trainers import self_checks
 from toolkit.trainers.experience import Experience, describe
@@ -101,6 +101,7 @@ class PPOTrainer(SharedBaseTrainer):
         device = self.roles.device
         with self.roles.role("policy"), self.compute_loss_context_manager():
             output = self.roles.generate(batch["input_ids"].to(device), batch["attention_mask"].to(device), config)
+        release_memory()
         response_ids, ended = [], []
         for row in output.tolist():
             stop = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else 0
@@ -200,6 +201,7 @@ class PPOTrainer(SharedBaseTrainer):
                 if values and not self.roles.shares_value:
                     with self.roles.role("value"):
                         old_values[part, :length] = response_values(self.roles, sequences).cpu()
+                release_memory()
         return logprobs, ref_logprobs, old_values
 
     def _make_experience(self, rollout: Rollout, scores: Tensor) -> Experience:
@@ -250,6 +252,7 @@ class PPOTrainer(SharedBaseTrainer):
         for part in self._by_length(experience.rollout, rows, self.args.per_device_train_batch_size):
             for name, value in self._backward_micro_batch(experience, part, count).items():
                 totals[name] += value
+            release_memory()
         return totals
 
     def _backward_micro_batch(self, experience: Experience, part: list[int], count: float) -> dict[str, float]:

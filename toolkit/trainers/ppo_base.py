@@ -24,7 +24,7 @@ from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
 
 from toolkit.data import PromptCollator, Rollout
 from toolkit.errors import ToolkitError
-from toolkit.models import SharedBase, load_weights, save_role
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, save_role
 from toolkit.rewards import Reward
 from toolkit.trainers import self_checks
 from toolkit.trainers.ppo_config import PPOConfig
@@ -57,7 +57,7 @@ class SharedBaseTrainer(TRLPPOTrainer):
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
         self_checks.check_tokenizer(processing_class, roles)
         roles.train_roles("policy", "value")
-        collator = PromptCollator(processing_class.pad_token_id)
+        collator = PromptCollator(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)
         # Not TRL's __init__, which builds an Accelerator without precision, sets no seed, zeroes dropout and
         # changes the model: transformers' own, two classes up.
         Trainer.__init__(

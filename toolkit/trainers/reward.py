@@ -20,13 +20,25 @@ from trl import RewardTrainer as TRLRewardTrainer
 from toolkit.data import LabelledCollator, pad_rows
 from toolkit.errors import DataError
 from toolkit.functional import wilson_interval
-from toolkit.models import SequenceClassifierView, SharedBase, save_role, sequence_logits
+from toolkit.models import (
+    LENGTH_MULTIPLE,
+    SequenceClassifierView,
+    SharedBase,
+    release_memory,
+    save_role,
+    sequence_logits,
+)
 
 
 class _SavesRole(Trainer):
     """Saves the reward role as a PEFT folder where `Trainer` would save the whole view."""
 
     role_arguments: dict[str, Any]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        release_memory()
+        return loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = Path(output_dir or self.args.output_dir) / "reward"
@@ -105,9 +117,12 @@ def _logits(roles: SharedBase, rows: list[list[int]], *, pad_token_id: int, batc
     with roles.in_eval_mode():
         for start in range(0, len(rows), batch_size):
             part = order[start : start + batch_size]
-            ids, mask = pad_rows([rows[i] for i in part], pad_token_id=pad_token_id, side="right")
+            ids, mask = pad_rows(
+                [rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=LENGTH_MULTIPLE
+            )
             ids, mask = ids.to(roles.device), mask.to(roles.device)
             parts[part] = sequence_logits(roles, ids, mask, pad_token_id=pad_token_id).cpu()
+            release_memory()
     return parts
 
 
