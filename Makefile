@@ -1,17 +1,26 @@
 # make ppo                                   the default recipe, from nothing
 # make ppo RECIPE=smollm2_135m_lora MODEL=/path/to/checkpoint SET="ppo.kl_coef=0.1 seed=1" RUN=my-run
+# make sft | reward                          an earlier stage alone, with the same arguments
+# make show | validate RECIPE=name           the recipe as resolved | checked without loading weights (toolkit check)
+# make chat | generate | eval RUN=my-run     talk to a trained policy | its answers to held-out prompts | its figures
+# make export RUN=my-run OUTPUT=folder       its adapter; MERGE=1 for a whole checkpoint
+# make recipes                               the list of recipes
 # make test · make check                     the tests · lint, types and tests, as CI runs them
+# make docs                                  docs/recipe_reference.md anew from the owners' classes
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 RECIPE ?= doubling
 OVERWRITE ?= 0
+MERGE ?= 0
 
-arguments = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(SET) \
-            $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRITE)),--overwrite)
+recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(SET)
+arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRITE)),--overwrite)
+run = "$(or $(RUN),$(RECIPE))"
 
-.PHONY: help env sft reward ppo recipes test lint types check format wheel clean
+.PHONY: help env sft reward ppo show validate chat generate eval export recipes test lint types check format docs wheel \
+        clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -25,6 +34,21 @@ env: $(BIN)/.installed
 
 sft reward ppo: $(BIN)/.installed
 	@$(BIN)/toolkit $@ $(arguments)
+
+show: $(BIN)/.installed
+	@$(BIN)/toolkit show $(recipe)
+
+validate: $(BIN)/.installed
+	@$(BIN)/toolkit check $(recipe) $(if $(RUN),--run "$(RUN)")
+
+chat generate: $(BIN)/.installed
+	@$(BIN)/toolkit $@ $(run)
+
+eval: $(BIN)/.installed
+	@$(BIN)/toolkit eval $(run) $(SET)
+
+export: $(BIN)/.installed
+	@$(BIN)/toolkit export $(run) "$(OUTPUT)" $(if $(filter-out 0,$(MERGE)),--merge)
 
 recipes: $(BIN)/.installed
 	@$(BIN)/toolkit recipes
@@ -44,6 +68,9 @@ check: lint types test
 format: $(BIN)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(BIN)/.installed
+	$(BIN)/python -m toolkit.recipes.reference docs/recipe_reference.md
 
 wheel: $(BIN)/.installed
 	$(BIN)/python -m build --wheel

@@ -16,8 +16,10 @@ def parameters(function):
 
 def test_recipes():
     assert parameters(recipes.load) == ["name", "overrides", "run", "runs_dir"]
-    for stage in ("sft", "reward", "ppo"):
+    for stage in ("sft", "reward"):
         assert parameters(getattr(recipes.Recipe, f"{stage}_trainer")) == ["self"]
+    assert parameters(recipes.Recipe.ppo_trainer) == ["self", "reward"]
+    assert parameters(recipes.check) == parameters(recipes.show) == ["recipe"]
 
 
 def test_the_loop_of_a_notebook():

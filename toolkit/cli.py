@@ -1,6 +1,12 @@
-"""Names and arguments of the command `toolkit`."""
+"""Names and arguments of the command `toolkit`.
+
+Exit codes: 0, done; 1, something that the user can mend, said in one message; 2, an argument that does not exist; 130,
+interrupted. Whatever loads a library is imported inside a command, so that --help answers at once.
+"""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +20,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="PPO with LoRA adapters for policy, value, reward and reference on one 4-bit base.",
+    epilog="Examples: toolkit ppo doubling · toolkit check llama3_8b_lora base.model=/models/Llama-3.1-8B · "
+    "toolkit chat my-run",
 )
 
-RecipeArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a YAML file.")]
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from toolkit.recipes.loading import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+def _complete_run(incomplete: str) -> list[str]:
+    return sorted(path.parent.name for path in Path("runs").glob(f"{incomplete}*/recipe.yaml"))
+
+
+RecipeArgument = Annotated[
+    str, typer.Argument(help="Name of a shipped recipe, or path of a YAML file.", autocompletion=_complete_recipe)
+]
+RunArgument = Annotated[str, typer.Argument(help="Name of a run, or its folder.", autocompletion=_complete_run)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help='Any key of the recipe, e.g. "ppo.kl_coef=0.1".', metavar="[KEY=VALUE]...")
 ]
@@ -25,34 +47,26 @@ RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of all runs.")
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Repeat a finished stage; replace another recipe's run.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Name = Annotated[str | None, typer.Option("--name", hidden=True)]
+MaxNewTokens = Annotated[
+    int | None, typer.Option("--max-new-tokens", help="Of an answer; the recipe's response_length if not given.", min=1)
+]
+Temperature = Annotated[float, typer.Option("--temperature", help="Of sampling; 0 decodes greedily.", min=0.0)]
+Seed = Annotated[int, typer.Option("--seed", help="Of sampling.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's answers beside the policy's.")]
 
 
-def _run(
-    stage: str,
-    recipe: str,
-    overrides: list[str] | None,
-    run: str | None,
-    runs_dir: Path,
-    overwrite: bool,
-    debug: bool,
-    name: str | None,
-) -> None:
-    from dataclasses import replace
-
+@contextmanager
+def _errors(debug: bool) -> Iterator[None]:
+    """One message for what a user can mend; one bar, ours, with what matters on it."""
     from toolkit.errors import ToolkitError
 
     try:
-        # Imported here, so that --help answers at once.
         import datasets
         from transformers.utils import logging
 
-        from toolkit.recipes import load, stages
-
-        # One bar, ours, with what matters on it.
         logging.disable_progress_bar()
         datasets.disable_progress_bars()
-        loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
-        stages.run(replace(loaded, name=name or loaded.name), stage, overwrite=overwrite)
+        yield
     except ToolkitError as error:
         if debug:
             raise
@@ -63,7 +77,10 @@ def _run(
         raise typer.Exit(130) from error
 
 
-def _stage(stage: str, text: str) -> None:
+# ---------------------------------------------------------------------- stages
+
+
+def _stage(stage: str, text: str, example: str) -> None:
     def command(
         recipe: RecipeArgument = "doubling",
         overrides: Overrides = None,
@@ -73,14 +90,31 @@ def _stage(stage: str, text: str) -> None:
         debug: Debug = False,
         name: Name = None,
     ) -> None:
-        _run(stage, recipe, overrides, run, runs_dir, overwrite, debug, name)
+        with _errors(debug):
+            from dataclasses import replace
 
-    app.command(stage, help=text)(command)
+            from toolkit.recipes import load, stages
+
+            loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
+            stages.run(replace(loaded, name=name or loaded.name), stage, overwrite=overwrite)
+
+    app.command(stage, help=text, epilog=f"Example: {example}")(command)
 
 
-_stage("sft", "Pretrain a base from random weights, or train the policy's first adapter.")
-_stage("reward", "Train the reward role.")
-_stage("ppo", "Train policy and value with PPO; stages that it needs and that are missing run first.")
+_stage(
+    "sft",
+    "Pretrain a base from random weights, or train the policy's first adapter.",
+    "toolkit sft doubling sft.max_steps=500",
+)
+_stage("reward", "Train the reward role.", "toolkit reward smollm2_135m_lora base.model=/models/SmolLM2-135M-Instruct")
+_stage(
+    "ppo",
+    "Train policy and value with PPO; stages that it needs and that are missing run first.",
+    "toolkit ppo llama3_8b_lora base.model=/models/Llama-3.1-8B-Instruct ppo.kl_coef=0.1 --run more-kl",
+)
+
+
+# ---------------------------------------------------------------------- recipes
 
 
 @app.callback(invoke_without_command=True)
@@ -92,6 +126,137 @@ def main(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
 @app.command("recipes", help="List the shipped recipes.")
 def list_recipes() -> None:
-    from toolkit.recipes import names
+    from toolkit.recipes.loading import about, names
 
-    print("\n".join(names()))
+    width = max(map(len, names()))
+    for name in names():
+        print(f"{name:{width}}  {about(name)}")
+
+
+@app.command(
+    "check",
+    help="Check a recipe with its files, columns and adapters in seconds, without loading weights.",
+    epilog="Example: toolkit check llama3_8b_lora base.model=/models/Llama-3.1-8B-Instruct",
+)
+def check_recipe(
+    recipe: RecipeArgument = "doubling",
+    overrides: Overrides = None,
+    run: Run = None,
+    runs_dir: RunsDir = Path("runs"),
+    debug: Debug = False,
+) -> None:
+    with _errors(debug):
+        from toolkit.recipes import check, load
+
+        report = check(load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir))
+        print(report)
+        report.raise_problems()
+
+
+@app.command(
+    "show",
+    help="Print a recipe as it is resolved, with what differs from the libraries' own defaults.",
+    epilog="Example: toolkit show llama3_8b_lora ppo.kl_coef=0.1",
+)
+def show_recipe(recipe: RecipeArgument = "doubling", overrides: Overrides = None, debug: Debug = False) -> None:
+    with _errors(debug):
+        from toolkit.recipes import load, show
+
+        print(show(load(recipe, *(overrides or ()))), end="")
+
+
+# ---------------------------------------------------------------------- trained policies
+
+
+@app.command(
+    "generate",
+    help="Answer prompts with a trained policy: those given, those of a file, or the first held-out ones.",
+    epilog='Example: toolkit generate doubling "S小写:5487x2=" --compare',
+)
+def generate(
+    run: RunArgument,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts as text.", metavar="[PROMPT]...")] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="Prompts in any format of the data section.")] = None,
+    number: Annotated[int, typer.Option("--number", help="Held-out prompts, where none are given.", min=1)] = 5,
+    compare: Compare = False,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    output: Annotated[Path | None, typer.Option("--output", help="Write all answers as JSON Lines.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+    debug: Debug = False,
+) -> None:
+    with _errors(debug):
+        from transformers import set_seed
+
+        from toolkit.recipes import finished, talk
+
+        speaker = talk.Speaker.of_run(
+            finished.open_run(run, runs_dir=runs_dir), max_new_tokens=max_new_tokens, temperature=temperature
+        )
+        set_seed(seed)
+        talk.answer_all(speaker, texts=prompts or (), file=file, number=number, compare=compare, output=output)
+
+
+@app.command(
+    "chat",
+    help="Talk to a trained policy; its words appear as they come.",
+    epilog="Example: toolkit chat smollm2_135m_lora --compare --temperature 0.7",
+)
+def chat(
+    run: RunArgument,
+    compare: Compare = False,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+    runs_dir: RunsDir = Path("runs"),
+    debug: Debug = False,
+) -> None:
+    with _errors(debug):
+        from transformers import set_seed
+
+        from toolkit.recipes import finished, talk
+
+        speaker = talk.Speaker.of_run(
+            finished.open_run(run, runs_dir=runs_dir), max_new_tokens=max_new_tokens, temperature=temperature
+        )
+        set_seed(seed)
+        talk.converse(speaker, compare=compare)
+
+
+@app.command(
+    "eval",
+    help="Measure a trained policy on its held-out prompts: score, KL, lengths and the recipe's own metrics.",
+    epilog="Example: toolkit eval doubling data.test_size=5000",
+)
+def evaluate(
+    run: RunArgument, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), debug: Debug = False
+) -> None:
+    with _errors(debug):
+        from toolkit.recipes import finished
+
+        finished.evaluate(finished.open_run(run, *(overrides or ()), runs_dir=runs_dir))
+
+
+@app.command(
+    "export",
+    help="Write the policy for use elsewhere: its adapter, or with --merge a whole checkpoint in 16 bits.",
+    epilog="Example: toolkit export my-run /models/my-policy --merge",
+)
+def export(
+    run: RunArgument,
+    output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base, unquantised.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+    debug: Debug = False,
+) -> None:
+    with _errors(debug):
+        from toolkit.recipes import finished
+
+        recipe = finished.open_run(run, runs_dir=runs_dir)
+        if merge:
+            folder, said = finished.export_merged(recipe, output)
+            print(said)
+        else:
+            folder = finished.export_adapter(recipe, output)
+        print(f"written: {folder}")

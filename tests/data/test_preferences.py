@@ -1,8 +1,13 @@
 import json
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
-from toolkit.data import LabelledCollator, Preferences, PromptCollator, doubling, pad_rows
+from tests.recipes.helpers import byte_tokenizer
+from toolkit.data import LabelledCollator, Preferences, PromptCollator, doubling, pad_rows, sources
 from toolkit.data.preferences import parse_dialogue
 from toolkit.errors import DataError
 
@@ -68,6 +73,7 @@ def test_rows_left_out_are_counted_by_reason(tmp_path, chat_tokenizer):
         {"chosen": "\n\nHuman: 1\n\nAssistant:", "rejected": "\n\nHuman: 1\n\nAssistant: 3"},
         {"chosen": "nonsense", "rejected": "nonsense"},
         "\n",
+        {"chosen": "\n\nAssistant: 1", "rejected": "\n\nAssistant: 2"},
     ]
     path = write(tmp_path / "pairs.jsonl", rows)
     task = Preferences(chat_tokenizer, path, path, max_prompt_length=30, max_response_length=20)
@@ -79,8 +85,65 @@ def test_rows_left_out_are_counted_by_reason(tmp_path, chat_tokenizer):
         "chosen and rejected have different prompts": 1,
         "an empty response": 1,
         'not a dialogue: it does not begin with "\\n\\nHuman: "': 1,
+        "an empty prompt": 1,
     }
-    assert task.report().startswith("train: 1 pairs; 6 left out: 1 × ")
+    equal = f"1 × chosen and rejected are equal (first: {path}, line 2), 1 × "
+    assert task.report().startswith(f"train: 1 pairs; 7 left out: {equal}")
+    out = task.left_out_rows()
+    assert out[0] == {"split": "train", "place": f"{path}, line 2", "reason": "chosen and rejected are equal"}
+    assert [row["place"].rpartition(" ")[2] for row in out] == ["2", "3", "4", "5", "6", "7", "9"] * 2
+    assert [row["split"] for row in out] == ["train"] * 7 + ["validation"] * 7
+
+
+def test_the_first_place_of_each_reason(tmp_path, chat_tokenizer):
+    empty = {"chosen": "\n\nHuman: 1\n\nAssistant:", "rejected": "\n\nHuman: 1\n\nAssistant: 3"}
+    path = write(tmp_path / "pairs.jsonl", [PAIR, empty, PAIR, {**PAIR, "rejected": PAIR["chosen"]}, empty])
+    good = write(tmp_path / "good.jsonl", [PAIR])
+    assert Preferences(chat_tokenizer, path, good).report() == (
+        f"train: 2 pairs; 3 left out: 2 × an empty response (first: {path}, line 2), "
+        f"1 × chosen and rejected are equal (first: {path}, line 4) | validation: 1 pairs"
+    )
+
+
+def test_pairs_from_other_sources(tmp_path, chat_tokenizer, monkeypatch):
+    expected = Preferences(chat_tokenizer, good := write(tmp_path / "x.jsonl", [PAIR]), good).pairs("train")[:]
+    table = {column: [PAIR[column]] for column in PAIR}
+    swapped = {"chosen": table["rejected"], "rejected": table["chosen"]}
+    pq.write_table(pa.table(table), tmp_path / "x.parquet")
+    data = DatasetDict(train=Dataset.from_dict(table), test=Dataset.from_dict(swapped))
+    data.save_to_disk(tmp_path / "saved")
+    (tmp_path / "x.csv").write_text("chosen,rejected\n" + ",".join(f'"{PAIR[column]}"' for column in PAIR))
+    (tmp_path / "x.json").write_text(json.dumps([PAIR]))
+    for name in ("x.parquet", "x.csv", "x.json"):
+        source = str(tmp_path / name)
+        assert Preferences(chat_tokenizer, source, source).pairs("train")[:] == expected, name
+    seen = []
+    monkeypatch.setattr(sources, "load_dataset", lambda name, data_dir: seen.append((name, data_dir)) or data)
+    for source in (str(tmp_path / "saved"), "some/pairs"):  # each has a test split for validation
+        task = Preferences(chat_tokenizer, source, subset="part")
+        assert task.pairs("train")[:] == expected
+        assert task.pairs("validation")["chosen_ids"][:] == expected["rejected_ids"]
+    assert seen == [("some/pairs", "part")] * 2
+
+
+def test_a_template_that_refuses_a_system_message(tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}1"
+    path = write(tmp_path / "pairs.jsonl", [PAIR])
+    assert len(Preferences(chat_tokenizer, path, path).pairs("train")) == 1
+    with pytest.raises(DataError, match=r"no row can be used \(1 × the chat template refuses it: no system here"):
+        Preferences(chat_tokenizer, path, path, system="0").pairs("train")
+
+
+def test_a_prompt_that_is_typed(tmp_path, chat_tokenizer):
+    task = Preferences(chat_tokenizer, "x.jsonl", system="0")
+    asked = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    assert task.chats and chat_tokenizer.decode(task.prompt_ids(asked)) == "大:0=_:1=小:2=_:3=x:"
+
+
+def test_the_example_in_data():
+    path = str(Path(__file__).parents[2] / "data" / "preferences_example.jsonl")
+    task = Preferences(byte_tokenizer(), path, path)
+    assert len(task.pairs("train")) == 24 and task.left_out_rows() == []
 
 
 def test_limits_on_rows_and_unique_prompts(tmp_path, chat_tokenizer):
@@ -97,7 +160,7 @@ def test_limits_on_rows_and_unique_prompts(tmp_path, chat_tokenizer):
         ([PAIR, '{"chosen": \n'], r"pairs.jsonl, line 2: not valid JSON"),
         (["[1]\n"], r"line 1: a JSON object is needed, this is a list"),
         ([{"chosen": "x"}], r'line 1: column "rejected" is missing or no text; present: chosen'),
-        ([], r"data.train: no row can be used \(the file is empty\)"),
+        ([], r"data.train: no row can be used \(the file is empty\). Mend .*pairs.jsonl, or name another source"),
         ([{"chosen": "a", "rejected": "a"}], r"no row can be used \(1 × not a dialogue"),
     ],
 )
@@ -111,7 +174,7 @@ def test_other_bad_sources(tmp_path, chat_tokenizer, tokenizer):
     good = write(tmp_path / "pairs.jsonl", [PAIR])
     with pytest.raises(DataError, match="there is no such file"):
         Preferences(chat_tokenizer, str(tmp_path / "no.jsonl"), good).pairs("train")
-    with pytest.raises(DataError, match="data.validation is missing"):
+    with pytest.raises(DataError, match="data.validation is missing: name a file of held-out pairs"):
         Preferences(chat_tokenizer, good).pairs("train")
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes('{"chosen": "é"}'.encode("latin-1"))

@@ -1,11 +1,12 @@
 import pytest
 import torch
 
-from tests.conftest import ARCHITECTURES, shared_base
+from tests.conftest import ARCHITECTURES, lora, shared_base, tiny_model
 from tests.tolerances import EXACT, FP32
 from toolkit.data import pad_rows
 from toolkit.models import (
     Sequences,
+    SharedBase,
     response_logprobs,
     response_logprobs_and_values,
     response_values,
@@ -96,3 +97,21 @@ def test_scores_do_not_depend_on_padding(architecture):
             torch.testing.assert_close(
                 sequence_logits(base, ids, mask, pad_token_id=0), alone, rtol=1e-4, atol=1e-5, msg=side
             )
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+def test_rounding_lengths_up_stays_within_learned_positions(architecture):
+    model = tiny_model(architecture)
+    limit = 29  # no multiple of 8
+    if architecture == "gpt2":
+        model.transformer.wpe.weight.data = model.transformer.wpe.weight.data[:limit]
+    else:  # OPT's table has two rows more than positions
+        table = model.model.decoder.embed_positions
+        table.weight.data = table.weight.data[: limit + 2]
+    base = SharedBase(model)
+    base.add_role("policy", lora())
+    ids = list(range(1, limit + 1))
+    with torch.no_grad(), base.role("policy"):
+        ours = response_logprobs(base, Sequences.from_ids([ids[:9]], [ids[9:]], pad_token_id=0))[0]
+        logits = base(input_ids=torch.tensor([ids])).logits[0, 8:-1].log_softmax(-1)
+    torch.testing.assert_close(ours, logits.gather(1, torch.tensor(ids[9:])[:, None])[:, 0], rtol=1e-4, atol=1e-5)

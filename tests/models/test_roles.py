@@ -148,6 +148,8 @@ def test_errors():
         fresh.add_role("policy")
     with pytest.raises(AdapterError, match="change weights of the base"):
         fresh.add_role("policy", lora(modules_to_save=["lm_head"]))
+    with pytest.raises(AdapterError, match='adapters.policy: init_lora_weights "pissa" starts by changing weights'):
+        fresh.add_role("policy", lora(init_lora_weights="pissa"))
     with pytest.raises(AdapterError, match="adapters.policy: Target modules"):
         from peft import LoraConfig
 

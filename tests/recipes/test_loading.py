@@ -34,7 +34,7 @@ def test_every_shipped_recipe_loads(path):
         if stage in recipe.values:
             assert recipe.stage_config(stage).seed == 0
     for role in recipe.values["adapters"]:
-        assert recipe.adapter(role).target_modules == "all-linear"
+        assert recipe.adapter(role).target_modules
     assert path.read_text(encoding="utf-8").startswith("# ")
     assert yaml.safe_load(recipe.to_yaml()) == recipe.values
 
@@ -101,16 +101,24 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         ({"base": {}}, "base — exactly one of model (a checkpoint) and config (random weights) is needed."),
         ({"base": {"config": {"model_type": "gpt2"}}}, "sft — this section is missing: a base with random weights"),
+        (
+            {"base": {"config": {"model_type": "gpt2"}}, "sft": {}, "data": {"task": "prompts", "train": "x.txt"}},
+            "base.config — data.task prompts needs a checkpoint's tokenizer, and random weights have none.",
+        ),
         ({"base": {"model": "m", "dtype": "int4"}}, "base.dtype — 'bfloat16' or 'float16' or 'float32' is needed"),
         (
             {"base": {"model": "m", "quantisation": {}}},
             "base.quantisation — section base has no such field. Did you mean quantization?",
         ),
-        ({"data": {"task": "poetry"}}, "data.task — one of doubling, preferences is needed, got 'poetry'."),
+        ({"data": {"task": "poetry"}}, "data.task — one of doubling, preferences, prompts is needed, got 'poetry'."),
         (
             {"data": {"task": "doubling", "tset_size": 3}},
             "data.tset_size — section doubling has no such field. Did you mean test_size?",
         ),
+        ({"reward_data": {"task": "poetry"}}, "reward_data.task — one of doubling, preferences, prompts is needed"),
+        ({"reward_data": {"task": "doubling", "sed": 1}}, "reward_data.sed — section doubling has no such field."),
+        ({"sft_data": {"task": "doubling"}}, "sft_data — would have no effect: there is no section sft."),
+        ({"ppo": {"kl_estimator": "k5"}}, "ppo.kl_estimator — 'k1' or 'k2' or 'k3' or 'full' is needed, got 'k5'."),
         ({"scorer": {"kind": "function"}}, "scorer.function — belongs to scorer.kind: function, and is needed there"),
         ({"scorer": {"kind": "function", "function": "a:b"}, "start": {"value": "reward"}}, "there is no reward role"),
         ({"seed": "one"}, "seed — a whole number is needed, got 'one'."),
@@ -144,3 +152,36 @@ def test_unknown_and_broken_files(tmp_path):
         load_changed(tmp_path, base={"model": "${nothing}"})
     with pytest.raises(RecipeError, match="cannot be read as YAML"):
         recipes.load(written(tmp_path, "a: !!python/object/apply:os.getcwd []"))  # never run code from a file
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [
+        ("bfloat16", {}, (True, False)),
+        ("float16", {}, (False, True)),
+        ("float32", {}, (False, False)),
+        ("float32", {"bf16": True}, (True, False)),
+        ("bfloat16", {"bf16": False}, (False, False)),
+    ],
+)
+def test_precision_follows_the_base(dtype, given, expected, tmp_path):
+    base = {"model": "some/checkpoint", "dtype": dtype}
+    recipe = load_changed(tmp_path, base=base, ppo={"max_steps": 1, **given}, reward={"max_steps": 1, **given})
+    for stage in ("reward", "ppo"):
+        config = recipe.stage_config(stage)
+        assert (config.bf16, config.fp16) == expected
+
+
+def test_a_stage_may_have_data_of_its_own(tmp_path):
+    recipe = load_changed(tmp_path, reward_data={"task": "doubling", "validation_size": 7})
+    assert len(recipe.task_of("reward").prompts("validation")) == 7
+    assert recipe.task_of("reward") is recipe.task_of("reward")
+    assert recipe.task_of("ppo") is recipe.task and len(recipe.task.prompts("validation")) == 300
+
+
+def test_a_function_in_place_of_the_scorer(tmp_path):
+    recipe = load_changed(tmp_path)
+    scored = recipe._scored_by(test_resolvers_are_off)
+    assert scored.values["scorer"] == {"kind": "function", "function": f"{__name__}:test_resolvers_are_off"}
+    with pytest.raises(RecipeError, match="mine cannot be scored by a function of its own: start.value — is reward"):
+        load_changed(tmp_path, start={"value": "reward"})._scored_by(test_resolvers_are_off)

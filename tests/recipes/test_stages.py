@@ -1,40 +1,22 @@
 """Whole stages by the real entry points, on models small enough for a few seconds."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
+from tests.recipes.helpers import byte_tokenizer, chat_recipe, command
 from toolkit import recipes
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.recipes import stages
 
-PAIRS = Path(__file__).parents[2] / "data" / "preferences_example.jsonl"
 SMALL_DOUBLING = (
     "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8", "ppo.eval_steps=1",
     "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
     "ppo.logging_steps=1",
 )  # fmt: skip
 SAME_KEYS = {"score", "score_se", "kl", "length", "eos_share", "exact_match", "style_accuracy"}
-
-
-def command(*arguments, cwd=None):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "toolkit", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=cwd,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -109,62 +91,13 @@ def test_errors_are_one_line_and_debug_shows_more(tmp_path):
 
 
 def test_the_list_of_recipes_and_the_version():
-    assert "doubling\nsmollm2_135m_lora" in command("recipes").stdout
+    listed = command("recipes").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == recipes.names()
+    assert any(line.startswith("doubling ") and "Doubles numbers" in line for line in listed)
     assert command("--version").stdout.strip() == "0.1.0"
 
 
 # ---------------------------------------------------------------------- preference pairs on a tiny Llama
-
-
-def byte_tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<pad>", "<s>", "</s>", *alphabet])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
-    )
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A random Llama with a byte tokenizer and a chat template; pad == eos, as Llama checkpoints ship."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=259, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def chat_recipe(folder, checkpoint, *overrides, name="chat", **sections):
-    values = {
-        "about": "test",
-        "base": {
-            "model": str(checkpoint),
-            "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-        },
-        "data": {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS), "max_validation_rows": 6},
-        "adapters": {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")},
-        "reward": {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"},
-        "ppo": {
-            "max_steps": 2,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "response_length": 6,
-            "save_strategy": "no",
-            "logging_steps": 1,
-        },
-    }
-    values = {**values, **sections}
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
-    return recipes.load(path, *overrides, runs_dir=folder / "runs")
 
 
 @pytest.mark.parametrize("value", ["separate", "shared"])

@@ -15,9 +15,9 @@ from toolkit.reports import (
     sample_rows,
     samples_table,
     versions,
+    write_jsonl,
     write_report,
     write_result,
-    write_samples,
 )
 
 RESULT = {
@@ -53,7 +53,7 @@ def test_memory_and_versions():
 def test_samples(tmp_path):
     before, after = rollout([[5, 2]] * 4), rollout([[6, 2]] * 4)
     rows = sample_rows(before, [0.1] * 4, after, [0.2] * 4)
-    write_samples(tmp_path / "samples.jsonl", rows)
+    write_jsonl(tmp_path / "samples.jsonl", rows)
     assert [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()] == rows
     assert rows[0]["before"] == "2" and rows[0]["after"] == "3"
     stream = io.StringIO()

@@ -138,7 +138,7 @@ def test_sampling_follows_the_log_probabilities_that_the_update_uses(tmp_path):
     sampled = ours.generate(PromptCollator(0)([row] * 4000))
     counts = torch.bincount(torch.tensor([r[0] for r in sampled.response_ids]), minlength=42) / 4000
     everything = rollout([[t] for t in range(42)], [row["input_ids"]] * 42)
-    logprobs, _, _ = ours._read_roles(everything, values=False)
+    logprobs = ours._read_roles(everything, values=False).logprobs
     assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
     assert (counts - logprobs.squeeze(1).exp()).abs().max() < 0.03
 
@@ -329,3 +329,51 @@ def test_trl_methods_that_remain(tmp_path, capsys):
     assert sum(len(b["prompt_ids"]) for b in ours.get_eval_dataloader()) == 4
     ours.generate_completions(sampling=True)
     assert "model response" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["separate", "shared"])
+def test_full_kl_is_the_penalty_and_all_else_stays(value, tmp_path):
+    responses = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
+    scores = torch.tensor([1.0, -1.0, 0.5, 2.0])
+    found = {}
+    for estimator in ("k1", "full"):
+        ours = trainer(tmp_path, value=value, kl_estimator=estimator, local_rollout_forward_batch_size=2)
+        found[estimator] = ours._make_experience(rollout(responses), scores)
+    for name in ("old_logprobs", "ref_logprobs", "old_values"):
+        torch.testing.assert_close(getattr(found["full"], name), getattr(found["k1"], name), rtol=1e-4, atol=1e-5)
+    base = ours.roles
+    for row, (prompt, response) in enumerate(zip(rollout(responses).prompt_ids, responses, strict=True)):
+        ids = torch.tensor([prompt + response])
+        logits = {}
+        for role in ("policy", "reference"):
+            with torch.no_grad(), base.role(role):
+                logits[role] = base(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / ours.args.temperature
+        policy, reference = (torch.distributions.Categorical(logits=logits[r]) for r in ("policy", "reference"))
+        expected = torch.distributions.kl_divergence(policy, reference)
+        torch.testing.assert_close(
+            found["full"].kl[row, : len(response)].double(), expected, rtol=1e-4, atol=1e-5, msg=str(row)
+        )
+        assert (found["full"].kl[row, len(response) :] == 0).all()
+
+
+@pytest.mark.parametrize(("target", "direction"), [(1e-3, 1), (1e3, -1), (None, 0)])
+def test_the_adaptive_controller_moves_the_coefficient(target, direction, tmp_path):
+    ours = trainer(tmp_path, kl_target=target, kl_horizon=100, max_steps=3)
+    coefficients = []
+    for batch in ours.dataloader:
+        responses = ours.generate(batch)
+        coefficients.append(ours.step(batch, responses, [1.0] * len(responses))["kl_coef"])
+    assert coefficients[0] == 0.1
+    # 4 responses of a horizon of 100: the error, at most a fifth, counts for 4 %.
+    assert coefficients[1] == pytest.approx(0.1 * (1 + direction * 0.2 * 0.04))
+
+
+def test_prompts_are_drawn_with_replacement_where_asked(tmp_path):
+    def numbers(**changes):
+        ours = trainer(tmp_path, **changes)
+        return [n for _ in range(4) for batch in ours.dataloader for n in batch["columns"]["number"]]
+
+    assert sorted(numbers()) == sorted(list(range(16)) * 4)
+    drawn = numbers(sample_with_replacement=True)
+    assert len(drawn) == 64
+    assert any(len(set(drawn[start : start + 16])) < 16 for start in range(0, 64, 16))

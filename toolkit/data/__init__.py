@@ -1,15 +1,18 @@
 """Data sets and collators; knows datasets and a tokenizer.
 
 A task gives the rows of each stage and the metrics of a rollout: `doubling` makes its own, `preferences`
-reads pairs in hh-rlhf's form.
+reads pairs in hh-rlhf's form, `prompts` reads prompts in any form that `sources` knows.
 """
 
+from toolkit.data.chat import messages_of_row
 from toolkit.data.collators import LabelledCollator, PromptCollator, pad_rows
 from toolkit.data.doubling import Doubling
 from toolkit.data.preferences import Preferences
+from toolkit.data.prompts import Prompts
 from toolkit.data.rollouts import Rollout, concatenate
+from toolkit.data.sources import read_rows
 
-TASKS: dict[str, type] = {"doubling": Doubling, "preferences": Preferences}
+TASKS: dict[str, type] = {"doubling": Doubling, "preferences": Preferences, "prompts": Prompts}
 
 __all__ = [
     "TASKS",
@@ -17,7 +20,10 @@ __all__ = [
     "LabelledCollator",
     "Preferences",
     "PromptCollator",
+    "Prompts",
     "Rollout",
     "concatenate",
+    "messages_of_row",
     "pad_rows",
+    "read_rows",
 ]

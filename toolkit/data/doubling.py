@@ -89,6 +89,25 @@ class Doubling:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    @property
+    def chats(self) -> bool:
+        """A question stands alone; nothing said before it counts."""
+        return False
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """The last message as a question.
+
+        Raises:
+            DataError: it has characters that the model does not know.
+        """
+        text = messages[-1]["content"]
+        unknown = "".join(sorted(set(text) - set(VOCABULARY)))
+        if unknown or not text:
+            raise DataError(
+                f'the prompt "{text}": "{unknown}" is not in the vocabulary. Ask like {question(5487, "小写")}'
+            )
+        return self._encode(text)
+
     def demonstrations(self, split: str) -> Dataset:
         """Whole sequences without a prefix, "train" all but the validation split; columns `input_ids`, `labels`.
 

@@ -1,22 +1,23 @@
 """Preference pairs in the form of hh-rlhf: `chosen` and `rejected`, each a whole dialogue.
 
 The prompt of a pair is all up to and with the last `Assistant:`, which both sides share. Rows that cannot
-be used are left out, counted by reason, and reported: never dropped in silence.
+be used are left out, counted by reason, and reported with their place: never dropped in silence.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.chat import chat_prompt, chat_prompt_ids
+from toolkit.data.left_out import LeftOut, Unusable
 from toolkit.data.rollouts import Rollout
+from toolkit.data.sources import Row, has_splits, read_rows
 from toolkit.errors import DataError
 
 _TURN = re.compile(r"\n\nHuman: |\n\nAssistant:")
@@ -42,39 +43,14 @@ def parse_dialogue(text: str) -> list[dict[str, str]]:
     return messages
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a JSON Lines file, each with its place ("file, line 3").
-
-    Raises:
-        DataError: the file is missing, not UTF-8, or a line is not a JSON object; with the line's number.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{place}: not valid JSON ({error}). Mend or remove the line.") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{place}: a JSON object is needed, this is a {type(row).__name__}.")
-        yield place, row
-
-
 @dataclass(frozen=True)
 class Preferences:
     """Pairs for the reward stage, their chosen responses for sft, and their prompts for PPO.
 
     Args:
         tokenizer: with a chat template.
-        train: JSON Lines file, or a hub id.
-        validation: JSON Lines file; None takes the hub id's `test` split.
+        train: file, folder or hub id, as `toolkit.data.sources` reads them.
+        validation: likewise; None takes the `test` split of a hub id or a saved `DatasetDict`.
         subset: `data_dir` of a hub id, for example "harmless-base".
         max_prompt_length: tokens of a prompt; pairs with longer ones are left out.
         max_response_length: tokens of a response, end of sequence included; likewise.
@@ -93,7 +69,7 @@ class Preferences:
     max_train_rows: int | None = None
     max_validation_rows: int | None = None
     system: str | None = None
-    left_out: dict[str, Counter] = field(default_factory=dict, init=False)
+    _left_out: LeftOut = field(default_factory=LeftOut, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.tokenizer.chat_template is None:
@@ -102,46 +78,34 @@ class Preferences:
                 "or set chat_template in its tokenizer_config.json."
             )
 
-    def _rows(self, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _rows(self, split: str) -> tuple[str, Iterator[Row]]:
+        """The split's source and its rows."""
         source = self.train if split == "train" else self.validation or self.train
-        path = Path(source).expanduser()
-        if path.suffix in (".json", ".jsonl") or path.exists():
-            if split != "train" and self.validation is None:
-                raise DataError("data.validation is missing: name a JSON Lines file of held-out pairs.")
-            yield from read_jsonl(path)
-            return
-        hub_split = "train" if split == "train" else "test"
-        try:
-            data = load_dataset(source, data_dir=self.subset, split=hub_split)
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise DataError(
-                f'data.{split}: "{source}" is no file, and the hub did not give it ({reason}). '
-                "Name JSON Lines files with data.train=… and data.validation=…."
-            ) from error
-        for number, row in enumerate(data):
-            yield f"{source} ({hub_split}), row {number}", row
+        if split != "train" and self.validation is None and not has_splits(source):
+            raise DataError("data.validation is missing: name a file of held-out pairs with data.validation=….")
+        return source, read_rows(source, setting=f"data.{split}", split=split, subset=self.subset)
 
-    def _encode(self, place: str, row: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-        """A tokenised pair, or None and the reason why it cannot be used."""
+    def _encode(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
+        """A tokenised pair; raises `Unusable` with the reason why it cannot be one."""
         for column in ("chosen", "rejected"):
             if not isinstance(row.get(column), str):
                 raise DataError(f'{place}: column "{column}" is missing or no text; present: {", ".join(row)}.')
         try:
             chosen, rejected = parse_dialogue(row["chosen"]), parse_dialogue(row["rejected"])
         except ValueError as error:
-            return None, f"not a dialogue: {error}"
+            raise Unusable(f"not a dialogue: {error}") from error
         if chosen[:-1] != rejected[:-1]:
-            return None, "chosen and rejected have different prompts"
+            raise Unusable("chosen and rejected have different prompts")
+        if not chosen[:-1]:
+            raise Unusable("an empty prompt")
         if not chosen[-1]["content"] or not rejected[-1]["content"]:
-            return None, "an empty response"
+            raise Unusable("an empty response")
         if chosen[-1] == rejected[-1]:
-            return None, "chosen and rejected are equal"
-        messages = chosen[:-1] if self.system is None else [{"role": "system", "content": self.system}, *chosen[:-1]]
-        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            raise Unusable("chosen and rejected are equal")
+        prompt = chat_prompt(self.tokenizer, chosen[:-1], self.system)
         prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
         if len(prompt_ids) > self.max_prompt_length:
-            return None, f"a prompt over {self.max_prompt_length} tokens"
+            raise Unusable(f"a prompt over {self.max_prompt_length} tokens")
         # A response is tokenised alone and ends as a sampled one does, so that the reward is trained at
         # the very position where it is read in PPO. A chat template would add a newline after the end.
         responses = {}
@@ -149,38 +113,45 @@ class Preferences:
             ids = self.tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
             responses[name] = [*ids, self.tokenizer.eos_token_id]
         if max(map(len, responses.values())) > self.max_response_length:
-            return None, f"a response over {self.max_response_length} tokens"
+            raise Unusable(f"a response over {self.max_response_length} tokens")
         encoded = {f"{name}_ids": prompt_ids + ids for name, ids in responses.items()}
-        return {"input_ids": prompt_ids, "prompt": prompt, **encoded}, ""
+        return {"input_ids": prompt_ids, "prompt": prompt, **encoded}
 
     @cached_property
     def _splits(self) -> dict[str, list[dict[str, Any]]]:
         splits = {}
         for split, limit in (("train", self.max_train_rows), ("validation", self.max_validation_rows)):
-            kept: list[dict[str, Any]] = []
-            reasons: Counter = Counter()
-            for place, row in self._rows(split):
-                encoded, reason = self._encode(place, row)
-                if encoded is None:
-                    reasons[reason] += 1
-                else:
-                    kept.append(encoded)
-                if limit is not None and len(kept) == limit:
-                    break
-            if not kept:
-                raise DataError(f"data.{split}: no row can be used ({_listed(reasons) or 'the file is empty'}).")
-            self.left_out[split] = reasons
-            splits[split] = kept
+            source, rows = self._rows(split)
+            splits[split] = self._left_out.usable(split, rows, self._encode, source=source, limit=limit)
         return splits
 
+    @property
+    def chats(self) -> bool:
+        """Whether prompts are conversations, to which what was said before belongs."""
+        return True
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation as a prompt.
+
+        Raises:
+            DataError: the chat template refuses it.
+        """
+        return chat_prompt_ids(self.tokenizer, messages, self.system)
+
+    @property
+    def left_out(self) -> dict[str, Counter[str]]:
+        """How many rows were left out for which reason, for each split that was read."""
+        return self._left_out.counts()
+
+    def left_out_rows(self) -> list[dict[str, str]]:
+        """Every row left out, with the keys `split`, `place` and `reason`."""
+        return self._left_out.as_rows()
+
     def report(self) -> str:
-        """One line on how many rows each split has, and how many were left out for which reason."""
-        parts = []
-        for split, rows in self._splits.items():
-            reasons = self.left_out[split]
-            out = f"; {reasons.total()} left out: {_listed(reasons)}" if reasons else ""
-            parts.append(f"{split}: {len(rows)} pairs{out}")
-        return " | ".join(parts)
+        """One line on how many rows each split has, and how many were left out for which reason, first where."""
+        return " | ".join(
+            f"{split}: {len(rows)} pairs{self._left_out.report(split)}" for split, rows in self._splits.items()
+        )
 
     def pairs(self, split: str) -> Dataset:
         """Tokenised pairs for `trl.RewardTrainer`; columns `chosen_ids`, `rejected_ids`."""
@@ -212,7 +183,3 @@ class Preferences:
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """None of its own: what counts is the reward's score."""
         return {}
-
-
-def _listed(reasons: Counter) -> str:
-    return ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())

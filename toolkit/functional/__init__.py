@@ -24,7 +24,7 @@ of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
 """
 
 from toolkit.functional.advantages import generalized_advantage_estimation
-from toolkit.functional.kl import KL_ESTIMATORS, kl_k1, kl_k2, kl_k3
+from toolkit.functional.kl import KL_ESTIMATORS, FullKL, adapt_kl_coef, full_kl, kl_k1, kl_k2, kl_k3
 from toolkit.functional.logprobs import token_logprobs
 from toolkit.functional.losses import ClippedLoss, clipped_policy_loss, clipped_value_loss
 from toolkit.functional.rewards import penalize_missing_eos, shape_rewards
@@ -40,8 +40,11 @@ from toolkit.functional.statistics import (
 __all__ = [
     "KL_ESTIMATORS",
     "ClippedLoss",
+    "FullKL",
+    "adapt_kl_coef",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "full_kl",
     "generalized_advantage_estimation",
     "kl_k1",
     "kl_k2",

@@ -1,13 +1,16 @@
 """One base model and the roles on it; knows transformers, peft and bitsandbytes.
 
 `base` loads the base, `roles` holds the adapters and switches them (nothing else does), `heads` and
-`forward` read values, scores and log-probabilities, `adapters` saves and loads PEFT folders, `views`
+`forward` read values, scores and log-probabilities, `adapters` saves and loads PEFT folders, `merge` puts
+one into the base's weights, `views`
 shows roles to trainers that are not ours.
 """
 
 from toolkit.models.adapters import load_role, load_weights, save_role
 from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config
 from toolkit.models.forward import (
+    ResponseKL,
+    response_full_kl,
     response_logprobs,
     response_logprobs_and_values,
     response_values,
@@ -15,6 +18,7 @@ from toolkit.models.forward import (
 )
 from toolkit.models.heads import ScoreHead, score_positions
 from toolkit.models.memory import LENGTH_MULTIPLE, release_memory
+from toolkit.models.merge import Merged, merge_adapter
 from toolkit.models.roles import HEAD_ROLES, ROLES, SharedBase
 from toolkit.models.sequences import Sequences
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
@@ -23,7 +27,9 @@ __all__ = [
     "HEAD_ROLES",
     "LENGTH_MULTIPLE",
     "ROLES",
+    "Merged",
     "PolicyView",
+    "ResponseKL",
     "ScoreHead",
     "SequenceClassifierView",
     "Sequences",
@@ -34,8 +40,10 @@ __all__ = [
     "load_role",
     "load_tokenizer",
     "load_weights",
+    "merge_adapter",
     "neutral_generation_config",
     "release_memory",
+    "response_full_kl",
     "response_logprobs",
     "response_logprobs_and_values",
     "response_values",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from toolkit.errors import AdapterError
@@ -65,7 +65,8 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
     return folder
 
 
-def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
+def _read(folder: Path, name: str, base: SharedBase) -> dict[str, torch.Tensor]:
+    """Tensors by name; for a base on the meta device only their names and shapes, from the file's header."""
     if not (folder / name).is_file():
         if (folder / WEIGHTS_NAME).is_file():
             raise AdapterError(
@@ -74,6 +75,10 @@ def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
             )
         raise AdapterError(f"{folder}: {name} is missing, so there is no adapter to load.")
     try:
+        if base.device.type == "meta":
+            with safe_open(folder / name, framework="pt") as file:
+                names = list(file.keys())
+                return {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in names}
         return load_file(folder / name)
     except SafetensorError as error:
         raise AdapterError(f"{folder / name} is damaged ({error}). Train or copy it again.") from error
@@ -114,7 +119,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     """Add a role from a PEFT folder: ours, plain PEFT's, or that of `trl.RewardTrainer`.
 
     Args:
-        base: does not carry the role yet.
+        base: does not carry the role yet. On the meta device everything is checked, and no weights are read.
         role: the name to give it.
         folder: local folder with safetensors weights.
 
@@ -132,10 +137,11 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     if (folder / SHARED_HEAD_FILE).is_file():
         if role != "value":
             raise AdapterError(f'{folder} holds a value head on the policy\'s adapter; it cannot be the role "{role}".')
-        base.add_role("value", None, num_labels=_read(folder, SHARED_HEAD_FILE)["weight"].shape[0])
+        base.add_role("value", None, num_labels=_read(folder, SHARED_HEAD_FILE, base)["weight"].shape[0])
     else:
-        config, (_, head) = _adapter_config(folder), _split_head(_read(folder, SAFETENSORS_WEIGHTS_NAME), role, folder)
-        missing = _missing_modules(base, config)
+        config, state = _adapter_config(folder), _read(folder, SAFETENSORS_WEIGHTS_NAME, base)
+        _, head = _split_head(state, role, folder)
+        missing = missing_modules(base, config)
         if missing:
             raise AdapterError(
                 f"{folder}: the adapter belongs to another base: this one has no module {missing[0]} for it. "
@@ -146,7 +152,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     return about
 
 
-def _missing_modules(base: SharedBase, config: LoraConfig) -> list[str]:
+def missing_modules(base: SharedBase, config: LoraConfig) -> list[str]:
     """Modules that an adapter names and the base does not have."""
     if not isinstance(config.target_modules, (list, set)):
         return []  # a pattern, which PEFT resolves itself
@@ -166,9 +172,9 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
     """
     folder = Path(folder)
     if role == "value" and base.shares_value:
-        _set_head(base, role, _read(folder, SHARED_HEAD_FILE)["weight"], folder)
+        _set_head(base, role, _read(folder, SHARED_HEAD_FILE, base)["weight"], folder)
         return
-    adapter, head = _split_head(_read(folder, SAFETENSORS_WEIGHTS_NAME), role, folder)
+    adapter, head = _split_head(_read(folder, SAFETENSORS_WEIGHTS_NAME, base), role, folder)
     expected = set(get_peft_model_state_dict(base.model, adapter_name=role, save_embedding_layers=False))
     if set(adapter) != expected:
         wrong = sorted(set(adapter) ^ expected)

@@ -1,10 +1,11 @@
 """Load the base model that all roles share, or build one with random weights."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -17,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError
 
@@ -39,12 +41,18 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     """The checkpoint's configuration.
 
     Raises:
-        ModelError: there is none, or it is not that of a decoder-only language model.
+        ModelError: there is none, or it is not that of a decoder-only language model of text.
     """
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise _not_found(path, error) from error
+    parts = [name for name in ("text_config", "vision_config", "audio_config") if getattr(config, name, None)]
+    if parts:
+        raise ModelError(
+            f'base.model: "{path}" is of type {config.model_type}, with {" and ".join(parts)}: multimodal models are '
+            "not supported. Name a checkpoint of text alone."
+        )
     if config.is_encoder_decoder or (type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code):
         raise ModelError(
             f'base.model: "{path}" is of type {config.model_type}, which is not a decoder-only language model. '
@@ -108,16 +116,13 @@ def _keep_differentiable(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def build_base(
-    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dtype: str = "float32"
-) -> PreTrainedModel:
-    """A causal language model with random weights, trainable, for pretraining.
+def random_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The configuration of a model with random weights.
 
     Args:
         config: `model_type` and that configuration's own arguments; vocabulary and special tokens come
             from the tokenizer.
         tokenizer: the one that the model is to be used with.
-        dtype: of the weights.
 
     Raises:
         ModelError: transformers knows no such `model_type`, or refuses an argument.
@@ -130,10 +135,74 @@ def build_base(
         **config,
     }
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**arguments), dtype=getattr(torch, dtype))
+        return AutoConfig.for_model(**arguments)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"base.config: transformers cannot build this model: {error}") from error
+
+
+def build_base(
+    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dtype: str = "float32"
+) -> PreTrainedModel:
+    """A causal language model with random weights, trainable, for pretraining.
+
+    Args:
+        config: as for `random_config`.
+        tokenizer: the one that the model is to be used with.
+        dtype: of the weights.
+
+    Raises:
+        ModelError: transformers knows no such `model_type`, or refuses an argument.
+    """
+    try:
+        model = AutoModelForCausalLM.from_config(random_config(config, tokenizer), dtype=getattr(torch, dtype))
     except (TypeError, ValueError, KeyError) as error:
         raise ModelError(f"base.config: transformers cannot build this model: {error}") from error
     return model.to(default_device())
+
+
+def outline(config: PreTrainedConfig, *, dtype: str = "bfloat16", **arguments: Any) -> PreTrainedModel:
+    """The model of a configuration on the meta device: all names and shapes, and no weights.
+
+    Args:
+        config: from `load_config` or `random_config`.
+        dtype: of the weights.
+        arguments: further ones of `from_config`: `attn_implementation`, `trust_remote_code`.
+
+    Raises:
+        ModelError: transformers refuses the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **arguments)
+    except (TypeError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"base: transformers cannot build this model: {error}") from error
+
+
+def weight_bytes(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> int:
+    """Bytes that the weights will take once they are loaded.
+
+    Args:
+        model: from `outline`. Its linear layers are replaced by quantised ones, as loading replaces them.
+        quantization: as for `load_base`.
+    """
+    size = model.dtype.itemsize
+    if quantization is not None:
+        AutoHfQuantizer.from_config(quantization, pre_quantized=False).preprocess_model(model, device_map=None)
+    total = sum(parameter.numel() * size for parameter in model.parameters())
+    for module in model.modules():
+        if isinstance(module, (Linear4bit, Linear8bitLt)):
+            total += _quantised_bytes(module) - module.weight.numel() * size
+    return total
+
+
+def _quantised_bytes(module: nn.Linear) -> int:
+    weights = module.in_features * module.out_features
+    if not isinstance(module, Linear4bit):
+        return weights + 4 * module.out_features  # a byte a weight, a float32 scale a row
+    blocks = math.ceil(weights / module.weight.blocksize)
+    # One scale a block: float32, or a byte and in turn a float32 for every 256 of these.
+    scales = blocks + 4 * math.ceil(blocks / 256) if module.weight.compress_statistics else 4 * blocks
+    return math.ceil(weights / 2) + scales
 
 
 def load_tokenizer(

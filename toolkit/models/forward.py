@@ -1,9 +1,12 @@
 """What a role says about a batch of sequences."""
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from toolkit.functional import token_logprobs
+from toolkit.functional import full_kl, token_logprobs
 from toolkit.models.heads import score_positions
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
@@ -16,7 +19,10 @@ def _scatter(values: Tensor, mask: Tensor) -> Tensor:
 
 def _states_before_response_tokens(base: SharedBase, sequences: Sequences) -> Tensor:
     """(N, H): the state from which each real response token is predicted, padding left out."""
-    hidden = base.hidden_states(sequences.input_ids, sequences.attention_mask)  # (B, L, H)
+    # Padding stands at its row's last position: lengths are rounded up, and GPT-2's and OPT's positions end.
+    hidden = base.hidden_states(
+        sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids
+    )  # (B, L, H)
     mask = sequences.response_mask
     rows = torch.arange(mask.shape[0], device=mask.device).unsqueeze(1).expand_as(mask)[mask]
     return hidden[rows, sequences.response_positions[mask] - 1]
@@ -51,6 +57,49 @@ def response_logprobs_and_values(
     states = _states_before_response_tokens(base, sequences)
     values = _scatter(base.head("value")(states).squeeze(-1), sequences.response_mask)
     return _logprobs(base, sequences, states, temperature, chunk_size), values
+
+
+class ResponseKL(NamedTuple):
+    """What `response_full_kl` gives: float32 (B, T) each, 0 outside the mask; `values` only where they are shared."""
+
+    kl: Tensor
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor | None
+
+
+@torch.no_grad()
+def response_full_kl(
+    base: SharedBase, sequences: Sequences, *, temperature: float = 1.0, chunk_size: int = 128
+) -> ResponseKL:
+    """KL(policy, reference) over the whole vocabulary before each response token, without gradient.
+
+    Switches to the two roles by itself; one forward pass each. Log-probabilities, and the values where the value
+    role shares the policy's adapter, fall out of the same passes.
+    """
+    mask = sequences.response_mask
+    with base.role("policy"):
+        states = _states_before_response_tokens(base, sequences)
+        values = _scatter(base.head("value")(states).squeeze(-1), mask) if base.shares_value else None
+    with base.role("reference"):
+        ref_states = _states_before_response_tokens(base, sequences)
+    tokens = sequences.input_ids.gather(1, sequences.response_positions)[mask]
+
+    def head_of(role: str, hidden: Tensor) -> Tensor:
+        with base.role(role):  # an adapter may have a part on lm_head
+            return base.lm_head(hidden)
+
+    found = full_kl(
+        states,
+        ref_states,
+        partial(head_of, "policy"),
+        partial(head_of, "reference"),
+        tokens,
+        temperature=temperature,
+        chunk_size=chunk_size,
+    )
+    kl, logprobs, ref_logprobs = (_scatter(x, mask) for x in found)
+    return ResponseKL(kl, logprobs, ref_logprobs, values)
 
 
 def sequence_logits(

@@ -17,6 +17,8 @@ from toolkit.models.heads import ScoreHead
 
 ROLES = ("policy", "value", "reward", "reference")
 HEAD_ROLES = ("value", "reward")
+# The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
+_INITS_OF_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
 
 
 class _InRole:
@@ -176,6 +178,11 @@ class SharedBase(nn.Module):
                 f"adapters.{role}: bias, modules_to_save and trainable_token_indices change weights of the base, "
                 "which the other roles share. Leave them out."
             )
+        if config.init_lora_weights not in _INITS_OF_THE_ADAPTER_ALONE:
+            raise AdapterError(
+                f'adapters.{role}: init_lora_weights "{config.init_lora_weights}" starts by changing weights of the '
+                "base, which the other roles share. Leave it out, or take gaussian or orthogonal."
+            )
         with warnings.catch_warnings():
             # PEFT notes for each Conv1D that it sets fan_in_fan_out itself, and that a second adapter is added.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
@@ -258,20 +265,26 @@ class SharedBase(nn.Module):
         return self.causal_lm(**kwargs)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig) -> Tensor:
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, *, streamer: Any = None
+    ) -> Tensor:
         """Continue left-padded prompts in the active role.
 
         Args:
             input_ids: int64 (B, P), left-padded.
             attention_mask: (B, P), 1 at real tokens.
             config: all generation settings; none come from the checkpoint.
+            streamer: as in transformers: shown each token of a single row as it comes.
 
         Returns:
             int64 (B, T), what came after the prompts.
         """
         with self.in_eval_mode():
             output = self.causal_lm.generate(
-                input_ids=input_ids, attention_mask=attention_mask, generation_config=config
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=config,
+                streamer=streamer,
             )
         return output[:, input_ids.shape[1] :]
 

@@ -62,6 +62,12 @@ class Sequences:
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device) < self.lengths[:, None]
 
     @property
+    def position_ids(self) -> Tensor:
+        """int64 (B, L), positions from 0; padding stands at its row's last one."""
+        steps = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return torch.minimum(steps.expand_as(self.input_ids), self.lengths[:, None] - 1)
+
+    @property
     def response_mask(self) -> Tensor:
         """bool (B, T), True at the tokens of the response; T is the longest response of the batch."""
         longest = int(self.response_lengths.max())

@@ -4,10 +4,13 @@
     trainer = recipe.ppo_trainer()
 
 `schema` says what a recipe may hold, `loading` reads and checks one, `recipe` is the result, `assemble` makes
-trainers from it and `stages` runs them in a run folder.
+trainers from it and `stages` runs them in a run folder. `check`, `show` and `reference` tell about recipes; `finished`
+and `talk` are for a run whose policy is trained.
 """
 
+from toolkit.recipes.check import check
 from toolkit.recipes.loading import find, load, names
 from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.show import show
 
-__all__ = ["Recipe", "find", "load", "names"]
+__all__ = ["Recipe", "check", "find", "load", "names", "show"]

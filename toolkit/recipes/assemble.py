@@ -1,8 +1,10 @@
 """From a recipe to a trainer: base, roles, data and configuration put together."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from toolkit.errors import RecipeError
@@ -23,12 +25,23 @@ def _callbacks(recipe: Recipe, stage: str) -> list[TrainerCallback]:
     ]
 
 
-def _dataset(recipe: Recipe, kind: str, split: str) -> Any:
-    make = getattr(recipe.task, kind, None)
+def stage_dataset(recipe: Recipe, stage: str, kind: str, split: str) -> Any:
+    make = getattr(recipe.task_of(stage), kind, None)
     if make is None:
-        task = recipe.values["data"]["task"]
-        raise RecipeError(f'data.task: "{task}" has no {kind} data, which this stage needs.')
+        section = recipe.data_section(stage)
+        task = recipe.values[section]["task"]
+        ways = f" Give the stage data of its own in the section {stage}_data." if stage != "ppo" else ""
+        raise RecipeError(f'{section}.task: "{task}" has no {kind} data, which the {stage} stage needs.{ways}')
     return make(split)
+
+
+def trainer_config(recipe: Recipe, stage: str, **changes: Any) -> Any:
+    config = recipe.stage_config(stage, **changes)
+    if config.fp16 and not torch.cuda.is_available():
+        raise RecipeError(
+            f"{stage}: float16 training needs a GPU, and none is here. Set base.dtype to bfloat16 or float32."
+        )
+    return config
 
 
 def base_model(recipe: Recipe) -> PreTrainedModel:
@@ -63,11 +76,11 @@ def make_sft_trainer(recipe: Recipe) -> Any:
         model = SharedBase(base_model(recipe))
         model.add_role("policy", recipe.adapter("policy"))
     return sft_trainer(
-        recipe.stage_config("sft"),
+        trainer_config(recipe, "sft"),
         recipe.tokenizer,
         model,
-        _dataset(recipe, "demonstrations", "train"),
-        _dataset(recipe, "demonstrations", "validation"),
+        stage_dataset(recipe, "sft", "demonstrations", "train"),
+        stage_dataset(recipe, "sft", "demonstrations", "validation"),
         base_name=recipe.base_path,
         callbacks=_callbacks(recipe, "sft"),
     )
@@ -80,14 +93,23 @@ def make_reward_trainer(recipe: Recipe) -> Any:
     roles.add_role("reward", recipe.adapter("reward"), num_labels=recipe.reward_head.num_labels)
     kind = "pairs" if recipe.reward_head.num_labels == 1 else "labelled"
     return reward_trainer(
-        recipe.stage_config("reward"),
+        trainer_config(recipe, "reward"),
         recipe.tokenizer,
         roles,
-        _dataset(recipe, kind, "train"),
-        _dataset(recipe, kind, "validation"),
+        stage_dataset(recipe, "reward", kind, "train"),
+        stage_dataset(recipe, "reward", kind, "validation"),
         base_name=recipe.base_path,
         callbacks=_callbacks(recipe, "reward"),
     )
+
+
+def add_reference(recipe: Recipe, roles: SharedBase) -> None:
+    """The reference is where the policy started: the base itself, or a frozen copy of the adapter it started from."""
+    start = _policy_folder(recipe)
+    if start is None:
+        roles.add_role("reference")
+    else:
+        load_role(roles, "reference", start)
 
 
 def ppo_roles(recipe: Recipe) -> tuple[SharedBase, int]:
@@ -97,11 +119,9 @@ def ppo_roles(recipe: Recipe) -> tuple[SharedBase, int]:
     start = _policy_folder(recipe)
     if start is None:
         roles.add_role("policy", recipe.adapter("policy"))
-        roles.add_role("reference")
     else:
-        # The policy is no longer the base where it starts: KL is to a frozen copy of it.
         load_role(roles, "policy", start)
-        load_role(roles, "reference", start)
+    add_reference(recipe, roles)
     if recipe.scorer.kind == "adapter":
         about = load_role(roles, "reward", recipe.start.reward or recipe.stage_folder("reward") / "reward")
         pad_token_id = about.get("pad_token_id", pad_token_id)
@@ -125,12 +145,12 @@ def make_reward(recipe: Recipe, roles: SharedBase, pad_token_id: int, batch_size
     return RewardAdapter(roles, pad_token_id=pad_token_id, class_column=scorer.class_column, batch_size=batch_size)
 
 
-def make_ppo_trainer(recipe: Recipe) -> Any:
-    """The ppo stage, by our loop or by TRL's own."""
+def make_ppo_trainer(recipe: Recipe, *, reward: Reward | None = None) -> Any:
+    """The ppo stage, by our loop or by TRL's own; `reward` comes before the recipe's scorer."""
     set_seed(recipe.seed)
-    config = recipe.stage_config("ppo")
+    config = trainer_config(recipe, "ppo")
     roles, pad_token_id = ppo_roles(recipe)
-    prompts = _dataset(recipe, "prompts", "train")
+    prompts = stage_dataset(recipe, "ppo", "prompts", "train")
     callbacks = _callbacks(recipe, "ppo")
     if config.loop == "trl":
         return stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=callbacks)
@@ -138,13 +158,33 @@ def make_ppo_trainer(recipe: Recipe) -> Any:
         config,
         recipe.tokenizer,
         roles,
-        make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size),
+        reward or make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size),
         prompts,
-        _dataset(recipe, "prompts", "validation"),
+        stage_dataset(recipe, "ppo", "prompts", "validation"),
         metrics=recipe.task.metrics,
         base_name=recipe.base_path,
         callbacks=callbacks,
     )
 
 
-MAKERS = {"sft": make_sft_trainer, "reward": make_reward_trainer, "ppo": make_ppo_trainer}
+def make_meter(recipe: Recipe, roles: SharedBase, pad_token_id: int, *, output_dir: Path) -> PPOTrainer:
+    """A PPO trainer of ours that is never trained: it measures the roles on the recipe's prompts."""
+    config = trainer_config(recipe, "ppo", output_dir=output_dir, loop="toolkit")
+    return PPOTrainer(
+        config,
+        recipe.tokenizer,
+        roles,
+        make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size),
+        stage_dataset(recipe, "ppo", "prompts", "train"),
+        stage_dataset(recipe, "ppo", "prompts", "validation"),
+        metrics=recipe.task.metrics,
+        base_name=recipe.base_path,
+        callbacks=[],
+    )
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "sft": make_sft_trainer,
+    "reward": make_reward_trainer,
+    "ppo": make_ppo_trainer,
+}

@@ -27,6 +27,11 @@ def names() -> list[str]:
     return sorted(path.stem for path in recipe_folder().rglob("*.yaml"))
 
 
+def about(name: str) -> str:
+    """The line in which a shipped recipe says what it is."""
+    return str(yaml.safe_load(find(name).read_text(encoding="utf-8")).get("about", ""))
+
+
 def find(name: str | os.PathLike[str]) -> Path:
     """The file of a recipe, by name or path.
 

@@ -1,6 +1,6 @@
 """A checked recipe and what can be made from it."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,17 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from toolkit.data import TASKS
+from toolkit.errors import RecipeError
 from toolkit.models import load_tokenizer
-from toolkit.recipes.schema import BaseSection, RewardHeadSection, ScorerSection, StartSection, stage_config
+from toolkit.recipes.schema import (
+    BaseSection,
+    RewardHeadSection,
+    ScorerSection,
+    StartSection,
+    check_recipe,
+    stage_config,
+)
+from toolkit.rewards import Reward
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -76,9 +85,16 @@ class Recipe:
         """The LoRA configuration of a role."""
         return LoraConfig(**{"task_type": "CAUSAL_LM", **self.values["adapters"][role]})
 
-    def stage_config(self, stage: str) -> Any:
-        """The stage's configuration, an object of TRL's class."""
-        return stage_config(stage, self.values[stage], output_dir=str(self.stage_folder(stage)), seed=self.seed)
+    def stage_config(self, stage: str, *, output_dir: Path | None = None, **changes: Any) -> Any:
+        """The stage's configuration, an object of TRL's class.
+
+        Args:
+            stage: its name.
+            output_dir: in place of the stage's own folder.
+            changes: fields in place of what the recipe says.
+        """
+        values, folder = {**self.values[stage], **changes}, output_dir or self.stage_folder(stage)
+        return stage_config(stage, values, output_dir=str(folder), seed=self.seed, base_dtype=self.base.dtype)
 
     # ------------------------------------------------------------------ tokenizer and data
 
@@ -95,14 +111,34 @@ class Recipe:
             self.base.model, revision=self.base.revision, trust_remote_code=self.base.trust_remote_code
         )
 
-    @cached_property
-    def task(self) -> Any:
-        """The data sets of the recipe, and its metrics."""
-        arguments = {key: value for key, value in self.values["data"].items() if key != "task"}
-        kind = TASKS[self.values["data"]["task"]]
+    def data_section(self, stage: str) -> str:
+        """Name of the section with a stage's data: its own, or `data`."""
+        return f"{stage}_data" if f"{stage}_data" in self.values else "data"
+
+    def _make_task(self, section: str) -> Any:
+        arguments = {key: value for key, value in self.values[section].items() if key != "task"}
+        kind = TASKS[self.values[section]["task"]]
         if "tokenizer" in {field.name for field in fields(kind)}:
             arguments["tokenizer"] = self.tokenizer
         return kind(**arguments)
+
+    @cached_property
+    def task(self) -> Any:
+        """The data sets of section `data`, and their metrics."""
+        return self._make_task("data")
+
+    def task_of(self, stage: str) -> Any:
+        """The data sets of a stage."""
+        section = self.data_section(stage)
+        if section == "data":
+            return self.task
+        if section not in self._stage_tasks:
+            self._stage_tasks[section] = self._make_task(section)
+        return self._stage_tasks[section]
+
+    @cached_property
+    def _stage_tasks(self) -> dict[str, Any]:
+        return {}
 
     # ------------------------------------------------------------------ trainers
 
@@ -118,8 +154,25 @@ class Recipe:
 
         return stages.prepared(self, "reward")
 
-    def ppo_trainer(self) -> "PPOTrainer":
-        """A TRL `PPOTrainer`: ours, or with `ppo.loop: trl` the unmodified one; prerequisites are run first."""
+    def ppo_trainer(self, reward: Reward | None = None) -> "PPOTrainer":
+        """A TRL `PPOTrainer`: ours, or with `ppo.loop: trl` the unmodified one; prerequisites are run first.
+
+        Args:
+            reward: scores a rollout, in place of what the section `scorer` says; a reward stage is then not needed.
+
+        Raises:
+            RecipeError: the recipe cannot do with another reward.
+        """
         from toolkit.recipes import stages
 
-        return stages.prepared(self, "ppo")
+        return stages.prepared(self if reward is None else self._scored_by(reward), "ppo", reward=reward)
+
+    def _scored_by(self, reward: Reward) -> "Recipe":
+        """The same recipe with a scorer of kind "function"; the run records the function's name."""
+        owner = reward if hasattr(reward, "__qualname__") else type(reward)
+        scorer = {"kind": "function", "function": f"{owner.__module__}:{getattr(owner, '__qualname__', '')}"}
+        values = {**self.values, "scorer": scorer}
+        problems = check_recipe(values)
+        if problems:
+            raise RecipeError(f"{self.name} cannot be scored by a function of its own: {' '.join(problems)}")
+        return replace(self, values=values)

@@ -92,9 +92,11 @@ PLAIN_SECTIONS: dict[str, type] = {
     "reward_head": RewardHeadSection,
 }
 ADAPTER_ROLES = ("policy", "value", "reward")
-TOP_LEVEL = ("about", "seed", "data", "adapters", *PLAIN_SECTIONS, *STAGE_CLASSES)
+# `data` is for all stages; the other two, for one stage each, come before it.
+DATA_SECTIONS = ("data", "sft_data", "reward_data")
+TOP_LEVEL = ("about", "seed", *DATA_SECTIONS, "adapters", *PLAIN_SECTIONS, *STAGE_CLASSES)
 # Set by the run, not by a recipe.
-_SET_ELSEWHERE = {
+SET_ELSEWHERE = {
     "output_dir": "the run folder decides it: RUN=name",
     "seed": "the recipe's own seed is for all stages",
 }
@@ -188,8 +190,8 @@ def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = 
     problems = []
     for key, value in values.items():
         where = f"{place}.{key}"
-        if key in _SET_ELSEWHERE and key in hidden:
-            problems.append(f"{where} — {_SET_ELSEWHERE[key]}.")
+        if key in SET_ELSEWHERE and key in hidden:
+            problems.append(f"{where} — {SET_ELSEWHERE[key]}.")
         elif key not in known:
             silent = " (and would ignore it without a word)" if owner is BitsAndBytesConfig else ""
             problems.append(
@@ -208,7 +210,7 @@ def _construct(place: str, build: Callable[[], Any]) -> list[str]:
     return []
 
 
-def check_stage(stage: str, values: Any) -> list[str]:
+def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> list[str]:
     """Problems of a stage's section, its owner's own complaints included."""
     owner = STAGE_CLASSES[stage]
     problems = check_keys(stage, values, owner, hidden=("output_dir", "seed"))
@@ -217,19 +219,24 @@ def check_stage(stage: str, values: Any) -> list[str]:
         problems += [
             f"ppo.{key} — would have no effect: {reason}."
             for key, reason in reasons.items()
-            if key not in _SET_ELSEWHERE
+            if key not in SET_ELSEWHERE
         ]
-    return problems or _construct(stage, lambda: stage_config(stage, values, output_dir="unused", seed=0))
+    build = partial(stage_config, stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
+    return problems or _construct(stage, build)
 
 
-def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int) -> Any:
+def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, base_dtype: str) -> Any:
     """A stage's section as an object of its owner's class.
 
-    transformers refuses bf16 without a GPU unless `use_cpu` says that the CPU is meant; here that goes by itself.
+    Precision follows `base.dtype` unless the section says otherwise: TRL's own default is bf16 on every card, also on
+    those that have none. transformers refuses bf16 without a GPU unless `use_cpu` says that the CPU is meant; here that
+    goes by itself.
     """
     # TRL would leave out pairs over reward.max_length without a word; the data section has limits that it reports.
     no_filter = {"max_length": None} if stage == "reward" else {}
-    arguments = {"use_cpu": not torch.cuda.is_available(), **no_filter, **values}
+    chosen = {"bf16", "fp16"} & values.keys()
+    precision = {} if chosen else {"bf16": base_dtype == "bfloat16", "fp16": base_dtype == "float16"}
+    arguments = {"use_cpu": not torch.cuda.is_available(), **no_filter, **precision, **values}
     return STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **arguments)
 
 
@@ -247,13 +254,36 @@ def check_adapters(values: Any) -> list[str]:
     return problems
 
 
-def check_data(values: Any) -> list[str]:
-    """Problems of the section `data`: the task's own fields."""
+def check_data(values: Any, place: str = "data") -> list[str]:
+    """Problems of a data section: the task's own fields."""
     if not isinstance(values, dict) or values.get("task") not in TASKS:
         seen = values.get("task") if isinstance(values, dict) else values
-        return [f"data.task — one of {', '.join(TASKS)} is needed, got {seen!r}."]
+        return [f"{place}.task — one of {', '.join(TASKS)} is needed, got {seen!r}."]
     arguments = {key: value for key, value in values.items() if key != "task"}
-    return check_keys("data", arguments, TASKS[values["task"]], hidden=("tokenizer",))
+    return check_keys(place, arguments, TASKS[values["task"]], hidden=("tokenizer",))
+
+
+def _check_base(base: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Problems of the section `base` beyond its keys."""
+    problems = []
+    if base.get("quantization") is not None:
+        found = check_keys("base.quantization", base["quantization"], BitsAndBytesConfig)
+        problems += found or _construct("base.quantization", lambda: BitsAndBytesConfig(**base["quantization"]))
+    if (base.get("model") is None) == (base.get("config") is None):
+        problems.append(
+            "base — exactly one of model (a checkpoint) and config (random weights) is needed. "
+            "Name a checkpoint with MODEL=/path/to/checkpoint (make) or base.model=/path/to/checkpoint."
+        )
+    elif base.get("config") is not None:
+        if "sft" not in values:
+            problems.append("sft — this section is missing: a base with random weights needs pretraining.")
+        task = _section(values, "data").get("task")
+        if task in TASKS and "tokenizer" in owner_fields(TASKS[task]):
+            problems.append(
+                f"base.config — data.task {task} needs a checkpoint's tokenizer, and random weights have none. "
+                "Name a checkpoint with base.model=/path/to/checkpoint."
+            )
+    return problems
 
 
 def check_recipe(values: dict[str, Any]) -> list[str]:
@@ -265,25 +295,17 @@ def check_recipe(values: dict[str, Any]) -> list[str]:
     for name, owner in PLAIN_SECTIONS.items():
         if name in values:
             problems += check_keys(name, values[name], owner)
-    base = values.get("base")
-    if isinstance(base, dict):
-        if base.get("quantization") is not None:
-            found = check_keys("base.quantization", base["quantization"], BitsAndBytesConfig)
-            problems += found or _construct("base.quantization", lambda: BitsAndBytesConfig(**base["quantization"]))
-        if (base.get("model") is None) == (base.get("config") is None):
-            problems.append(
-                "base — exactly one of model (a checkpoint) and config (random weights) is needed. "
-                "Name a checkpoint with MODEL=/path/to/checkpoint (make) or base.model=/path/to/checkpoint."
-            )
-        elif base.get("config") is not None and "sft" not in values:
-            problems.append("sft — this section is missing: a base with random weights needs pretraining.")
-    if "data" in values:
-        problems += check_data(values["data"])
+    if isinstance(values.get("base"), dict):
+        problems += _check_base(values["base"], values)
+    for place in DATA_SECTIONS:
+        if place in values:
+            problems += check_data(values[place], place)
     if "adapters" in values:
         problems += check_adapters(values["adapters"])
+    dtype = _section(values, "base").get("dtype", BaseSection.dtype)
     for stage in STAGE_CLASSES:
         if stage in values:
-            problems += check_stage(stage, values[stage])
+            problems += check_stage(stage, values[stage], base_dtype=dtype)
     return problems + _check_together(values)
 
 
@@ -294,7 +316,11 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _check_together(values: dict[str, Any]) -> list[str]:
     """Problems between sections."""
-    problems = []
+    problems = [
+        f"{place} — would have no effect: there is no section {place.removesuffix('_data')}."
+        for place in DATA_SECTIONS[1:]
+        if place in values and place.removesuffix("_data") not in values
+    ]
     adapters, scorer, start = (_section(values, name) for name in ("adapters", "scorer", "start"))
     ppo = _section(values, "ppo")
     if "ppo" in values:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.models import PolicyView
-from toolkit.recipes.assemble import MAKERS, make_reward
+from toolkit.recipes.assemble import MAKERS, make_meter
 from toolkit.recipes.recipe import Recipe
 from toolkit.reports import (
     peak_memory_gb,
@@ -20,9 +20,9 @@ from toolkit.reports import (
     sample_rows,
     samples_table,
     versions,
+    write_jsonl,
     write_report,
     write_result,
-    write_samples,
 )
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import evaluate_reward
@@ -101,15 +101,20 @@ def _run_prerequisites(recipe: Recipe, stage: str, *, overwrite: bool) -> None:
             raise ToolkitError(f'stage "{earlier}", which "{stage}" needs, failed; its message is above.')
 
 
-def prepared(recipe: Recipe, stage: str) -> Any:
+def prepared(recipe: Recipe, stage: str, **arguments: Any) -> Any:
     """The stage's trainer, after its prerequisites: for notebooks. Its outputs go to the run folder.
+
+    Args:
+        recipe: the recipe.
+        stage: its name.
+        arguments: for the function that makes the trainer.
 
     Raises:
         RecipeError: as for `claim` and `prerequisites`.
     """
     _run_prerequisites(recipe, stage, overwrite=False)
     claim(recipe, stage, overwrite=False)
-    return MAKERS[stage](recipe)
+    return MAKERS[stage](recipe, **arguments)
 
 
 def run(recipe: Recipe, stage: str, *, overwrite: bool = False, console: Console | None = None) -> dict[str, Any]:
@@ -144,8 +149,9 @@ def _run_alone(recipe: Recipe, stage: str, console: Console) -> dict[str, Any]:
     started = time.perf_counter()
     folder = recipe.stage_folder(stage)
     trainer = MAKERS[stage](recipe)
-    if hasattr(recipe.task, "report"):
-        console.print(f"data: {recipe.task.report()}", highlight=False, soft_wrap=True)
+    task = recipe.task_of(stage)
+    if hasattr(task, "report"):
+        console.print(f"data: {task.report()}", highlight=False, soft_wrap=True)
     measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo}[stage]
     before, rollout_before = measure(recipe, trainer)
     trainer.train()
@@ -164,15 +170,17 @@ def _run_alone(recipe: Recipe, stage: str, console: Console) -> dict[str, Any]:
         "before": before,
         "after": after,
     }
-    if getattr(recipe.task, "left_out", None):
-        result["left_out"] = {split: dict(reasons) for split, reasons in recipe.task.left_out.items()}
+    if hasattr(task, "left_out_rows"):
+        result["left_out"] = {split: dict(reasons) for split, reasons in task.left_out.items()}
+        write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
     samples = sample_rows(*rollout_before, *rollout_after) if rollout_before else []
     if samples:
-        write_samples(folder / "samples.jsonl", samples)
+        write_jsonl(folder / "samples.jsonl", samples)
         console.print(samples_table(samples))
     report = write_report(folder, result, read_jsonl_metrics(folder / "metrics.jsonl"), samples, recipe.to_yaml())
     write_result(folder, result)
-    _print_result(console, result, report)
+    print_result(console, result)
+    console.print(f"report: {report}", highlight=False, soft_wrap=True)
     return result
 
 
@@ -202,31 +210,20 @@ def _stock_roles(trainer: Any) -> Any:
 
 
 def _meter(recipe: Recipe, trainer: Any) -> PPOTrainer:
-    """Our trainer, never trained, around the roles that TRL's loop trains: to measure them in the same way."""
-    roles, config = _stock_roles(trainer), recipe.stage_config("ppo")
+    """Our trainer around the roles that TRL's loop trains: to measure them in the same way."""
+    roles = _stock_roles(trainer)
     was_trained = roles.trained_roles
-    pad_token_id = recipe.tokenizer.pad_token_id
-    reward = make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size)
-    meter = PPOTrainer(
-        config,
-        recipe.tokenizer,
-        roles,
-        reward,
-        recipe.task.prompts("train"),
-        recipe.task.prompts("validation"),
-        metrics=recipe.task.metrics,
-    )
+    meter = make_meter(recipe, roles, recipe.tokenizer.pad_token_id, output_dir=recipe.stage_folder("ppo"))
     roles.train_roles(*was_trained)
     return meter
 
 
 def _save_stock(recipe: Recipe, trainer: Any, folder: Path) -> None:
-    meter = _meter(recipe, trainer)
-    meter.base_name = recipe.base_path
-    meter.save_model(str(folder))
+    _meter(recipe, trainer).save_model(str(folder))
 
 
-def _print_result(console: Console, result: dict[str, Any], report: Path) -> None:
+def print_result(console: Console, result: dict[str, Any]) -> None:
+    """The figures before and after, seconds and memory."""
     before, after = result["before"], result["after"]
     for key, value in after.items():
         if isinstance(value, float) and isinstance(before.get(key), float):
@@ -236,4 +233,3 @@ def _print_result(console: Console, result: dict[str, Any], report: Path) -> Non
         console.print(f"{'accuracy_ci':>16}  {low_high[0]:.4f} – {low_high[1]:.4f} (95 %)", highlight=False)
     memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
     console.print(f"{result['stage']} took {result['seconds']:.0f} s; peak memory: {memory}", highlight=False)
-    console.print(f"report: {report}", highlight=False, soft_wrap=True)

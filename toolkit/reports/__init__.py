@@ -4,7 +4,7 @@ from toolkit.reports.metrics import MetricsFile, read_jsonl_metrics
 from toolkit.reports.page import write_report
 from toolkit.reports.progress import ProgressBar
 from toolkit.reports.result import peak_memory_gb, read_result, versions, write_result
-from toolkit.reports.samples import sample_rows, samples_table, write_samples
+from toolkit.reports.samples import sample_rows, samples_table, write_jsonl
 
 __all__ = [
     "MetricsFile",
@@ -15,7 +15,7 @@ __all__ = [
     "sample_rows",
     "samples_table",
     "versions",
+    "write_jsonl",
     "write_report",
     "write_result",
-    "write_samples",
 ]

@@ -2,12 +2,12 @@
 
 import json
 import platform
-import resource
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 RESULT_FILE = "result.json"
@@ -25,10 +25,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _peak_resident_bytes() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # Unix alone has it
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def peak_memory_gb() -> dict[str, float]:
     """Peak memory of this process in GB (10⁹ bytes): `resident`, and `gpu` where there is one."""
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
-    peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    peak = {"resident": _peak_resident_bytes() / 1e9}
     if torch.cuda.is_available():
         peak["gpu"] = torch.cuda.max_memory_allocated() / 1e9
     return {key: round(value, 3) for key, value in peak.items()}

@@ -4,8 +4,8 @@
 by name. Anything callable of the same form will do.
 """
 
-from toolkit.rewards.adapter import RewardAdapter
-from toolkit.rewards.base import Reward, check_scores
+from toolkit.rewards.adapter import RewardAdapter, read_sequences
+from toolkit.rewards.base import Reward, check_scores, score_with
 from toolkit.rewards.function import load_function
 
-__all__ = ["Reward", "RewardAdapter", "check_scores", "load_function"]
+__all__ = ["Reward", "RewardAdapter", "check_scores", "load_function", "read_sequences", "score_with"]

@@ -1,11 +1,38 @@
 """The reward adapter on the shared base as a reward callback."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from toolkit.data import Rollout, pad_rows
 from toolkit.errors import RewardError
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, sequence_logits
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, sequence_logits
+
+
+@torch.no_grad()
+def read_sequences(base: SharedBase, rows: Sequence[Sequence[int]], *, pad_token_id: int, batch_size: int) -> Tensor:
+    """The reward role's head on whole sequences: float32 (N, num_labels), on the CPU.
+
+    Args:
+        base: carries the role.
+        rows: N sequences of token ids, prompt and response.
+        pad_token_id: the one that the head was trained with.
+        batch_size: sequences a forward pass.
+    """
+    logits = torch.zeros(len(rows), base.head("reward").out_features)
+    # Rows of similar length together: less padding is computed.
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    with base.in_eval_mode():
+        for start in range(0, len(rows), batch_size):
+            part = order[start : start + batch_size]
+            ids, mask = pad_rows(
+                [rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=LENGTH_MULTIPLE
+            )
+            ids, mask = ids.to(base.device), mask.to(base.device)
+            logits[part] = sequence_logits(base, ids, mask, pad_token_id=pad_token_id).cpu()
+            release_memory()
+    return logits
 
 
 class RewardAdapter:
@@ -33,24 +60,13 @@ class RewardAdapter:
         self.base, self.pad_token_id, self.class_column = base, pad_token_id, class_column
         self.batch_size = batch_size
 
-    @torch.no_grad()
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = [[*p, *r] for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
-        scores = torch.zeros(len(rows))
-        # Rows of similar length together: less padding is computed.
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        with self.base.in_eval_mode():
-            for start in range(0, len(rows), self.batch_size):
-                part = order[start : start + self.batch_size]
-                ids, mask = pad_rows(
-                    [rows[i] for i in part], pad_token_id=self.pad_token_id, side="right", multiple=LENGTH_MULTIPLE
-                )
-                ids, mask = ids.to(self.base.device), mask.to(self.base.device)
-                logits = sequence_logits(self.base, ids, mask, pad_token_id=self.pad_token_id)
-                scores[part] = self._score(logits, rollout, part).cpu()
-        return scores
+        return self._score(
+            read_sequences(self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.batch_size), rollout
+        )
 
-    def _score(self, logits: Tensor, rollout: Rollout, rows: list[int]) -> Tensor:
+    def _score(self, logits: Tensor, rollout: Rollout) -> Tensor:
         if self.class_column is None:
             return logits.squeeze(-1)
         if self.class_column not in rollout.columns:
@@ -58,5 +74,5 @@ class RewardAdapter:
             raise RewardError(
                 f'scorer.class_column: the prompts have no column "{self.class_column}"; present: {present}.'
             )
-        wanted = torch.tensor([int(rollout.columns[self.class_column][i]) for i in rows], device=logits.device)
+        wanted = torch.tensor([int(label) for label in rollout.columns[self.class_column]])
         return logits.log_softmax(dim=-1).gather(1, wanted.unsqueeze(1)).squeeze(1)

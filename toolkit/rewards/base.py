@@ -1,5 +1,6 @@
 """What a reward is, and the check on what it returns."""
 
+import traceback
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -7,13 +8,32 @@ import torch
 from torch import Tensor
 
 from toolkit.data import Rollout
-from toolkit.errors import RewardError
+from toolkit.errors import RewardError, ToolkitError
 
 
 class Reward(Protocol):
     """Called with a rollout of B responses; returns B scores, as a tensor (B,) or any sequence of numbers."""
 
     def __call__(self, rollout: Rollout) -> Tensor | Sequence[float]: ...
+
+
+def score_with(reward: Reward, rollout: Rollout) -> Tensor:
+    """The reward's scores of a rollout, float32 (B,) on the CPU.
+
+    Raises:
+        RewardError: the callback raised, with the place in its code, or returned what `check_scores` refuses.
+    """
+    try:
+        scores = reward(rollout)
+    except ToolkitError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise RewardError(
+            f"the reward raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}). "
+            "Mend it there; --debug shows the whole traceback."
+        ) from error
+    return check_scores(scores, rollout)
 
 
 def check_scores(scores: Tensor | Sequence[float], rollout: Rollout) -> Tensor:

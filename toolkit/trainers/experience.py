@@ -9,6 +9,15 @@ from toolkit.data import Rollout
 from toolkit.functional import masked_var, standard_error
 
 
+class RolesOnRollout(NamedTuple):
+    """What the roles say about a rollout, float32 (B, T) each; zeros where something was not asked for."""
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    full_kl: Tensor
+
+
 class Experience(NamedTuple):
     """What an update needs to know about a rollout of B responses of up to T tokens."""
 
@@ -18,7 +27,7 @@ class Experience(NamedTuple):
     ref_logprobs: Tensor  # (B, T)
     old_values: Tensor  # (B, T)
     scores: Tensor  # (B,), penalties included
-    kl: Tensor  # (B, T), by the configured estimator
+    kl: Tensor  # (B, T), as ppo.kl_estimator says
     rewards: Tensor  # (B, T)
     advantages: Tensor  # (B, T), whitened
     returns: Tensor  # (B, T)

@@ -31,6 +31,7 @@ from transformers import GenerationConfig
 from toolkit.data import Rollout, concatenate
 from toolkit.functional import (
     KL_ESTIMATORS,
+    adapt_kl_coef,
     clipped_policy_loss,
     clipped_value_loss,
     generalized_advantage_estimation,
@@ -43,10 +44,17 @@ from toolkit.functional import (
     standard_error,
     whiten,
 )
-from toolkit.models import Sequences, release_memory, response_logprobs, response_logprobs_and_values, response_values
-from toolkit.rewards import check_scores
+from toolkit.models import (
+    Sequences,
+    release_memory,
+    response_full_kl,
+    response_logprobs,
+    response_logprobs_and_values,
+    response_values,
+)
+from toolkit.rewards import check_scores, score_with
 from toolkit.trainers import self_checks
-from toolkit.trainers.experience import Experience, describe
+from toolkit.trainers.experience import Experience, RolesOnRollout, describe
 from toolkit.trainers.ppo_base import SharedBaseTrainer
 
 
@@ -120,10 +128,10 @@ class PPOTrainer(SharedBaseTrainer):
         """One score for each response: float32 (B,).
 
         Raises:
-            RewardError: the reward callback did not return one finite number each.
+            RewardError: the reward callback raised, or did not return one finite number each.
         """
         with self.compute_loss_context_manager():
-            return check_scores(self.reward(responses), responses)
+            return score_with(self.reward, responses)
 
     # ------------------------------------------------------------------ one update
 
@@ -146,8 +154,17 @@ class PPOTrainer(SharedBaseTrainer):
         self.state.global_step += 1
         self.state.episode += len(responses)
         self.state.epoch = self.state.episode / len(self.train_dataset)
-        described = describe(experience, kl_coef=self.args.kl_coef)
-        return {**described, "learning_rate": learning_rate, **stats}
+        described = describe(experience, kl_coef=self.kl_coef)
+        stats = {**described, "kl_coef": self.kl_coef, "learning_rate": learning_rate, **stats}
+        if self.args.kl_target is not None:
+            self.kl_coef = adapt_kl_coef(
+                self.kl_coef,
+                described["kl"],
+                target=self.args.kl_target,
+                episodes=len(responses),
+                horizon=self.args.kl_horizon,
+            )
+        return stats
 
     def _sequences(self, rollout: Rollout, rows: Sequence[int]) -> Sequences:
         return Sequences.from_ids(
@@ -180,38 +197,53 @@ class PPOTrainer(SharedBaseTrainer):
         )
 
     @torch.no_grad()
-    def _read_roles(self, rollout: Rollout, *, values: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities under policy and reference, and values: float32 (B, T) each, on the CPU."""
-        shape = (len(rollout), max(rollout.lengths))
-        logprobs, ref_logprobs, old_values = (torch.zeros(shape) for _ in range(3))
+    def _read_roles(self, rollout: Rollout, *, values: bool = True, full_kl: bool = False) -> RolesOnRollout:
+        """What policy, reference and value say about a rollout: float32 (B, T) each, on the CPU."""
+        read = RolesOnRollout(*(torch.zeros(len(rollout), max(rollout.lengths)) for _ in range(4)))
         rows = range(len(rollout))
         with self.roles.in_eval_mode(), self.compute_loss_context_manager():
             for part in self._by_length(rollout, rows, self.args.local_rollout_forward_batch_size):
-                sequences = self._sequences(rollout, part)
-                length = sequences.response_mask.shape[1]
-                with self.roles.role("policy"):
-                    if values and self.roles.shares_value:
-                        logprobs[part, :length], old_values[part, :length] = (
-                            x.cpu() for x in self._logprobs_and_values(sequences)
-                        )
-                    else:
-                        logprobs[part, :length] = self._logprobs(sequences).cpu()
-                with self.roles.role("reference"):
-                    ref_logprobs[part, :length] = self._logprobs(sequences).cpu()
-                if values and not self.roles.shares_value:
-                    with self.roles.role("value"):
-                        old_values[part, :length] = response_values(self.roles, sequences).cpu()
+                found = self._read_part(self._sequences(rollout, part), values=values, full_kl=full_kl)
+                for whole, tensor in zip(read, found, strict=True):
+                    if tensor is not None:
+                        whole[part, : tensor.shape[1]] = tensor.cpu()
                 release_memory()
-        return logprobs, ref_logprobs, old_values
+        return read
+
+    def _read_part(self, sequences: Sequences, *, values: bool, full_kl: bool) -> tuple[Tensor | None, ...]:
+        """In the order of `RolesOnRollout`; None for what was not asked for."""
+        old_values: Tensor | None = None
+        kl: Tensor | None = None
+        if full_kl:
+            kl, logprobs, ref_logprobs, old_values = response_full_kl(
+                self.roles,
+                sequences,
+                temperature=self.args.temperature,
+                chunk_size=self.args.logprob_chunk_size,
+            )
+        else:
+            with self.roles.role("policy"):
+                if values and self.roles.shares_value:
+                    logprobs, old_values = self._logprobs_and_values(sequences)
+                else:
+                    logprobs = self._logprobs(sequences)
+            with self.roles.role("reference"):
+                ref_logprobs = self._logprobs(sequences)
+        if values and not self.roles.shares_value:
+            with self.roles.role("value"):
+                old_values = response_values(self.roles, sequences)
+        return logprobs, ref_logprobs, old_values, kl
 
     def _make_experience(self, rollout: Rollout, scores: Tensor) -> Experience:
         args = self.args
         mask = torch.arange(max(rollout.lengths)) < torch.tensor(rollout.lengths).unsqueeze(1)
-        logprobs, ref_logprobs, values = self._read_roles(rollout)
+        full = args.kl_estimator == "full"
+        logprobs, ref_logprobs, values, kl = self._read_roles(rollout, full_kl=full)
         if args.missing_eos_penalty is not None:
             scores = penalize_missing_eos(scores, torch.tensor(rollout.ended), penalty=args.missing_eos_penalty)
-        kl = KL_ESTIMATORS[args.kl_estimator](logprobs, ref_logprobs)
-        rewards = shape_rewards(scores, kl, mask, kl_coef=args.kl_coef)
+        if not full:
+            kl = KL_ESTIMATORS[args.kl_estimator](logprobs, ref_logprobs)
+        rewards = shape_rewards(scores, kl, mask, kl_coef=self.kl_coef)
         if args.whiten_rewards:
             rewards = scale_to_unit_variance(rewards, mask)
         advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=args.gamma, lam=args.lam)
@@ -236,7 +268,8 @@ class PPOTrainer(SharedBaseTrainer):
         """One optimizer step from the gradient over all tokens of the mini-batch."""
         totals = self._backward_mini_batch(experience, rows)
         if not self._gradients_checked:
-            self_checks.check_gradients(self.roles, self.roles.trained_roles)
+            # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
+            self_checks.check_gradients(self.roles, self.roles.trained_roles, scaled=self.args.fp16)
             self._gradients_checked = True
         parameters = [p for role in self.roles.trained_roles for p in self.roles.parameters_of(role)]
         if self.args.max_grad_norm:
@@ -329,7 +362,7 @@ class PPOTrainer(SharedBaseTrainer):
             for start in range(0, len(dataset), size):
                 batch = self.data_collator([dataset[i] for i in range(start, min(start + size, len(dataset)))])
                 rollout = self.generate(batch, do_sample=self.args.eval_do_sample)
-                logprobs, ref_logprobs, _ = self._read_roles(rollout, values=False)
+                logprobs, ref_logprobs, *_ = self._read_roles(rollout, values=False)
                 rollouts.append(rollout)
                 scores.append(self.score(batch, rollout))
                 kls.append(kl_k1(logprobs, ref_logprobs).sum(dim=1))  # both are 0 outside the mask

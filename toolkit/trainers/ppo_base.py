@@ -14,7 +14,7 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
@@ -78,6 +78,7 @@ class SharedBaseTrainer(TRLPPOTrainer):
             self.remove_callback(PrinterCallback)
         self.roles, self.reward, self.metrics = roles, reward, metrics
         self.base_name = base_name
+        self.kl_coef = args.kl_coef  # changed by the adaptive controller, where ppo.kl_target asks for it
         self.state = OnlineTrainerState(**{**vars(self.state), "episode": 0})
         self.is_peft_model = True
         if args.gradient_checkpointing:
@@ -86,7 +87,7 @@ class SharedBaseTrainer(TRLPPOTrainer):
         self.dataloader = DataLoader(
             train_dataset,
             batch_size=args.rollout_batch_size,
-            shuffle=True,
+            sampler=RandomSampler(train_dataset, replacement=args.sample_with_replacement, generator=order),
             generator=order,
             collate_fn=collator,
             drop_last=True,

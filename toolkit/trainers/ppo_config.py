@@ -81,6 +81,9 @@ HONOURED = frozenset(
         "value",
         "eval_do_sample",
         "logprob_chunk_size",
+        "kl_target",
+        "kl_horizon",
+        "sample_with_replacement",
     }
 )
 
@@ -134,8 +137,27 @@ class PPOConfig(TRLPPOConfig):
         default=128,
         metadata={"help": "Response tokens for which vocabulary-sized logits exist at a time."},
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = field(
-        default="k1", metadata={"help": "Estimator of KL(policy, reference) in the reward penalty."}
+    kl_estimator: Literal["k1", "k2", "k3", "full"] = field(
+        default="k1",
+        metadata={
+            "help": "KL(policy, reference) in the reward penalty: an estimator from the sampled tokens, or the full "
+            "sum over the vocabulary."
+        },
+    )
+    kl_target: float | None = field(
+        default=None,
+        metadata={
+            "help": "KL a response that an adaptive controller steers towards by changing the coefficient, which "
+            "starts at kl_coef. Without it the coefficient is fixed."
+        },
+    )
+    kl_horizon: int = field(
+        default=10_000,
+        metadata={"help": "Responses over which the adaptive controller changes the coefficient by up to a fifth."},
+    )
+    sample_with_replacement: bool = field(
+        default=False,
+        metadata={"help": "Draw prompts with replacement, where otherwise each comes once in a pass over the data."},
     )
 
     def __post_init__(self) -> None:
@@ -156,9 +178,11 @@ class PPOConfig(TRLPPOConfig):
                 (
                     "kl_estimator",
                     self.kl_estimator,
-                    f"one of {', '.join(KL_ESTIMATORS)}",
-                    self.kl_estimator in KL_ESTIMATORS,
+                    f"one of {', '.join(KL_ESTIMATORS)}, full",
+                    self.kl_estimator in (*KL_ESTIMATORS, "full"),
                 ),
+                ("kl_target", self.kl_target, "positive", self.kl_target is None or self.kl_target > 0),
+                ("kl_horizon", self.kl_horizon, "at least 1", self.kl_horizon >= 1),
                 ("loop", self.loop, "toolkit or trl", self.loop in ("toolkit", "trl")),
                 ("value", self.value, "separate or shared", self.value in ("separate", "shared")),
             )
@@ -175,10 +199,21 @@ class PPOConfig(TRLPPOConfig):
             )
         if self.max_steps > 0 and self.total_episodes is not None:
             problems.append("max_steps and total_episodes both set the number of updates; give one")
-        if self.loop == "trl" and self.kl_estimator == "k2":
-            problems.append("loop: trl knows the kl_estimator k1 and k3 only")
+        if self.loop == "trl":
+            problems += self._beyond_trl()
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _beyond_trl(self) -> list[str]:
+        """What TRL's own loop does not know."""
+        problems = []
+        if self.kl_estimator not in ("k1", "k3"):
+            problems.append("loop: trl knows the kl_estimator k1 and k3 only")
+        if self.kl_target is not None:
+            problems.append("loop: trl has a fixed kl_coef; kl_target would have no effect")
+        if self.sample_with_replacement:
+            problems.append("loop: trl draws without replacement; sample_with_replacement would have no effect")
+        return problems
 
     @property
     def rollout_batch_size(self) -> int:

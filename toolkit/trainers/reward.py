@@ -17,17 +17,11 @@ from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
-from toolkit.data import LabelledCollator, pad_rows
+from toolkit.data import LabelledCollator
 from toolkit.errors import DataError
 from toolkit.functional import wilson_interval
-from toolkit.models import (
-    LENGTH_MULTIPLE,
-    SequenceClassifierView,
-    SharedBase,
-    release_memory,
-    save_role,
-    sequence_logits,
-)
+from toolkit.models import SequenceClassifierView, SharedBase, release_memory, save_role
+from toolkit.rewards import read_sequences
 
 
 class _SavesRole(Trainer):
@@ -110,22 +104,6 @@ def reward_trainer(
     return trainer
 
 
-@torch.no_grad()
-def _logits(roles: SharedBase, rows: list[list[int]], *, pad_token_id: int, batch_size: int) -> torch.Tensor:
-    parts = torch.zeros(len(rows), roles.head("reward").out_features)
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    with roles.in_eval_mode():
-        for start in range(0, len(rows), batch_size):
-            part = order[start : start + batch_size]
-            ids, mask = pad_rows(
-                [rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=LENGTH_MULTIPLE
-            )
-            ids, mask = ids.to(roles.device), mask.to(roles.device)
-            parts[part] = sequence_logits(roles, ids, mask, pad_token_id=pad_token_id).cpu()
-            release_memory()
-    return parts
-
-
 def evaluate_reward(roles: SharedBase, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
     """Accuracy of the reward role on held-out rows, with its 95 % interval, and the loss.
 
@@ -141,13 +119,13 @@ def evaluate_reward(roles: SharedBase, dataset: Dataset, *, pad_token_id: int, b
     """
     read = {"pad_token_id": pad_token_id, "batch_size": batch_size}
     if "labels" in dataset.column_names:
-        logits = _logits(roles, dataset["input_ids"], **read)
+        logits = read_sequences(roles, dataset["input_ids"], **read)
         labels = torch.tensor(dataset["labels"])
         right = int((logits.argmax(dim=1) == labels).sum())
         figures = {"loss": float(nn.functional.cross_entropy(logits, labels))}
     else:
-        chosen = _logits(roles, dataset["chosen_ids"], **read).squeeze(1)
-        margin = chosen - _logits(roles, dataset["rejected_ids"], **read).squeeze(1)
+        chosen = read_sequences(roles, dataset["chosen_ids"], **read).squeeze(1)
+        margin = chosen - read_sequences(roles, dataset["rejected_ids"], **read).squeeze(1)
         right = int((margin > 0).sum())
         figures = {"loss": float(-nn.functional.logsigmoid(margin).mean()), "margin": float(margin.mean())}
     low, high = wilson_interval(right, len(dataset))

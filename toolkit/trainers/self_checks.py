@@ -121,8 +121,13 @@ def check_in_optimizer(base: SharedBase, optimizer: torch.optim.Optimizer) -> No
         raise SelfCheckError(f"the optimizer holds {len(held - trained)} tensors of no trained role.")
 
 
-def check_gradients(base: SharedBase, roles: Iterable[str]) -> None:
+def check_gradients(base: SharedBase, roles: Iterable[str], *, scaled: bool = False) -> None:
     """After the first backward passes each trained role has finite gradients, and not only zeros.
+
+    Args:
+        base: carries the roles.
+        roles: those that are trained.
+        scaled: gradients are scaled up for float16, so that one that is not finite is no mistake.
 
     Raises:
         SelfCheckError: a role got none (an adapter that was inactive or frozen gets none, in silence).
@@ -132,7 +137,7 @@ def check_gradients(base: SharedBase, roles: Iterable[str]) -> None:
         missing = sum(g is None for g in gradients)
         if missing:
             raise SelfCheckError(f'{missing} of {len(gradients)} tensors of the trained role "{role}" got no gradient.')
-        if not all(bool(torch.isfinite(g).all()) for g in gradients if g is not None):
+        if not scaled and not all(bool(torch.isfinite(g).all()) for g in gradients if g is not None):
             raise SelfCheckError(f'the first gradient of the role "{role}" is not finite.')
         if not any(bool(g.any()) for g in gradients if g is not None):
             raise SelfCheckError(f'the first gradient of the role "{role}" is zero everywhere.')

@@ -1,0 +1,420 @@
+"""Prompts in every form; ids are worked out from the vocabulary, a character or a byte a token."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from tests.recipes.helpers import byte_tokenizer
+from toolkit.data import TASKS, PromptCollator, Prompts, Rollout, doubling, sources
+from toolkit.errors import DataError
+
+DATA = Path(__file__).parents[2] / "data"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}_{% elif m.role == 'assistant' %}小{% elif m.role == 'system' %}大"
+    "{% else %}{{ raise_exception('no role ' + m.role) }}{% endif %}:{{ m.content }}={% endfor %}"
+    "{% if add_generation_prompt %}x:{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def ids(text):
+    """The doubling tokenizer has one token a character, numbered as in the vocabulary."""
+    return [doubling.VOCABULARY.index(character) for character in text]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def task_of(tmp_path, tokenizer, rows, **arguments):
+    path = write(tmp_path / "x.jsonl", rows)
+    return Prompts(tokenizer, path, **{"validation": path, **arguments})
+
+
+# ---------------------------------------------------------------------- where the prompt is, and what becomes of it
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"query": "12"}, "_:12=x:"),
+        ({"prompt": "12"}, "_:12=x:"),
+        ({"prompt": [user("12")]}, "_:12=x:"),
+        ({"messages": [user("1"), {"role": "assistant", "content": "2"}, user("3")]}, "_:1=小:2=_:3=x:"),
+        ({"messages": [{"role": "system", "content": "0"}, user("3")]}, "大:0=_:3=x:"),
+        ({"input_ids": [1, 5, 6]}, "S23"),
+    ],
+)
+def test_every_column_that_can_be_the_prompt(row, text, tmp_path, chat_tokenizer):
+    (prompt,) = task_of(tmp_path, chat_tokenizer, [row]).prompts("train")
+    assert prompt == {"input_ids": ids(text), "prompt": text}
+
+
+def test_the_first_row_decides_in_a_fixed_order(tmp_path, chat_tokenizer):
+    row = {"query": "1", "prompt": "2", "messages": [user("3")], "input_ids": [4]}
+    for column, text in (("input_ids", "1"), ("messages", "_:3=x:"), ("prompt", "_:2=x:"), ("query", "_:1=x:")):
+        assert task_of(tmp_path, chat_tokenizer, [row]).prompts("train")["prompt"][0] == text
+        del row[column]
+    # A later row has a column of higher rank, which is passed on as any other.
+    task = task_of(tmp_path, chat_tokenizer, [{"query": "1"}, {"query": "2", "messages": [user("3")]}])
+    assert task.prompts("train")["prompt"][:] == ["_:1=x:", "_:2=x:"]
+    with pytest.raises(
+        DataError, match=r'x.jsonl, line 2: no column "query", which the first row has; present: a, b. Gi'
+    ):
+        task_of(tmp_path, chat_tokenizer, [{"query": "1"}, {"a": "2", "b": 0}]).prompts("train")
+
+
+def test_columns_are_mapped_ours_first(tmp_path, chat_tokenizer):
+    rows = [{"question": "1", "talk": [user("2")], "tokens": [3], "query": "4"}]
+    for columns, text in (
+        ({"prompt": "question"}, "_:1=x:"),
+        ({"prompt": "talk"}, "_:2=x:"),
+        ({"messages": "talk"}, "_:2=x:"),
+        ({"input_ids": "tokens"}, "0"),
+        ({"prompt": "question", "messages": "absent"}, "_:1=x:"),
+        ({"prompt": "question", "messages": "talk"}, "_:2=x:"),
+        ({}, "_:4=x:"),
+    ):
+        data = task_of(tmp_path, chat_tokenizer, rows, columns=columns).prompts("train")
+        assert data["prompt"][0] == text
+    assert data.column_names == ["input_ids", "prompt", "question", "talk", "tokens"]
+    # What is mapped comes before a column that merely has one of our names.
+    named = task_of(tmp_path, chat_tokenizer, [{"q": "1", "prompt": "2", "input_ids": [3]}], columns={"prompt": "q"})
+    assert named.prompts("train")[0] == {"input_ids": ids("_:1=x:"), "prompt": "_:1=x:"}
+
+
+def test_text_as_it_is_has_the_special_tokens_of_the_tokenizer(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    (row,) = task_of(tmp_path, tokenizer, [{"query": " ab"}], chat=False).prompts("train")
+    vocabulary = tokenizer.get_vocab()
+    assert row == {"input_ids": [1, vocabulary["Ġ"], vocabulary["a"], vocabulary["b"]], "prompt": " ab"}
+    # In a chat template stand all that are wanted.
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    (row,) = task_of(tmp_path, tokenizer, [{"query": "ab"}]).prompts("train")
+    assert row["input_ids"] == [vocabulary["a"], vocabulary["b"]]
+
+
+@pytest.mark.parametrize(
+    ("system", "texts"),
+    [
+        (None, ["_:1=x:", "大:0=_:2=x:"]),
+        ("", ["大:=_:1=x:", "大:0=_:2=x:"]),
+        ("9", ["大:9=_:1=x:", "大:0=_:2=x:"]),
+    ],
+)
+def test_a_system_message_for_prompts_that_have_none(system, texts, tmp_path, chat_tokenizer):
+    rows = [{"prompt": "1"}, {"prompt": [{"role": "system", "content": "0"}, user("2")]}]
+    assert task_of(tmp_path, chat_tokenizer, rows, system=system).prompts("train")["prompt"][:] == texts
+
+
+def test_other_columns_are_passed_on(tmp_path, chat_tokenizer):
+    rows = [{"query": "1", "score": 1.5, "tags": ["a"]}, {"query": "2", "about": {"b": 1}, "tags": []}]
+    data = task_of(tmp_path, chat_tokenizer, rows).prompts("train")
+    assert data.column_names == ["input_ids", "prompt", "score", "tags", "about"]
+    batch = PromptCollator(0)([data[i] for i in range(2)])
+    assert batch["columns"] == {
+        "prompt": ["_:1=x:", "_:2=x:"],
+        "score": [1.5, None],
+        "tags": [["a"], []],
+        "about": [None, {"b": 1}],
+    }
+    with pytest.raises(
+        DataError, match='data.train: .*x.jsonl: column "score" does not hold values of one type .*Mend'
+    ):
+        task_of(tmp_path, chat_tokenizer, [*rows, {"query": "3", "score": "high"}]).prompts("train")
+
+
+def test_tables_do_not_add_keys_to_messages(tmp_path, tokenizer):
+    """In parquet every message has the keys of all."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if m.name is defined %}x{% endif %}{% endfor %}"
+    talk = [{"role": "user", "content": "1"}, {"role": "user", "content": "2", "name": "n"}]
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"messages": [talk]}), path)
+    assert Prompts(tokenizer, str(path), str(path)).prompts("train")["prompt"][0] == "12x"
+
+
+# ---------------------------------------------------------------------- rows left out
+
+
+def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
+    rows = [
+        ({"prompt": "1"}, None),
+        ({"prompt": ""}, "an empty prompt"),
+        ({"prompt": " \n"}, "an empty prompt"),
+        ({"prompt": None}, "an empty prompt"),
+        ({"prompt": []}, "an empty prompt"),
+        ({"prompt": [user(" ")]}, "an empty prompt"),
+        ({"prompt": "1" * 15}, None),  # and 5 of the template: as many tokens as are allowed
+        ({"prompt": "1" * 16}, "a prompt over 20 tokens"),
+        ({"prompt": 5}, "a prompt that is no text"),
+        ({"prompt": ["1"]}, "a message that is no object with role and content"),
+        ({"prompt": [{"content": "1"}]}, 'a message without text as "role"'),
+        ({"prompt": [{"role": "user", "content": [{"text": "1"}]}]}, 'a message without text as "content"'),
+        ({"prompt": [user("1"), {"role": "assistant", "content": "2"}]}, "its last turn is the assistant's"),
+        ({"prompt": [{"role": "system", "content": "1"}]}, "messages without a turn of the user"),
+        ({"prompt": [user("1"), {"role": "tool", "content": "2"}]}, "the chat template refuses it: no role tool"),
+    ]
+    task = task_of(tmp_path, chat_tokenizer, [row for row, _ in rows], max_prompt_length=20)
+    assert task.left_out == {} and task.left_out_rows() == []  # nothing is read before it is asked for
+    assert task.prompts("train")["prompt"][:] == ["_:1=x:", f"_:{'1' * 15}=x:"]
+    expected = [(f"{task.train}, line {n}", reason) for n, (_, reason) in enumerate(rows, 1) if reason]
+    assert [(row["place"], row["reason"]) for row in task.left_out_rows() if row["split"] == "train"] == expected
+    assert len(task.left_out_rows()) == 2 * len(expected)  # the same file is the validation split
+    assert task.left_out["validation"] == task.left_out["train"]
+    assert task.left_out["train"]["an empty prompt"] == 5 and task.left_out["train"].total() == 13
+    start = f"train: 2 prompts; 13 left out: 5 × an empty prompt (first: {task.train}, line 2), 1 × a prompt over 20"
+    assert task.report().startswith(start)
+    assert " | validation: 2 prompts; 13 left out: " in task.report()
+
+
+def test_ids_left_out(tmp_path, tokenizer):
+    rows = [
+        ({"input_ids": [41]}, None),
+        ({"input_ids": []}, "an empty prompt"),
+        ({"input_ids": [3, 42]}, "ids that are not in the vocabulary"),
+        ({"input_ids": [-1]}, "ids that are not in the vocabulary"),
+        ({"input_ids": [True]}, "input_ids that are no list of whole numbers"),
+        ({"input_ids": "3 4"}, "input_ids that are no list of whole numbers"),
+        ({"input_ids": [3] * 5}, "a prompt over 4 tokens"),
+    ]
+    task = task_of(tmp_path, tokenizer, [row for row, _ in rows], max_prompt_length=4)
+    assert task.prompts("train")["input_ids"][:] == [[41]]
+    assert [row["reason"] for row in task.left_out_rows()] == [reason for _, reason in rows if reason] * 2
+
+
+def test_other_kinds_in_other_columns(tmp_path, chat_tokenizer):
+    task = task_of(tmp_path, chat_tokenizer, [{"query": "1"}, {"query": [user("1")]}])
+    assert len(task.prompts("train")) == 1 and list(task.left_out["train"]) == ["a query that is no text"]
+    task = task_of(tmp_path, chat_tokenizer, [{"messages": [user("1")]}, {"messages": "1"}])
+    assert len(task.prompts("train")) == 1 and list(task.left_out["train"]) == ["messages that are no list"]
+
+
+def test_nothing_is_left(tmp_path, chat_tokenizer):
+    with pytest.raises(
+        DataError, match=r"data.train: no row can be used \(the file is empty\). Mend .*x.jsonl, or name"
+    ):
+        task_of(tmp_path, chat_tokenizer, []).prompts("train")
+    message = r"no row can be used \(2 × an empty prompt \(first: .*x.jsonl, line 1\)\)"
+    with pytest.raises(DataError, match=message):
+        task_of(tmp_path, chat_tokenizer, [{"query": ""}, {"query": ""}]).prompts("validation")
+
+
+def test_a_template_that_renders_nothing(tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ messages[0].content if messages[0].content != '1' }}"
+    task = task_of(tmp_path, chat_tokenizer, [{"query": "1"}, {"query": "2"}])
+    assert task.prompts("train")["prompt"][:] == ["2"] and task.left_out["train"] == {"an empty prompt": 1}
+
+
+def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):
+    task = task_of(tmp_path, chat_tokenizer, [{"query": ""}, {"other": "1"}])
+    for _ in range(2):
+        with pytest.raises(DataError, match="line 2"):
+            task.prompts("train")
+    assert task.left_out == {"train": {"an empty prompt": 1}}
+
+
+# ---------------------------------------------------------------------- splits
+
+
+def rows_of(*numbers):
+    return [{"query": str(number), "n": number} for number in numbers]
+
+
+def test_validation_is_held_out_of_train(tmp_path, chat_tokenizer):
+    def numbers(split, **arguments):
+        task = task_of(tmp_path, chat_tokenizer, rows_of(*range(20)), validation=None, **arguments)
+        return task.prompts(split)["n"][:]
+
+    train, validation = numbers("train", validation_size=6), numbers("validation", validation_size=6)
+    assert len(validation) == 6 and sorted(train + validation) == list(range(20))
+    assert numbers("test", validation_size=6) == validation and validation != list(range(6))
+    assert numbers("validation", validation_size=6, seed=1) != validation
+    # The draw does not depend on how many are trained on.
+    assert numbers("validation", validation_size=6, max_train_rows=3) == validation
+    assert numbers("train", validation_size=6, max_train_rows=3) == train[:3]
+    assert numbers("validation", validation_size=6, max_validation_rows=2) == validation[:2]
+
+
+def test_rows_with_the_same_prompt_are_held_out_together(tmp_path, chat_tokenizer):
+    rows = [{"query": str(n // 5), "n": n} for n in range(20)]
+    for seed in range(5):
+        task = task_of(tmp_path, chat_tokenizer, rows, validation=None, validation_size=6, seed=seed)
+        train, validation = set(task.prompts("train")["prompt"]), set(task.prompts("validation")["prompt"])
+        assert not train & validation and len(task.prompts("validation")) == 10
+
+
+def test_too_much_held_out(tmp_path, chat_tokenizer):
+    task = task_of(tmp_path, chat_tokenizer, rows_of(1, 2, 3), validation=None, validation_size=3)
+    message = r"data.validation_size \(3\) leaves no training rows: .*x.jsonl has 3 that can be used. Lower it, or name"
+    with pytest.raises(DataError, match=message):
+        task.prompts("train")
+    task = task_of(tmp_path, chat_tokenizer, rows_of(1, 2, 3), validation=None, validation_size=2)
+    assert len(task.prompts("train")) == 1 and task.left_out == {"train": {}, "validation": {}}
+    assert task.report() == "train: 1 prompts | validation: 2 prompts"
+    with pytest.raises(DataError, match=r"data.validation_size \(100\) leaves no training rows"):
+        task_of(tmp_path, chat_tokenizer, rows_of(1, 2), validation=None).prompts("train")
+
+
+def test_limits_count_rows_that_can_be_used_and_end_the_reading(tmp_path, chat_tokenizer):
+    rows = [{"query": ""}, *rows_of(1, 2), {"query": ""}, *rows_of(3)]
+    task = task_of(tmp_path, chat_tokenizer, rows, max_train_rows=2, max_validation_rows=1)
+    assert task.prompts("train")["n"][:] == [1, 2] and task.prompts("validation")["n"][:] == [1]
+    assert [row["place"] for row in task.left_out_rows()] == [f"{task.train}, line 1"] * 2
+
+
+def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
+    data = DatasetDict(train=Dataset.from_dict({"query": ["1", ""]}), test=Dataset.from_dict({"query": ["2"]}))
+    seen = []
+    monkeypatch.setattr(sources, "load_dataset", lambda name, data_dir: seen.append((name, data_dir)) or data)
+    task = Prompts(chat_tokenizer, "some/prompts", "some/prompts", subset="part")
+    assert task.prompts("train")["prompt"][:] == ["_:1=x:"] and task.prompts("test")["prompt"][:] == ["_:2=x:"]
+    assert task.left_out_rows() == [
+        {"split": "train", "place": "some/prompts (train), row 2", "reason": "an empty prompt"}
+    ]
+    assert seen == [("some/prompts", "part")] * 2
+
+
+# ---------------------------------------------------------------------- what a recipe can get wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"columns": {"promt": "q"}}, 'data.columns: no prompt is called "promt". Did you mean prompt?'),
+        ({"columns": {"x": "q"}}, 'is called "x". The names are prompt, messages, input_ids. The file\'s own name'),
+        ({"columns": {"prompt": 3}}, "data.columns.prompt: the name of a column is needed, got 3"),
+        ({"chat": False, "system": ""}, "data.system has no effect with data.chat=false. Remove one of them"),
+        ({"validation_size": 0}, "data.validation_size: a number from 1 is needed, got 0"),
+        ({"max_prompt_length": 0}, "data.max_prompt_length: a number from 1"),
+        ({"max_train_rows": 0}, "data.max_train_rows: a number from 1"),
+        ({"max_validation_rows": -1}, "data.max_validation_rows: a number from 1 is needed, got -1"),
+    ],
+)
+def test_arguments_that_contradict(arguments, message, tokenizer):
+    with pytest.raises(DataError, match=message):
+        Prompts(tokenizer, "no such file", **arguments)
+    Prompts(tokenizer, "no such file")  # nothing is read yet
+    Prompts(tokenizer, "no such file", "nor this", validation_size=0)  # it has no effect here
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "message"),
+    [
+        (
+            {"text": "1", "id": 2},
+            {},
+            'line 1: a prompt is in the column "input_ids", "messages", "prompt", "query"; pres',
+        ),
+        ({"text": "1", "id": 2}, {}, "present: text, id. Name the column with data.columns.prompt="),
+        ({"query": "1"}, {"columns": {"prompt": "q"}}, 'line 1: a prompt is in the column "q"; present: query'),
+        ({}, {}, "present: none"),
+        (
+            {"input_ids": [3]},
+            {"system": "0"},
+            "line 1: data.system has no effect on prompts that are token ids. Remove",
+        ),
+        (
+            {"messages": []},
+            {"chat": False},
+            "line 1: messages need the chat template. Remove data.chat=false, or name a",
+        ),
+        ({"prompt": [user("1")]}, {"chat": False}, "line 1: messages need the chat template"),
+    ],
+)
+def test_sources_that_do_not_fit_the_recipe(row, arguments, message, tmp_path, chat_tokenizer):
+    with pytest.raises(DataError, match=message):
+        task_of(tmp_path, chat_tokenizer, [row], **arguments).prompts("train")
+
+
+def test_a_tokenizer_without_chat_template(tmp_path, tokenizer):
+    message = (
+        "line 1: the tokenizer has no chat template, .* Use an instruction-tuned checkpoint, or set data.chat=false"
+    )
+    for row in ({"query": "1"}, {"prompt": "1"}):
+        with pytest.raises(DataError, match=message):
+            task_of(tmp_path, tokenizer, [row]).prompts("train")
+    with pytest.raises(DataError, match="Use an instruction-tuned checkpoint.$"):
+        task_of(tmp_path, tokenizer, [{"messages": [user("1")]}]).prompts("train")
+    assert task_of(tmp_path, tokenizer, [{"query": "1"}], chat=False).prompts("train")["input_ids"][0] == ids("1")
+
+
+# ---------------------------------------------------------------------- the interface of a task
+
+
+def test_a_prompt_that_is_typed(chat_tokenizer):
+    talk = [user("1"), {"role": "assistant", "content": "2"}, user("3")]
+    task = Prompts(chat_tokenizer, "x.jsonl", system="0")
+    assert task.chats and task.prompt_ids(talk) == ids("大:0=_:1=小:2=_:3=x:")
+    with pytest.raises(DataError, match='the prompt "1": the chat template refuses it: no role tool'):
+        task.prompt_ids([{"role": "tool", "content": "1"}])
+    plain = Prompts(chat_tokenizer, "x.jsonl", chat=False)
+    assert not plain.chats and plain.prompt_ids(talk) == ids("3")
+
+
+def test_it_is_a_task_without_metrics_of_its_own(chat_tokenizer):
+    rollout = Rollout(prompts=[""], responses=[""], prompt_ids=[[1]], response_ids=[[2]], ended=[True])
+    assert TASKS["prompts"] is Prompts and Prompts(chat_tokenizer, "x.jsonl").metrics(rollout) == {}
+
+
+# ---------------------------------------------------------------------- the examples in data/
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("queries.json", {}),
+        ("queries.jsonl", {}),
+        ("prompts.json", {}),
+        ("questions.csv", {"columns": {"prompt": "question"}}),
+        ("prompts.parquet", {}),
+        ("prompts.txt", {}),
+        ("prompts_dataset", {"validation": str(DATA / "prompts_dataset")}),
+    ],
+)
+def test_every_example_gives_the_same_prompts(name, arguments):
+    task = Prompts(byte_tokenizer(), str(DATA / name), **{"validation_size": 6, **arguments})
+    train, validation = task.prompts("train"), task.prompts("validation")
+    assert (len(train), len(validation)) == (18, 6) and task.left_out_rows() == []
+    lines = (DATA / "prompts.txt").read_text(encoding="utf-8").split("\n")[:-1]
+    assert set(train["prompt"]) | set(validation["prompt"]) == {f"<s>{line}</s><s>" for line in lines}
+    assert len(train["input_ids"][0]) == len(train["prompt"][0].encode("utf-8")) - len("<s></s><s>") + 3
+    assert ("topic" in train.column_names) == (name not in ("queries.json", "prompts.txt"))
+
+
+def test_the_examples_of_conversations_and_token_ids(tokenizer):
+    talks = Prompts(byte_tokenizer(), str(DATA / "messages.jsonl"), str(DATA / "messages.jsonl")).prompts("train")
+    assert len(talks) == 8 and talks["prompt"][2] == "<s>Answer in one word.</s><s>What do cows drink?</s><s>"
+    path = str(DATA / "token_ids.jsonl")
+    questions = Prompts(tokenizer, path, path).prompts("train")
+    assert len(questions) == 12 and questions[1] == {
+        "input_ids": ids("S小写:4567x2="), "prompt": "S小写:4567x2=", "answer": "九一三四",
+    }  # fmt: skip
+
+
+def test_every_file_in_data_has_a_test_and_a_line_in_its_readme():
+    listed = (DATA / "README.md").read_text(encoding="utf-8")
+    tested = (Path(__file__).read_text(encoding="utf-8")) + Path(__file__).with_name("test_preferences.py").read_text(
+        "utf-8"
+    )
+    names = [entry.name for entry in DATA.iterdir() if entry.name != "README.md"]
+    assert len(names) == 10
+    for name in names:
+        assert f"`{name}" in listed and name in tested, name

@@ -1,0 +1,290 @@
+"""Every source by its rows and places, and every way in which one can be wrong by its message."""
+
+import csv
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from toolkit.data import messages_of_row, read_rows, sources
+from toolkit.data.sources import has_splits
+from toolkit.errors import DataError
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def read(path, **arguments):
+    return list(read_rows(str(path), setting="data.train", **arguments))
+
+
+def file(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    return path
+
+
+# ---------------------------------------------------------------------- what is read
+
+
+def test_json_lines_keep_their_line_numbers(tmp_path):
+    path = file(tmp_path / "x.jsonl", '{"a": 1}\r\n\n  {"a": "two"}')
+    assert read(path) == [(f"{path}, line 1", {"a": 1}), (f"{path}, line 3", {"a": "two"})]
+
+
+def test_a_json_file_is_an_array_or_json_lines(tmp_path):
+    array = file(tmp_path / "array.json", '\n[\n {"a": 1},\n {"a":\n 2}]')
+    assert read(array) == [(f"{array}, row 1", {"a": 1}), (f"{array}, row 2", {"a": 2})]
+    lines = file(tmp_path / "lines.json", '{"a": 1}\n{"a": 2}\n')
+    assert read(lines) == [(f"{lines}, line 1", {"a": 1}), (f"{lines}, line 2", {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "row"),
+    [
+        ("x.jsonl", '{"a": "ä"}\n', {"a": "ä"}),
+        ("x.json", '[{"a": "ä"}]', {"a": "ä"}),
+        ("x.csv", "a\nä\n", {"a": "ä"}),
+        ("x.txt", "ä\n", {"prompt": "ä"}),
+        ("X.TXT", "ä", {"prompt": "ä"}),
+    ],
+)
+def test_utf8_with_and_without_byte_order_mark(name, text, row, tmp_path):
+    for start in (b"", b"\xef\xbb\xbf"):
+        ((_, seen),) = read(file(tmp_path / name, start + text.encode("utf-8")))
+        assert seen == row
+
+
+def test_only_line_ends_end_a_line(tmp_path):
+    """U+2028, a form feed and U+0085 may stand in text; `str.splitlines` would cut there."""
+    text = "a\u2028b\x0cc\x85d"
+    assert [row for _, row in read(file(tmp_path / "x.txt", f"{text}\r\ne"))] == [{"prompt": text}, {"prompt": "e"}]
+    path = file(tmp_path / "x.jsonl", json.dumps({"a": "a\u2028b"}, ensure_ascii=False))
+    assert [row for _, row in read(path)] == [{"a": "a\u2028b"}]
+
+
+def test_a_text_file_has_a_prompt_on_every_line_also_an_empty_one(tmp_path):
+    path = file(tmp_path / "x.txt", " one\n\ntwo\n")
+    assert read(path) == [
+        (f"{path}, line 1", {"prompt": " one"}),
+        (f"{path}, line 2", {"prompt": ""}),
+        (f"{path}, line 3", {"prompt": "two"}),
+    ]
+
+
+def test_csv_places_are_real_lines(tmp_path):
+    path = tmp_path / "x.csv"
+    with path.open("w", encoding="utf-8", newline="") as out:
+        out.write(" question ,topic\r\n")
+        csv.writer(out).writerows([['of "two"\nlines, so', "a"], ["next", "b"]])
+        out.write("\r\nlast,c")
+    assert read(path) == [
+        (f"{path}, line 2", {"question": 'of "two"\nlines, so', "topic": "a"}),
+        (f"{path}, line 4", {"question": "next", "topic": "b"}),
+        (f"{path}, line 6", {"question": "last", "topic": "c"}),
+    ]
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["a", None], "ids": [[1, 2], []]}), path, row_group_size=1)
+    assert read(path) == [
+        (f"{path}, row 1", {"prompt": "a", "ids": [1, 2]}),
+        (f"{path}, row 2", {"prompt": None, "ids": []}),
+    ]
+
+
+def test_folders_of_save_to_disk(tmp_path):
+    single, both, other = tmp_path / "single", tmp_path / "both", tmp_path / "other"
+    Dataset.from_dict({"a": [1, 2]}).save_to_disk(single)
+    assert read(single) == [(f"{single}, row 1", {"a": 1}), (f"{single}, row 2", {"a": 2})]
+    train, test, validation = (Dataset.from_dict({"a": [n]}) for n in (1, 2, 3))
+    DatasetDict(train=train, test=test, validation=validation).save_to_disk(both)
+    assert read(both) == [(f"{both}/train, row 1", {"a": 1})]
+    assert read(both, split="validation") == [(f"{both}/test, row 1", {"a": 2})]
+    DatasetDict(train=train, validation=validation).save_to_disk(other)
+    assert read(other, split="validation") == [(f"{other}/validation, row 1", {"a": 3})]
+    assert has_splits(str(both)) and not has_splits(str(single))
+
+
+def test_a_hub_id(monkeypatch):
+    seen = []
+
+    def load_dataset(name, **arguments):
+        seen.append((name, arguments))
+        return DatasetDict(train=Dataset.from_dict({"a": [1, 2]}), test=Dataset.from_dict({"a": [3]}))
+
+    monkeypatch.setattr(sources, "load_dataset", load_dataset)
+    assert read("some/pairs", subset="part") == [
+        ("some/pairs (train), row 1", {"a": 1}),
+        ("some/pairs (train), row 2", {"a": 2}),
+    ]
+    assert read("some/pairs", split="validation") == [("some/pairs (test), row 1", {"a": 3})]
+    assert seen == [("some/pairs", {"data_dir": "part"}), ("some/pairs", {"data_dir": None})]
+    assert has_splits("some/pairs") and not has_splits("some/pairs.jsonl") and not has_splits("/no/where")
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "x.jsonl",
+            '{"a": 1}\n{"a": \n',
+            r"x.jsonl, line 2: not valid JSON \(Expecting value, column 7\). Mend or rem",
+        ),
+        (
+            "x.jsonl",
+            "[1]\n",
+            r"line 1: a JSON object is needed, this is a list. An array of objects belongs in a .json",
+        ),
+        ("x.jsonl", "[" * 100_000, r"line 1: not valid JSON \(maximum recursion"),
+        ("x.jsonl", '{"a": "\\ud83d"}', r"line 1: not valid Unicode \(\\ud83d alone\). Mend or remove the row"),
+        ("x.json", '{\n"a": 1}', r"x.json, line 1: not valid JSON .* holds an array of objects, or one object a line"),
+        ("x.json", '[{"a": 1},\n{"a" 2}]', r"x.json, line 2: not valid JSON \(Expecting ':' delimiter, column 6\)"),
+        ("x.json", '[{"a": 1}, 2]', r"x.json, row 2: a JSON object is needed, this is a int. Remove it"),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xe9"}', r"x.jsonl, line 2: not UTF-8 \(byte 16\). Save it as UTF-8"),
+        ("x.txt", "ä".encode("utf-16"), r"x.txt, line 1: not UTF-8 \(byte 0\)"),
+        ("x.csv", "", "x.csv: no header. The first line of a CSV file names its columns"),
+        ("x.csv", "a,,c\n", "x.csv, line 1: column 2 of the header has no name. Give every column"),
+        ("x.csv", "a,b,a\n", 'x.csv, line 1: column 3 of the header is "a" again'),
+        ("x.csv", 'a,b\n"1\n2",3\n4,5,6\n', r"x.csv, line 4: 3 fields where the header has 2 \(a, b\). Put a field"),
+        ("x.csv", "a,b\n1\n", "x.csv, line 2: 1 fields where the header has 2"),
+        (
+            "x.csv",
+            'a,b\n1,2\n"3,4\n5,6\n',
+            "x.csv, line 3: not valid CSV .* Mend the row: a quote in a field is doubled",
+        ),
+        ("x.parquet", "no", "x.parquet: not a readable parquet file .* Write it anew"),
+        (
+            "x.tsv",
+            "a\tb\n",
+            r'data.train: .*x.tsv ends in ".tsv", which is not read. Name a .jsonl, .json, .csv, .parq',
+        ),
+        ("x.pkl", b"\x80\x04N.", "which is not read. .*a folder that save_to_disk wrote, or a hub id"),
+    ],
+)
+def test_damaged_files(name, content, message, tmp_path):
+    with pytest.raises(DataError, match=message) as error:
+        read(file(tmp_path / name, content))
+    assert "\n" not in str(error.value)
+
+
+def test_what_comes_before_the_damage_is_read(tmp_path):
+    rows = read_rows(str(file(tmp_path / "x.jsonl", '{"a": 1}\n{')), setting="data.train")
+    assert next(rows)[1] == {"a": 1}
+    with pytest.raises(DataError, match="line 2"):
+        next(rows)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_missing_file_names_the_nearest(ending, tmp_path):
+    file(tmp_path / f"queries.{ending}", "")
+    with pytest.raises(DataError, match=rf"querys.{ending}: there is no such file. Did you mean .*queries.{ending}\?"):
+        read(tmp_path / f"querys.{ending}")
+    with pytest.raises(DataError, match="there is no such file. Check the path"):
+        read(tmp_path / "nowhere" / f"queries.{ending}")
+
+
+def test_names_that_can_be_nothing(tmp_path):
+    (tmp_path / "prompts").mkdir()
+    with pytest.raises(
+        DataError, match=r'data.train: there is no ".*/prompt". Did you mean .*/prompts\? Name a .jsonl'
+    ):
+        read(tmp_path / "prompt")
+    with pytest.raises(DataError, match=r'data.train: there is no "".* Name a .jsonl, .json'):
+        read("")
+
+
+def test_folders_that_datasets_cannot_read(tmp_path):
+    with pytest.raises(DataError, match="is no folder that datasets can read .* Name one that save_to_disk wrote.$"):
+        read(tmp_path)
+    file(tmp_path / "x.csv", "a\n")
+    with pytest.raises(DataError, match="that save_to_disk wrote, or one of its files: x.csv.$"):
+        read(tmp_path)
+    broken = tmp_path / "broken"
+    Dataset.from_dict({"a": [1]}).save_to_disk(broken)
+    for name in ("data-00000-of-00001.arrow", "state.json"):
+        file(broken / name, "{}")
+        with pytest.raises(DataError, match="data.train: .*broken is no folder that datasets can read"):
+            read(broken)
+    odd = tmp_path / "odd"
+    DatasetDict(first=Dataset.from_dict({"a": [1]})).save_to_disk(odd)
+    with pytest.raises(
+        DataError, match=r"^data.train: \S*odd has no split train; it has first. Name a split's own folder: "
+    ):
+        read(odd)
+    with pytest.raises(
+        DataError, match=r"^data.train: \S*odd has no split test or validation; it has first. .*odd/first.$"
+    ):
+        read(odd, split="validation")
+    assert read(odd / "first") == [(f"{odd}/first, row 1", {"a": 1})]
+
+
+def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file(tmp_path / "prompts", "")
+    with pytest.raises(
+        DataError, match=r'data.train: "promts" is no file, and the hub did not give it \(.*\). Did you me'
+    ):
+        read("promts")
+    with pytest.raises(DataError, match=r"did not give it \(.+\). Name files with data.train=… and data.validation=…"):
+        read("nobody/nothing-of-the-kind")
+    monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: DatasetDict(dev=Dataset.from_dict({"a": [1]})))
+    with pytest.raises(DataError, match="data.train: some/pairs has no split train; it has dev. Name another source"):
+        read("some/pairs")
+
+
+def test_permissions_are_a_data_error(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    path = file(tmp_path / "x.jsonl", "{}")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match=r"x.jsonl: cannot be read \(Permission denied\). Check its permissions"):
+        read(path)
+
+
+# ---------------------------------------------------------------------- the conversation of a row
+
+
+def test_the_messages_of_a_row():
+    asked = [{"role": "user", "content": "a"}]
+    for row in ({"query": "a"}, {"prompt": "a", "query": "b"}, {"prompt": asked}, {"messages": asked, "prompt": "b"}):
+        assert messages_of_row("x.jsonl, line 1", row) == asked
+    # Tables give every message the keys of all; a template must not see those that a message does not have.
+    assert messages_of_row("x.parquet, row 1", {"messages": [{**asked[0], "name": None}]}) == asked
+    with pytest.raises(DataError, match="line 1: no column messages, prompt or query; present: input_ids. Rename"):
+        messages_of_row("x.jsonl, line 1", {"input_ids": [1]})
+    with pytest.raises(DataError, match='line 1, column "query": an empty prompt. Mend or remove the row'):
+        messages_of_row("x.jsonl, line 1", {"query": " "})
+    with pytest.raises(DataError, match='column "prompt": messages that are no list'):
+        messages_of_row("x.jsonl, line 1", {"prompt": 5})
+
+
+# ---------------------------------------------------------------------- the examples in data/
+
+
+def test_every_example_holds_the_same_prompts():
+    topics = dict(list(csv.reader((DATA / "questions.csv").open(encoding="utf-8", newline="")))[1:])
+    prompts = (DATA / "prompts.txt").read_text(encoding="utf-8").split("\n")[:-1]
+    assert len(prompts) == 24 and list(topics) == prompts
+    for name, column in (
+        ("queries.json", "query"),
+        ("queries.jsonl", "query"),
+        ("prompts.json", "prompt"),
+        ("questions.csv", "question"),
+        ("prompts.parquet", "prompt"),
+        ("prompts.txt", "prompt"),
+        ("prompts_dataset", "prompt"),
+    ):
+        rows = [row for _, row in read(DATA / name)]
+        if name == "prompts_dataset":
+            assert len(rows) == 18
+            rows += [row for _, row in read(DATA / name, split="validation")]
+        assert [row[column] for row in rows] == prompts, name
+        if name not in ("queries.json", "prompts.txt"):
+            assert [row["topic"] for row in rows] == list(topics.values()), name

@@ -1,0 +1,319 @@
+"""What a check finds, against numbers worked by hand, published sizes, and models that are really loaded."""
+
+import json
+import sys
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import BitsAndBytesConfig, LlamaConfig, LlavaConfig, T5Config
+
+from tests.conftest import lora, tiny_model
+from tests.recipes.helpers import byte_tokenizer, chat_recipe, save_llama
+from toolkit import recipes
+from toolkit.errors import ModelError, RecipeError
+from toolkit.models import SharedBase, load_base, save_role
+from toolkit.recipes.check import check
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
+UNQUANTISED = {"quantization": None, "dtype": "float32"}
+# The helpers' Llama: hidden size 64, 2 of 4 heads for keys and values, 128 inside, so that rank 4 costs a layer
+# 4 · ((64 + 64) + (64 + 32) + (64 + 32) + (64 + 64) + 3 · (64 + 128)) = 4096 in the projections q, k, v, o and the MLP.
+LORA_PARAMETERS = 2 * 4096
+
+
+def role(report, name):
+    return next(facts for facts in report.roles if facts.role == name)
+
+
+def stage(report, name):
+    return next(facts for facts in report.stages if facts.stage == name)
+
+
+def saved_roles(checkpoint, folder, *names, r=4):
+    """Roles of this base as PEFT folders."""
+    base = SharedBase(load_base(str(checkpoint), dtype="float32"))
+    for name in names:
+        base.add_role(name, lora(r))
+        save_role(base, name, folder / name, pad_token_id=2, base_name="tiny")
+    return folder
+
+
+# ---------------------------------------------------------------------- what it says
+
+
+def test_the_demo():
+    report = check(recipes.load("doubling", runs_dir="nowhere"))
+    assert report.problems == () and report.raise_problems() is None
+    # Each of the 4 layers: c_attn 64 → 192, c_proj 64 → 64, c_fc 64 → 256, c_proj 256 → 64.
+    assert role(report, "policy").parameters == 16 * 4 * (256 + 128 + 320 + 320) == 65_536
+    assert role(report, "value").parameters == 65_536 + 64
+    assert (role(report, "reward").modules, role(report, "reward").head_parameters) == (16, 3 * 64)
+    ppo = stage(report, "ppo")
+    assert (ppo.rows, ppo.held_out, ppo.longest) == (27_000 - 1_300, 300, len("S小写:5487x2=") + 8)
+    assert (ppo.batch, ppo.batches, ppo.steps, ppo.episodes) == (128, 80, 80 * 4 * 2, 80 * 128)
+    assert ppo.passes == 10_240 / 25_700
+    assert stage(report, "sft").passes == 1200 / 418  # 26,700 questions: 417 batches of 64 and one of 12
+    text = str(report)
+    assert "base       gpt2, random weights: " in text
+    assert "an update of 128 prompts: num_ppo_epochs 4 × mini-batches 2 of 64 prompts, in 1 micro-batches each" in text
+    assert "reward     to be run, after sft; 25,700 rows" in text
+    assert "ppo        to be run, after sft and reward; 25,700 prompts, 300 held out, at most 19 tokens" in text
+
+
+def test_an_8b_llama_takes_no_memory(tmp_path):
+    LlamaConfig(
+        hidden_size=4096, num_hidden_layers=32, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    adapters = {name: {"r": 8, "target_modules": PROJECTIONS} for name in ("policy", "value", "reward")}
+    resource = pytest.importorskip("resource")
+    unit = 1 if sys.platform == "darwin" else 1024
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = check(chat_recipe(tmp_path, tmp_path / "llama", adapters=adapters))
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < 1e9  # the weights would be 16e9 bytes
+    assert report.base.parameters == 8_030_261_248  # as Meta's checkpoint has it
+    assert role(report, "policy").parameters == 20_971_520
+    assert role(report, "value").parameters == 20_971_520 + 4096
+    assert role(report, "reward").modules == 7 * 32
+    # The projections of 32 layers at 4 bits and a byte for 64, and a float32 for 256 of those; the rest in bfloat16.
+    linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    expected = linear * (1 / 2 + 1 / 64 + 4 / (64 * 256)) + 2 * (8_030_261_248 - linear)
+    assert report.base.gigabytes == pytest.approx(expected / 1e9, rel=1e-6)
+    assert "nf4 with double quantisation and bfloat16: about 5.70 GB; at most 131,072 tokens" in str(report)
+    assert len(report.problems) == 2  # no weights, no tokenizer
+    assert "model.safetensors is missing: weights are read from safetensors alone" in report.problems[0]
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_the_estimate_is_what_a_quantised_base_takes(double, checkpoint, tmp_path):
+    quantization = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}
+    recipe = chat_recipe(tmp_path, checkpoint, base={"model": str(checkpoint), "quantization": quantization})
+    model = load_base(str(checkpoint), quantization=BitsAndBytesConfig(**quantization))
+    taken = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        taken += parameter.nbytes + (state.absmax.nbytes if state else 0)
+        taken += state.state2.absmax.nbytes if state and state.nested else 0
+    assert check(recipe).base.gigabytes == taken / 1e9
+
+
+def test_pairs_on_a_checkpoint(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.num_mini_batches=2", "ppo.num_ppo_epochs=3"))
+    assert report.problems == ()
+    assert role(report, "policy").parameters == LORA_PARAMETERS and role(report, "policy").modules == 14
+    assert role(report, "value").parameters == role(report, "reward").parameters == LORA_PARAMETERS + 64
+    assert role(report, "reference").parameters == 0 and role(report, "reference").start == "the base itself"
+    assert role(report, "policy").dtype == "float32"
+    assert report.data == ("data: train: 24 pairs | validation: 6 pairs",)
+    ppo = stage(report, "ppo")
+    assert (ppo.batch, ppo.update.mini_batch, ppo.update.micro_batches, ppo.update.steps) == (4, 2, 1, 6)
+    assert (ppo.batches, ppo.steps, ppo.episodes, ppo.held_out) == (2, 12, 8, 6)
+    assert ppo.state == "to be run, after reward"
+
+
+def test_updates_follow_from_episodes_and_trls_loop_takes_one_step_a_pass(checkpoint, tmp_path):
+    many = ("ppo.num_mini_batches=2", "ppo.num_ppo_epochs=3", "ppo.max_steps=-1", "ppo.total_episodes=30")
+    assert stage(check(chat_recipe(tmp_path, checkpoint, *many)), "ppo").batches == 7  # 30 // 4
+    report = check(chat_recipe(tmp_path, checkpoint, *many, "ppo.loop=trl"))
+    assert stage(report, "ppo").steps == 7 * 3
+
+
+def test_a_shared_value_role(checkpoint, tmp_path):
+    adapters = {name: ADAPTERS[name] for name in ("policy", "reward")}
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.value=shared", adapters=adapters))
+    assert report.problems == () and role(report, "value").rank is None
+    assert role(report, "value").parameters == 64
+    assert "value      a head on the policy's adapter; head 64 (float32); 64 parameters train in ppo" in str(report)
+
+
+def test_a_recipe_of_the_reward_stage_alone(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, ppo=None, adapters={"reward": {"r": 4}}))
+    assert [facts.role for facts in report.roles] == ["reward"] and report.problems == ()
+    assert role(report, "reward").modules == 4  # PEFT's own choice for Llama: q_proj and v_proj
+
+
+def test_saved_adapters_are_checked_by_their_headers(checkpoint, tmp_path, monkeypatch):
+    folder = saved_roles(checkpoint, tmp_path, "policy", "reward")
+    monkeypatch.setattr("toolkit.models.adapters.load_file", None)
+    start = {name: str(folder / name) for name in ("policy", "reward")}
+    report = check(chat_recipe(tmp_path, checkpoint, "start.value=reward", start=start, adapters={}, reward=None))
+    assert report.problems == ()
+    assert role(report, "policy").start == f"from {folder / 'policy'}"
+    assert role(report, "policy").parameters == LORA_PARAMETERS
+    assert role(report, "reward").parameters == 0 and role(report, "reward").head_parameters == 64
+    assert role(report, "value").start == "a copy of the reward role"
+    assert role(report, "value").parameters == LORA_PARAMETERS + 64
+    assert role(report, "reference").start == "a frozen copy of where the policy starts"
+
+
+def test_finished_stages_and_a_run_of_other_settings(checkpoint, tmp_path):
+    recipe = chat_recipe(tmp_path, checkpoint)
+    recipe.stage_folder("reward").mkdir(parents=True)
+    (recipe.folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    (recipe.stage_folder("reward") / "result.json").write_text("{}")
+    saved_roles(checkpoint, recipe.stage_folder("reward"), "reward", r=2)
+    report = check(recipe)
+    assert report.problems == () and report.notes == ()
+    assert stage(report, "reward").state == f"finished in {recipe.stage_folder('reward')}"
+    assert stage(report, "ppo").state == "to be run"
+    assert role(report, "reward").rank == 2 and "from " in role(report, "reward").start
+    other = check(chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3"))
+    assert other.problems == () and "holds a run of another recipe or other settings" in other.notes[0]
+    assert stage(other, "reward").state == "to be run"
+
+
+def test_a_reward_stage_that_nothing_needs(checkpoint, tmp_path):
+    folder = saved_roles(checkpoint, tmp_path, "reward")
+    report = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}"))
+    assert stage(report, "reward").state == "not needed for ppo" and stage(report, "ppo").state == "to be run"
+
+
+# ---------------------------------------------------------------------- what it refuses
+
+
+def problems_of(tmp_path, checkpoint, *overrides, **sections):
+    return check(chat_recipe(tmp_path, checkpoint, *overrides, **sections)).problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["adapters.policy.target_modules=[q_prj,v_proj]"],
+            'adapters.policy.target_modules — the base has no module "q_prj". Did you mean q_proj?',
+        ),
+        (
+            ["adapters.value.target_modules=[c_attn]"],
+            'adapters.value.target_modules — the base has no module "c_attn". Known: ',
+        ),
+        (["adapters.reward.target_modules=.*attn"], "adapters.reward — Target module LlamaAttention"),
+        (["adapters.reward.target_modules=.*c_attn"], "adapters.reward — Target modules .*c_attn not found"),
+        (["adapters.value.modules_to_save=[lm_head]"], "adapters.value — bias, modules_to_save and trainable_token"),
+        (["start.value=reward", "adapters.value.r=8"], 'start.value — role "value" cannot start as a copy of "reward"'),
+        (["start.policy=no/where"], 'start.policy — role "policy": there is no folder no/where.'),
+        (["scorer.class_column=style"], "scorer.class_column — the reward head has 1 output(s)"),
+        (["scorer.class_column=style"], 'scorer.class_column — the prompts have no column "style"; present: input_ids'),
+        (["data.train=no.jsonl"], "data — no.jsonl: there is no such file."),
+        (["data.max_prompt_length=1"], "data.train — no row can be used ("),
+        (["ppo.per_device_train_batch_size=500"], "data — 24 prompts are fewer than one batch of 1000"),
+        (["ppo.response_length=500"], "and the base has positions for 512 (max_position_embeddings). Shorten the"),
+        (["base.dtype=float16"], "reward — float16 training needs a GPU, and none is here."),
+        (["base.attn_implementation=no_such"], "base — transformers cannot build this model: "),
+    ],
+)
+def test_problems(overrides, message, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = problems_of(tmp_path, checkpoint, *overrides)
+    assert any(problem.startswith(message) or message in problem for problem in found), found
+
+
+def test_all_problems_in_one_error(checkpoint, tmp_path):
+    report = check(
+        chat_recipe(
+            tmp_path, checkpoint, "adapters.policy.target_modules=[q_prj]", "data.train=no.jsonl", "start.value=there"
+        )
+    )
+    with pytest.raises(RecipeError) as error:
+        report.raise_problems()
+    text = str(error.value)
+    assert text.startswith("chat has 3 problems\n  ") and text.count("\n  ") == 3
+    assert role(report, "reward").modules == 14  # the check went on
+
+
+def test_a_missing_prerequisite(checkpoint, tmp_path):
+    found = problems_of(tmp_path, checkpoint, reward=None)
+    assert len(found) == 1 and found[0].startswith('ppo — chat: stage "ppo" needs a trained reward role')
+
+
+def test_a_checkpoint_is_not_trained_in_full(checkpoint, tmp_path):
+    found = problems_of(tmp_path, checkpoint, ppo=None, reward=None, adapters={}, sft={"max_steps": 1})
+    assert found == (
+        "adapters.policy — is missing: the sft stage trains it. "
+        "A checkpoint is never trained in full here, quantised or not.",
+    )
+
+
+def test_the_function_of_the_scorer(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "rule_for_check.py").write_text("def rule(rollout):\n    return rollout.lengths\n")
+    monkeypatch.chdir(tmp_path)
+
+    def scored_by(name):
+        return problems_of(tmp_path, checkpoint, scorer={"kind": "function", "function": name}, reward=None)
+
+    assert scored_by("rule_for_check:rule") == ()
+    assert scored_by("rule_for_check:rul") == ('scorer.function — rule_for_check has no function "rul".',)
+    assert "scorer.function — no module" in scored_by("no_such_module:rule")[0]
+
+
+def test_adapters_that_do_not_fit(checkpoint, tmp_path):
+    headless = tmp_path / "headless"
+    get_peft_model(tiny_model(), lora()).save_pretrained(headless)
+    found = problems_of(tmp_path, checkpoint, f"start.reward={headless}")
+    assert "start.reward — " in found[0] and "needs one score head and the adapter holds 0" in found[0]
+    found = problems_of(tmp_path, checkpoint, f"start.policy={headless}")  # of a smaller base
+    assert "the adapter belongs to another base: " in found[0] and "size mismatch" in found[0]
+    folder = saved_roles(checkpoint, tmp_path, "reward") / "reward"
+    state = load_file(folder / "adapter_model.safetensors")
+    state["base_model.model.score.weight"] = torch.zeros(1, 7)
+    save_file(state, folder / "adapter_model.safetensors")
+    found = problems_of(tmp_path, checkpoint, f"start.reward={folder}")
+    assert "the head reads 7 numbers a token and this base has 64" in found[0]
+    (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40)
+    assert "adapter_model.safetensors is damaged" in problems_of(tmp_path, checkpoint, f"start.reward={folder}")[0]
+
+
+def test_a_tokenizer_of_another_checkpoint(tmp_path):
+    folder = save_llama(tmp_path / "small", byte_tokenizer(), vocab_size=100)
+    assert "base.model — the tokenizer has 259 tokens and the base 100 embeddings" in problems_of(tmp_path, folder)[0]
+
+
+def test_weights_that_are_missing_or_cut_short(tmp_path):
+    folder = save_llama(tmp_path / "llama", byte_tokenizer())
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert problems_of(tmp_path, folder)[0].startswith(f"base.model — {weights} is damaged (")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    found = problems_of(tmp_path, folder)
+    assert len(found) == 2 and "model-2.safetensors is missing" in found[1]
+    index.write_text("[]")
+    assert "model.safetensors.index.json cannot be read" in problems_of(tmp_path, folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LlavaConfig(), "is of type llava, with text_config and vision_config: multimodal models are not supported."),
+        (T5Config(), "is of type t5, which is not a decoder-only language model."),
+    ],
+)
+def test_kinds_of_models_that_are_not_supported(config, message, tmp_path):
+    config.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    report = check(chat_recipe(tmp_path, tmp_path / "model"))
+    assert any(problem.startswith('base.model — "') and message in problem for problem in report.problems)
+    assert report.base is None and stage(report, "ppo").rows == 24  # the data is checked all the same
+
+
+def test_a_tokenizer_that_cannot_be_had_is_asked_for_once(checkpoint, tmp_path, monkeypatch):
+    asked = []
+
+    def load_tokenizer(path, **_):
+        asked.append(path)
+        raise ModelError("base.model: there is none.")
+
+    monkeypatch.setattr("toolkit.recipes.recipe.load_tokenizer", load_tokenizer)
+    report = check(chat_recipe(tmp_path, checkpoint))
+    assert report.problems == ("base.model — there is none.",) and len(asked) == 1
+    assert report.base is not None and len(report.roles) == 4 and report.stages == ()
+
+
+def test_no_checkpoint_and_no_such_architecture(tmp_path):
+    found = problems_of(tmp_path, tmp_path / "nothing")
+    assert found[0].startswith("base.model — no checkpoint could be loaded from the folder") and len(found) == 1
+    report = check(recipes.load("doubling", "base.config.model_type=gpt7", runs_dir=tmp_path))
+    assert report.problems[0].startswith("base.config — transformers cannot build this model: ")

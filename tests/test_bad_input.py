@@ -1,0 +1,221 @@
+"""What a user can get wrong, by the front door: the command ends with 1 and one message, without a traceback.
+
+Mistakes inside a recipe file are in `tests/recipes/test_loading.py`, those of data files in `tests/data/`, those of
+adapters in `tests/models/test_adapters.py`.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+import yaml
+from transformers import T5Config
+from typer.testing import CliRunner
+
+from tests.conftest import lora, tiny_model
+from tests.recipes.helpers import PAIRS, QUERIES, byte_tokenizer, save_llama
+from toolkit.cli import app
+from toolkit.models import SharedBase, save_role
+
+REWARDS = """
+def fine(rollout):
+    return [float(n) for n in rollout.lengths]
+
+def short(rollout):
+    return [1.0]
+
+def endless(rollout):
+    return [float("inf")] * len(rollout)
+
+def failing(rollout):
+    return [1 / 0]
+"""
+RULE = ("scorer.kind=function", "scorer.function=rewards_for_test:fine")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with models, adapters and data of which each has something wrong, and a model that is right."""
+    folder = tmp_path_factory.mktemp("place")
+    save_llama(folder / "model", byte_tokenizer())
+    without_template = byte_tokenizer()
+    without_template.chat_template = None
+    save_llama(folder / "no_template", without_template)
+    without_end = byte_tokenizer()
+    without_end.eos_token = without_end.pad_token = None
+    save_llama(folder / "no_end", without_end)
+    save_llama(folder / "other_tokenizer", byte_tokenizer(), vocab_size=100)
+    T5Config().save_pretrained(folder / "t5")
+    (folder / "multimodal").mkdir()
+    (folder / "multimodal" / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    (folder / "empty").mkdir()
+    other = SharedBase(tiny_model())
+    other.add_role("policy", lora())
+    save_role(other, "policy", folder / "other_policy", pad_token_id=0, base_name="other")
+    (folder / "pickled").mkdir()
+    (folder / "pickled" / "adapter_config.json").write_text(
+        (folder / "other_policy" / "adapter_config.json").read_text()
+    )
+    torch.save({}, folder / "pickled" / "adapter_model.bin")
+    write_data(folder)
+    return folder
+
+
+def write_data(folder):
+    (folder / "empty.jsonl").write_text("")
+    (folder / "broken.jsonl").write_text('{"query": "a"}\n{"query": "b"\n')
+    (folder / "column.jsonl").write_text('{"question": "a", "id": 1}\n')
+    (folder / "latin.jsonl").write_bytes('{"query": "café"}\n'.encode("latin-1"))
+    (folder / "long.jsonl").write_text(json.dumps({"query": "word " * 200}) + "\n")
+    (folder / "few.jsonl").write_text('{"query": "a"}\n{"query": "b"}\n')
+    (folder / "data.xlsx").write_text("")
+    (folder / "rewards_for_test.py").write_text(REWARDS)
+    (folder / "secret.yaml").write_text(yaml.safe_dump({"base": {"model": "${oc.env:HOME}"}, "data": {}}))
+    (folder / "in_the_way").write_text("")
+
+
+def message(place, *words):
+    """What the command says; it must end with 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        done = CliRunner().invoke(app, list(words))
+    assert done.exit_code == 1, done.output
+    assert "Traceback" not in done.output
+    return done.stderr
+
+
+def llama(*overrides, model="model", rule=True):
+    """llama3_8b_lora on the tiny model, scored by a function unless `rule` is off."""
+    small = ["ppo.max_steps=1", "ppo.response_length=4", "data.validation_size=2"]
+    ruled = RULE if rule else ()
+    named = [f"base.model={model}", *small, *ruled, *overrides]
+    if not any(override.startswith("data.train=") for override in overrides):
+        named.append(f"data.train={QUERIES}")
+    return ["ppo", "llama3_8b_lora", *named, "--overwrite"]
+
+
+CASES = {
+    "missing checkpoint": (
+        llama(model="/no/such/model"),
+        r'ModelError: base.model: no checkpoint could be loaded from the folder "/no/such/model".*'
+        r"Name a local checkpoint with MODEL=/path/to/checkpoint",
+    ),
+    "a folder that is no checkpoint": (
+        llama(model="./empty"),
+        r'no checkpoint could be loaded from the folder "./empty"',
+    ),
+    "an encoder-decoder model": (llama(model="t5"), "is of type t5, which is not a decoder-only language model"),
+    "a multimodal model": (llama(model="multimodal"), r'ModelError: base.model: "multimodal" is .*multimodal'),
+    "an adapter for another base": (
+        llama("start.policy=other_policy"),
+        "AdapterError: other_policy: the adapter belongs to another base",
+    ),
+    "a reward adapter without a head": (
+        llama("start.reward=other_policy", rule=False),
+        r'other_policy: role "reward" needs one score head and the adapter holds 0',
+    ),
+    "an adapter folder that is not there": (
+        llama("start.policy=nowhere"),
+        'role "policy": there is no folder nowhere. Name a PEFT adapter folder.',
+    ),
+    "a folder without an adapter": (llama("start.policy=empty"), "empty: adapter_config.json is missing"),
+    "pickled weights": (llama("start.policy=pickled"), "the weights are a pickle .* which is never opened here"),
+    "a tokenizer without a chat template": (
+        llama("data.chat=true", model="no_template"),
+        "DataError: .*has no chat template.*data.chat=false",
+    ),
+    "a tokenizer without an end": (llama(model="no_end"), 'the tokenizer of "no_end" has no eos_token'),
+    "a tokenizer of another checkpoint": (llama(model="other_tokenizer"), "SelfCheckError: the tokenizer"),
+    "an empty data set": (llama("data.train=empty.jsonl"), r"data.train: no row can be used \(the file is empty\)"),
+    "a data set smaller than the batch": (
+        llama("data.train=few.jsonl", "data.validation_size=1"),
+        r"DataError: 1 prompts are fewer than one batch of 2 .*Add prompts or lower these",
+    ),
+    "a broken line": (llama("data.train=broken.jsonl"), "broken.jsonl, line 2: not valid JSON"),
+    "a missing column": (llama("data.train=column.jsonl"), "column.jsonl, line 1: .*present: question, id"),
+    "a wrong encoding": (
+        llama("data.train=latin.jsonl"),
+        r"latin.jsonl, line 1: not UTF-8 \(byte 14\). Save it as UTF-8",
+    ),
+    "prompts over the limit": (
+        llama("data.train=long.jsonl"),
+        r"no row can be used \(1 × a prompt over 512 tokens \(first: long.jsonl, line 1\)\)",
+    ),
+    "a file of another kind": (llama("data.train=data.xlsx"), "data.xlsx ends in .*which is not read"),
+    "a file that is not there": (llama("data.train=no/queries.jsonl"), "no/queries.jsonl: there is no such file"),
+    "a function that is not there": (
+        llama("scorer.function=rewards_for_test:gone"),
+        'scorer.function: rewards_for_test has no function "gone"',
+    ),
+    "a module that is not there": (llama("scorer.function=gone:rule"), 'scorer.function: no module "gone"'),
+    "a function of another form": (llama("scorer.function=gone"), "is not of the form module:function"),
+    "a reward of another length": (
+        llama("scorer.function=rewards_for_test:short"),
+        r"the reward returned shape \(1,\) for 2 responses",
+    ),
+    "a reward that fails": (
+        llama("scorer.function=rewards_for_test:failing"),
+        "RewardError: the reward raised ZeroDivisionError: division by zero .*rewards_for_test.py, line 12",
+    ),
+    "an infinite reward": (llama("scorer.function=rewards_for_test:endless"), "the reward gave inf to the response"),
+    "a stage that the recipe lacks": (
+        ["sft", "smollm2_135m_lora"],
+        'the recipe has no section "sft", so this stage has nothing to run',
+    ),
+    "data that a stage lacks": (
+        [
+            "reward",
+            "smollm2_135m_lora",
+            "base.model=model",
+            f"data.train={PAIRS}",
+            f"data.validation={PAIRS}",
+            "reward_head.num_labels=2",
+            "--overwrite",
+        ],
+        'data.task: "preferences" has no labelled data, which the reward stage needs',
+    ),
+    "an unknown recipe": (["ppo", "lama3_8b_lora"], r'no recipe "lama3_8b_lora". Did you mean llama3_8b_lora'),
+    "a recipe file that is not there": (["ppo", "mine.yaml"], "RecipeError: mine.yaml: there is no such file"),
+    "an environment variable": (["ppo", "secret.yaml"], "base.model — .* calls a resolver"),
+    "a mistyped override": (["ppo", "doubling", "ppo.kl_cof=1"], "ppo.kl_cof .*Did you mean kl_coef?"),
+    "an override without a value": (
+        ["ppo", "doubling", "seed"],
+        'override "seed" is not of the form section.key=value',
+    ),
+    "an unwritable folder": (["sft", "doubling", "--runs-dir", "in_the_way/runs"], "cannot write there"),
+    "no such run": (["chat", "nothing"], 'no run "nothing" in runs'),
+    "no such run to measure": (["eval", "nothing"], 'no run "nothing" in runs'),
+    "no such run to export": (["export", "nothing", "out"], 'no run "nothing" in runs'),
+    "no such run to ask": (["generate", "nothing"], 'no run "nothing" in runs'),
+    "no recipe to show": (["show", "doublin"], 'no recipe "doublin". Did you mean doubling'),
+    "no recipe to check": (["check", "doublin"], 'no recipe "doublin". Did you mean doubling'),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_message_says_what_where_and_what_next(case, place):
+    words, pattern = CASES[case]
+    said = message(place, *words)
+    assert re.search(pattern, said), said
+
+
+def test_an_argument_that_does_not_exist_ends_with_2():
+    assert CliRunner().invoke(app, ["ppo", "--nonsense"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "tokens", [{"pad_token": None}, {"pad_token": "</s>"}, {"bos_token": "</s>", "pad_token": "</s>"}]
+)
+def test_tokenizers_without_pad_or_with_one_token_for_several_are_fine(tokens, tmp_path, monkeypatch):
+    """No mask comes from ids: pad may be missing or be the end, and the beginning may be the end as OPT's is."""
+    tokenizer = byte_tokenizer()
+    for name, token in tokens.items():
+        setattr(tokenizer, name, token)
+    save_llama(tmp_path / "model", tokenizer)
+    (tmp_path / "rewards_for_test.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, llama())
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "runs" / "llama3_8b_lora" / "ppo" / "result.json").read_text())
+    assert 1 <= result["after"]["length"] <= 4

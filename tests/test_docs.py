@@ -1,0 +1,121 @@
+"""Every command in the docs is run, page by page in the order of the page, with small settings and a tiny model."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from typer.testing import CliRunner
+
+from tests.recipes.helpers import PAIRS, REPOSITORY, llama3_tokenizer, save_llama
+from toolkit.cli import app
+from toolkit.data import TASKS
+from toolkit.recipes.schema import PLAIN_SECTIONS, STAGE_CLASSES, owner_fields
+
+PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+_PPO = ["ppo.max_steps=1", "ppo.response_length=4", "ppo.per_device_train_batch_size=2"]
+_REWARD = ["reward.max_steps=1", "reward.per_device_train_batch_size=2", "reward.gradient_accumulation_steps=1"]
+
+
+def _pairs(section: str) -> list[str]:
+    return [f"{section}.train={PAIRS}", f"{section}.validation={PAIRS}", f"{section}.max_validation_rows=4"]
+
+
+SMALL = {
+    "doubling": [
+        "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8",
+        "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
+    ],
+    "smollm2_135m_lora": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=1"],
+    "llama3_8b_lora": [*_pairs("reward_data"), *_REWARD, *_PPO[:2], "data.validation_size=4"],
+    "llama3_8b_lora_fast": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2"],
+}  # fmt: skip
+SMALL["mine"] = SMALL["llama3_8b_lora"]
+STAGES = ("sft", "reward", "ppo", "check", "show")
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of the page's code blocks that begin with make, toolkit or cp; continued lines joined."""
+    blocks = re.findall(r"```(?:sh|powershell)?\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line.split("  #")[0].strip() for line in lines if line.startswith(("make ", "toolkit ", "cp "))]
+
+
+def as_toolkit(command: str) -> list[str] | None:
+    """The arguments of `toolkit` that a line comes to; None for a target that does not call it."""
+    words = shlex.split(command)
+    if words[0] == "toolkit":
+        return words[1:]
+    dry = subprocess.run(["make", "-n", *words[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    called = [line for line in dry.stdout.splitlines() if "/toolkit " in line]
+    return shlex.split(called[-1])[1:] if called else None
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder as a user has it: recipes, data and a local model."""
+    folder = tmp_path_factory.mktemp("desk")
+    for name in ("recipes", "data"):
+        shutil.copytree(REPOSITORY / name, folder / name)
+    save_llama(folder / "model", llama3_tokenizer())
+    return folder
+
+
+def run(words: list[str], desk: Path) -> None:
+    adapter, model = desk / "runs/llama3_8b_lora/reward/reward", desk / "model"
+    words = [f"start.reward={adapter}" if word.startswith("start.reward=") else word for word in words]
+    words = [f"base.model={model}" if word.startswith("base.model=") else word for word in words]
+    name = Path(words[1]).stem if len(words) > 1 else ""
+    if words[0] in STAGES and name in SMALL:
+        small = [*SMALL[name], f"base.model={model}"] if name != "doubling" else SMALL[name]  # in place of the hub's
+        overrides = [override for override in small if override.split("=")[0] not in " ".join(words[2:])]
+        end = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+        words = [*words[:end], *overrides, *words[end:]]
+    done = CliRunner().invoke(app, words, input="Hi\n/quit\n")
+    assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_command_of_a_page_runs(page, desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in commands(page):
+        if command.startswith("cp "):
+            shutil.copy(*shlex.split(command)[1:])
+            continue
+        words = as_toolkit(command)
+        if words is not None:
+            run(words, desk)
+
+
+def test_the_pages_have_commands():
+    assert sum(len(commands(page)) for page in PAGES) > 20
+
+
+def test_every_key_that_the_migration_page_names_exists():
+    text = (REPOSITORY / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    keys = set(re.findall(r"`((?:ppo|base|adapters|start|data)\.[a-z_.0-9]+)", text))
+    assert len(keys) > 30
+    owners = {**PLAIN_SECTIONS, **STAGE_CLASSES}
+    for key in keys:
+        section, _, rest = key.partition(".")
+        if section == "adapters":
+            assert rest.split(".")[0] in ("policy", "value", "reward")
+            assert rest.count(".") == 0 or rest.split(".")[1] in owner_fields(LoraConfig), key
+        elif section == "data":
+            assert any(rest in owner_fields(task) for task in TASKS.values()), key
+        elif rest.startswith("quantization."):
+            assert rest.split(".")[1] in owner_fields(BitsAndBytesConfig), key
+        else:
+            assert rest in owner_fields(owners[section]), key
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

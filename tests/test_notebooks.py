@@ -1,0 +1,68 @@
+"""Every notebook is executed whole, with small settings in its cell of parameters."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.recipes.helpers import PAIRS, QUERIES, REPOSITORY, llama3_tokenizer, save_llama
+
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+SMALL_DOUBLING = [
+    "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8",
+    "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
+]  # fmt: skip
+SMALL_LLAMA = [
+    "reward.max_steps=2", "reward.per_device_train_batch_size=2", "reward.gradient_accumulation_steps=1",
+    f"reward_data.train={PAIRS}", f"reward_data.validation={PAIRS}", "reward_data.max_validation_rows=4",
+    "ppo.max_steps=2", "ppo.response_length=8", "data.validation_size=4",
+]  # fmt: skip
+
+
+def execute(path: Path, folder: Path, parameters: dict) -> str:
+    """Run a notebook with other parameters; returns all that it printed."""
+    notebook = nbformat.read(path, as_version=4)
+    tagged = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    source = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
+    names = {line.split(" = ")[0] for line in notebook.cells[tagged[0]].source.splitlines() if line}
+    assert set(parameters) <= names
+    notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(source))
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    return "".join(output.get("text", "") + str(output.get("data", {})) for output in outputs)
+
+
+def test_the_custom_loop_on_a_tiny_llama(tmp_path):
+    model = save_llama(tmp_path / "model", llama3_tokenizer())
+    shown = execute(
+        REPOSITORY / "notebooks" / "llama3_custom_loop.ipynb",
+        tmp_path,
+        {"MODEL": str(model), "QUERIES": str(QUERIES), "OVERRIDES": SMALL_LLAMA},
+    )
+    assert shown.count("KL coefficient") == 2 and "reference             0 parameters" in shown
+    assert (tmp_path / "rl_model" / "policy" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "rl_model" / "value" / "value_head.safetensors").is_file()
+
+
+def test_six_lines_with_plots(tmp_path):
+    shown = execute(REPOSITORY / "notebooks" / "six_lines.ipynb", tmp_path, {"OVERRIDES": SMALL_DOUBLING})
+    assert "eval_exact_match" in shown and "image/png" in shown
+
+
+def test_a_python_reward(tmp_path):
+    shown = execute(REPOSITORY / "notebooks" / "python_reward.ipynb", tmp_path, {"OVERRIDES": SMALL_DOUBLING})
+    assert "[1.0, -1.0]" in shown and "share of financial numerals" in shown
+    assert not (tmp_path / "runs" / "python_reward" / "reward").exists()  # no reward stage
+    assert "__main__:financial_numerals" in (tmp_path / "runs" / "python_reward" / "recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_carry_no_outputs_and_are_tested(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in notebook.cells)
+    assert path.name in Path(__file__).read_text(encoding="utf-8")

@@ -1,0 +1,178 @@
+"""Prompts for PPO from a file, a folder or the hub: as text, as messages, or as token ids.
+
+Rows that cannot be used are left out, counted by reason, and reported with their place: never dropped in silence.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.chat import chat_prompt_ids
+from toolkit.data.left_out import LeftOut
+from toolkit.data.prompt_encoder import PromptEncoder
+from toolkit.data.rollouts import Rollout
+from toolkit.data.sources import read_rows
+from toolkit.errors import DataError
+
+_MAPPABLE = ("prompt", "messages", "input_ids")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts for PPO. All columns but the prompt's own go to the reward and the metrics.
+
+    A row's prompt is its `input_ids` (token ids, taken as they are), `messages`, `prompt` (text or messages) or
+    `query` (text): the first of these that the first row of the source has.
+
+    Args:
+        tokenizer: with a chat template, unless prompts are token ids or `chat` is off.
+        train: file, folder or hub id, as `toolkit.data.sources` reads them.
+        validation: likewise; of a hub id or a saved `DatasetDict` its `test` split. None holds rows of `train` out.
+        subset: `data_dir` of a hub id.
+        validation_size: rows of `train` to hold out where `validation` is None; a few more if prompts repeat, since
+            rows with the same prompt stay together.
+        seed: draws the rows to hold out.
+        columns: where the prompt is, if the source has other names: `prompt`, `messages` or `input_ids` to the
+            source's column. Columns that it does not name are then no prompts.
+        chat: text becomes a message of the user in the tokenizer's chat template. False takes it as it is, with the
+            special tokens that the tokenizer adds.
+        system: a system message before each prompt that has none; None gives none, and "" an empty one, which keeps
+            a template's own default system message away.
+        max_prompt_length: tokens of a prompt; longer ones are left out.
+        max_train_rows: at most so many rows for training, the first that fit. None takes all.
+        max_validation_rows: likewise for validation.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: str
+    validation: str | None = None
+    subset: str | None = None
+    validation_size: int = 100
+    seed: int = 0
+    columns: dict[str, str] | None = None
+    chat: bool = True
+    system: str | None = None
+    max_prompt_length: int = 512
+    max_train_rows: int | None = None
+    max_validation_rows: int | None = None
+    _left_out: LeftOut = field(default_factory=LeftOut, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for ours, theirs in (self.columns or {}).items():
+            if ours not in _MAPPABLE:
+                near = get_close_matches(ours, _MAPPABLE, n=1)
+                hint = f"Did you mean {near[0]}?" if near else f"The names are {', '.join(_MAPPABLE)}."
+                raise DataError(
+                    f'data.columns: no prompt is called "{ours}". {hint} The file\'s own name comes after it.'
+                )
+            if not isinstance(theirs, str):
+                raise DataError(f"data.columns.{ours}: the name of a column is needed, got {theirs!r}.")
+        if self.system is not None and not self.chat:
+            raise DataError("data.system has no effect with data.chat=false. Remove one of them.")
+        limits = ("max_prompt_length", "max_train_rows", "max_validation_rows", "validation_size")
+        for name in limits[: None if self.validation is None else -1]:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DataError(f"data.{name}: a number from 1 is needed, got {value}.")
+
+    def _read(self, split: str, source: str, limit: int | None) -> Dataset:
+        rows = read_rows(source, setting=f"data.{split}", split=split, subset=self.subset)
+        encode = PromptEncoder(self.tokenizer, self.columns, self.chat, self.system, self.max_prompt_length)
+        kept = self._left_out.usable(split, rows, encode, source=source, limit=limit)
+        return _as_dataset(kept, f"data.{split}: {source}")
+
+    @cached_property
+    def _splits(self) -> dict[str, Dataset]:
+        if self.validation is not None:
+            return {
+                "train": self._read("train", self.train, self.max_train_rows),
+                "validation": self._read("validation", self.validation, self.max_validation_rows),
+            }
+        # All is read whatever max_train_rows is, so that another limit does not draw other rows for validation.
+        every = self._read("train", self.train, None)
+        held_out = self._drawn(every["input_ids"][:])
+        self._left_out.rows["validation"] = []
+        rest = [row for row in range(len(every)) if row not in held_out]
+        return {
+            "train": every.select(rest[: self.max_train_rows]),
+            "validation": every.select(sorted(held_out)[: self.max_validation_rows]),
+        }
+
+    def _drawn(self, prompts: list[list[int]]) -> set[int]:
+        """Rows to hold out. Those with the same prompt go together: none is both trained on and held out."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, ids in enumerate(prompts):
+            groups.setdefault(tuple(ids), []).append(row)
+        order = list(groups.values())
+        random.Random(self.seed).shuffle(order)
+        held_out: set[int] = set()
+        for group in order:
+            if len(held_out) < self.validation_size:
+                held_out.update(group)
+        if len(held_out) == len(prompts):
+            raise DataError(
+                f"data.validation_size ({self.validation_size}) leaves no training rows: {self.train} has "
+                f"{len(prompts)} that can be used. Lower it, or name held-out prompts with data.validation=…."
+            )
+        return held_out
+
+    @property
+    def chats(self) -> bool:
+        """Whether prompts are conversations, to which what was said before belongs."""
+        return self.chat and self.tokenizer.chat_template is not None
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation as a prompt; its last message alone where prompts are plain text.
+
+        Raises:
+            DataError: the chat template refuses it.
+        """
+        if self.chats:
+            return chat_prompt_ids(self.tokenizer, messages, self.system)
+        return list(self.tokenizer.encode(messages[-1]["content"]))
+
+    @property
+    def left_out(self) -> dict[str, Counter[str]]:
+        """How many rows were left out for which reason, for each split that was read."""
+        return self._left_out.counts()
+
+    def left_out_rows(self) -> list[dict[str, str]]:
+        """Every row left out, with the keys `split`, `place` and `reason`."""
+        return self._left_out.as_rows()
+
+    def report(self) -> str:
+        """One line on how many rows each split has, and how many were left out for which reason, first where."""
+        return " | ".join(
+            f"{split}: {len(rows)} prompts{self._left_out.report(split)}" for split, rows in self._splits.items()
+        )
+
+    def prompts(self, split: str) -> Dataset:
+        """Prompts; columns `input_ids`, `prompt` (text), and all that the source has beside its own prompt.
+
+        "test" is "validation". A column that some rows lack is None there.
+        """
+        return self._splits["train" if split == "train" else "validation"]
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """None of its own: what counts is the reward's score."""
+        return {}
+
+
+def _as_dataset(rows: list[dict[str, Any]], place: str) -> Dataset:
+    """Rows to columns, `input_ids` and `prompt` first."""
+    columns = []
+    for name in dict.fromkeys(["input_ids", "prompt", *chain.from_iterable(rows)]):
+        try:
+            columns.append(Dataset.from_dict({name: [row.get(name) for row in rows]}))
+        except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
+            raise DataError(
+                f'{place}: column "{name}" does not hold values of one type ({error}). Mend or remove it.'
+            ) from error
+    return concatenate_datasets(columns, axis=1)

@@ -1,0 +1,517 @@
+"""Check a recipe without loading weights: files, columns and adapters, and what its batches come to.
+
+    report = check(recipes.load("smollm2_135m_lora"))
+    print(report)
+    report.raise_problems()
+
+The base is built on the meta device, where a model has names and shapes and no numbers. The roles are put on it by the
+code that puts them on a real base, so that what passes here fits there. Of saved adapters the headers are read.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.models import SharedBase, load_role
+from toolkit.models.adapters import missing_modules
+from toolkit.models.base import load_config, outline, random_config, weight_bytes
+from toolkit.recipes import assemble, stages
+from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.schema import STAGE_CLASSES, TOP_LEVEL, suggestion
+from toolkit.rewards import RewardAdapter, load_function
+from toolkit.trainers.self_checks import check_dataset, check_tokenizer
+
+_TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward"}
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """The base: `gigabytes` (10⁹ bytes) are its weights alone; `positions` is the longest sequence that it takes."""
+
+    kind: str
+    name: str
+    parameters: int
+    precision: str
+    gigabytes: float
+    positions: int | None
+
+    def __str__(self) -> str:
+        limit = f"; at most {self.positions:,} tokens" if self.positions else ""
+        size = f"{self.gigabytes:.2f} GB" if self.gigabytes >= 1 else f"{1000 * self.gigabytes:.3g} MB"
+        return f"{self.kind}, {self.name}: {self.parameters:,} parameters, {self.precision}: about {size}{limit}"
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """A role: where it starts, what it has of its own, and the stage that trains it, if one does.
+
+    `rank` is None where a role has no adapter of its own; `modules` counts the layers that its adapter is on.
+    """
+
+    role: str
+    start: str
+    rank: int | None = None
+    modules: int = 0
+    adapter_parameters: int = 0
+    head_parameters: int = 0
+    dtype: str = ""
+    trained_by: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Parameters that train."""
+        return self.adapter_parameters + self.head_parameters if self.trained_by else 0
+
+    def __str__(self) -> str:
+        parts = [f"LoRA r={self.rank} on {self.modules} modules, {self.adapter_parameters:,}"] if self.rank else []
+        parts += [f"head {self.head_parameters:,}"] if self.head_parameters else []
+        trains = f"{self.parameters:,} parameters train in {self.trained_by}" if self.trained_by else "is not trained"
+        dtype = f" ({self.dtype})" if self.dtype else ""
+        return "; ".join([self.start, *([" + ".join(parts) + dtype] if parts else []), trains])
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """One update of PPO: `epochs` times over `mini_batches` of `mini_batch` prompts, each in `micro_batches` parts.
+
+    `steps` are optimizer steps.
+    """
+
+    epochs: int
+    mini_batches: int
+    mini_batch: int
+    micro_batches: int
+    steps: int
+
+    def __str__(self) -> str:
+        return (
+            f"num_ppo_epochs {self.epochs} × mini-batches {self.mini_batches} of {self.mini_batch} prompts, "
+            f"in {self.micro_batches} micro-batches each: {self.steps} optimizer steps"
+        )
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """A stage: its rows and what the batches come to. `longest` is the longest sequence that it can meet, in tokens.
+
+    `batches` counts updates for ppo and optimizer steps for the others, `steps` optimizer steps for all.
+    """
+
+    stage: str
+    state: str
+    rows: int
+    held_out: int
+    longest: int
+    batch: int
+    batches: int
+    steps: int
+    update: UpdateFacts | None = None
+
+    @property
+    def passes(self) -> float:
+        """Passes over the training rows. Trainer's last batch of a pass is a short one, and counts as one."""
+        return self.batches / math.ceil(self.rows / self.batch) if self.update is None else self.episodes / self.rows
+
+    @property
+    def episodes(self) -> int:
+        """Rows that training uses in all."""
+        return self.batches * self.batch
+
+    def __str__(self) -> str:
+        what = "prompts" if self.update else "rows"
+        lines = [f"{self.state}; {self.rows:,} {what}, {self.held_out:,} held out, at most {self.longest:,} tokens"]
+        if self.update is None:
+            lines.append(f"{self.batches:,} optimizer steps of {self.batch} rows; passes over them: {self.passes:.3g}")
+        else:
+            lines.append(f"an update of {self.batch} prompts: {self.update}")
+            lines.append(
+                f"{self.batches:,} updates, {self.steps:,} optimizer steps, {self.episodes:,} episodes; "
+                f"passes over the prompts: {self.passes:.3g}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found. As text it is what `toolkit check` prints.
+
+    Args:
+        name: of the recipe.
+        base: None where it could not be read.
+        roles: those that could be put on the base.
+        data: a line for each data section.
+        stages: those whose data could be read.
+        notes: what hinders nothing.
+        problems: each with its place in the recipe.
+    """
+
+    name: str
+    base: BaseFacts | None
+    roles: tuple[RoleFacts, ...]
+    data: tuple[str, ...]
+    stages: tuple[StageFacts, ...]
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def raise_problems(self) -> None:
+        """Nothing, if there are no problems.
+
+        Raises:
+            RecipeError: there are: all in one message.
+        """
+        if self.problems:
+            count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+            raise RecipeError(f"{self.name} has {count}\n  " + "\n  ".join(self.problems))
+
+    def __str__(self) -> str:
+        entries = [("base", str(self.base))] if self.base else []
+        entries += [(role.role, str(role)) for role in self.roles]
+        entries += [("data", line) for line in self.data]
+        entries += [(stage.stage, str(stage)) for stage in self.stages]
+        entries += [("note", note) for note in self.notes]
+        return "\n".join(f"{label:<10} {text}".replace("\n", "\n" + " " * 11) for label, text in entries)
+
+
+class _Outline(SharedBase):
+    """Roles on the meta device."""
+
+    def _check_logits(self) -> None:
+        """There are none to compare without weights; a run compares them at its start."""
+
+
+def check(recipe: Recipe) -> Report:
+    """Check all that can be checked without weights. Problems are collected, not raised.
+
+    Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
+    """
+    return _Check(recipe).report()
+
+
+class _Check:
+    """One check in progress."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.problems: list[str] = []
+        self.base: BaseFacts | None = None
+        self.roles: _Outline | None = None
+        self.starts: dict[str, str] = {}
+        self.has_tokenizer = False
+
+    @contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """What a user can mend is noted, with its place in the recipe, and the check goes on."""
+        try:
+            yield
+        except ToolkitError as error:
+            self.note(place, str(error))
+
+    def note(self, place: str, problem: str) -> None:
+        own = re.match(r"(\w+)(\.\w+)*: ", problem)
+        if own and own.group(1) in TOP_LEVEL:  # the message says where by itself
+            place, problem = own.group().removesuffix(": "), problem[own.end() :]
+        line = f"{place} — {problem}"
+        if line not in self.problems:  # two stages may read one file
+            self.problems.append(line)
+
+    def report(self) -> Report:
+        values = self.recipe.values
+        self._check_base()
+        if self.roles is not None:
+            with torch.device("meta"):
+                self._add_roles(self.roles)
+        if self.recipe.scorer.function is not None:
+            with self.at("scorer.function"):
+                load_function(self.recipe.scorer.function)
+        # Without a tokenizer each data section would ask the hub for it again.
+        found = [self._stage(stage) for stage in STAGE_CLASSES if stage in values and self.has_tokenizer]
+        data = tuple(self._data_lines()) if self.has_tokenizer else ()
+        return Report(
+            self.recipe.name,
+            self.base,
+            tuple(self._role_facts(self.roles) if self.roles is not None else ()),
+            data,
+            tuple(facts for facts in found if facts is not None),
+            tuple(self._notes()),
+            tuple(self.problems),
+        )
+
+    # ------------------------------------------------------------------ base
+
+    def _check_base(self) -> None:
+        base, recipe = self.recipe.base, self.recipe
+        with self.at("base.config" if base.model is None else "base.model"):
+            if base.model is None:
+                config = random_config(dict(base.config or {}), recipe.tokenizer)
+            else:
+                config = load_config(base.model, revision=base.revision, trust_remote_code=base.trust_remote_code)
+            arguments: dict[str, Any] = {
+                "dtype": base.dtype,
+                "attn_implementation": base.attn_implementation,
+                "trust_remote_code": base.trust_remote_code,
+            }
+            self.roles = _Outline(outline(config, **arguments))
+            quantization = recipe.quantization() or _own_quantization(config)
+            self.base = BaseFacts(
+                config.model_type,
+                base.model or "random weights",
+                sum(parameter.numel() for parameter in self.roles.parameters()),
+                _precision(quantization, base.dtype),
+                weight_bytes(outline(config, **arguments), quantization) / 1e9,
+                getattr(config, "max_position_embeddings", None),
+            )
+        if base.model is not None and Path(base.model).is_dir():
+            for problem in _weight_file_problems(Path(base.model)):
+                self.note("base.model", problem)
+        with self.at("base.model"):
+            tokenizer = recipe.tokenizer
+            self.has_tokenizer = True
+            if self.roles is not None:
+                check_tokenizer(tokenizer, self.roles)
+
+    # ------------------------------------------------------------------ roles
+
+    def _add_roles(self, roles: SharedBase) -> None:
+        """Put the roles on the base as the stages do, those of saved adapters from their files."""
+        recipe = self.recipe
+        ppo, start = recipe.values.get("ppo"), recipe.start
+        sft_of_checkpoint = "sft" in recipe.values and recipe.base.model is not None
+        if sft_of_checkpoint and "policy" not in recipe.values.get("adapters", {}):
+            self.note(
+                "adapters.policy",
+                "is missing: the sft stage trains it. A checkpoint is never trained in full here, quantised or not.",
+            )
+        if ppo is not None or sft_of_checkpoint:
+            self._add(roles, "policy", start.policy, "sft" if sft_of_checkpoint else None)
+        if "reward" in recipe.values or (ppo is not None and recipe.scorer.kind == "adapter"):
+            self._add(roles, "reward", start.reward, "reward", num_labels=recipe.reward_head.num_labels)
+            self._check_scorer(roles)
+        if ppo is not None:
+            self._add_value(roles, shared=ppo.get("value", "separate") == "shared")
+
+    def _add(
+        self, roles: SharedBase, role: str, named: str | None, stage: str | None, *, num_labels: int | None = None
+    ) -> None:
+        """Add a role from the folder that the recipe names, from a finished stage, or fresh."""
+        finished = stage is not None and stages.finished(self.recipe, stage) is not None
+        if named or finished:
+            folder = Path(named) if named else self.recipe.stage_folder(str(stage)) / role
+            with self.at(f"start.{role}" if named else str(stage)):
+                load_role(roles, role, folder)
+            self.starts[role] = f"from {folder}"
+        elif role in self.recipe.values.get("adapters", {}):
+            self._add_fresh(roles, role, self.recipe.adapter(role), num_labels)
+            self.starts[role] = f"fresh; the {stage} stage comes first" if stage and stage != role else "fresh"
+
+    def _add_fresh(self, roles: SharedBase, role: str, config: LoraConfig, num_labels: int | None = None) -> None:
+        missing = missing_modules(roles, config)
+        for target in missing:
+            self.note(
+                f"adapters.{role}.target_modules",
+                f'the base has no module "{target}". {suggestion(target, _layer_names(roles))}'.rstrip(),
+            )
+        if not missing:
+            with self.at(f"adapters.{role}"):
+                roles.add_role(role, config, num_labels=num_labels)
+
+    def _add_value(self, roles: SharedBase, *, shared: bool) -> None:
+        start, adapters = self.recipe.start.value, self.recipe.values.get("adapters", {})
+        if shared:
+            if "policy" in roles.roles:
+                roles.add_role("value")
+            self.starts["value"] = "a head on the policy's adapter"
+        elif start != "reward":
+            self._add(roles, "value", start, None)
+        elif "reward" in roles.roles:
+            config = self.recipe.adapter("value") if "value" in adapters else roles.adapter_config("reward")
+            self._add_fresh(roles, "value", config)
+            self.starts["value"] = "a copy of the reward role"
+            if "value" in roles.roles:
+                with self.at("start.value"):
+                    roles.copy_adapter("reward", "value")
+
+    def _check_scorer(self, roles: SharedBase) -> None:
+        scorer = self.recipe.scorer
+        if "ppo" in self.recipe.values and scorer.kind == "adapter" and "reward" in roles.roles:
+            with self.at("scorer.class_column"):
+                RewardAdapter(roles, pad_token_id=0, class_column=scorer.class_column)
+
+    def _role_facts(self, roles: SharedBase) -> Iterator[RoleFacts]:
+        for role in roles.roles:
+            own = roles.parameters_of(role)
+            head = sum(p.numel() for p in roles.heads[role].parameters()) if role in roles.heads else 0
+            adapter = sum(p.numel() for p in own) - head
+            saved = role == "reward" and self.recipe.start.reward
+            yield RoleFacts(
+                role,
+                self.starts[role],
+                roles.adapter_config(role).r if adapter else None,
+                sum(role in layer.r for layer in roles.model.modules() if isinstance(layer, LoraLayer)),
+                adapter,
+                head,
+                ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
+                None if saved else _TRAINED_BY[role],
+            )
+        if "ppo" in self.recipe.values:
+            adapted = self.recipe.start.policy or ("sft" in self.recipe.values and self.recipe.base.model is not None)
+            yield RoleFacts("reference", "a frozen copy of where the policy starts" if adapted else "the base itself")
+
+    # ------------------------------------------------------------------ data and batches
+
+    def _stage(self, stage: str) -> StageFacts | None:
+        """Read the stage's data and work out its batches; None where a problem is in the way."""
+        recipe = self.recipe
+        section, kind = recipe.data_section(stage), {"sft": "demonstrations", "ppo": "prompts"}.get(stage)
+        kind = kind or ("pairs" if recipe.reward_head.num_labels == 1 else "labelled")
+        state = self._state(stage)
+        with self.at(section):
+            train, held_out = (assemble.stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
+            longest = max(_longest(train), _longest(held_out))
+            with self.at(stage):
+                config = assemble.trainer_config(recipe, stage)
+                facts = _batches(stage, config, len(train))
+                if stage == "ppo":
+                    self._check_prompts(train, config.rollout_batch_size)
+                    longest = max(longest, _longest(recipe.task.prompts("test"))) + config.response_length
+                elif stage == "sft" and config.max_length is not None:
+                    longest = min(longest, config.max_length)
+                self._check_length(stage, longest)
+                return StageFacts(stage, state, len(train), len(held_out), longest, **facts)
+        return None
+
+    def _state(self, stage: str) -> str:
+        """Whether the stage is finished, and which come before it."""
+        if stages.finished(self.recipe, stage) is not None:
+            return f"finished in {self.recipe.stage_folder(stage)}"
+        needs = self._prerequisites(stage)
+        first = [earlier for earlier in needs if stages.finished(self.recipe, earlier) is None]
+        if stage != "ppo" and "ppo" in self.recipe.values and stage not in self._prerequisites("ppo"):
+            return "not needed for ppo"
+        return f"to be run, after {' and '.join(first)}" if first else "to be run"
+
+    def _prerequisites(self, stage: str) -> list[str]:
+        with self.at(stage):
+            return stages.prerequisites(self.recipe, stage)
+        return []
+
+    def _check_prompts(self, prompts: Any, batch_size: int) -> None:
+        with self.at(self.recipe.data_section("ppo")):
+            check_dataset(prompts, batch_size)
+        column = self.recipe.scorer.class_column
+        if column is not None and column not in prompts.column_names:
+            there = ", ".join(prompts.column_names)
+            self.note("scorer.class_column", f'the prompts have no column "{column}"; present: {there}.')
+
+    def _check_length(self, stage: str, longest: int) -> None:
+        positions = self.base.positions if self.base else None
+        if positions is not None and longest > positions:
+            what = "the longest prompt with ppo.response_length" if stage == "ppo" else "the longest row"
+            self.note(
+                stage,
+                f"{what} comes to {longest} tokens, and the base has positions for {positions} "
+                "(max_position_embeddings). Shorten the limits of the data section"
+                + (" or ppo.response_length." if stage == "ppo" else "."),
+            )
+
+    def _data_lines(self) -> Iterator[str]:
+        """What tasks that read files say about their rows."""
+        for stage in STAGE_CLASSES:
+            section = self.recipe.data_section(stage)
+            if stage in self.recipe.values and (stage == "ppo" or section != "data"):
+                with self.at(section):
+                    task = self.recipe.task_of(stage)
+                    if hasattr(task, "report"):
+                        yield f"{section}: {task.report()}"
+
+    def _notes(self) -> Iterator[str]:
+        marker = self.recipe.folder / stages.RECIPE_FILE
+        if marker.is_file() and marker.read_text(encoding="utf-8") != self.recipe.to_yaml():
+            yield (
+                f"{self.recipe.folder} holds a run of another recipe or other settings: name a new run with RUN=name "
+                "(--run name), or give OVERWRITE=1 (--overwrite)."
+            )
+
+
+# ---------------------------------------------------------------------- what a configuration or a folder says
+
+
+def _own_quantization(config: Any) -> BitsAndBytesConfig | None:
+    """That of a checkpoint which is quantised already."""
+    saved = getattr(config, "quantization_config", None)
+    ours = isinstance(saved, dict) and saved.get("quant_method") == "bitsandbytes"
+    return BitsAndBytesConfig.from_dict(saved) if ours else None
+
+
+def _precision(quantization: BitsAndBytesConfig | None, dtype: str) -> str:
+    if quantization is None:
+        return dtype
+    if not quantization.load_in_4bit:
+        return f"8 bits and {dtype}"
+    double = " with double quantisation" if quantization.bnb_4bit_use_double_quant else ""
+    return f"{quantization.bnb_4bit_quant_type}{double} and {dtype}"
+
+
+def _weight_file_problems(folder: Path) -> Iterator[str]:
+    """Weights that are missing or cut short, by their headers."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    names = [SAFE_WEIGHTS_NAME]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            yield f"{index} cannot be read ({error}). Download it again."
+            return
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            yield f"{path} is missing: weights are read from safetensors alone. Download or convert the checkpoint."
+            continue
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            yield f"{path} is damaged ({error}). Download it again."
+
+
+def _layer_names(roles: SharedBase) -> list[str]:
+    """Last parts of the names of layers that an adapter can be on."""
+    layers = (nn.Linear, nn.Embedding, nn.Conv1d, Conv1D)
+    names = [name for name, module in roles.causal_lm.named_modules() if isinstance(module, layers)]
+    own = [name.removesuffix(".base_layer") for name in names if ".lora_" not in name]  # not those of other roles
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in own))
+
+
+def _longest(dataset: Any) -> int:
+    """Tokens of the longest row in any column of ids."""
+    columns = [name for name in ("input_ids", "chosen_ids", "rejected_ids") if name in dataset.column_names]
+    return max((len(row) for name in columns for row in dataset[name]), default=0)
+
+
+def _batches(stage: str, config: Any, rows: int) -> dict[str, Any]:
+    """Fields of `StageFacts`: batch, batches, steps and update."""
+    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    if stage != "ppo":
+        by_epochs = math.ceil(config.num_train_epochs * math.ceil(rows / batch))
+        steps = config.max_steps if config.max_steps > 0 else by_epochs
+        return {"batch": batch, "batches": steps, "steps": steps}
+    updates, mini_batch = config.number_of_updates(rows), batch // config.num_mini_batches
+    # TRL's own loop takes one step in each pass, whatever num_mini_batches (huggingface/trl#5645).
+    steps = config.num_ppo_epochs * (config.num_mini_batches if config.loop == "toolkit" else 1)
+    micro_batches = math.ceil(mini_batch / config.per_device_train_batch_size)
+    update = UpdateFacts(config.num_ppo_epochs, config.num_mini_batches, mini_batch, micro_batches, steps)
+    return {"batch": batch, "batches": updates, "steps": updates * steps, "update": update}
