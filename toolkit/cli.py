@@ -8,11 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import toolkit
+
+if TYPE_CHECKING:
+    from toolkit.recipes.talk import Speaker
 
 app = typer.Typer(
     add_completion=True,
@@ -168,6 +171,17 @@ def show_recipe(recipe: RecipeArgument = "doubling", overrides: Overrides = None
 # ---------------------------------------------------------------------- trained policies
 
 
+def _speaker(run: str, runs_dir: Path, max_new_tokens: int | None, temperature: float, seed: int) -> "Speaker":
+    from transformers import set_seed
+
+    from toolkit.recipes import finished, talk
+
+    recipe = finished.open_run(run, runs_dir=runs_dir)
+    speaker = talk.Speaker.of_run(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
+    set_seed(seed)
+    return speaker
+
+
 @app.command(
     "generate",
     help="Answer prompts with a trained policy: those given, those of a file, or the first held-out ones.",
@@ -187,14 +201,9 @@ def generate(
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
-        from transformers import set_seed
+        from toolkit.recipes import talk
 
-        from toolkit.recipes import finished, talk
-
-        speaker = talk.Speaker.of_run(
-            finished.open_run(run, runs_dir=runs_dir), max_new_tokens=max_new_tokens, temperature=temperature
-        )
-        set_seed(seed)
+        speaker = _speaker(run, runs_dir, max_new_tokens, temperature, seed)
         talk.answer_all(speaker, texts=prompts or (), file=file, number=number, compare=compare, output=output)
 
 
@@ -213,14 +222,9 @@ def chat(
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
-        from transformers import set_seed
+        from toolkit.recipes import talk
 
-        from toolkit.recipes import finished, talk
-
-        speaker = talk.Speaker.of_run(
-            finished.open_run(run, runs_dir=runs_dir), max_new_tokens=max_new_tokens, temperature=temperature
-        )
-        set_seed(seed)
+        speaker = _speaker(run, runs_dir, max_new_tokens, temperature, seed)
         talk.converse(speaker, compare=compare)
 
 

@@ -13,15 +13,7 @@ from toolkit.models import SharedBase, load_base, load_role, load_weights, merge
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.loading import load
 from toolkit.recipes.recipe import Recipe
-from toolkit.reports import (
-    peak_memory_gb,
-    read_result,
-    sample_rows,
-    samples_table,
-    versions,
-    write_jsonl,
-    write_result,
-)
+from toolkit.reports import read_result, sample_rows, samples_table, write_jsonl, write_result
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
 
@@ -78,16 +70,7 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
     before, rollout_before, scores_before = meter.evaluate_rollout(prompts)
     load_weights(roles, "policy", policy_folder(recipe))
     after, rollout_after, scores_after = meter.evaluate_rollout(prompts)
-    result = {
-        "recipe": recipe.name,
-        "stage": "eval",
-        "seed": recipe.seed,
-        "seconds": round(time.perf_counter() - started, 1),
-        "peak_memory_gb": peak_memory_gb(),
-        "versions": versions(),
-        "before": before,
-        "after": after,
-    }
+    result = stages.figures(recipe, "eval", started, before, after)
     samples = sample_rows(rollout_before, scores_before.tolist(), rollout_after, scores_after.tolist())
     write_jsonl(folder / "samples.jsonl", samples)
     write_result(folder, result)

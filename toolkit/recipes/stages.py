@@ -160,16 +160,7 @@ def _run_alone(recipe: Recipe, stage: str, console: Console) -> dict[str, Any]:
         trainer.save_model(str(folder))
     else:
         _save_stock(recipe, trainer, folder)
-    result = {
-        "recipe": recipe.name,
-        "stage": stage,
-        "seed": recipe.seed,
-        "seconds": round(time.perf_counter() - started, 1),
-        "peak_memory_gb": peak_memory_gb(),
-        "versions": versions(),
-        "before": before,
-        "after": after,
-    }
+    result = figures(recipe, stage, started, before, after)
     if hasattr(task, "left_out_rows"):
         result["left_out"] = {split: dict(reasons) for split, reasons in task.left_out.items()}
         write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
@@ -182,6 +173,22 @@ def _run_alone(recipe: Recipe, stage: str, console: Console) -> dict[str, Any]:
     print_result(console, result)
     console.print(f"report: {report}", highlight=False, soft_wrap=True)
     return result
+
+
+def figures(
+    recipe: Recipe, stage: str, started: float, before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, Any]:
+    """What `result.json` holds of every stage; `started` is when it began, by `time.perf_counter`."""
+    return {
+        "recipe": recipe.name,
+        "stage": stage,
+        "seed": recipe.seed,
+        "seconds": round(time.perf_counter() - started, 1),
+        "peak_memory_gb": peak_memory_gb(),
+        "versions": versions(),
+        "before": before,
+        "after": after,
+    }
 
 
 def _measure_sft(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Any]:

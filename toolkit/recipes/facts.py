@@ -1,0 +1,154 @@
+"""What `check` finds out about a recipe, in the words of its report."""
+
+import math
+from dataclasses import dataclass
+
+from toolkit.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """The base: `gigabytes` (10⁹ bytes) are its weights alone; `positions` is the longest sequence that it takes."""
+
+    kind: str
+    name: str
+    parameters: int
+    precision: str
+    gigabytes: float
+    positions: int | None
+
+    def __str__(self) -> str:
+        limit = f"; at most {self.positions:,} tokens" if self.positions else ""
+        size = f"{self.gigabytes:.2f} GB" if self.gigabytes >= 1 else f"{1000 * self.gigabytes:.3g} MB"
+        return f"{self.kind}, {self.name}: {self.parameters:,} parameters, {self.precision}: about {size}{limit}"
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """A role: where it starts, what it has of its own, and the stage that trains it, if one does.
+
+    `rank` is None where a role has no adapter of its own; `modules` counts the layers that its adapter is on.
+    """
+
+    role: str
+    start: str
+    rank: int | None = None
+    modules: int = 0
+    adapter_parameters: int = 0
+    head_parameters: int = 0
+    dtype: str = ""
+    trained_by: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Parameters that train."""
+        return self.adapter_parameters + self.head_parameters if self.trained_by else 0
+
+    def __str__(self) -> str:
+        parts = [f"LoRA r={self.rank} on {self.modules} modules, {self.adapter_parameters:,}"] if self.rank else []
+        parts += [f"head {self.head_parameters:,}"] if self.head_parameters else []
+        trains = f"{self.parameters:,} parameters train in {self.trained_by}" if self.trained_by else "is not trained"
+        dtype = f" ({self.dtype})" if self.dtype else ""
+        return "; ".join([self.start, *([" + ".join(parts) + dtype] if parts else []), trains])
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """One update of PPO: `epochs` times over `mini_batches` of `mini_batch` prompts, each in `micro_batches` parts.
+
+    `steps` are optimizer steps.
+    """
+
+    epochs: int
+    mini_batches: int
+    mini_batch: int
+    micro_batches: int
+    steps: int
+
+    def __str__(self) -> str:
+        return (
+            f"num_ppo_epochs {self.epochs} × mini-batches {self.mini_batches} of {self.mini_batch} prompts, "
+            f"in {self.micro_batches} micro-batches each: {self.steps} optimizer steps"
+        )
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """A stage: its rows and what the batches come to. `longest` is the longest sequence that it can meet, in tokens.
+
+    `batches` counts updates for ppo and optimizer steps for the others, `steps` optimizer steps for all.
+    """
+
+    stage: str
+    state: str
+    rows: int
+    held_out: int
+    longest: int
+    batch: int
+    batches: int
+    steps: int
+    update: UpdateFacts | None = None
+
+    @property
+    def passes(self) -> float:
+        """Passes over the training rows. Trainer's last batch of a pass is a short one, and counts as one."""
+        return self.batches / math.ceil(self.rows / self.batch) if self.update is None else self.episodes / self.rows
+
+    @property
+    def episodes(self) -> int:
+        """Rows that training uses in all."""
+        return self.batches * self.batch
+
+    def __str__(self) -> str:
+        what = "prompts" if self.update else "rows"
+        lines = [f"{self.state}; {self.rows:,} {what}, {self.held_out:,} held out, at most {self.longest:,} tokens"]
+        if self.update is None:
+            lines.append(f"{self.batches:,} optimizer steps of {self.batch} rows; passes over them: {self.passes:.3g}")
+        else:
+            lines.append(f"an update of {self.batch} prompts: {self.update}")
+            lines.append(
+                f"{self.batches:,} updates, {self.steps:,} optimizer steps, {self.episodes:,} episodes; "
+                f"passes over the prompts: {self.passes:.3g}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found. As text it is what `toolkit check` prints.
+
+    Args:
+        name: of the recipe.
+        base: None where it could not be read.
+        roles: those that could be put on the base.
+        data: a line for each data section.
+        stages: those whose data could be read.
+        notes: what hinders nothing.
+        problems: each with its place in the recipe.
+    """
+
+    name: str
+    base: BaseFacts | None
+    roles: tuple[RoleFacts, ...]
+    data: tuple[str, ...]
+    stages: tuple[StageFacts, ...]
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def raise_problems(self) -> None:
+        """Nothing, if there are no problems.
+
+        Raises:
+            RecipeError: there are: all in one message.
+        """
+        if self.problems:
+            count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+            raise RecipeError(f"{self.name} has {count}\n  " + "\n  ".join(self.problems))
+
+    def __str__(self) -> str:
+        entries = [("base", str(self.base))] if self.base else []
+        entries += [(role.role, str(role)) for role in self.roles]
+        entries += [("data", line) for line in self.data]
+        entries += [(stage.stage, str(stage)) for stage in self.stages]
+        entries += [("note", note) for note in self.notes]
+        return "\n".join(f"{label:<10} {text}".replace("\n", "\n" + " " * 11) for label, text in entries)
