@@ -105,6 +105,16 @@ def test_three_mistakes_one_error(tmp_path):
             {"base": {"config": {"model_type": "gpt2"}}, "sft": {}, "data": {"task": "prompts", "train": "x.txt"}},
             "base.config — data.task prompts needs a checkpoint's tokenizer, and random weights have none.",
         ),
+        (
+            {
+                "base": {"model": "m", "quantization": {"load_in_4bit": True}},
+                "sft": {},
+                "ppo": {"max_steps": 1},
+                "adapters": {"value": {"r": 4}, "reward": {"r": 4}},
+                "start": {"policy": "x"},
+            },
+            "Full fine-tuning of the base is refused: 4-bit weights have no gradients.",
+        ),
         ({"base": {"model": "m", "dtype": "int4"}}, "base.dtype — 'bfloat16' or 'float16' or 'float32' is needed"),
         (
             {"base": {"model": "m", "quantisation": {}}},

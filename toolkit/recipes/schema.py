@@ -342,6 +342,13 @@ def _check_together(values: dict[str, Any]) -> list[str]:
             )
         if function and start.get("value") == "reward":
             problems.append("start.value — is reward, but with scorer.kind: function there is no reward role.")
+    if "sft" in values and "policy" not in adapters and _section(values, "base").get("model") is not None:
+        why = (
+            "4-bit weights have no gradients" if _section(values, "base").get("quantization") else "all roles share it"
+        )
+        problems.append(
+            f"adapters.policy — is missing: the sft stage trains it. Full fine-tuning of the base is refused: {why}."
+        )
     if "reward" in values and "reward" not in adapters:
         problems.append("adapters.reward — is missing: the reward stage trains it.")
     return problems
