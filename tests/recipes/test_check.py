@@ -228,14 +228,6 @@ def test_a_missing_prerequisite(checkpoint, tmp_path):
     assert len(found) == 1 and found[0].startswith('ppo — chat: stage "ppo" needs a trained reward role')
 
 
-def test_a_checkpoint_is_not_trained_in_full(checkpoint, tmp_path):
-    found = problems_of(tmp_path, checkpoint, ppo=None, reward=None, adapters={}, sft={"max_steps": 1})
-    assert found == (
-        "adapters.policy — is missing: the sft stage trains it. "
-        "A checkpoint is never trained in full here, quantised or not.",
-    )
-
-
 def test_the_function_of_the_scorer(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "rule_for_check.py").write_text("def rule(rollout):\n    return rollout.lengths\n")
     monkeypatch.chdir(tmp_path)

@@ -143,11 +143,6 @@ class _Check:
         recipe = self.recipe
         ppo, start = recipe.values.get("ppo"), recipe.start
         sft_of_checkpoint = "sft" in recipe.values and recipe.base.model is not None
-        if sft_of_checkpoint and "policy" not in recipe.values.get("adapters", {}):
-            self.note(
-                "adapters.policy",
-                "is missing: the sft stage trains it. A checkpoint is never trained in full here, quantised or not.",
-            )
         if ppo is not None or sft_of_checkpoint:
             self._add(roles, "policy", start.policy, "sft" if sft_of_checkpoint else None)
         if "reward" in recipe.values or (ppo is not None and recipe.scorer.kind == "adapter"):
