@@ -138,6 +138,10 @@ CASES = {
         llama("data.train=latin.jsonl"),
         r"latin.jsonl, line 1: not UTF-8 \(byte 14\). Save it as UTF-8",
     ),
+    "a setting of the hub for a file": (
+        llama("data.name=main"),
+        r"DataError: data.name would have no effect: only a hub id has that, and \S*queries.json is none",
+    ),
     "prompts over the limit": (
         llama("data.train=long.jsonl"),
         r"no row can be used \(1 × a prompt over 512 tokens \(first: long.jsonl, line 1\)\)",
@@ -179,6 +183,10 @@ CASES = {
     "a recipe file that is not there": (["ppo", "mine.yaml"], "RecipeError: mine.yaml: there is no such file"),
     "an environment variable": (["ppo", "secret.yaml"], "base.model — .* calls a resolver"),
     "a mistyped override": (["ppo", "doubling", "ppo.kl_cof=1"], "ppo.kl_cof .*Did you mean kl_coef?"),
+    "a word that YAML takes for false": (
+        ["ppo", "doubling", "ppo.eval_strategy=no"],
+        r"""got False. YAML takes no and off without quotes for false: .*, 'ppo.eval_strategy="no"' on the command""",
+    ),
     "an override without a value": (
         ["ppo", "doubling", "seed"],
         'override "seed" is not of the form section.key=value',

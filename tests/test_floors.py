@@ -12,6 +12,7 @@ FLOORS = {
     "models": 1,
     "data": 1,
     "rewards": 2,
+    "checkpoints": 2,
     "reports": 2,
     "trainers": 3,
     "recipes": 4,
@@ -80,7 +81,7 @@ def test_every_public_name_is_documented():
     import importlib
     import inspect
 
-    for name in ("functional", "models", "data", "rewards", "reports", "recipes"):
+    for name in ("functional", "models", "data", "rewards", "checkpoints", "reports", "recipes"):
         package = importlib.import_module(f"toolkit.{name}")
         for public in package.__all__:
             member = getattr(package, public)

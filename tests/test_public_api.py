@@ -17,8 +17,8 @@ def parameters(function):
 def test_recipes():
     assert parameters(recipes.load) == ["name", "overrides", "run", "runs_dir"]
     for stage in ("sft", "reward"):
-        assert parameters(getattr(recipes.Recipe, f"{stage}_trainer")) == ["self"]
-    assert parameters(recipes.Recipe.ppo_trainer) == ["self", "reward"]
+        assert parameters(getattr(recipes.Recipe, f"{stage}_trainer")) == ["self", "resume", "overwrite"]
+    assert parameters(recipes.Recipe.ppo_trainer) == ["self", "reward", "resume", "overwrite"]
     assert parameters(recipes.check) == parameters(recipes.show) == ["recipe"]
 
 
@@ -26,7 +26,8 @@ def test_the_loop_of_a_notebook():
     assert parameters(PPOTrainer.generate)[:2] == ["self", "batch"]
     assert parameters(PPOTrainer.score) == ["self", "batch", "responses"]
     assert parameters(PPOTrainer.step) == ["self", "batch", "responses", "scores"]
-    assert parameters(PPOTrainer.train) == ["self"]
+    assert parameters(PPOTrainer.train)[:2] == ["self", "resume_from_checkpoint"]
+    assert parameters(PPOTrainer.load_checkpoint) == ["self", "folder"]
 
 
 def test_it_is_a_trl_ppo_trainer():

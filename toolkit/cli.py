@@ -1,9 +1,11 @@
 """Names and arguments of the command `toolkit`.
 
-Exit codes: 0, done; 1, something that the user can mend, said in one message; 2, an argument that does not exist; 130,
-interrupted. Whatever loads a library is imported inside a command, so that --help answers at once.
+Exit codes: 0, done; 1, something that the user can mend, said in one message; 2, an argument that does not exist; 130
+and 143, stopped by Ctrl-C or SIGTERM. Whatever loads a library is imported inside a command, so that --help answers
+at once.
 """
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +50,7 @@ Overrides = Annotated[
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run; the recipe's name if not given.")]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of all runs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Repeat a finished stage; replace another recipe's run.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Name = Annotated[str | None, typer.Option("--name", hidden=True)]
 MaxNewTokens = Annotated[
@@ -59,9 +62,9 @@ Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's a
 
 
 @contextmanager
-def _errors(debug: bool) -> Iterator[None]:
+def _errors(debug: bool, *, resumable: bool = False) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
-    from toolkit.errors import ToolkitError
+    from toolkit.errors import RunInterrupted, ToolkitError
 
     try:
         import datasets
@@ -70,14 +73,23 @@ def _errors(debug: bool) -> Iterator[None]:
         logging.disable_progress_bar()
         datasets.disable_progress_bars()
         yield
+    except RunInterrupted as stop:
+        print(f"{stop}{_way_on() if resumable else ''}", file=sys.stderr)
+        raise typer.Exit(128 + stop.signal_number) from stop
     except ToolkitError as error:
         if debug:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        print("Interrupted; a stage that had not finished will start anew.", file=sys.stderr)
+        print(f"Interrupted.{_way_on() if resumable else ''}", file=sys.stderr)
         raise typer.Exit(130) from error
+
+
+def _way_on() -> str:
+    """The command that goes on where this one was stopped."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
+    return f" To go on: {shlex.join(['toolkit', *arguments, '--resume'])} (make: RESUME=1)"
 
 
 # ---------------------------------------------------------------------- stages
@@ -90,16 +102,18 @@ def _stage(stage: str, text: str, example: str) -> None:
         run: Run = None,
         runs_dir: RunsDir = Path("runs"),
         overwrite: Overwrite = False,
+        resume: Resume = False,
         debug: Debug = False,
         name: Name = None,
     ) -> None:
-        with _errors(debug):
+        # With a name it is part of another command, which says how to go on.
+        with _errors(debug, resumable=name is None):
             from dataclasses import replace
 
             from toolkit.recipes import load, stages
 
             loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
-            stages.run(replace(loaded, name=name or loaded.name), stage, overwrite=overwrite)
+            stages.run(replace(loaded, name=name or loaded.name), stage, overwrite=overwrite, resume=resume)
 
     app.command(stage, help=text, epilog=f"Example: {example}")(command)
 

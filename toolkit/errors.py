@@ -34,3 +34,20 @@ class RewardError(ToolkitError, ValueError):
 
 class SelfCheckError(ToolkitError, RuntimeError):
     """A check at the start of training failed: going on would train the wrong thing."""
+
+
+class CheckpointError(ToolkitError, ValueError):
+    """A checkpoint cannot be written, or there is none from which training could go on."""
+
+
+class RunInterrupted(ToolkitError, RuntimeError):
+    """Ctrl-C or SIGTERM ended a run, after its step was finished and all was saved.
+
+    Args:
+        message: what was saved, and where.
+        signal_number: of the signal that asked.
+    """
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        self.signal_number = signal_number

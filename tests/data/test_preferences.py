@@ -118,12 +118,14 @@ def test_pairs_from_other_sources(tmp_path, chat_tokenizer, monkeypatch):
         source = str(tmp_path / name)
         assert Preferences(chat_tokenizer, source, source).pairs("train")[:] == expected, name
     seen = []
-    monkeypatch.setattr(sources, "load_dataset", lambda name, data_dir: seen.append((name, data_dir)) or data)
-    for source in (str(tmp_path / "saved"), "some/pairs"):  # each has a test split for validation
-        task = Preferences(chat_tokenizer, source, subset="part")
+    monkeypatch.setattr(
+        sources, "load_dataset", lambda path, name, data_dir: seen.append((path, name, data_dir)) or data
+    )
+    for source, settings in (("some/pairs", {"subset": "part", "name": "main"}), (str(tmp_path / "saved"), {})):
+        task = Preferences(chat_tokenizer, source, **settings)  # each has a test split for validation
         assert task.pairs("train")[:] == expected
         assert task.pairs("validation")["chosen_ids"][:] == expected["rejected_ids"]
-    assert seen == [("some/pairs", "part")] * 2
+    assert seen == [("some/pairs", "main", "part")] * 2
 
 
 def test_a_template_that_refuses_a_system_message(tmp_path, chat_tokenizer):
@@ -174,6 +176,10 @@ def test_other_bad_sources(tmp_path, chat_tokenizer, tokenizer):
     good = write(tmp_path / "pairs.jsonl", [PAIR])
     with pytest.raises(DataError, match="there is no such file"):
         Preferences(chat_tokenizer, str(tmp_path / "no.jsonl"), good).pairs("train")
+    with pytest.raises(
+        DataError, match=r"data.subset would have no effect: only a hub id has that, and \S*pairs.jsonl"
+    ):
+        Preferences(chat_tokenizer, good, good, subset="part")
     with pytest.raises(DataError, match="data.validation is missing: name a file of held-out pairs"):
         Preferences(chat_tokenizer, good).pairs("train")
     latin = tmp_path / "latin.jsonl"

@@ -283,13 +283,15 @@ def test_limits_count_rows_that_can_be_used_and_end_the_reading(tmp_path, chat_t
 def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
     data = DatasetDict(train=Dataset.from_dict({"query": ["1", ""]}), test=Dataset.from_dict({"query": ["2"]}))
     seen = []
-    monkeypatch.setattr(sources, "load_dataset", lambda name, data_dir: seen.append((name, data_dir)) or data)
-    task = Prompts(chat_tokenizer, "some/prompts", "some/prompts", subset="part")
+    monkeypatch.setattr(
+        sources, "load_dataset", lambda path, name, data_dir: seen.append((path, name, data_dir)) or data
+    )
+    task = Prompts(chat_tokenizer, "some/prompts", "some/prompts", subset="part", name="main")
     assert task.prompts("train")["prompt"][:] == ["_:1=x:"] and task.prompts("test")["prompt"][:] == ["_:2=x:"]
     assert task.left_out_rows() == [
         {"split": "train", "place": "some/prompts (train), row 2", "reason": "an empty prompt"}
     ]
-    assert seen == [("some/prompts", "part")] * 2
+    assert seen == [("some/prompts", "main", "part")] * 2
 
 
 # ---------------------------------------------------------------------- what a recipe can get wrong
@@ -302,6 +304,12 @@ def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
         ({"columns": {"x": "q"}}, 'is called "x". The names are prompt, messages, input_ids. The file\'s own name'),
         ({"columns": {"prompt": 3}}, "data.columns.prompt: the name of a column is needed, got 3"),
         ({"chat": False, "system": ""}, "data.system has no effect with data.chat=false. Remove one of them"),
+        (
+            {"subset": "a"},
+            "data.subset would have no effect: only a hub id has that, and no such file is none. Remove it",
+        ),
+        ({"name": "a"}, r"data.name would have no effect: .* Remove it \(data.name=null\)."),
+        ({"subset": "a", "name": "a"}, "data.subset and data.name would have no effect"),
         ({"validation_size": 0}, "data.validation_size: a number from 1 is needed, got 0"),
         ({"max_prompt_length": 0}, "data.max_prompt_length: a number from 1"),
         ({"max_train_rows": 0}, "data.max_train_rows: a number from 1"),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from toolkit.data import messages_of_row, read_rows, sources
-from toolkit.data.sources import has_splits
+from toolkit.data.sources import check_hub_settings, has_splits, is_hub_id
 from toolkit.errors import DataError
 
 DATA = Path(__file__).parents[2] / "data"
@@ -21,6 +22,7 @@ def read(path, **arguments):
 
 
 def file(path, content):
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
     return path
 
@@ -111,8 +113,8 @@ def test_folders_of_save_to_disk(tmp_path):
 def test_a_hub_id(monkeypatch):
     seen = []
 
-    def load_dataset(name, **arguments):
-        seen.append((name, arguments))
+    def load_dataset(*arguments, **named):
+        seen.append((arguments, named))
         return DatasetDict(train=Dataset.from_dict({"a": [1, 2]}), test=Dataset.from_dict({"a": [3]}))
 
     monkeypatch.setattr(sources, "load_dataset", load_dataset)
@@ -120,8 +122,8 @@ def test_a_hub_id(monkeypatch):
         ("some/pairs (train), row 1", {"a": 1}),
         ("some/pairs (train), row 2", {"a": 2}),
     ]
-    assert read("some/pairs", split="validation") == [("some/pairs (test), row 1", {"a": 3})]
-    assert seen == [("some/pairs", {"data_dir": "part"}), ("some/pairs", {"data_dir": None})]
+    assert read("some/pairs", split="validation", name="main") == [("some/pairs (test), row 1", {"a": 3})]
+    assert seen == [(("some/pairs", None), {"data_dir": "part"}), (("some/pairs", "main"), {"data_dir": None})]
     assert has_splits("some/pairs") and not has_splits("some/pairs.jsonl") and not has_splits("/no/where")
 
 
@@ -236,6 +238,37 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: DatasetDict(dev=Dataset.from_dict({"a": [1]})))
     with pytest.raises(DataError, match="data.train: some/pairs has no split train; it has dev. Name another source"):
         read("some/pairs")
+
+
+@pytest.mark.parametrize("name", [None, "mian"])
+def test_a_configuration_that_is_missing_or_unknown(name, tmp_path, monkeypatch):
+    """A folder with two of them, loaded by datasets itself: its words are what is read."""
+    for part in ("main", "socratic"):
+        file(tmp_path / part / "train.jsonl", '{"a": 1}\n')
+    listed = "".join(f"- config_name: {part}\n  data_files: {part}/train.jsonl\n" for part in ("main", "socratic"))
+    file(tmp_path / "README.md", f"---\nconfigs:\n{listed}---\n")
+    load = sources.load_dataset
+    monkeypatch.setattr(sources, "load_dataset", lambda _, *names, data_dir: load(str(tmp_path), *names))
+    seen = "none is named" if name is None else '"mian" is none of them'
+    message = f"data.train: some/sums has the configurations 'main', 'socratic', and {seen}. Name one with data.name=…."
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+        read("some/sums", name=name)
+    assert read("some/sums", name="socratic") == [("some/sums (train), row 1", {"a": 1})]
+
+
+def test_settings_of_a_hub_id_need_one(tmp_path):
+    path = str(file(tmp_path / "x.jsonl", '{"a": 1}'))
+    for sources_ in ((path, None), (path, path), (str(tmp_path), None)):
+        check_hub_settings(*sources_, subset=None, name=None)
+        for settings in ({"subset": "a"}, {"name": "a", "subset": None}):
+            with pytest.raises(
+                DataError, match="would have no effect: only a hub id has that, and .* is none. Remove it"
+            ):
+                check_hub_settings(*sources_, **settings)
+    for sources_ in (("some/pairs", None), ("some/pairs", path), (path, "some/pairs")):
+        check_hub_settings(*sources_, subset="a", name="a")
+    assert is_hub_id("some/pairs") and is_hub_id("squad")
+    assert not any(map(is_hub_id, ("", "some/pairs.jsonl", "/no/where", path, str(tmp_path))))
 
 
 def test_permissions_are_a_data_error(tmp_path, monkeypatch):

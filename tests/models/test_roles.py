@@ -150,10 +150,16 @@ def test_errors():
         fresh.add_role("policy", lora(modules_to_save=["lm_head"]))
     with pytest.raises(AdapterError, match='adapters.policy: init_lora_weights "pissa" starts by changing weights'):
         fresh.add_role("policy", lora(init_lora_weights="pissa"))
-    with pytest.raises(AdapterError, match="adapters.policy: Target modules"):
-        from peft import LoraConfig
+    from peft import LoraConfig
 
-        fresh.add_role("policy", LoraConfig(target_modules=["q_projj"]))
+    message = r'adapters.policy.target_modules: the base has no module "q_projj". Did you mean q_proj\?$'
+    with pytest.raises(AdapterError, match=message):
+        fresh.add_role("policy", LoraConfig(target_modules=["q_projj", "v_proj"]))  # PEFT would take v_proj alone
+    with pytest.raises(AdapterError, match=r'no module "xyz". Known: .*, q_proj, .* no module "zyx"'):
+        fresh.add_role("policy", LoraConfig(target_modules=["xyz", "zyx"]))
+    with pytest.raises(AdapterError, match="adapters.policy: Target modules .*_projj not found"):
+        fresh.add_role("policy", LoraConfig(target_modules=".*_projj"))
+    assert fresh.roles == ()
     with pytest.raises(AdapterError, match='"reference" has no adapter of its own'):
         base.adapter_config("reference")
     other = SharedBase(tiny_model())

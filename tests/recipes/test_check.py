@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import BitsAndBytesConfig, LlamaConfig, LlavaConfig, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlavaConfig, T5Config
 
 from tests.conftest import lora, tiny_model
 from tests.recipes.helpers import byte_tokenizer, chat_recipe, save_llama
@@ -121,6 +121,25 @@ def test_updates_follow_from_episodes_and_trls_loop_takes_one_step_a_pass(checkp
     assert stage(report, "ppo").steps == 7 * 3
 
 
+@pytest.mark.parametrize("settings", [
+    {"packing": True, "max_length": 200},
+    {"packing": True, "max_length": 60, "packing_strategy": "bfd_split"},
+    {"packing": True, "max_length": 300, "packing_strategy": "wrapped", "shuffle_dataset": True},
+    {"max_length": 100},
+], ids=str)  # fmt: skip
+def test_steps_of_sft_are_those_of_the_trainer(settings, checkpoint, tmp_path):
+    sft = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **settings}
+    recipe = chat_recipe(tmp_path, checkpoint, sft=sft, base={"model": str(checkpoint), "dtype": "float32"})
+    report = check(recipe)
+    found, trainer = stage(report, "sft"), recipe.sft_trainer()
+    assert report.problems == () and found.rows == 24 and found.batch == 4
+    assert found.prepared == len(trainer.train_dataset) != 24
+    assert found.batches == found.steps == 2 * -(-len(trainer.train_dataset) // 4) and found.passes == 2
+    longest = max(map(len, recipe.task.demonstrations("train")["input_ids"]))
+    assert found.longest == (300 if "shuffle_dataset" in settings else min(longest, settings["max_length"]))
+    assert f"24 rows ({found.prepared} once packed or cut to max_length), 6 held out, at most " in str(report)
+
+
 def test_a_shared_value_role(checkpoint, tmp_path):
     adapters = {name: ADAPTERS[name] for name in ("policy", "reward")}
     report = check(chat_recipe(tmp_path, checkpoint, "ppo.value=shared", adapters=adapters))
@@ -223,6 +242,26 @@ def test_all_problems_in_one_error(checkpoint, tmp_path):
     assert role(report, "reward").modules == 14  # the check went on
 
 
+def test_what_trls_loop_cannot_run(checkpoint, tmp_path):
+    """The reasons are those of the trainer at the start of a run."""
+    adapters = {name: ADAPTERS[name] for name in ("policy", "reward")}
+    settings = ("ppo.loop=trl", "ppo.value=shared", "ppo.gradient_checkpointing=true", "start.reward=null")
+    recipe = chat_recipe(tmp_path, checkpoint, *settings, adapters=adapters)
+    (found,) = check(recipe).problems
+    for reason in ("pad and eos are one token", "ppo.value must be separate", "gradient_checkpointing must be false"):
+        assert found.startswith("ppo.loop — trl cannot run this recipe: ") and reason in found
+    rule = {"scorer": {"kind": "function", "function": "statistics:fmean"}, "reward": None}
+    (found,) = problems_of(tmp_path, checkpoint, "ppo.loop=trl", "ppo.gradient_checkpointing=false", **rule)
+    assert "pad and eos are one token" in found and "nothing else (scorer.kind: adapter)" in found
+    other = byte_tokenizer()
+    other.pad_token = "<pad>"
+    folder = save_llama(tmp_path / "llama", other)
+    assert problems_of(tmp_path, folder, "ppo.loop=trl", "ppo.gradient_checkpointing=false") == ()
+    # A reward role that could not be made is one problem, not two.
+    (found,) = problems_of(tmp_path, folder, "ppo.loop=trl", "adapters.reward.target_modules=[c_attn]")
+    assert found.startswith("adapters.reward.target_modules — ")
+
+
 def test_a_missing_prerequisite(checkpoint, tmp_path):
     found = problems_of(tmp_path, checkpoint, reward=None)
     assert len(found) == 1 and found[0].startswith('ppo — chat: stage "ppo" needs a trained reward role')
@@ -260,6 +299,56 @@ def test_adapters_that_do_not_fit(checkpoint, tmp_path):
 def test_a_tokenizer_of_another_checkpoint(tmp_path):
     folder = save_llama(tmp_path / "small", byte_tokenizer(), vocab_size=100)
     assert "base.model — the tokenizer has 259 tokens and the base 100 embeddings" in problems_of(tmp_path, folder)[0]
+
+
+SMALL = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "refused"),
+    [
+        ("gemma2", {}, "final_logit_softcapping is 30.0"),
+        ("gemma2", {"final_logit_softcapping": None}, None),
+        ("recurrent_gemma", {"logits_soft_cap": 2.0, "block_types": ["attention"]}, "logits_soft_cap is 2.0"),
+        ("cohere", {}, "logit_scale is 0.0625"),
+        ("cohere", {"logit_scale": 1.0}, None),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling is 8.0"),
+        ("granite", {}, None),
+        ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 1, "logit_scale": 0.5}, None),
+        ("llama", {"logit_scale": 0.5}, None),  # a key that Llama does not know
+    ],
+)
+def test_logits_that_are_changed_after_lm_head(kind, settings, refused, tmp_path):
+    """What the configuration tells is what a run finds out with the weights."""
+    config = AutoConfig.for_model(kind, **{**SMALL, **settings})
+    config.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_()
+    found = [problem for problem in problems_of(tmp_path, tmp_path / "model") if "logits after lm_head" in problem]
+    if refused is None:
+        assert not found and SharedBase(model).roles == ()
+    else:
+        said = f"base.model — a model of type {kind} changes its logits after lm_head ({refused}), which the"
+        assert len(found) == 1 and found[0].startswith(said)
+        with pytest.raises(ModelError, match="changes its logits after lm_head"):
+            SharedBase(model)
+
+
+def test_changed_logits_do_not_matter_to_pretraining_alone(tmp_path):
+    base = {"config": {"model_type": "cohere", **SMALL, "vocab_size": 50}, "dtype": "float32"}
+    sections = {"base": base, "data": {"task": "doubling"}, "sft": {"max_steps": 1}, "adapters": None, "ppo": None}
+    values = {**sections, "reward": None}
+    assert not [p for p in check(chat_recipe(tmp_path, None, **values)).problems if "logits after" in p]
+    values |= {"adapters": ADAPTERS, "ppo": {"max_steps": 1}, "reward": {}}
+    report = check(chat_recipe(tmp_path, None, **values))
+    assert any(p.startswith("base.config — a model of type cohere changes its logits") for p in report.problems)
+    assert report.base is not None and len(report.roles) == 4  # the check goes on
 
 
 def test_weights_that_are_missing_or_cut_short(tmp_path):

@@ -133,12 +133,69 @@ def test_three_mistakes_one_error(tmp_path):
         ({"scorer": {"kind": "function", "function": "a:b"}, "start": {"value": "reward"}}, "there is no reward role"),
         ({"seed": "one"}, "seed — a whole number is needed, got 'one'."),
         ({"reward": {"max_steps": 1, "bf16": True, "fp16": True}}, "reward — At most one of fp16 and bf16"),
+        (
+            {"sft": {"packing": True, "max_length": None}},
+            "sft.max_length — a whole number is needed with sft.packing, got None: rows are packed to it.",
+        ),
+        (
+            {"sft": {"packing_strategy": "bdf"}},
+            "sft.packing_strategy — bfd or bfd_split or wrapped is needed, got 'bdf'.",
+        ),
+        ({"ppo": {"log_level": "loud"}}, "ppo.log_level — detail or debug or info or "),
     ],
 )
 def test_problems(sections, message, tmp_path):
     with pytest.raises(RecipeError) as error:
         load_changed(tmp_path, **sections)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["no", "off", "No"])
+def test_a_word_that_yaml_takes_for_false_is_to_be_quoted(word, tmp_path):
+    hint = (
+        "got False. YAML takes no and off without quotes for false: "
+        'write save_strategy: "no" in a file, \'ppo.save_strategy="no"\' on the command line.'
+    )
+    text = yaml.safe_dump({**MINIMAL, "ppo": {"max_steps": 1}})
+    with pytest.raises(RecipeError) as in_a_file:
+        recipes.load(written(tmp_path, text.replace("ppo:\n", f"ppo:\n  save_strategy: {word}\n")))
+    assert f"ppo.save_strategy — SaveStrategy or text is needed, {hint}" in str(in_a_file.value)
+    path = written(tmp_path, text)
+    with pytest.raises(RecipeError) as in_an_override:
+        recipes.load(path, f"ppo.save_strategy={word}")
+    assert hint in str(in_an_override.value)
+    assert recipes.load(path, 'ppo.save_strategy="no"').stage_config("ppo").save_strategy == "no"  # as the hint says
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("ppo.run_name=on", """ YAML takes yes and on without quotes for true: write run_name: "yes" in a file"""),
+        ("ppo.eval_strategy=yes", ""),  # not one of its words in any writing
+        ("ppo.loop=no", ""),
+        ("ppo.save_strategy=3", ""),
+        ("ppo.learning_rate=no", ""),
+    ],
+)
+def test_only_where_the_word_would_fit(override, hint, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        recipes.load(written(tmp_path, MINIMAL), override)
+    assert hint in str(error.value) and ("YAML takes" in str(error.value)) == bool(hint)
+
+
+PAIRS_OF_THE_HUB = {"task": "preferences", "train": "some/pairs", "subset": "part", "name": "main"}
+
+
+def test_a_file_in_place_of_a_hub_id_takes_its_subset_away(tmp_path):
+    path = written(tmp_path, {**MINIMAL, "data": PAIRS_OF_THE_HUB, "reward_data": PAIRS_OF_THE_HUB})
+    local = {"task": "preferences", "train": "x.jsonl", "validation": "y.jsonl"}
+    values = recipes.load(path, "data.train=x.jsonl", "data.validation=y.jsonl").values
+    assert values["data"] == local and values["reward_data"] == PAIRS_OF_THE_HUB
+    # What the command line itself names is kept, and refused with the data; so is what still has a hub id.
+    values = recipes.load(path, "reward_data.train=x.jsonl", "reward_data.subset=mine").values
+    assert values["reward_data"] == {"task": "preferences", "train": "x.jsonl", "subset": "mine"}
+    for kept in (["data.train=other/pairs"], ["data.train=x.jsonl", "data.validation=some/pairs"]):
+        assert recipes.load(path, *kept).values["data"]["subset"] == "part"
 
 
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", "x ${oc.decode:1}", "${env:SECRET}"])

@@ -33,6 +33,49 @@ def test_each_value_is_beside_its_owners_default():
     assert "about: Doubles" in text or "about: 'Doubles" in text
 
 
+@pytest.mark.parametrize(("gpu", "dtype"), [(False, "bfloat16"), (True, "float16"), (True, "float32")])
+def test_what_the_toolkit_sets_is_shown_with_the_reason(gpu, dtype, checkpoint, tmp_path, monkeypatch):
+    recipe = chat_recipe(tmp_path, checkpoint, f"base.dtype={dtype}", reward={}, sft=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)  # not while it is loaded, which would use a GPU
+    text = show(recipe)
+    stages = dict(section.split(":", 1) for section in ("\n" + text).split("\n\n")[1:])
+    cpu = ["  # use_cpu: true  # default: false; set by the toolkit: no GPU is here"]
+    precision = {
+        "bfloat16": ["  # bf16: true  # default: null; set by the toolkit: base.dtype is bfloat16"],
+        "float16": [
+            "  # bf16: false  # default: null; set by the toolkit: base.dtype is float16",
+            "  # fp16: true  # default: false; set by the toolkit: base.dtype is float16",
+        ],
+        "float32": ["  # bf16: false  # default: null; set by the toolkit: base.dtype is float32"],
+    }[dtype]
+    limit = (
+        "  # max_length: null  # default: 1024; set by the toolkit: the data section has limits, and reports what they"
+    )
+    ours = {name: [line for line in body.splitlines() if "set by the toolkit" in line] for name, body in stages.items()}
+    assert ours["ppo"] == [*(() if gpu else cpu), *precision]
+    assert [line[: len(limit)] for line in ours["reward"]] == [*(() if gpu else cpu), limit, *precision]
+    assert not any(ours[name] for name in ("base", "data", "adapters"))
+    assert yaml.safe_load(text) == recipe.values
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_what_is_shown_is_what_the_stage_gets(stage, monkeypatch):
+    """Read as if the comments were lines: the stage's object has those very values."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = recipes.load("doubling")
+    shown = yaml.safe_load(show(recipe).replace("\n  # ", "\n  "))
+    config = recipe.stage_config(stage)
+    assert set(shown[stage]) > set(recipe.values[stage])
+    assert {name: getattr(config, name) for name in shown[stage]} == shown[stage]
+
+
+def test_what_the_recipe_sets_is_not_set_again(checkpoint, tmp_path):
+    lines = show(chat_recipe(tmp_path, checkpoint, "ppo.bf16=false", "ppo.use_cpu=true", reward=None,
+                             start={"reward": "x"})).splitlines()  # fmt: skip
+    assert not [line for line in lines if "set by the toolkit" in line]
+    assert "  bf16: false  # default: null" in lines
+
+
 def test_quantisation_data_and_lists(checkpoint, tmp_path):
     recipe = chat_recipe(
         tmp_path, checkpoint, "adapters.value.target_modules=[q_proj,v_proj]", "reward.lr_scheduler_type=cosine"

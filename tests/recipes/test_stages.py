@@ -70,7 +70,10 @@ def test_a_finished_stage_is_not_repeated_and_another_recipe_is_stopped(doubling
 def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):
     folder, _ = doubling_run
     monkeypatch.chdir(folder)
-    trainer = recipes.load("doubling", *SMALL_DOUBLING).ppo_trainer()
+    with pytest.raises(RecipeError, match=r"holds a finished ppo stage. Name a new run .*overwrite=True"):
+        recipes.load("doubling", *SMALL_DOUBLING).ppo_trainer()
+    assert (folder / "runs/doubling/ppo/result.json").is_file()
+    trainer = recipes.load("doubling", *SMALL_DOUBLING).ppo_trainer(overwrite=True)
     assert set(trainer.roles.roles) == {"policy", "reference", "reward", "value"}
     for batch in trainer.dataloader:
         responses = trainer.generate(batch)

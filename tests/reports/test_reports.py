@@ -2,11 +2,13 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from tests.trainers.helpers import rollout
 from toolkit.reports import (
+    Answers,
     MetricsFile,
     ProgressBar,
     peak_memory_gb,
@@ -27,15 +29,27 @@ RESULT = {
 }  # fmt: skip
 
 
-def test_metrics_file(tmp_path):
-    path = tmp_path / "sub" / "metrics.jsonl"
-    path.parent.mkdir()
-    path.write_text("old\n")
-    callback, state = MetricsFile(path), TrainerState()
-    for step in (1, 2):
-        state.global_step = step
-        callback.on_log(None, state, TrainerControl(), logs={"score": step / 2})
-    assert read_jsonl_metrics(path) == [{"step": 1, "score": 0.5}, {"step": 2, "score": 1.0}]
+def test_metrics_file_goes_on_behind_a_checkpoint(tmp_path):
+    path, state = tmp_path / "sub" / "metrics.jsonl", TrainerState()
+
+    def log(callback, *steps):
+        for state.global_step in steps:
+            callback.on_log(None, state, TrainerControl(), logs={"score": state.global_step / 2})
+
+    first = MetricsFile(path)
+    log(first, 1)
+    saved = first.state()["attributes"]
+    log(first, 2)
+    with path.open("a") as file:
+        file.write('{"step": 3, "sc')  # where a kill cut it
+    rows = [{"step": 1, "score": 0.5}, {"step": 2, "score": 1.0}]
+    assert read_jsonl_metrics(path) == rows
+    again = MetricsFile(path)
+    again.lines = saved["lines"]
+    again.on_train_begin(None, state, TrainerControl())
+    assert read_jsonl_metrics(path) == rows[:1]
+    log(again, 2)
+    assert read_jsonl_metrics(path) == rows and again.state()["attributes"] == {"lines": 2}
 
 
 def test_result_is_written_aside(tmp_path):
@@ -51,8 +65,8 @@ def test_memory_and_versions():
 
 
 def test_samples(tmp_path):
-    before, after = rollout([[5, 2]] * 4), rollout([[6, 2]] * 4)
-    rows = sample_rows(before, [0.1] * 4, after, [0.2] * 4)
+    before = Answers.of(rollout([[5, 2]] * 4), torch.tensor([0.1] * 4))
+    rows = sample_rows(before, Answers.of(rollout([[6, 2]] * 4), torch.tensor([0.2] * 4)))
     write_jsonl(tmp_path / "samples.jsonl", rows)
     assert [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()] == rows
     assert rows[0]["before"] == "2" and rows[0]["after"] == "3"
@@ -61,7 +75,7 @@ def test_samples(tmp_path):
     Console(file=stream, width=120).print(samples_table(rows, limit=2))
     assert "[bold]not markup[/bold]" in stream.getvalue() and "0.10 → 0.20" in stream.getvalue()
     with pytest.raises(ValueError, match="of the same prompts"):
-        sample_rows(before, [0.1] * 4, rollout([[6, 2]], [[1, 4]]), [0.2])
+        sample_rows(before, Answers.of(rollout([[6, 2]], [[1, 4]]), torch.tensor([0.2])))
 
 
 def test_report_is_one_page_that_escapes_what_models_write(tmp_path):

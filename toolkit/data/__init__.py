@@ -6,7 +6,9 @@ reads pairs in hh-rlhf's form, `prompts` reads prompts in any form that `sources
 
 from toolkit.data.chat import messages_of_row
 from toolkit.data.collators import LabelledCollator, PromptCollator, pad_rows
+from toolkit.data.digest import data_digest
 from toolkit.data.doubling import Doubling
+from toolkit.data.loader import PlacedDataLoader
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Prompts
 from toolkit.data.rollouts import Rollout, concatenate
@@ -18,11 +20,13 @@ __all__ = [
     "TASKS",
     "Doubling",
     "LabelledCollator",
+    "PlacedDataLoader",
     "Preferences",
     "PromptCollator",
     "Prompts",
     "Rollout",
     "concatenate",
+    "data_digest",
     "messages_of_row",
     "pad_rows",
     "read_rows",

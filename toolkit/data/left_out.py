@@ -1,8 +1,8 @@
 """Rows that cannot be used: left out, counted by reason, and kept on record with their place."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any, ClassVar
 
 from toolkit.data.sources import Row
 from toolkit.errors import DataError
@@ -76,3 +76,29 @@ class LeftOut:
             first.setdefault(reason, place)
         reasons = self.counts()[split].most_common()
         return ", ".join(f"{count} × {reason} (first: {first[reason]})" for reason, count in reasons)
+
+
+class ReportsLeftOut:
+    """A task that reads its splits from sources, and says how many rows each has and did without."""
+
+    _left_out: LeftOut
+    _unit: ClassVar[str]  # what its rows are
+
+    @property
+    def _splits(self) -> Mapping[str, Sized]:
+        raise NotImplementedError
+
+    @property
+    def left_out(self) -> dict[str, Counter[str]]:
+        """How many rows were left out for which reason, for each split that was read."""
+        return self._left_out.counts()
+
+    def left_out_rows(self) -> list[dict[str, str]]:
+        """Every row left out, with the keys `split`, `place` and `reason`."""
+        return self._left_out.as_rows()
+
+    def report(self) -> str:
+        """One line on how many rows each split has, and how many were left out for which reason, first where."""
+        return " | ".join(
+            f"{split}: {len(rows)} {self._unit}{self._left_out.report(split)}" for split, rows in self._splits.items()
+        )

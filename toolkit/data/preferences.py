@@ -5,19 +5,18 @@ be used are left out, counted by reason, and reported with their place: never dr
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import chat_prompt, chat_prompt_ids
-from toolkit.data.left_out import LeftOut, Unusable
+from toolkit.data.left_out import LeftOut, ReportsLeftOut, Unusable
 from toolkit.data.rollouts import Rollout
-from toolkit.data.sources import Row, has_splits, read_rows
+from toolkit.data.sources import Row, check_hub_settings, has_splits, read_rows
 from toolkit.errors import DataError
 
 _TURN = re.compile(r"\n\nHuman: |\n\nAssistant:")
@@ -44,7 +43,7 @@ def parse_dialogue(text: str) -> list[dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class Preferences:
+class Preferences(ReportsLeftOut):
     """Pairs for the reward stage, their chosen responses for sft, and their prompts for PPO.
 
     Args:
@@ -52,6 +51,7 @@ class Preferences:
         train: file, folder or hub id, as `toolkit.data.sources` reads them.
         validation: likewise; None takes the `test` split of a hub id or a saved `DatasetDict`.
         subset: `data_dir` of a hub id, for example "harmless-base".
+        name: of a hub id's configuration, where it has several.
         max_prompt_length: tokens of a prompt; pairs with longer ones are left out.
         max_response_length: tokens of a response, end of sequence included; likewise.
         max_train_rows: at most so many pairs for training, the first that fit. None takes all.
@@ -64,14 +64,17 @@ class Preferences:
     train: str
     validation: str | None = None
     subset: str | None = None
+    name: str | None = None
     max_prompt_length: int = 256
     max_response_length: int = 256
     max_train_rows: int | None = None
     max_validation_rows: int | None = None
     system: str | None = None
     _left_out: LeftOut = field(default_factory=LeftOut, init=False, repr=False, compare=False)
+    _unit: ClassVar[str] = "pairs"
 
     def __post_init__(self) -> None:
+        check_hub_settings(self.train, self.validation, subset=self.subset, name=self.name)
         if self.tokenizer.chat_template is None:
             raise DataError(
                 "the tokenizer has no chat template, and dialogues need one. Use an instruction-tuned checkpoint, "
@@ -83,7 +86,7 @@ class Preferences:
         source = self.train if split == "train" else self.validation or self.train
         if split != "train" and self.validation is None and not has_splits(source):
             raise DataError("data.validation is missing: name a file of held-out pairs with data.validation=….")
-        return source, read_rows(source, setting=f"data.{split}", split=split, subset=self.subset)
+        return source, read_rows(source, setting=f"data.{split}", split=split, subset=self.subset, name=self.name)
 
     def _encode(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
         """A tokenised pair; raises `Unusable` with the reason why it cannot be one."""
@@ -137,21 +140,6 @@ class Preferences:
             DataError: the chat template refuses it.
         """
         return chat_prompt_ids(self.tokenizer, messages, self.system)
-
-    @property
-    def left_out(self) -> dict[str, Counter[str]]:
-        """How many rows were left out for which reason, for each split that was read."""
-        return self._left_out.counts()
-
-    def left_out_rows(self) -> list[dict[str, str]]:
-        """Every row left out, with the keys `split`, `place` and `reason`."""
-        return self._left_out.as_rows()
-
-    def report(self) -> str:
-        """One line on how many rows each split has, and how many were left out for which reason, first where."""
-        return " | ".join(
-            f"{split}: {len(rows)} pairs{self._left_out.report(split)}" for split, rows in self._splits.items()
-        )
 
     def pairs(self, split: str) -> Dataset:
         """Tokenised pairs for `trl.RewardTrainer`; columns `chosen_ids`, `rejected_ids`."""

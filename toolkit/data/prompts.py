@@ -4,28 +4,27 @@ Rows that cannot be used are left out, counted by reason, and reported with thei
 """
 
 import random
-from collections import Counter
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import chat_prompt_ids
-from toolkit.data.left_out import LeftOut
+from toolkit.data.left_out import LeftOut, ReportsLeftOut
 from toolkit.data.prompt_encoder import PromptEncoder
 from toolkit.data.rollouts import Rollout
-from toolkit.data.sources import read_rows
+from toolkit.data.sources import check_hub_settings, read_rows
 from toolkit.errors import DataError
 
 _MAPPABLE = ("prompt", "messages", "input_ids")
 
 
 @dataclass(frozen=True)
-class Prompts:
+class Prompts(ReportsLeftOut):
     """Prompts for PPO. All columns but the prompt's own go to the reward and the metrics.
 
     A row's prompt is its `input_ids` (token ids, taken as they are), `messages`, `prompt` (text or messages) or
@@ -36,6 +35,7 @@ class Prompts:
         train: file, folder or hub id, as `toolkit.data.sources` reads them.
         validation: likewise; of a hub id or a saved `DatasetDict` its `test` split. None holds rows of `train` out.
         subset: `data_dir` of a hub id.
+        name: of a hub id's configuration, where it has several: "main" for openai/gsm8k.
         validation_size: rows of `train` to hold out where `validation` is None; a few more if prompts repeat, since
             rows with the same prompt stay together.
         seed: draws the rows to hold out.
@@ -54,6 +54,7 @@ class Prompts:
     train: str
     validation: str | None = None
     subset: str | None = None
+    name: str | None = None
     validation_size: int = 100
     seed: int = 0
     columns: dict[str, str] | None = None
@@ -63,8 +64,10 @@ class Prompts:
     max_train_rows: int | None = None
     max_validation_rows: int | None = None
     _left_out: LeftOut = field(default_factory=LeftOut, init=False, repr=False, compare=False)
+    _unit: ClassVar[str] = "prompts"
 
     def __post_init__(self) -> None:
+        check_hub_settings(self.train, self.validation, subset=self.subset, name=self.name)
         for ours, theirs in (self.columns or {}).items():
             if ours not in _MAPPABLE:
                 near = get_close_matches(ours, _MAPPABLE, n=1)
@@ -83,7 +86,7 @@ class Prompts:
                 raise DataError(f"data.{name}: a number from 1 is needed, got {value}.")
 
     def _read(self, split: str, source: str, limit: int | None) -> Dataset:
-        rows = read_rows(source, setting=f"data.{split}", split=split, subset=self.subset)
+        rows = read_rows(source, setting=f"data.{split}", split=split, subset=self.subset, name=self.name)
         encode = PromptEncoder(self.tokenizer, self.columns, self.chat, self.system, self.max_prompt_length)
         kept = self._left_out.usable(split, rows, encode, source=source, limit=limit)
         return _as_dataset(kept, f"data.{split}: {source}")
@@ -137,21 +140,6 @@ class Prompts:
         if self.chats:
             return chat_prompt_ids(self.tokenizer, messages, self.system)
         return list(self.tokenizer.encode(messages[-1]["content"]))
-
-    @property
-    def left_out(self) -> dict[str, Counter[str]]:
-        """How many rows were left out for which reason, for each split that was read."""
-        return self._left_out.counts()
-
-    def left_out_rows(self) -> list[dict[str, str]]:
-        """Every row left out, with the keys `split`, `place` and `reason`."""
-        return self._left_out.as_rows()
-
-    def report(self) -> str:
-        """One line on how many rows each split has, and how many were left out for which reason, first where."""
-        return " | ".join(
-            f"{split}: {len(rows)} prompts{self._left_out.report(split)}" for split, rows in self._splits.items()
-        )
 
     def prompts(self, split: str) -> Dataset:
         """Prompts; columns `input_ids`, `prompt` (text), and all that the source has beside its own prompt.

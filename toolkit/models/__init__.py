@@ -6,7 +6,7 @@ one into the base's weights, `views`
 shows roles to trainers that are not ours.
 """
 
-from toolkit.models.adapters import load_role, load_weights, save_role
+from toolkit.models.adapters import load_role, load_weights, role_digest, save_role
 from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config
 from toolkit.models.forward import (
     ResponseKL,
@@ -19,7 +19,7 @@ from toolkit.models.forward import (
 from toolkit.models.heads import ScoreHead, score_positions
 from toolkit.models.memory import LENGTH_MULTIPLE, release_memory
 from toolkit.models.merge import Merged, merge_adapter
-from toolkit.models.roles import HEAD_ROLES, ROLES, SharedBase
+from toolkit.models.roles import HEAD_ROLES, ROLES, SharedBase, missing_modules
 from toolkit.models.sequences import Sequences
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 
@@ -41,12 +41,14 @@ __all__ = [
     "load_tokenizer",
     "load_weights",
     "merge_adapter",
+    "missing_modules",
     "neutral_generation_config",
     "release_memory",
     "response_full_kl",
     "response_logprobs",
     "response_logprobs_and_values",
     "response_values",
+    "role_digest",
     "save_role",
     "score_positions",
     "sequence_logits",

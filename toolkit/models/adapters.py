@@ -8,6 +8,7 @@ as `value_head.safetensors`.
 """
 
 import copy
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from toolkit.errors import AdapterError
-from toolkit.models.roles import HEAD_ROLES, SharedBase
+from toolkit.models.roles import HEAD_ROLES, SharedBase, missing_modules
 
 ROLE_FILE = "role.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
@@ -63,6 +64,14 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         save_file(state, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
     (folder / ROLE_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def role_digest(base: SharedBase, role: str) -> str:
+    """SHA-256 of a role's own weights, adapter and head: equal for equal weights."""
+    found = hashlib.sha256()
+    for parameter in base.parameters_of(role):
+        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _read(folder: Path, name: str, base: SharedBase) -> dict[str, torch.Tensor]:
@@ -150,18 +159,6 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         base.add_role(role, config, num_labels=None if head is None else head.shape[0])
     load_weights(base, role, folder)
     return about
-
-
-def missing_modules(base: SharedBase, config: LoraConfig) -> list[str]:
-    """Modules that an adapter names and the base does not have."""
-    if not isinstance(config.target_modules, (list, set)):
-        return []  # a pattern, which PEFT resolves itself
-    present = [name.replace(".base_layer", "") for name, _ in base.causal_lm.named_modules()]
-    return sorted(
-        target
-        for target in config.target_modules
-        if not any(name == target or name.endswith(f".{target}") for name in present)
-    )
 
 
 def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:

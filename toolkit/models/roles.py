@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base import neutral_generation_config, switch_off_dropout
@@ -183,6 +185,10 @@ class SharedBase(nn.Module):
                 f'adapters.{role}: init_lora_weights "{config.init_lora_weights}" starts by changing weights of the '
                 "base, which the other roles share. Leave it out, or take gaussian or orthogonal."
             )
+        missing = missing_modules(self, config)
+        if missing:  # PEFT passes over those in silence as long as one of them is there
+            said = " ".join(_no_module(self, target) for target in missing)
+            raise AdapterError(f"adapters.{role}.target_modules: {said}")
         with warnings.catch_warnings():
             # PEFT notes for each Conv1D that it sets fan_in_fan_out itself, and that a second adapter is added.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
@@ -342,3 +348,30 @@ class SharedBase(nn.Module):
 
     def _contexts(self) -> tuple[Any, _InRole]:
         return nullcontext(), _InRole(self, self.active_role)
+
+
+def missing_modules(base: SharedBase, config: LoraConfig) -> list[str]:
+    """Modules that an adapter names and the base does not have."""
+    if not isinstance(config.target_modules, (list, set)):
+        return []  # a pattern, which PEFT resolves itself
+    present = [name.replace(".base_layer", "") for name, _ in base.causal_lm.named_modules()]
+    return sorted(
+        target
+        for target in config.target_modules
+        if not any(name == target or name.endswith(f".{target}") for name in present)
+    )
+
+
+def _layer_names(base: SharedBase) -> list[str]:
+    """Last parts of the names of layers that an adapter can be on."""
+    layers = (nn.Linear, nn.Embedding, nn.Conv1d, Conv1D)
+    names = [name for name, module in base.causal_lm.named_modules() if isinstance(module, layers)]
+    own = [name.removesuffix(".base_layer") for name in names if ".lora_" not in name]  # not those of other roles
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in own))
+
+
+def _no_module(base: SharedBase, target: str) -> str:
+    known = _layer_names(base)
+    near = get_close_matches(target, known, n=1, cutoff=0.6)
+    listed = f" Known: {', '.join(sorted(known))}." if len(known) <= 15 else ""
+    return f'the base has no module "{target}".' + (f" Did you mean {near[0]}?" if near else listed)

@@ -8,6 +8,7 @@ The base is built on the meta device, where a model has names and shapes and no 
 code that puts them on a real base, so that what passes here fits there. Of saved adapters the headers are read.
 """
 
+import inspect
 import json
 import math
 import re
@@ -20,30 +21,37 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers import BitsAndBytesConfig
-from transformers.pytorch_utils import Conv1D
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from trl import pack_dataset
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ModelError, ToolkitError
 from toolkit.models import SharedBase, load_role
-from toolkit.models.adapters import missing_modules
 from toolkit.models.base import load_config, outline, random_config, weight_bytes
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, UpdateFacts
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import STAGE_CLASSES, TOP_LEVEL, suggestion
+from toolkit.recipes.schema import STAGE_CLASSES, TOP_LEVEL
 from toolkit.rewards import RewardAdapter, load_function
 from toolkit.trainers.self_checks import check_dataset, check_tokenizer
+from toolkit.trainers.stock_ppo import check_trl_loop
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward"}
+# Settings by which models of transformers scale or cap what comes from lm_head. None and 1 change nothing.
+_LOGIT_SETTINGS = (
+    "final_logit_softcapping",  # Gemma
+    "logits_soft_cap",  # RecurrentGemma
+    "logit_scale",  # Cohere
+    "logits_scaling",  # Granite, HyperCLOVA X, MiniCPM3
+    "lm_head_multiplier",  # Falcon H1
+)
 
 
 class _Outline(SharedBase):
     """Roles on the meta device."""
 
     def _check_logits(self) -> None:
-        """There are none to compare without weights; a run compares them at its start."""
+        """There are none to compare without weights: `_check_logit_settings` reads the configuration instead."""
 
 
 def check(recipe: Recipe) -> Report:
@@ -127,6 +135,9 @@ class _Check:
                 weight_bytes(outline(config, **arguments), quantization) / 1e9,
                 getattr(config, "max_position_embeddings", None),
             )
+            # Roles need the logits; pretraining alone does not.
+            if base.model is not None or {"reward", "ppo"} & recipe.values.keys():
+                _check_logit_settings(config)
         if base.model is not None and Path(base.model).is_dir():
             for problem in _weight_file_problems(Path(base.model)):
                 self.note("base.model", problem)
@@ -166,15 +177,8 @@ class _Check:
             self.starts[role] = f"fresh; the {stage} stage comes first" if stage and stage != role else "fresh"
 
     def _add_fresh(self, roles: SharedBase, role: str, config: LoraConfig, num_labels: int | None = None) -> None:
-        missing = missing_modules(roles, config)
-        for target in missing:
-            self.note(
-                f"adapters.{role}.target_modules",
-                f'the base has no module "{target}". {suggestion(target, _layer_names(roles))}'.rstrip(),
-            )
-        if not missing:
-            with self.at(f"adapters.{role}"):
-                roles.add_role(role, config, num_labels=num_labels)
+        with self.at(f"adapters.{role}"):
+            roles.add_role(role, config, num_labels=num_labels)
 
     def _add_value(self, roles: SharedBase, *, shared: bool) -> None:
         start, adapters = self.recipe.start.value, self.recipe.values.get("adapters", {})
@@ -231,12 +235,17 @@ class _Check:
             longest = max(_longest(train), _longest(held_out))
             with self.at(stage):
                 config = assemble.trainer_config(recipe, stage)
-                facts = _batches(stage, config, len(train))
+                prepared = _prepared(train, config) if stage == "sft" else train
+                facts = _batches(stage, config, len(prepared))
                 if stage == "ppo":
+                    self._check_loop(config)
                     self._check_prompts(train, config.rollout_batch_size)
                     longest = max(longest, _longest(recipe.task.prompts("test"))) + config.response_length
-                elif stage == "sft" and config.max_length is not None:
-                    longest = min(longest, config.max_length)
+                elif stage == "sft":
+                    facts["prepared"] = len(prepared)
+                    # Positions go on over the rows that are wrapped into one.
+                    wrapped = config.packing and config.packing_strategy == "wrapped"
+                    longest = _longest(prepared) if wrapped else min(longest, config.max_length or longest)
                 self._check_length(stage, longest)
                 return StageFacts(stage, state, len(train), len(held_out), longest, **facts)
         return None
@@ -255,6 +264,14 @@ class _Check:
         with self.at(stage):
             return stages.prerequisites(self.recipe, stage)
         return []
+
+    def _check_loop(self, config: Any) -> None:
+        # Without the reward role that the recipe asks for there is another problem, noted already.
+        if config.loop != "trl" or self.roles is None:
+            return
+        if "reward" in self.roles.roles or self.recipe.scorer.kind != "adapter":
+            with self.at("ppo.loop"):
+                check_trl_loop(config, self.recipe.tokenizer, self.roles)
 
     def _check_prompts(self, prompts: Any, batch_size: int) -> None:
         with self.at(self.recipe.data_section("ppo")):
@@ -297,6 +314,25 @@ class _Check:
 # ---------------------------------------------------------------------- what a configuration or a folder says
 
 
+def _check_logit_settings(config: Any) -> None:
+    """As far as a configuration tells: the logits are what `lm_head` gives. A run compares them at its start.
+
+    Raises:
+        ModelError: a setting of the model changes them.
+    """
+    # MPT's logit_scale is read by nothing, and what code beside a checkpoint does with a setting is not known.
+    if config.model_type == "mpt" or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    own = inspect.signature(type(config)).parameters  # any other key of a config.json has no effect
+    for name in _LOGIT_SETTINGS:
+        value = getattr(config, name, None) if name in own else None
+        if value is not None and value != 1:
+            raise ModelError(
+                f"a model of type {config.model_type} changes its logits after lm_head ({name} is {value}), which the "
+                "log-probabilities here do not follow. Llama, Mistral, Qwen, GPT-2 and OPT do not."
+            )
+
+
 def _own_quantization(config: Any) -> BitsAndBytesConfig | None:
     """That of a checkpoint which is quantised already."""
     saved = getattr(config, "quantization_config", None)
@@ -335,12 +371,15 @@ def _weight_file_problems(folder: Path) -> Iterator[str]:
             yield f"{path} is damaged ({error}). Download it again."
 
 
-def _layer_names(roles: SharedBase) -> list[str]:
-    """Last parts of the names of layers that an adapter can be on."""
-    layers = (nn.Linear, nn.Embedding, nn.Conv1d, Conv1D)
-    names = [name for name, module in roles.causal_lm.named_modules() if isinstance(module, layers)]
-    own = [name.removesuffix(".base_layer") for name in names if ".lora_" not in name]  # not those of other roles
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in own))
+def _prepared(dataset: Any, config: Any) -> Any:
+    """The rows of the sft stage as TRL's trainer counts them: packed, or without those cut before their response."""
+    if not config.packing:
+        cut = slice(config.max_length)
+        return dataset.filter(lambda labels: any(label != -100 for label in labels[cut]), input_columns="labels")
+    dataset = dataset.select_columns(["input_ids"])
+    if config.shuffle_dataset:
+        dataset = dataset.shuffle(seed=config.seed)
+    return pack_dataset(dataset, config.max_length, config.packing_strategy, {"num_proc": config.dataset_num_proc})
 
 
 def _longest(dataset: Any) -> int:

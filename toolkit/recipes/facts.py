@@ -76,7 +76,8 @@ class UpdateFacts:
 class StageFacts:
     """A stage: its rows and what the batches come to. `longest` is the longest sequence that it can meet, in tokens.
 
-    `batches` counts updates for ppo and optimizer steps for the others, `steps` optimizer steps for all.
+    `batches` counts updates for ppo and optimizer steps for the others, `steps` optimizer steps for all. `prepared` is
+    how many rows TRL's trainer makes of the rows of sft, which it packs, or cuts and leaves out what is cut to nothing.
     """
 
     stage: str
@@ -88,11 +89,14 @@ class StageFacts:
     batches: int
     steps: int
     update: UpdateFacts | None = None
+    prepared: int | None = None
 
     @property
     def passes(self) -> float:
         """Passes over the training rows. Trainer's last batch of a pass is a short one, and counts as one."""
-        return self.batches / math.ceil(self.rows / self.batch) if self.update is None else self.episodes / self.rows
+        if self.update is not None:
+            return self.episodes / self.rows
+        return self.batches / math.ceil((self.prepared or self.rows) / self.batch)
 
     @property
     def episodes(self) -> int:
@@ -101,6 +105,8 @@ class StageFacts:
 
     def __str__(self) -> str:
         what = "prompts" if self.update else "rows"
+        if self.prepared not in (None, self.rows):
+            what += f" ({self.prepared:,} once packed or cut to max_length)"
         lines = [f"{self.state}; {self.rows:,} {what}, {self.held_out:,} held out, at most {self.longest:,} tokens"]
         if self.update is None:
             lines.append(f"{self.batches:,} optimizer steps of {self.batch} rows; passes over them: {self.passes:.3g}")

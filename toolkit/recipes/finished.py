@@ -13,7 +13,7 @@ from toolkit.models import SharedBase, load_base, load_role, load_weights, merge
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.loading import load
 from toolkit.recipes.recipe import Recipe
-from toolkit.reports import read_result, sample_rows, samples_table, write_jsonl, write_result
+from toolkit.reports import Answers, read_result, sample_rows, samples_table, write_jsonl, write_result
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
 
@@ -38,7 +38,8 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs") -> Recipe
     if read_result(recipe.stage_folder("ppo")) is None:
         raise RecipeError(
             f'the run "{folder.name}" has no trained policy: its ppo stage has not finished. '
-            f"Finish it with toolkit ppo {folder / stages.RECIPE_FILE} --run {folder.name} --runs-dir {folder.parent}"
+            f"Finish it with toolkit ppo {folder / stages.RECIPE_FILE} --run {folder.name} "
+            f"--runs-dir {folder.parent} --resume"
         )
     return recipe
 
@@ -71,7 +72,7 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
     load_weights(roles, "policy", policy_folder(recipe))
     after, rollout_after, scores_after = meter.evaluate_rollout(prompts)
     result = stages.figures(recipe, "eval", started, before, after)
-    samples = sample_rows(rollout_before, scores_before.tolist(), rollout_after, scores_after.tolist())
+    samples = sample_rows(Answers.of(rollout_before, scores_before), Answers.of(rollout_after, scores_after))
     write_jsonl(folder / "samples.jsonl", samples)
     write_result(folder, result)
     console.print(samples_table(samples))

@@ -1,7 +1,7 @@
 """Find a recipe, read it, apply overrides, check it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -11,9 +11,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from toolkit.data.sources import HUB_SETTINGS, is_hub_id
 from toolkit.errors import RecipeError
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import check_recipe
+from toolkit.recipes.schema import DATA_SECTIONS, check_recipe
 
 
 def recipe_folder() -> Path:
@@ -77,6 +78,20 @@ def _read(path: Path) -> DictConfig:
     return values
 
 
+def _without_the_replaced(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The recipe without what it says of a hub id in whose place an override names a file or folder."""
+    given = {override.partition("=")[0] for override in overrides}
+    for section in DATA_SECTIONS:
+        data = values.get(section)
+        if f"{section}.train" not in given or not isinstance(data, dict):
+            continue
+        if not any(is_hub_id(str(data[key])) for key in ("train", "validation") if data.get(key) is not None):
+            for key in HUB_SETTINGS:
+                if f"{section}.{key}" not in given:
+                    data.pop(key, None)
+    return values
+
+
 def load(
     name: str | os.PathLike[str], *overrides: str, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs"
 ) -> Recipe:
@@ -84,7 +99,8 @@ def load(
 
     Args:
         name: of a shipped recipe, or the path of a YAML file.
-        overrides: "section.key=value", the value read as YAML.
+        overrides: "section.key=value", the value read as YAML. One that names a file or folder in place of a hub id
+            takes the recipe's `subset` and `name` of that hub id away.
         run: names the run; the recipe's name if None.
         runs_dir: folder of all runs.
 
@@ -122,7 +138,8 @@ def load(
     except OmegaConfBaseException as error:
         raise _problems(path, [" ".join(str(error).split())]) from error
     assert isinstance(resolved, dict)
-    problems = check_recipe({str(key): value for key, value in resolved.items()})
+    checked = _without_the_replaced({str(key): value for key, value in resolved.items()}, overrides)
+    problems = check_recipe(checked)
     if problems:
         raise _problems(path, problems)
-    return Recipe(path.stem, {str(key): value for key, value in resolved.items()}, run or path.stem, Path(runs_dir))
+    return Recipe(path.stem, checked, run or path.stem, Path(runs_dir))

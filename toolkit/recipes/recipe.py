@@ -142,30 +142,39 @@ class Recipe:
 
     # ------------------------------------------------------------------ trainers
 
-    def sft_trainer(self) -> "Trainer":
-        """A TRL `SFTTrainer`; prerequisites are run first."""
+    def sft_trainer(self, *, resume: bool = False, overwrite: bool = False) -> "Trainer":
+        """A TRL `SFTTrainer`; prerequisites are run first. For `resume` and `overwrite` see `ppo_trainer`."""
         from toolkit.recipes import stages
 
-        return stages.prepared(self, "sft")
+        return stages.prepared(self, "sft", resume=resume, overwrite=overwrite)
 
-    def reward_trainer(self) -> "Trainer":
-        """A TRL `RewardTrainer`, or transformers' `Trainer` for classes; prerequisites are run first."""
+    def reward_trainer(self, *, resume: bool = False, overwrite: bool = False) -> "Trainer":
+        """A TRL `RewardTrainer`, or transformers' `Trainer` for classes; prerequisites are run first.
+
+        For `resume` and `overwrite` see `ppo_trainer`.
+        """
         from toolkit.recipes import stages
 
-        return stages.prepared(self, "reward")
+        return stages.prepared(self, "reward", resume=resume, overwrite=overwrite)
 
-    def ppo_trainer(self, reward: Reward | None = None) -> "PPOTrainer":
+    def ppo_trainer(
+        self, reward: Reward | None = None, *, resume: bool = False, overwrite: bool = False
+    ) -> "PPOTrainer":
         """A TRL `PPOTrainer`: ours, or with `ppo.loop: trl` the unmodified one; prerequisites are run first.
 
         Args:
             reward: scores a rollout, in place of what the section `scorer` says; a reward stage is then not needed.
+            resume: keep the checkpoints of an earlier try in the run folder, for
+                `trainer.train(resume_from_checkpoint=True)`.
+            overwrite: delete them.
 
         Raises:
-            RecipeError: the recipe cannot do with another reward.
+            RecipeError: the recipe cannot do with another reward, or the run folder holds an earlier try.
         """
         from toolkit.recipes import stages
 
-        return stages.prepared(self if reward is None else self._scored_by(reward), "ppo", reward=reward)
+        made_for = self if reward is None else self._scored_by(reward)
+        return stages.prepared(made_for, "ppo", resume=resume, overwrite=overwrite, reward=reward)
 
     def _scored_by(self, reward: Reward) -> "Recipe":
         """The same recipe with a scorer of kind "function"; the run records the function's name."""

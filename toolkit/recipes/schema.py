@@ -3,7 +3,7 @@
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import partial
@@ -187,6 +187,7 @@ def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = 
     if not isinstance(values, dict):
         return [f"{place} — a section with keys is needed, got {values!r}."]
     known = {name: hint for name, hint in owner_fields(owner).items() if name not in hidden}
+    choices = _choices(owner)
     problems = []
     for key, value in values.items():
         where = f"{place}.{key}"
@@ -198,8 +199,34 @@ def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = 
                 f"{where} — {_owner_name(owner)} has no such field{silent}. {suggestion(key, list(known))}".rstrip()
             )
         elif not fits(value, known[key]):
-            problems.append(f"{where} — {type_name(known[key])} is needed, got {value!r}.")
+            problem = f"{where} — {type_name(known[key])} is needed, got {value!r}."
+            problems.append(problem + _in_quotes(where, value, known[key]))
+        elif value is not None and value not in choices.get(key, [value]):
+            problems.append(f"{where} — {' or '.join(choices[key])} is needed, got {value!r}.")
     return problems
+
+
+def _choices(owner: type) -> dict[str, list[str]]:
+    """What a dataclass's fields may be, where their metadata lists it."""
+    every = fields(owner) if is_dataclass(owner) else ()
+    return {field.name: list(field.metadata["choices"]) for field in every if "choices" in field.metadata}
+
+
+def _in_quotes(where: str, value: Any, hint: Any) -> str:
+    """How to write the text that YAML took for a truth value; nothing where it cannot have been one."""
+    if not isinstance(value, bool):
+        return ""
+    text, bare = ("yes", "yes and on") if value else ("no", "no and off")
+    # A member of an enum is often annotated as any text, too.
+    members = [
+        member.value for part in get_args(hint) if inspect.isclass(part) and issubclass(part, Enum) for member in part
+    ]
+    if not (text in members if members else fits(text, hint)):
+        return ""
+    return (
+        f" YAML takes {bare} without quotes for {str(value).lower()}: "
+        f'write {where.rpartition(".")[2]}: "{text}" in a file, \'{where}="{text}"\' on the command line.'
+    )
 
 
 def _construct(place: str, build: Callable[[], Any]) -> list[str]:
@@ -221,23 +248,44 @@ def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> lis
             for key, reason in reasons.items()
             if key not in SET_ELSEWHERE
         ]
+    if stage == "sft" and isinstance(values, dict) and values.get("packing") and values.get("max_length", 0) is None:
+        problems.append("sft.max_length — a whole number is needed with sft.packing, got None: rows are packed to it.")
     build = partial(stage_config, stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
     return problems or _construct(stage, build)
 
 
-def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, base_dtype: str) -> Any:
-    """A stage's section as an object of its owner's class.
+@dataclass(frozen=True)
+class Preset:
+    """A value that the toolkit gives a stage's field where the recipe gives none."""
+
+    value: Any
+    reason: str
+
+
+def presets(stage: str, values: dict[str, Any], *, base_dtype: str) -> dict[str, Preset]:
+    """The fields of a stage that the toolkit sets, where the section does not.
 
     Precision follows `base.dtype` unless the section says otherwise: TRL's own default is bf16 on every card, also on
     those that have none. transformers refuses bf16 without a GPU unless `use_cpu` says that the CPU is meant; here that
     goes by itself.
     """
-    # TRL would leave out pairs over reward.max_length without a word; the data section has limits that it reports.
-    no_filter = {"max_length": None} if stage == "reward" else {}
-    chosen = {"bf16", "fp16"} & values.keys()
-    precision = {} if chosen else {"bf16": base_dtype == "bfloat16", "fp16": base_dtype == "float16"}
-    arguments = {"use_cpu": not torch.cuda.is_available(), **no_filter, **precision, **values}
-    return STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **arguments)
+    found: dict[str, Preset] = {}
+    if not torch.cuda.is_available():
+        found["use_cpu"] = Preset(True, "no GPU is here")
+    if stage == "reward":
+        # TRL would leave out pairs over it without a word.
+        found["max_length"] = Preset(None, "the data section has limits, and reports what they leave out")
+    if not {"bf16", "fp16"} & values.keys():
+        reason = f"base.dtype is {base_dtype}"
+        found["bf16"] = Preset(base_dtype == "bfloat16", reason)
+        found["fp16"] = Preset(base_dtype == "float16", reason)
+    return {name: preset for name, preset in found.items() if name not in values}
+
+
+def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, base_dtype: str) -> Any:
+    """A stage's section as an object of its owner's class, with the toolkit's presets where it is silent."""
+    ours = {name: preset.value for name, preset in presets(stage, values, base_dtype=base_dtype).items()}
+    return STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **ours, **values)
 
 
 def check_adapters(values: Any) -> list[str]:

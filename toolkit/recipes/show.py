@@ -1,4 +1,4 @@
-"""Show a recipe as resolved, each value beside its owner's default."""
+"""Show a recipe as resolved, each value beside its owner's default, and what the toolkit adds to it."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from toolkit.data import TASKS
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import DATA_SECTIONS, PLAIN_SECTIONS, STAGE_CLASSES
+from toolkit.recipes.schema import DATA_SECTIONS, PLAIN_SECTIONS, STAGE_CLASSES, presets
 
 
 def owner_defaults(owner: type) -> dict[str, Any]:
@@ -82,10 +82,27 @@ def _owners(values: dict[str, Any]) -> dict[tuple[str, ...], type]:
 def show(recipe: Recipe) -> str:
     """The resolved recipe as YAML, with its owner's default as a comment beside each value.
 
-    `# the default` where it is that, `# default: X` where it differs, and nothing where there is none. Read back it
-    gives `recipe.values`.
+    `# the default` where it is that, `# default: X` where it differs, and nothing where there is none. What the toolkit
+    sets in a stage, where the recipe is silent and the default is another, is a comment line with the reason. Read back
+    all gives `recipe.values`.
     """
-    return "\n".join(_lines(recipe.values, (), top_level_defaults(), _owners(recipe.values))) + "\n"
+    lines: list[str] = []
+    owners = _owners(recipe.values)
+    for key, value in recipe.values.items():
+        if isinstance(value, dict) and lines:
+            lines.append("")
+        lines += _lines({key: value}, (), top_level_defaults(), owners)
+        if key in STAGE_CLASSES:
+            lines += _preset_lines(recipe, key)
+    return "\n".join(lines) + "\n"
+
+
+def _preset_lines(recipe: Recipe, stage: str) -> Iterator[str]:
+    defaults = owner_defaults(STAGE_CLASSES[stage])
+    for name, preset in presets(stage, recipe.values[stage], base_dtype=recipe.base.dtype).items():
+        if not _same(preset.value, defaults[name]):
+            default = f"default: {as_yaml(defaults[name])}"
+            yield f"  # {name}: {as_yaml(preset.value)}  # {default}; set by the toolkit: {preset.reason}"
 
 
 def _lines(
@@ -93,8 +110,6 @@ def _lines(
 ) -> Iterator[str]:
     indent = "  " * len(place)
     for key, value in values.items():
-        if not place and isinstance(value, dict) and key != next(iter(values)):
-            yield ""
         label = f"{indent}{as_yaml(key)}:"
         inner = (*place, key)
         if isinstance(value, dict) and value and (inner in owners or not place):

@@ -1,25 +1,34 @@
-"""Run the stages of a recipe in a run folder: prerequisites, before, training, after, result."""
+"""Run the stages of a recipe in a run folder: prerequisites, before, training, after, result.
+
+A stage can be killed at any moment: `before.json` keeps what was measured first, checkpoints the training, and
+`result.json` says that it is finished.
+"""
 
 import shutil
-import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.checkpoints import checkpoint_folders, newest_whole, step_of
+from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 from toolkit.models import PolicyView
 from toolkit.recipes.assemble import MAKERS, make_meter
+from toolkit.recipes.child import run_stage
 from toolkit.recipes.recipe import Recipe
 from toolkit.reports import (
+    Answers,
     peak_memory_gb,
+    read_json,
     read_jsonl_metrics,
     read_result,
     sample_rows,
     samples_table,
     versions,
+    write_json,
     write_jsonl,
     write_report,
     write_result,
@@ -28,6 +37,7 @@ from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import evaluate_reward
 
 RECIPE_FILE = "recipe.yaml"
+BEFORE_FILE = "before.json"
 
 
 def prerequisites(recipe: Recipe, stage: str) -> list[str]:
@@ -57,14 +67,21 @@ def prerequisites(recipe: Recipe, stage: str) -> list[str]:
     return needed
 
 
-def claim(recipe: Recipe, stage: str, *, overwrite: bool) -> None:
+def claim(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> None:
     """Make the run folder this recipe's own, and clear what an earlier try of the stage left.
 
+    Args:
+        recipe: the recipe, bound to its run folder.
+        stage: its name.
+        overwrite: delete a run of another recipe, and the results or checkpoints of an earlier try.
+        resume: keep what an earlier try of the stage left.
+
     Raises:
-        RecipeError: the folder belongs to another recipe, and `overwrite` is off.
+        RecipeError: the folder belongs to another recipe, or the stage's results or checkpoints are there, and
+            neither way on was chosen.
         ToolkitError: the folder cannot be written.
     """
-    marker = recipe.folder / RECIPE_FILE
+    marker, folder = recipe.folder / RECIPE_FILE, recipe.stage_folder(stage)
     try:
         if marker.is_file() and marker.read_text(encoding="utf-8") != recipe.to_yaml():
             if not overwrite:
@@ -73,12 +90,31 @@ def claim(recipe: Recipe, stage: str, *, overwrite: bool) -> None:
                     "(--run name), or give OVERWRITE=1 (--overwrite) to delete that one."
                 )
             shutil.rmtree(recipe.folder)
+        if not (overwrite or resume):
+            _refuse_to_lose(folder, stage)
         recipe.folder.mkdir(parents=True, exist_ok=True)
         marker.write_text(recipe.to_yaml(), encoding="utf-8")
-        shutil.rmtree(recipe.stage_folder(stage), ignore_errors=True)
-        recipe.stage_folder(stage).mkdir()
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
     except OSError as error:
         raise ToolkitError(f"{recipe.folder}: cannot write there ({error.strerror}). Choose another folder.") from error
+
+
+def _refuse_to_lose(folder: Path, stage: str) -> None:
+    """What took hours is deleted by those alone who say so."""
+    saved = checkpoint_folders(folder)
+    if read_result(folder) is not None:
+        raise RecipeError(
+            f"{folder} holds a finished {stage} stage. Name a new run (RUN=name, --run name, run=name), or give "
+            "OVERWRITE=1 (--overwrite, overwrite=True) to delete it."
+        )
+    if saved:
+        raise RecipeError(
+            f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}. "
+            "Go on with RESUME=1 (--resume, resume=True), or begin anew with OVERWRITE=1 (--overwrite, "
+            "overwrite=True)."
+        )
 
 
 def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
@@ -89,63 +125,86 @@ def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
     return read_result(recipe.stage_folder(stage))
 
 
-def _run_prerequisites(recipe: Recipe, stage: str, *, overwrite: bool) -> None:
+def _run_prerequisites(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> None:
     for earlier in prerequisites(recipe, stage):
         if finished(recipe, earlier) is not None:
             continue
-        claim(recipe, earlier, overwrite=overwrite)
+        claim(recipe, earlier, overwrite=overwrite, resume=resume)
         # In a process of its own: its memory is given back, and accelerate's state takes one precision a process.
         command = [sys.executable, "-m", "toolkit", earlier, str(recipe.folder / RECIPE_FILE)]
         command += ["--run", recipe.run, "--runs-dir", str(recipe.runs_dir), "--name", recipe.name]
-        if subprocess.run(command, check=False).returncode != 0:
-            raise ToolkitError(f'stage "{earlier}", which "{stage}" needs, failed; its message is above.')
+        run_stage(command + (["--resume"] if resume else []), earlier, stage)
 
 
-def prepared(recipe: Recipe, stage: str, **arguments: Any) -> Any:
+def prepared(recipe: Recipe, stage: str, *, resume: bool = False, overwrite: bool = False, **arguments: Any) -> Any:
     """The stage's trainer, after its prerequisites: for notebooks. Its outputs go to the run folder.
 
     Args:
         recipe: the recipe.
         stage: its name.
+        resume: keep the checkpoints of an earlier try, for `train(resume_from_checkpoint=True)`.
+        overwrite: delete them.
         arguments: for the function that makes the trainer.
 
     Raises:
         RecipeError: as for `claim` and `prerequisites`.
     """
-    _run_prerequisites(recipe, stage, overwrite=False)
-    claim(recipe, stage, overwrite=False)
+    _run_prerequisites(recipe, stage, overwrite=overwrite, resume=resume)
+    claim(recipe, stage, overwrite=overwrite, resume=resume)
     return MAKERS[stage](recipe, **arguments)
 
 
-def run(recipe: Recipe, stage: str, *, overwrite: bool = False, console: Console | None = None) -> dict[str, Any]:
+def run(
+    recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False, console: Console | None = None
+) -> dict[str, Any]:
     """Run one stage and what it needs. A stage that this recipe has finished is not repeated.
 
     Args:
         recipe: the recipe, bound to its run folder.
         stage: "sft", "reward" or "ppo".
         overwrite: repeat a finished stage; delete a run of another recipe in the same folder.
+        resume: go on from the newest whole checkpoint of each unfinished stage; from the beginning where none is.
         console: for what a person reads; standard output if None.
 
     Returns:
         What stands in `result.json`.
 
     Raises:
+        RunInterrupted: a signal asked to stop, and the stage was saved.
         ToolkitError: whatever a user can mend.
     """
     console = console or Console()
     prerequisites(recipe, stage)
+    if overwrite and resume:
+        raise RecipeError("OVERWRITE (--overwrite) and RESUME (--resume) are two ways on; give one.")
     done = finished(recipe, stage)
     if done is not None and not overwrite:
         console.print(
             f"{stage} of this run is finished: {recipe.stage_folder(stage)}. OVERWRITE=1 repeats it.", soft_wrap=True
         )
         return done
-    _run_prerequisites(recipe, stage, overwrite=overwrite)
-    claim(recipe, stage, overwrite=overwrite)
-    return _run_alone(recipe, stage, console)
+    if resume and stage == "ppo" and recipe.values["ppo"].get("loop") == "trl":
+        raise RecipeError(
+            "ppo.loop: trl saves no checkpoints, since TRL's loop cannot go on from one (huggingface/trl#2657). "
+            "Run it anew, or use ppo.loop: toolkit."
+        )
+    _run_prerequisites(recipe, stage, overwrite=overwrite, resume=resume)
+    claim(recipe, stage, overwrite=overwrite, resume=resume)
+    return _run_alone(recipe, stage, console, _to_resume(recipe, stage, console) if resume else None)
 
 
-def _run_alone(recipe: Recipe, stage: str, console: Console) -> dict[str, Any]:
+def _to_resume(recipe: Recipe, stage: str, console: Console) -> Path | None:
+    folder = recipe.stage_folder(stage)
+    checkpoint = newest_whole(folder, say=lambda sentence: console.print(sentence, highlight=False, soft_wrap=True))
+    if checkpoint is None or not (folder / BEFORE_FILE).is_file():
+        console.print(f"{folder} holds no checkpoint to go on from: {stage} begins anew.", soft_wrap=True)
+        claim(recipe, stage, overwrite=True)
+        return None
+    console.print(f"{stage} goes on from {checkpoint}.", highlight=False, soft_wrap=True)
+    return checkpoint
+
+
+def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
     folder = recipe.stage_folder(stage)
     trainer = MAKERS[stage](recipe)
@@ -153,18 +212,32 @@ def _run_alone(recipe: Recipe, stage: str, console: Console) -> dict[str, Any]:
     if hasattr(task, "report"):
         console.print(f"data: {task.report()}", highlight=False, soft_wrap=True)
     measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo}[stage]
-    before, rollout_before = measure(recipe, trainer)
-    trainer.train()
-    after, rollout_after = measure(recipe, trainer)
-    if isinstance(trainer, PPOTrainer) or stage != "ppo":
-        trainer.save_model(str(folder))
+    stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
+    if checkpoint is None:
+        before, answers_before = measure(recipe, trainer)
+        kept: dict[str, Any] = {"metrics": before, "answers": asdict(answers_before) if answers_before else None}
+        write_json(folder / BEFORE_FILE, kept)
     else:
+        kept = read_json(folder / BEFORE_FILE) or {}
+        before, answers_before = kept["metrics"], Answers(**kept["answers"]) if kept["answers"] else None
+    if stock:
+        trainer.train()
         _save_stock(recipe, trainer, folder)
+    else:
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        except RunInterrupted as stop:
+            raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
+        trainer.save_model(str(folder))
+        started -= trainer.seconds_before
+    after, answers_after = measure(recipe, trainer)
     result = figures(recipe, stage, started, before, after)
+    if not stock and trainer.resumed_at:
+        result["resumed_at"] = list(trainer.resumed_at)
     if hasattr(task, "left_out_rows"):
         result["left_out"] = {split: dict(reasons) for split, reasons in task.left_out.items()}
         write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
-    samples = sample_rows(*rollout_before, *rollout_after) if rollout_before else []
+    samples = sample_rows(answers_before, answers_after) if answers_before and answers_after else []
     if samples:
         write_jsonl(folder / "samples.jsonl", samples)
         console.print(samples_table(samples))
@@ -191,11 +264,11 @@ def figures(
     }
 
 
-def _measure_sft(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Any]:
+def _measure_sft(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers | None]:
     return {"loss": trainer.evaluate()["eval_loss"]}, None
 
 
-def _measure_reward(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Any]:
+def _measure_reward(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers | None]:
     pad_token_id, size = recipe.tokenizer.pad_token_id, trainer.args.per_device_eval_batch_size
     with trainer.compute_loss_context_manager():
         return evaluate_reward(
@@ -203,11 +276,11 @@ def _measure_reward(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Any]:
         ), None
 
 
-def _measure_ppo(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Any]:
+def _measure_ppo(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers | None]:
     if not isinstance(trainer, PPOTrainer):
         trainer = _meter(recipe, trainer)
     metrics, rollout, scores = trainer.evaluate_rollout(recipe.task.prompts("test"))
-    return metrics, (rollout, scores.tolist())
+    return metrics, Answers.of(rollout, scores)
 
 
 def _stock_roles(trainer: Any) -> Any:

@@ -3,18 +3,21 @@
 from toolkit.reports.metrics import MetricsFile, read_jsonl_metrics
 from toolkit.reports.page import write_report
 from toolkit.reports.progress import ProgressBar
-from toolkit.reports.result import peak_memory_gb, read_result, versions, write_result
-from toolkit.reports.samples import sample_rows, samples_table, write_jsonl
+from toolkit.reports.result import peak_memory_gb, read_json, read_result, versions, write_json, write_result
+from toolkit.reports.samples import Answers, sample_rows, samples_table, write_jsonl
 
 __all__ = [
+    "Answers",
     "MetricsFile",
     "ProgressBar",
     "peak_memory_gb",
+    "read_json",
     "read_jsonl_metrics",
     "read_result",
     "sample_rows",
     "samples_table",
     "versions",
+    "write_json",
     "write_jsonl",
     "write_report",
     "write_result",

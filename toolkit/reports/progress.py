@@ -50,7 +50,7 @@ class ProgressBar(TrainerCallback):
             TextColumn("{task.fields[metrics]}"),
             console=self.console,
         )
-        self.task = self.progress.add_task(self.title, total=state.max_steps, metrics="")
+        self.task = self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step, metrics="")
         self.progress.start()
 
     def on_log(

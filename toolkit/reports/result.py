@@ -42,15 +42,24 @@ def peak_memory_gb() -> dict[str, float]:
     return {key: round(value, 3) for key, value in peak.items()}
 
 
-def write_result(folder: Path, result: dict[str, Any]) -> Path:
-    """Write the file that marks a stage as finished: aside first, so that half a file never stands there."""
-    path, aside = folder / RESULT_FILE, folder / f"{RESULT_FILE}.partial"
-    aside.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_json(path: Path, value: dict[str, Any]) -> Path:
+    """Write a JSON file: aside first, so that half a file never stands there."""
+    aside = path.with_name(f"{path.name}.partial")
+    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     aside.replace(path)
     return path
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What `write_json` wrote, or None where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> Path:
+    """Write the file that marks a stage as finished."""
+    return write_json(folder / RESULT_FILE, result)
+
+
 def read_result(folder: Path) -> dict[str, Any] | None:
     """What a finished stage wrote, or None where it has not finished."""
-    path = folder / RESULT_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_json(folder / RESULT_FILE)

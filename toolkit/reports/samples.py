@@ -2,32 +2,52 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from toolkit.data import Rollout
 
 
-def sample_rows(
-    before: Rollout, before_scores: Sequence[float], after: Rollout, after_scores: Sequence[float]
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Answers:
+    """Responses to prompts, with their scores, as a report needs them.
+
+    Args:
+        prompts: as text.
+        responses: as text, one a prompt.
+        scores: one a response.
+    """
+
+    prompts: list[str]
+    responses: list[str]
+    scores: list[float]
+
+    @classmethod
+    def of(cls, rollout: Rollout, scores: Tensor) -> "Answers":
+        """Those of a scored rollout; scores are (B,)."""
+        return cls(list(rollout.prompts), list(rollout.responses), [round(score, 4) for score in scores.tolist()])
+
+
+def sample_rows(before: Answers, after: Answers) -> list[dict[str, Any]]:
     """One row a prompt, with the response and its score before and after training.
 
     Raises:
-        ValueError: the two rollouts are not of the same prompts.
+        ValueError: the two are not of the same prompts.
     """
-    if list(before.prompts) != list(after.prompts):
+    if before.prompts != after.prompts:
         raise ValueError("samples before and after must be of the same prompts")
     return [
         {
             "prompt": prompt,
             "before": before.responses[i],
-            "before_score": round(float(before_scores[i]), 4),
+            "before_score": before.scores[i],
             "after": after.responses[i],
-            "after_score": round(float(after_scores[i]), 4),
+            "after_score": after.scores[i],
         }
         for i, prompt in enumerate(before.prompts)
     ]

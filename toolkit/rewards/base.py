@@ -12,7 +12,11 @@ from toolkit.errors import RewardError, ToolkitError
 
 
 class Reward(Protocol):
-    """Called with a rollout of B responses; returns B scores, as a tensor (B,) or any sequence of numbers."""
+    """Called with a rollout of B responses; returns B scores, as a tensor (B,) or any sequence of numbers.
+
+    One that changes as it goes, as by a running mean, can have `state_dict()` and `load_state_dict(state)`: its state,
+    made of numbers, text, lists, dicts and tensors, is then part of every checkpoint.
+    """
 
     def __call__(self, rollout: Rollout) -> Tensor | Sequence[float]: ...
 

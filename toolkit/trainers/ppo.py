@@ -28,6 +28,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import GenerationConfig
 
+from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout, concatenate
 from toolkit.functional import (
     KL_ESTIMATORS,
@@ -356,8 +357,7 @@ class PPOTrainer(SharedBaseTrainer):
         """
         size = self.args.per_device_eval_batch_size
         rollouts, scores, kls = [], [], []
-        devices = [self.roles.device] if self.roles.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with kept_random_states(), torch.no_grad():
             torch.manual_seed(self.args.seed)
             for start in range(0, len(dataset), size):
                 batch = self.data_collator([dataset[i] for i in range(start, min(start + size, len(dataset)))])

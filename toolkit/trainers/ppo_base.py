@@ -1,4 +1,4 @@
-"""PPO's trainer without the algorithm: set-up, optimizer, events, evaluation's frame, saving.
+"""PPO's trainer without the algorithm: set-up, optimizer, events, evaluation's frame, saving and resuming.
 
 It is TRL's class by type, and transformers' `Trainer` by set-up; `ppo.py` adds what PPO is.
 """
@@ -14,23 +14,25 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
 
-from toolkit.data import PromptCollator, Rollout
-from toolkit.errors import ToolkitError
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, save_role
+from toolkit.checkpoints import read_state
+from toolkit.data import PlacedDataLoader, PromptCollator, Rollout
+from toolkit.errors import CheckpointError, ToolkitError
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role
 from toolkit.rewards import Reward
 from toolkit.trainers import self_checks
 from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.resume import ResumableTrainer
 
 
-class SharedBaseTrainer(TRLPPOTrainer):
+class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
     """A TRL `PPOTrainer` whose models are roles of one `SharedBase`. See `PPOTrainer` for the arguments."""
 
     _tag_names = ("trl", "ppo", "ppo-lora-toolkit")
@@ -84,7 +86,7 @@ class SharedBaseTrainer(TRLPPOTrainer):
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         order = torch.Generator().manual_seed(args.seed if args.data_seed is None else args.data_seed)
-        self.dataloader = DataLoader(
+        self.dataloader = PlacedDataLoader(
             train_dataset,
             batch_size=args.rollout_batch_size,
             sampler=RandomSampler(train_dataset, replacement=args.sample_with_replacement, generator=order),
@@ -127,21 +129,38 @@ class SharedBaseTrainer(TRLPPOTrainer):
 
     # ------------------------------------------------------------------ the whole run
 
-    def train(self) -> dict[str, float]:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> dict[str, float]:
         """Train for `total_updates` updates: the loop of `generate`, `score` and `step`, with events.
 
+        SIGINT (Ctrl-C) and SIGTERM are met at the end of the update: it is finished, everything is saved.
+
+        Args:
+            resume_from_checkpoint: True for the newest whole checkpoint in `args.output_dir`, or a checkpoint folder.
+            arguments: none; those of transformers' `train` have no effect here, and are refused.
+
         Returns:
-            The metrics of the last update.
+            The metrics of the last update; empty if a checkpoint had all of them behind it.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint, or it is of another run.
+            RunInterrupted: a signal asked to stop, and the run was saved.
         """
-        args, state = self.args, self.state
+        if arguments:
+            raise TypeError(f"train() got an unexpected argument {next(iter(arguments))!r}")
+        return super().train(resume_from_checkpoint)
+
+    def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> dict[str, float]:
         self._prepare_training()
+        if checkpoint is not None:
+            self.load_checkpoint(checkpoint)
+        args, state = self.args, self.state
         state.max_steps = self.total_updates
         state.num_train_epochs = self.total_updates * args.rollout_batch_size / len(self.train_dataset)
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
-        if args.eval_on_start and self.eval_dataset is not None:
+        if args.eval_on_start and self.eval_dataset is not None and checkpoint is None:
             self.evaluate()
         metrics: dict[str, float] = {}
         while state.global_step < self.total_updates and not self.control.should_training_stop:
@@ -153,11 +172,12 @@ class SharedBaseTrainer(TRLPPOTrainer):
                 self._act(metrics)
                 if state.global_step >= self.total_updates or self.control.should_training_stop:
                     break
+            if self._request.received is not None:
+                break  # in the middle of a pass, whose end a resumed run will see
             self.control = self.callback_handler.on_epoch_end(args, state, self.control)
             self._act(metrics)
         if args.load_best_model_at_end and state.best_model_checkpoint:
-            for role in self.roles.trained_roles:
-                load_weights(self.roles, role, Path(state.best_model_checkpoint) / role)
+            self._load_best_model()
         self.is_in_train = False
         self.control = self.callback_handler.on_train_end(args, state, self.control)
         return metrics
@@ -191,7 +211,7 @@ class SharedBaseTrainer(TRLPPOTrainer):
             best = self._determine_best_metric(self.evaluate(), trial=None)
         if self.control.should_save or (best and self.args.save_strategy == "best"):
             self.control.should_save = False
-            self._save_checkpoint(self.roles, trial=None)
+            self.save_checkpoint()
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     # ------------------------------------------------------------------ evaluation
@@ -229,13 +249,65 @@ class SharedBaseTrainer(TRLPPOTrainer):
         if not _internal_call:
             self.create_model_card(model_name=folder.name)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.save_model(str(folder), _internal_call=True)
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder)
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-        rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Put a checkpoint's whole state into this trainer, for a loop of your own; `train` does so by itself.
+
+        Args:
+            folder: what `save_checkpoint` wrote.
+
+        Raises:
+            CheckpointError: it is damaged, holds weights alone, or is of another run.
+        """
+        checkpoint = self._verified(folder)
+        self._prepare_training()
+        self._restoring = read_state(checkpoint)
+        self.load_saved(checkpoint)
+        self.state = type(self.state).load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        self._load_callback_state()
+        self._load_optimizer_and_scheduler(str(checkpoint))
+        self._load_rng_state(str(checkpoint))
+
+    def load_saved(self, folder: Path) -> None:
+        """The trained roles as `save_model` wrote them."""
+        for role in self.roles.trained_roles:
+            load_weights(self.roles, role, folder / role)
+
+    def own_state(self) -> dict[str, Any]:
+        """The KL controller, the place among the prompts, the reward where it changes as it goes, and what the
+        frozen roles are."""
+        return {
+            "kl_coef": self.kl_coef,
+            "dataloader": self.dataloader.state_dict(),
+            "reward": None if self._changing_reward is None else self._changing_reward.state_dict(),
+            "frozen": self._frozen(),
+        }
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Put back what `own_state` gave.
+
+        Raises:
+            CheckpointError: a frozen role is not what it was.
+        """
+        changed = [role for role, digest in self._frozen().items() if state["frozen"].get(role) != digest]
+        if changed:
+            raise CheckpointError(
+                f"the {' and '.join(changed)} adapter is not the one that this run began with: scores or KL would mean "
+                "something else from here on. Give it back, or start anew (OVERWRITE=1, --overwrite)."
+            )
+        self.kl_coef = state["kl_coef"]
+        self.dataloader.load_state_dict(state["dataloader"])
+        if self._changing_reward is not None and state["reward"] is not None:
+            self._changing_reward.load_state_dict(state["reward"])
+
+    def _frozen(self) -> dict[str, str]:
+        roles = (role for role in self.roles.roles if role not in self.roles.trained_roles)
+        return {role: role_digest(self.roles, role) for role in roles if self.roles.parameters_of(role)}
+
+    @property
+    def _changing_reward(self) -> Any:
+        """The reward, if it has state of its own. (The weights of a module that scores do not change with the run, and
+        may be as large as the base.)"""
+        return self.reward if hasattr(self.reward, "state_dict") and not isinstance(self.reward, nn.Module) else None
 
     # TRL's remaining methods read models that a shared base does not have.
 

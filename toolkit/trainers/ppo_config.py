@@ -102,7 +102,7 @@ INSTEAD = {
     "stop_token": "responses always stop at the tokenizer's eos_token",
     "stop_token_id": "responses always stop at the tokenizer's eos_token",
     "num_sample_generations": "samples are written before and after training",
-    "resume_from_checkpoint": "this version cannot resume",
+    "resume_from_checkpoint": "to resume is no part of a recipe: give RESUME=1 (--resume)",
 }
 
 

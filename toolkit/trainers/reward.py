@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig
@@ -20,12 +20,13 @@ from trl import RewardTrainer as TRLRewardTrainer
 from toolkit.data import LabelledCollator
 from toolkit.errors import DataError
 from toolkit.functional import wilson_interval
-from toolkit.models import SequenceClassifierView, SharedBase, release_memory, save_role
+from toolkit.models import SequenceClassifierView, SharedBase, load_weights, release_memory, save_role
 from toolkit.rewards import read_sequences
+from toolkit.trainers.resume import ResumableTrainer
 
 
-class _SavesRole(Trainer):
-    """Saves the reward role as a PEFT folder where `Trainer` would save the whole view."""
+class _SavesRole(ResumableTrainer):
+    """Saves and loads the reward role as a PEFT folder where `Trainer` would take the whole view."""
 
     role_arguments: dict[str, Any]
 
@@ -37,6 +38,10 @@ class _SavesRole(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = Path(output_dir or self.args.output_dir) / "reward"
         save_role(self.model.base, "reward", folder, **self.role_arguments)
+
+    def load_saved(self, folder: Path) -> None:
+        """The reward role as `save_model` wrote it."""
+        load_weights(self.model.base, "reward", folder / "reward")
 
 
 class RewardTrainer(_SavesRole, TRLRewardTrainer):

@@ -1,19 +1,23 @@
 """The sft stage on TRL's `SFTTrainer`: pretrain a base from random weights, or train the policy's first adapter."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
+from safetensors.torch import load_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils import SAFE_WEIGHTS_NAME
 from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
-from toolkit.models import SharedBase, save_role
+from toolkit.models import SharedBase, load_weights, save_role
+from toolkit.trainers.resume import ResumableTrainer
 
 
-class SFTTrainer(TRLSFTTrainer):
+class SFTTrainer(ResumableTrainer, TRLSFTTrainer):
     """TRL's `SFTTrainer`; nothing is sent anywhere.
 
     With `roles` it trains the policy's adapter and saves it as a PEFT folder, else all weights of a model.
@@ -25,17 +29,17 @@ class SFTTrainer(TRLSFTTrainer):
     def _send_telemetry(self) -> None:
         """TRL reports architecture and GPU of each run; the toolkit does not."""
 
-    def train(self, *args: object, **kwargs: object) -> object:
+    def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         if self.roles is None:
-            return super().train(*args, **kwargs)
+            return super()._run(checkpoint, arguments)
         with self.roles.role("policy"):
-            return super().train(*args, **kwargs)
+            return super()._run(checkpoint, arguments)
 
-    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
+    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         if self.roles is None:
-            return super().evaluate(*args, **kwargs)
+            return super().evaluate(*arguments, **named)
         with self.roles.role("policy"):
-            return super().evaluate(*args, **kwargs)
+            return super().evaluate(*arguments, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = Path(output_dir or self.args.output_dir)
@@ -45,6 +49,13 @@ class SFTTrainer(TRLSFTTrainer):
         else:
             pad_token_id = self.processing_class.pad_token_id
             save_role(self.roles, "policy", folder / "policy", pad_token_id=pad_token_id, base_name=self.base_name)
+
+    def load_saved(self, folder: Path) -> None:
+        """The model or the policy's adapter as `save_model` wrote it."""
+        if self.roles is None:
+            load_model(self.model, folder / "model" / SAFE_WEIGHTS_NAME)
+        else:
+            load_weights(self.roles, "policy", folder / "policy")
 
 
 def sft_trainer(

@@ -26,6 +26,7 @@ def trl_config(args: PPOConfig, rows: int) -> TRLPPOConfig:
     named = {f.name for f in fields(TRLPPOConfig) if f.init} - {"max_steps", "save_strategy", "eval_strategy"}
     ours = {name: getattr(args, name) for name in named}
     ours |= {
+        "save_strategy": "no",  # TRL cannot go on from a checkpoint, and writes pickles into it
         "stop_token": "eos",  # TRL's default never stops
         "stop_token_id": None,
         "total_episodes": args.number_of_updates(rows) * args.rollout_batch_size,
@@ -34,6 +35,27 @@ def trl_config(args: PPOConfig, rows: int) -> TRLPPOConfig:
         "report_to": args.report_to or "none",
     }
     return TRLPPOConfig(**ours)
+
+
+def check_trl_loop(args: PPOConfig, processing_class: PreTrainedTokenizerBase, roles: SharedBase) -> None:
+    """TRL's loop can honour the recipe. Nothing is computed, so that a base on the meta device will do.
+
+    Raises:
+        RecipeError: it cannot, with all reasons.
+    """
+    problems = []
+    if processing_class.pad_token_id == processing_class.eos_token_id:
+        problems.append(
+            "the tokenizer's pad and eos are one token, which TRL's loop takes for padding: it would never train eos"
+        )
+    if "reward" not in roles.roles or roles.head("reward").out_features != 1:
+        problems.append("TRL's loop scores with a reward adapter of one output, nothing else (scorer.kind: adapter)")
+    if roles.shares_value:
+        problems.append("TRL's loop runs policy and value one after the other: ppo.value must be separate")
+    if args.gradient_checkpointing:
+        problems.append("TRL's loop does not switch checkpointing on: ppo.gradient_checkpointing must be false")
+    if problems:
+        raise RecipeError("ppo.loop: trl cannot run this recipe: " + "; ".join(problems) + ". Use ppo.loop: toolkit.")
 
 
 def stock_ppo_trainer(
@@ -59,19 +81,7 @@ def stock_ppo_trainer(
     Raises:
         RecipeError: a setting that TRL's loop cannot honour.
     """
-    problems = []
-    if processing_class.pad_token_id == processing_class.eos_token_id:
-        problems.append(
-            "the tokenizer's pad and eos are one token, which TRL's loop takes for padding: it would never train eos"
-        )
-    if "reward" not in roles.roles or roles.head("reward").out_features != 1:
-        problems.append("TRL's loop scores with a reward adapter of one output, nothing else (scorer.kind: adapter)")
-    if roles.shares_value:
-        problems.append("TRL's loop runs policy and value one after the other: ppo.value must be separate")
-    if args.gradient_checkpointing:
-        problems.append("TRL's loop does not switch checkpointing on: ppo.gradient_checkpointing must be false")
-    if problems:
-        raise RecipeError("ppo.loop: trl cannot run this recipe: " + "; ".join(problems) + ". Use ppo.loop: toolkit.")
+    check_trl_loop(args, processing_class, roles)
     check_dataset(train_dataset, args.rollout_batch_size)
     check_tokenizer(processing_class, roles)
     roles.train_roles("policy", "value")

@@ -1,0 +1,128 @@
+"""A process can be killed between any two instructions of a write; what is read afterwards is always whole."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toolkit.checkpoints import MANIFEST, checkpoint_folders, folders, newest_whole, problem_of, rotate, whole_folder
+from toolkit.errors import CheckpointError
+
+
+def write(output: Path, step: int, text: str) -> Path:
+    folder = output / f"checkpoint-{step}"
+    with whole_folder(folder) as aside:
+        (aside / "policy").mkdir()
+        (aside / "policy" / "weights").write_text(text)
+        (aside / "state").write_text(text * 2)
+    return folder
+
+
+def silent(sentence: str) -> None:
+    raise AssertionError(sentence)
+
+
+def test_a_checkpoint_appears_at_once_and_whole(tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    with whole_folder(folder) as aside:
+        (aside / "state").write_text("x")
+        assert not folder.exists()
+    assert {p.name for p in folder.iterdir()} == {"state", MANIFEST}
+    assert problem_of(folder) is None and [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_what_fails_leaves_the_earlier_ones(tmp_path):
+    old = write(tmp_path, 1, "old")
+    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "checkpoint-1") as aside:
+        (aside / "state").write_text("new")
+        1 / 0  # noqa: B018
+    assert problem_of(old) is None and (old / "state").read_text() == "oldold"
+    with pytest.raises(CheckpointError, match="cannot be written.*No space left.*Earlier ones are untouched"):  # noqa: SIM117
+        with whole_folder(tmp_path / "checkpoint-2"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert newest_whole(tmp_path, say=silent) == old
+
+
+class Killed(BaseException):
+    """What no handler catches, as SIGKILL."""
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_kill_at_any_point_of_a_write_loses_nothing(tmp_path, monkeypatch, step):
+    """The write is cut before each of its effects in turn; step 1 replaces the only other checkpoint."""
+    effects = [(folders, "_sync"), (Path, "replace"), (Path, "rename"), (Path, "write_text"), (Path, "mkdir"),
+               (shutil, "rmtree")]  # fmt: skip
+    cut, seen = 0, set()
+    while True:
+        output = tmp_path / f"{step}-{cut}"
+        write(output, 1, "old")
+        left = cut
+        with monkeypatch.context() as patch:
+            for owner, name in effects:
+                original = getattr(owner, name)
+
+                def counted(*arguments, original=original, **named):
+                    nonlocal left
+                    if left == 0:
+                        raise Killed
+                    left -= 1
+                    return original(*arguments, **named)
+
+                patch.setattr(owner, name, counted)
+            try:
+                write(output, step, "new")
+                finished = True
+            except Killed:
+                finished = False
+        said: list[str] = []
+        found = newest_whole(output, say=said.append)
+        assert found is not None and problem_of(found) is None, cut
+        text = (found / "policy" / "weights").read_text()
+        assert (text == "old" and found.name == "checkpoint-1") or (
+            text == "new" and found.name == f"checkpoint-{step}"
+        )
+        assert not list(output.glob("*.partial"))
+        seen.add(text)
+        if finished:
+            assert text == "new"
+            break
+        cut += 1
+    assert cut > 10 and seen == {"old", "new"}
+
+
+def test_damage_is_recognised_and_said(tmp_path):
+    write(tmp_path, 1, "good")
+    damages = {
+        2: (lambda f: (f / MANIFEST).unlink(), "it has no manifest.json, so it was never finished"),
+        3: (lambda f: (f / "state").unlink(), "state is missing"),
+        4: (lambda f: (f / "state").write_text("x"), "state has 1 bytes, and had 8"),
+        5: (lambda f: (f / "policy" / "weights").write_text("goof"), "policy/weights is damaged: its SHA-256"),
+        6: (lambda f: (f / MANIFEST).write_text("{"), "its manifest.json cannot be read"),
+        7: (lambda f: (f / MANIFEST).write_text("[]"), "its manifest.json cannot be read"),
+    }
+    for step, (damage, _) in damages.items():
+        damage(write(tmp_path, step, "good"))
+    said: list[str] = []
+    assert newest_whole(tmp_path, say=said.append) == tmp_path / "checkpoint-1"
+    for sentence, (step, (_, problem)) in zip(said, sorted(damages.items(), reverse=True), strict=True):
+        assert f"checkpoint-{step} is skipped: {problem}" in sentence
+    assert newest_whole(tmp_path / "nowhere", say=silent) is None
+
+
+def test_folders_are_ordered_by_step_and_others_left_alone(tmp_path):
+    for step in (2, 10, 9):
+        write(tmp_path, step, "x")
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-11").write_text("a file")
+    assert [p.name for p in checkpoint_folders(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep", "left"), [(None, [5], [1, 2, 3, 4, 5]), (2, [5], [4, 5]), (1, [5, 2], [2, 5]), (1, [3], [3, 5])]
+)
+def test_rotation(tmp_path, limit, keep, left):
+    for step in range(1, 6):
+        write(tmp_path, step, "x")
+    rotate(tmp_path, limit, keep={tmp_path / f"checkpoint-{step}" for step in keep})
+    assert [p.name for p in checkpoint_folders(tmp_path)] == [f"checkpoint-{step}" for step in left]

@@ -1,0 +1,40 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from toolkit.checkpoints import stop_requests
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_noted_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with stop_requests() as request:
+        assert request.received is None
+        os.kill(os.getpid(), number)
+        assert request.received == number
+        os.kill(os.getpid(), signal.SIGTERM)  # a second SIGTERM changes nothing
+        assert request.received == number
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_ends_it_at_once():
+    with pytest.raises(KeyboardInterrupt), stop_requests():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_outside_the_main_thread_nothing_is_changed():
+    seen = []
+
+    def work():
+        with stop_requests() as request:
+            seen.append((request.received, signal.getsignal(signal.SIGTERM)))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]

@@ -1,0 +1,68 @@
+"""The place in the data, and whether they are the same data."""
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import RandomSampler
+
+from toolkit.data import PlacedDataLoader, data_digest
+
+ROWS = list(range(11))
+
+
+def loader(replacement=False, workers=0):
+    order = torch.Generator().manual_seed(5)
+    sampler = RandomSampler(ROWS, replacement=replacement, generator=order)
+    return PlacedDataLoader(
+        ROWS, generator=order, sampler=sampler, batch_size=3, drop_last=True, collate_fn=list, num_workers=workers
+    )
+
+
+def drawn(batches, number):
+    """The next batches over as many passes as it takes, with the place after each."""
+    found = []
+    while True:
+        for batch in batches:
+            found.append((batch, batches.state_dict()))
+            if len(found) == number:
+                return found
+
+
+@pytest.mark.parametrize(("replacement", "workers"), [(False, 0), (True, 0), (False, 2)])
+def test_a_resumed_loader_draws_what_is_left(replacement, workers):
+    whole = drawn(loader(replacement, workers), 8)  # passes of 3 batches
+    assert len({tuple(batch) for batch, _ in whole}) > 4
+    for at in (1, 2, 3, 4, 6):
+        again = loader(replacement, workers)
+        again.load_state_dict(whole[at - 1][1])
+        assert [batch for batch, _ in drawn(again, 8 - at)] == [batch for batch, _ in whole[at:]], at
+
+
+def test_a_place_at_the_end_of_a_pass_ends_that_pass_first():
+    within = drawn(loader(), 3)[-1][1]
+    again = loader()
+    again.load_state_dict(within)
+    assert list(again) == []  # events of the pass's end are still due
+    between = loader()
+    list(between)
+    after = loader()
+    after.load_state_dict(between.state_dict())
+    assert list(after) == list(between) != []
+
+
+def test_digest_is_of_the_content():
+    rows = {"ids": [[1, 2], [3], [], [4]] * 600, "text": ["a", "b", None, ""] * 600}
+    one, other = Dataset.from_dict(rows), Dataset.from_dict(rows)
+    digest = data_digest(one)
+    assert digest == data_digest(other) == data_digest(other.select(range(2400)))
+    changed = {**rows, "ids": [[1, 2], [3], [], [5]] * 600}
+    others = (
+        Dataset.from_dict(changed),
+        one.select(range(2399)),
+        one.shuffle(seed=1),
+        one.select_columns(["ids"]),
+        one.rename_column("text", "words"),
+    )
+    for different in others:
+        assert data_digest(different) != digest
+    assert data_digest(one.shuffle(seed=1)) == data_digest(other.shuffle(seed=1))

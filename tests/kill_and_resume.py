@@ -1,0 +1,153 @@
+"""Kill PPO runs at random moments, resume them, and compare them with one that was never stopped.
+
+    python -m tests.kill_and_resume --trials 50
+
+Each trial is a run of the recipe `doubling` (small, a checkpoint at every update) in a process of its own, killed by
+SIGKILL: every second one at a random time, the others while a checkpoint is being written. It is resumed, killed
+again or not, and resumed to its end. Its adapters, optimizer, random states and metrics must then be those of the
+uninterrupted run, bit for bit. Prints one line a trial and ends with 1 if one differs.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+UPDATES = 8
+SMALL = (
+    "sft.max_steps=30", "reward.max_steps=10", "data.test_size=16", "data.validation_size=16",
+    f"ppo.max_steps={UPDATES}", "ppo.per_device_train_batch_size=16", "ppo.num_ppo_epochs=2",
+    "ppo.save_steps=1", "ppo.eval_steps=1", "ppo.logging_steps=1", "ppo.save_total_limit=2",
+)  # fmt: skip
+TIMING = ("samples_per_second", "rollout_seconds", "score_seconds", "step_seconds")
+
+
+def run(folder: Path, name: str, stage: str, resume: bool) -> None:
+    """One process of a trial: what `toolkit STAGE doubling … --run name [--resume]` does."""
+    from toolkit.recipes import load, stages
+
+    recipe = load("doubling", *SMALL, run=name, runs_dir=folder)
+    with (folder / f"{name}.log").open("a", encoding="utf-8") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+        stages.run(recipe, stage, resume=resume, console=Console(file=log))
+
+
+class Runs:
+    """Runs in one folder, each process forked from a server that has imported the toolkit once."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["toolkit.recipes.stages"])
+        self.seconds = 0.0
+
+    def start(self, name: str, stage: str = "ppo", *, resume: bool = False) -> multiprocessing.process.BaseProcess:
+        process = self.context.Process(target=run, args=(self.folder, name, stage, resume))
+        process.start()
+        return process
+
+    def finish(self, name: str, stage: str = "ppo", *, resume: bool = False) -> None:
+        process = self.start(name, stage, resume=resume)
+        process.join()
+        if process.exitcode != 0:
+            raise SystemExit(f"{name} failed:\n{(self.folder / f'{name}.log').read_text()[-4000:]}")
+
+    def reference(self) -> None:
+        """The run that is never stopped; the trials share its earlier stages."""
+        for stage in ("sft", "reward"):
+            self.finish("whole", stage)
+        process = self.start("whole")
+        before = self.folder / "whole" / "ppo" / "before.json"
+        while not before.exists() and process.is_alive():
+            time.sleep(0.001)
+        began = time.perf_counter()
+        process.join()
+        self.seconds = time.perf_counter() - began
+
+    def kill(self, name: str, dice: random.Random, *, writing: bool, resume: bool) -> str:
+        """Start or resume a run and kill it. Returns what it was doing."""
+        stage = self.folder / name / "ppo"
+        process = self.start(name, resume=resume)
+        step, moment = dice.randrange(1, UPDATES), dice.uniform(0, self.seconds)
+        deadline: float | None = None
+        while process.is_alive():
+            if deadline is None and writing and any(_partial(stage, step)):
+                deadline = time.perf_counter() + dice.uniform(0, 0.01)
+            elif deadline is None and not writing and (stage / "before.json").exists():
+                deadline = time.perf_counter() + moment
+            if deadline is not None and time.perf_counter() >= deadline:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+            time.sleep(0.0002)
+        process.join()
+        if process.exitcode == 0:
+            return "finished first"
+        return "writing a checkpoint" if any(_partial(stage, 1)) else "training"
+
+
+def _partial(stage: Path, least: int) -> list[Path]:
+    return [path for path in stage.glob("checkpoint-*.partial") if int(path.name.split("-")[1].split(".")[0]) >= least]
+
+
+def outcome(stage: Path) -> dict[str, object]:
+    """All that must be equal: files by their bytes, and metrics without the seconds that they took."""
+    last = stage / f"checkpoint-{UPDATES}"
+    found: dict[str, object] = {
+        str(path.relative_to(stage)): path.read_bytes()
+        for folder in (stage / "policy", stage / "value", last / "policy", last / "value")
+        for path in sorted(folder.glob("*.safetensors"))
+    }
+    found["state.safetensors"] = (last / "state.safetensors").read_bytes()
+    found["metrics"] = [
+        {key: value for key, value in json.loads(line).items() if key not in TIMING}
+        for line in (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    result = json.loads((stage / "result.json").read_text(encoding="utf-8"))
+    return {**found, "before": result["before"], "after": result["after"]}
+
+
+def trials(number: int, seed: int, folder: Path) -> int:
+    """Run the trials; returns how many ended as the uninterrupted run."""
+    dice, runs = random.Random(seed), Runs(folder)
+    runs.reference()
+    expected = outcome(folder / "whole" / "ppo")
+    equal = 0
+    for trial in range(number):
+        name = f"trial-{trial}"
+        shutil.copytree(folder / "whole", folder / name, ignore=shutil.ignore_patterns("ppo"))
+        doing = [runs.kill(name, dice, writing=trial % 2 == 1, resume=False)]
+        while dice.random() < 0.4:
+            doing.append(runs.kill(name, dice, writing=dice.random() < 0.5, resume=True))
+        runs.finish(name, resume=True)
+        found = outcome(folder / name / "ppo")
+        different = [key for key in expected if found.get(key) != expected[key]]
+        equal += not different
+        verdict = f"differs in {', '.join(different)}" if different else "bit-identical"
+        print(f"{name}: killed while {', then while '.join(doing)}: {verdict}", flush=True)
+        shutil.rmtree(folder / name)
+    print(f"{equal} of {number} bit-identical", flush=True)
+    return equal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        equal = trials(arguments.trials, arguments.seed, Path(folder))
+    raise SystemExit(0 if equal == arguments.trials else 1)
+
+
+if __name__ == "__main__":
+    main()

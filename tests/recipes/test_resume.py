@@ -1,0 +1,159 @@
+"""Stages that are stopped, killed and gone on with, by the command line and from Python."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.recipes.helpers import REPOSITORY, chat_recipe, command
+from toolkit.checkpoints import checkpoint_folders
+from toolkit.errors import RecipeError, RunInterrupted
+from toolkit.recipes import finished, stages
+
+SMALL = (
+    "sft.max_steps=40", "sft.save_steps=1", "reward.max_steps=2", "ppo.max_steps=2", "ppo.eval_steps=1",
+    "ppo.save_steps=1", "ppo.per_device_train_batch_size=8", "data.validation_size=8", "data.test_size=8",
+    "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
+)  # fmt: skip
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+def chat(tmp_path, checkpoint, **changes):
+    reward = {"max_steps": 2, "per_device_train_batch_size": 2, **SAVING}
+    ppo = {"max_steps": 3, "per_device_train_batch_size": 2, "response_length": 6, "logging_steps": 1, **SAVING}
+    return chat_recipe(tmp_path, checkpoint, reward=reward, ppo={**ppo, **changes})
+
+
+def cut(recipe, stage, monkeypatch, at):
+    """Run a stage until a checkpoint of step `at` is there, and no further."""
+    from toolkit.trainers.resume import ResumableTrainer
+
+    original = ResumableTrainer.save_checkpoint
+
+    def saving(self):
+        folder = original(self)
+        if self.state.global_step == at:
+            raise Stop
+        return folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableTrainer, "save_checkpoint", saving)
+        with pytest.raises(Stop):
+            stages.run(recipe, stage)
+
+
+def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, monkeypatch, capsys):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    cut(recipe, "ppo", monkeypatch, at=2)
+    folder = recipe.stage_folder("ppo")
+    before = (folder / stages.BEFORE_FILE).read_text()
+    with pytest.raises(
+        RecipeError, match=r"ppo stage that was not finished, saved up to step 2.*RESUME=1.*OVERWRITE=1"
+    ):
+        stages.run(recipe, "ppo")
+    with pytest.raises(RecipeError, match="are two ways on; give one"):
+        stages.run(recipe, "ppo", overwrite=True, resume=True)
+    with pytest.raises(RecipeError, match=r"has not finished. Finish it with toolkit ppo .*--resume"):
+        finished.open_run(recipe.run, runs_dir=recipe.runs_dir)
+    assert len(checkpoint_folders(folder)) == 2  # a refusal deletes nothing
+    result = stages.run(recipe, "ppo", resume=True)
+    assert "ppo goes on from" in capsys.readouterr().out
+    assert result["resumed_at"] == [2] and result["before"] == json.loads(before)["metrics"]
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 6
+    assert stages.run(recipe, "ppo", resume=True) == result  # finished: not repeated
+
+
+def test_what_holds_no_checkpoint_begins_anew_and_says_so(tmp_path, checkpoint, monkeypatch, capsys):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    cut(recipe, "ppo", monkeypatch, at=1)
+    folder = recipe.stage_folder("ppo")
+    (folder / "checkpoint-1" / "state.json").unlink()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')  # cut short by the kill
+    capsys.readouterr()
+    result = stages.run(recipe, "ppo", resume=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "checkpoint-1 is skipped: state.json is missing." in said and "no checkpoint to go on from" in said
+    assert "resumed_at" not in result
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_overwrite_begins_an_unfinished_stage_anew(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint)
+    cut(recipe, "reward", monkeypatch, at=1)
+    with pytest.raises(RecipeError, match="reward stage that was not finished"):
+        stages.run(recipe, "ppo")  # the prerequisite's checkpoints are not deleted either
+    assert "resumed_at" not in stages.run(recipe, "reward", overwrite=True)
+
+
+def test_trainers_of_a_notebook(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    cut(recipe, "ppo", monkeypatch, at=1)
+    with pytest.raises(RecipeError, match="resume=True"):
+        recipe.ppo_trainer()
+    trainer = recipe.ppo_trainer(resume=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.resumed_at == (1,) and trainer.state.global_step == 3
+    assert len(checkpoint_folders(recipe.stage_folder("ppo"))) == 3
+    recipe.ppo_trainer(overwrite=True)
+    assert checkpoint_folders(recipe.stage_folder("ppo")) == []
+
+
+def test_trl_s_own_loop_saves_no_checkpoints_and_says_so(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.loop=trl", "ppo.save_strategy=steps")
+    with pytest.raises(RecipeError, match=r"ppo.loop: trl saves no checkpoints.*trl#2657"):
+        stages.run(recipe, "ppo", resume=True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_command_reaches_the_stage_that_runs(number, tmp_path):
+    """The stage is a child of the command: SIGTERM goes to the parent alone, Ctrl-C to both."""
+    arguments = ("reward", "doubling", *SMALL, "--run", "cut")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", *arguments], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, start_new_session=True,
+    )  # fmt: skip
+    while not checkpoint_folders(tmp_path / "runs" / "cut" / "sft"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    if number == signal.SIGTERM:
+        process.terminate()
+    else:
+        os.killpg(process.pid, number)
+    _, said = process.communicate()
+    assert process.returncode == 128 + number, said
+    assert f"sft stopped by {number.name} after step" in said and "everything is saved in" in said
+    assert f"To go on: toolkit {' '.join(arguments)} --resume (make: RESUME=1)" in said
+    assert said.count("To go on") == 1 and "Traceback" not in said
+    if number == signal.SIGTERM:
+        done = command(*arguments, "--resume", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / "runs/cut/sft/result.json").read_text())["resumed_at"]
+
+
+def test_a_stage_that_was_killed_is_told_from_one_that_failed(tmp_path):
+    from toolkit.errors import ToolkitError
+    from toolkit.recipes.child import run_stage
+
+    def script(text):
+        return [sys.executable, "-c", f"import os, signal, sys; {text}"]
+
+    run_stage(script("pass"), "sft", "ppo")
+    with pytest.raises(ToolkitError, match='"sft", which "ppo" needs, failed; its message is above'):
+        run_stage(script("sys.exit(1)"), "sft", "ppo")
+    with pytest.raises(ToolkitError, match=r"was killed by SIGKILL.*out of memory"):
+        run_stage(script("os.kill(os.getpid(), signal.SIGKILL)"), "sft", "ppo")
+    with pytest.raises(RunInterrupted, match="was stopped and is saved"):
+        run_stage(script("sys.exit(143)"), "sft", "ppo")

@@ -1,0 +1,377 @@
+"""A run that was stopped and resumed ends with the weights of one that was not, bit for bit, in every stage."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, TrainerCallback
+from trl import RewardConfig, SFTConfig
+
+from tests.conftest import lora, randomize, tiny_model
+from tests.trainers.helpers import count_reward
+from tests.trainers.helpers import trainer as ppo_trainer
+from toolkit.data import doubling
+from toolkit.errors import CheckpointError, RunInterrupted
+from toolkit.models import SharedBase
+from toolkit.reports import MetricsFile
+from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.sft import sft_trainer
+
+STEPS = 6
+COMMON = {
+    "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2, "report_to": "none",
+    "use_cpu": True, "bf16": False, "disable_tqdm": True, "learning_rate": 1e-2, "gradient_checkpointing": False,
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine",
+}  # fmt: skip
+DROPOUT = {"lora_dropout": 0.3}  # draws random numbers in every forward pass
+TIMING = ("seconds", "runtime", "per_second")
+
+
+def rows(columns: dict, count: int) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    middles = torch.randint(10, 40, (count, 4), generator=generator).tolist()
+    return Dataset.from_dict({name: [make(m) for m in middles] for name, make in columns.items()})
+
+
+def sft_model(folder: Path, **changes):
+    data = rows({"input_ids": lambda m: [1, *m, 2]}, 12)
+    model = tiny_model("gpt2")  # tied embeddings
+    model.config.resid_pdrop = model.transformer.drop.p = 0.1
+    return sft_trainer(SFTConfig(output_dir=str(folder), **{**COMMON, **changes}), doubling.tokenizer(), model, data,
+                       data, callbacks=[MetricsFile(folder / "metrics.jsonl")])  # fmt: skip
+
+
+def sft_policy(folder: Path, **changes):
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(**DROPOUT))
+    data = rows({"input_ids": lambda m: [1, *m, 2]}, 10)
+    return sft_trainer(SFTConfig(output_dir=str(folder), **{**COMMON, **changes}), doubling.tokenizer(), base, data,
+                       data, callbacks=[MetricsFile(folder / "metrics.jsonl")])  # fmt: skip
+
+
+def reward_pairs(folder: Path, **changes):
+    base = SharedBase(tiny_model())
+    base.add_role("reward", lora(**DROPOUT))
+    data = rows({"chosen_ids": lambda m: [1, *m, 5, 2], "rejected_ids": lambda m: [1, *m, 6, 2]}, 11)
+    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
+    callbacks = [MetricsFile(folder / "metrics.jsonl")]
+    return reward_trainer(args, doubling.tokenizer(), base, data, data, callbacks=callbacks)
+
+
+def reward_classes(folder: Path, **changes):
+    base = SharedBase(tiny_model())
+    base.add_role("reward", lora(**DROPOUT), num_labels=3)
+    data = rows({"input_ids": lambda m: [1, *m, 2], "labels": lambda m: m[0] % 3}, 8)
+    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
+    callbacks = [MetricsFile(folder / "metrics.jsonl")]
+    return reward_trainer(args, doubling.tokenizer(), base, data, data, callbacks=callbacks)
+
+
+def ppo(folder: Path, reward=None, **changes):
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(**DROPOUT))
+    base.add_role("reference")
+    base.add_role("value", None if changes.get("value") == "shared" else lora(**DROPOUT))
+    base.add_role("reward", lora())
+    randomize(base, "policy", "value", "reward")
+    settings = {**COMMON, "num_ppo_epochs": 2, "num_mini_batches": 2, **changes}
+    made = ppo_trainer(folder, base, reward, **settings)
+    made.add_callback(MetricsFile(folder / "metrics.jsonl"))
+    return made
+
+
+def ppo_shared_adaptive(folder: Path, **changes):
+    adaptive = {"value": "shared", "kl_target": 0.5, "kl_horizon": 8, "kl_estimator": "full"}
+    return ppo(folder, **{**adaptive, "sample_with_replacement": True, **changes})
+
+
+STAGES = (sft_model, sft_policy, reward_pairs, reward_classes, ppo, ppo_shared_adaptive)
+
+
+def make(stage, folder: Path, **changes):
+    transformers.set_seed(7)
+    torch.manual_seed(7)
+    return stage(folder, **changes)
+
+
+def weights(made) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in made.model.named_parameters() if p.requires_grad}
+
+
+def metrics(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not any(t in k for t in TIMING)} for row in found]
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and len(one) > 1
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def disturb() -> None:
+    """What another process would have: other random states."""
+    random.seed(99), np.random.seed(99), torch.manual_seed(99)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
+    whole = make(stage, tmp_path / "whole")
+    start = weights(whole)
+    whole.train()
+    final = weights(whole)
+    assert any(not torch.equal(start[name], final[name]) for name in final)
+    for step in range(1, STEPS + 1):
+        folder = tmp_path / str(step)
+        shutil.copytree(tmp_path / "whole", folder)  # moved, and with what was written after that step
+        for later in range(step + 1, STEPS + 1):
+            shutil.rmtree(folder / f"checkpoint-{later}")
+        again = make(stage, folder)
+        disturb()
+        again.train(resume_from_checkpoint=True)
+        assert_same(final, weights(again))
+        assert again.state.global_step == STEPS and again.resumed_at == (step,)
+        logged = [row for row in metrics(folder) if "train_loss" not in row]
+        assert logged == [row for row in metrics(tmp_path / "whole") if "train_loss" not in row]
+        last = [load_file(run / f"checkpoint-{STEPS}" / "state.safetensors") for run in (tmp_path / "whole", folder)]
+        assert_same(*last)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+def test_no_stage_writes_a_pickle(stage, tmp_path):
+    made = make(stage, tmp_path, max_steps=1)
+    made.train()
+    written = {path.suffix for path in (tmp_path / "checkpoint-1").rglob("*") if path.is_file()}
+    assert {".json", ".safetensors"} <= written <= {".json", ".safetensors", ".jinja", ".md"}
+
+
+@pytest.mark.parametrize("stage", (sft_policy, reward_pairs, ppo), ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_says_where(stage, number, tmp_path):
+    class Ask(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                os.kill(os.getpid(), number)
+
+    whole = make(stage, tmp_path / "whole", save_strategy="no", eval_strategy="epoch")
+    whole.train()
+    made = make(stage, tmp_path / "cut", save_strategy="no", eval_strategy="epoch")
+    made.add_callback(Ask())
+    with pytest.raises(RunInterrupted, match=rf"stopped by {number.name} after step 4 of 6; .*checkpoint-4") as stop:
+        made.train()
+    assert stop.value.signal_number == number
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-4"]
+    again = make(stage, tmp_path / "cut", save_strategy="no", eval_strategy="epoch")
+    disturb()
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights(whole), weights(again))
+    logged = [row for row in metrics(tmp_path / "cut") if "train_loss" not in row]
+    assert logged == [row for row in metrics(tmp_path / "whole") if "train_loss" not in row]
+
+
+def test_evaluation_leaves_the_random_states(tmp_path):
+    for stage in (sft_model, reward_pairs, ppo):
+        made = make(stage, tmp_path / stage.__name__, max_steps=1)
+        made.train()
+        torch.manual_seed(1)
+        expected = torch.rand(3)
+        torch.manual_seed(1)
+        made.evaluate()
+        assert torch.equal(torch.rand(3), expected), stage.__name__
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_sentence(tmp_path):
+    make(ppo, tmp_path).train()
+    state = tmp_path / f"checkpoint-{STEPS}" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-1] + b"x")
+    again = make(ppo, tmp_path)
+    with pytest.warns(UserWarning, match=r"checkpoint-6 is skipped: state.safetensors is damaged"):
+        again.train(resume_from_checkpoint=True)
+    assert again.resumed_at == (STEPS - 1,)
+    with pytest.raises(CheckpointError, match=r"checkpoint-99 is no whole checkpoint: it has no manifest"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint to go on from"):
+        make(ppo, tmp_path / "empty").train(resume_from_checkpoint=True)
+
+
+def test_other_data_weights_alone_and_other_versions(tmp_path, monkeypatch):
+    make(reward_pairs, tmp_path / "a", max_steps=1).train()
+    other = make(reward_pairs, tmp_path / "a", max_steps=1)
+    other.train_dataset = other.train_dataset.select(range(10))
+    with pytest.raises(CheckpointError, match=r"other training data \(11 rows; now 10\)"):
+        other.train(resume_from_checkpoint=True)
+    make(reward_pairs, tmp_path / "b", max_steps=1, save_only_model=True).train()
+    with pytest.raises(CheckpointError, match=r"holds weights alone and no state\.json"):
+        make(reward_pairs, tmp_path / "b", max_steps=1).train(resume_from_checkpoint=True)
+    monkeypatch.setattr("toolkit.trainers.resume.versions", lambda: {"torch": "9.9", "transformers": "9", "trl": "9",
+                                                                     "peft": "9", "bitsandbytes": "9"})  # fmt: skip
+    with pytest.warns(UserWarning, match=r"other versions \(torch .* → 9.9, .*not exact to the last bit"):
+        make(reward_pairs, tmp_path / "a", max_steps=1).train(resume_from_checkpoint=True)
+
+
+def test_a_frozen_role_that_changed_is_refused(tmp_path):
+    make(ppo, tmp_path, max_steps=1).train()
+    other = make(ppo, tmp_path, max_steps=2)
+    with torch.no_grad():
+        other.roles.head("reward").weight.add_(1)
+    with pytest.raises(CheckpointError, match="the reward adapter is not the one that this run began with"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_another_shape_of_adapter_is_refused(tmp_path):
+    make(ppo, tmp_path, max_steps=1).train()
+    with pytest.raises(Exception, match="belongs to another base|value_head"):
+        make(ppo_shared_adaptive, tmp_path).train(resume_from_checkpoint=True)
+
+
+class RunningMean:
+    """A reward that changes as it goes."""
+
+    def __init__(self):
+        self.seen, self.total = 0, 0.0
+
+    def __call__(self, rollout):
+        shares = count_reward(5)(rollout) + torch.tensor([len(ids) / 6 for ids in rollout.response_ids])
+        self.seen, self.total = self.seen + len(rollout), self.total + float(shares.sum())
+        return shares - self.total / self.seen
+
+    def state_dict(self):
+        return {"seen": self.seen, "total": self.total}
+
+    def load_state_dict(self, state):
+        self.seen, self.total = state["seen"], state["total"]
+
+
+def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
+    whole = make(ppo, tmp_path / "whole", reward=RunningMean())
+    whole.train()
+    again = make(ppo, tmp_path / "again", reward=RunningMean())
+    again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-3")
+    assert_same(weights(whole), weights(again))
+    assert again.reward.state_dict() == whole.reward.state_dict()
+    module = torch.nn.Linear(1, 1)
+    module.forward = lambda rollout: torch.zeros(len(rollout))
+    made = make(ppo, tmp_path / "module", reward=module, max_steps=1)
+    made.train()
+    assert not any("reward" in name for name in load_file(tmp_path / "module" / "checkpoint-1" / "state.safetensors"))
+
+
+class StopAfter(TrainerCallback):
+    """Ends the loop early, with a checkpoint, as a user's own callback might."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = control.should_training_stop or state.global_step == self.step
+
+
+def test_callbacks_and_the_best_checkpoint_go_on(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1,
+                "metric_for_best_model": "score"}  # fmt: skip
+
+    def made(folder):
+        trainer = make(ppo, folder, **settings)
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=100))
+        return trainer
+
+    whole = made(tmp_path / "whole")
+    whole.train()
+    best = whole.state.best_global_step
+    kept = {path.name for path in (tmp_path / "whole").glob("checkpoint-*")}
+    assert kept == {f"checkpoint-{best}", f"checkpoint-{STEPS}"}
+    half = made(tmp_path / "half")
+    half.add_callback(StopAfter(4))
+    half.train()
+    (tmp_path / "half").rename(tmp_path / "moved")
+    again = made(tmp_path / "moved")
+    again.train(resume_from_checkpoint=True)
+    patience = [
+        callback.early_stopping_patience_counter
+        for trainer in (whole, again)
+        for callback in trainer.callback_handler.callbacks
+        if isinstance(callback, EarlyStoppingCallback)
+    ]
+    assert patience[0] == patience[1] and again.state.best_global_step == best
+    assert again.state.best_metric == whole.state.best_metric
+
+
+def test_the_custom_loop_saves_and_goes_on(tmp_path):
+    def updates(trainer, number):
+        while True:
+            for batch in trainer.dataloader:
+                responses = trainer.generate(batch)
+                trainer.step(batch, responses, trainer.score(batch, responses))
+                if trainer.state.global_step == number:
+                    return trainer
+
+    whole = updates(make(ppo, tmp_path), STEPS)
+    half = updates(make(ppo, tmp_path), 3)
+    saved = half.save_checkpoint()
+    assert saved == tmp_path / "checkpoint-3"
+    again = make(ppo, tmp_path)
+    again.load_checkpoint(saved)
+    disturbed = updates(again, STEPS)
+    assert_same(weights(whole), weights(disturbed))
+
+
+def test_the_deterministic_switch_runs_all_of_it(tmp_path):
+    """On a GPU `full_determinism` makes two runs equal; here it shows that every operation has such a kernel."""
+    try:
+        made = make(ppo, tmp_path / "whole", full_determinism=True)
+        made.train()
+        assert torch.are_deterministic_algorithms_enabled()
+        again = make(ppo, tmp_path / "whole", full_determinism=True)
+        again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
+        assert_same(weights(made), weights(again))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_state_without_a_part_shows(tmp_path):
+    """Each part of the state matters: with one left as it is in a fresh trainer, the weights differ."""
+    whole = make(ppo_shared_adaptive, tmp_path / "whole")
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+
+    def resumed_without(forget) -> bool:
+        again = make(ppo_shared_adaptive, tmp_path / "whole")
+        again._prepare_training()
+        fresh = {
+            "optimizer": again.optimizer.state_dict(), "scheduler": again.lr_scheduler.state_dict(),
+            "kl_coef": again.kl_coef, "place": again.dataloader.state_dict(),
+        }  # fmt: skip
+        disturb()
+        again.load_checkpoint(checkpoint)
+        forget(again, fresh)
+        while again.state.global_step < STEPS:
+            for batch in again.dataloader:
+                responses = again.generate(batch)
+                again.step(batch, responses, again.score(batch, responses))
+                if again.state.global_step == STEPS:
+                    break
+        final = weights(whole)
+        return all(torch.equal(final[name], p) for name, p in weights(again).items())
+
+    def forget_weights(again, fresh):
+        with torch.no_grad():
+            again.roles.parameters_of("policy")[0].add_(1e-3)
+
+    assert resumed_without(lambda again, fresh: None)
+    for forget in (
+        forget_weights,
+        lambda again, fresh: again.optimizer.load_state_dict(fresh["optimizer"]),
+        lambda again, fresh: again.lr_scheduler.load_state_dict(fresh["scheduler"]),
+        lambda again, fresh: setattr(again, "kl_coef", fresh["kl_coef"]),
+        lambda again, fresh: again.dataloader.load_state_dict(fresh["place"]),
+        lambda again, fresh: disturb(),
+    ):
+        assert not resumed_without(forget)

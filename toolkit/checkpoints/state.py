@@ -1,0 +1,80 @@
+"""Nested state without pickle: the structure as JSON, the tensors in safetensors beside it.
+
+JSON has no tuples, and only text for keys, and both matter to optimizers. `{"tuple": […]}` and `{"map": [[key,
+value], …]}` stand for them, `{"tensor": name}` for a tensor; every dict is a map, so that no key can be mistaken.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from toolkit.errors import CheckpointError
+
+STATE_FILE = "state.json"
+TENSORS_FILE = "state.safetensors"
+
+
+def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        tensors[place] = value.detach().to("cpu", copy=True).contiguous()  # safetensors refuses shared memory
+        return {"tensor": place}
+    if isinstance(value, dict):
+        return {"map": [[key, _encode(item, f"{place}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, f"{place}.{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    raise CheckpointError(
+        f"{place} is a {type(value).__name__}, which cannot be saved without pickle. State is made of numbers, text, "
+        "lists, tuples, dicts and tensors."
+    )
+
+
+def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(_decode(item, tensors) for item in content)
+    return {key: _decode(item, tensors) for key, item in content}
+
+
+def write_state(folder: str | Path, state: dict[str, Any]) -> None:
+    """Write nested state into a folder; tensors keep their type, floats every bit.
+
+    Args:
+        folder: exists.
+        state: dicts (keys: text or whole numbers), lists, tuples, numbers, text, None and tensors.
+
+    Raises:
+        CheckpointError: the state holds something else.
+    """
+    tensors: dict[str, Tensor] = {}
+    encoded = _encode(state, "state", tensors)
+    save_file(tensors, Path(folder) / TENSORS_FILE)
+    (Path(folder) / STATE_FILE).write_text(json.dumps(encoded) + "\n", encoding="utf-8")
+
+
+def read_state(folder: str | Path) -> dict[str, Any]:
+    """What `write_state` wrote, tensors on the CPU.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    folder = Path(folder)
+    if not (folder / STATE_FILE).is_file():
+        raise CheckpointError(f"{folder} holds weights alone and no {STATE_FILE}: training cannot go on from it.")
+    try:
+        tensors = load_file(folder / TENSORS_FILE)
+        return _decode(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")), tensors)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: the saved state cannot be read ({error}).") from error

@@ -1,0 +1,43 @@
+"""A request to stop, by Ctrl-C or SIGTERM, that training meets at the end of its step."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass
+class StopRequest:
+    """Whether somebody asked to stop.
+
+    Args:
+        received: the signal that asked, None as long as none did.
+    """
+
+    received: signal.Signals | None = None
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Inside, the first SIGINT or SIGTERM is noted instead of ending the process; a second Ctrl-C ends it at once.
+
+    In a thread other than the main one, where Python lets nobody handle signals, nothing is changed.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and request.received is not None:
+            raise KeyboardInterrupt
+        request.received = request.received or signal.Signals(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
