@@ -7,7 +7,7 @@
 # make export RUN=my-run OUTPUT=folder       its adapter; MERGE=1 for a whole checkpoint
 # make recipes                               the list of recipes
 # make test · make check                     the tests · lint, types and tests, as CI runs them
-# make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (about two hours)
+# make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
 # make bench-gpu                             an 8B-shaped random Llama in NF4 on a GPU; needs no network, no checkpoint
 # make docs                                  docs/recipe_reference.md anew from the owners' classes
 

@@ -114,6 +114,18 @@ def test_every_key_that_the_migration_page_names_exists():
             assert rest in owner_fields(owners[section]), key
 
 
+def test_every_test_that_the_options_page_names_exists():
+    text = (REPOSITORY / "docs" / "ppo_options.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[a-z_/]+\.py)::(test_[a-z_0-9]+)`", text)
+    assert len(named) > 20
+    for path, test in named:
+        assert f"def {test}(" in (REPOSITORY / path).read_text(encoding="utf-8"), f"{path}::{test}"
+    fields = {
+        name for row in re.findall(r"^\| (`.+?) \|", text, flags=re.MULTILINE) for name in re.findall(r"`(\w+)", row)
+    }
+    assert fields - {"k2", "k3"} <= owner_fields(STAGE_CLASSES["ppo"]).keys() and len(fields) > 20, fields
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):

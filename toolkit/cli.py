@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -208,17 +208,45 @@ def generate(
     number: Annotated[int, typer.Option("--number", help="Held-out prompts, where none are given.", min=1)] = 5,
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", help="Of sampling; 0 decodes greedily, and is the default.", min=0.0),
+    ] = None,
     seed: Seed = 0,
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", help="Sample so many answers and keep the best by the run's reward.", min=1)
+    ] = 1,
     output: Annotated[Path | None, typer.Option("--output", help="Write all answers as JSON Lines.")] = None,
     runs_dir: RunsDir = Path("runs"),
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
+        if num_samples > 1:
+            _generate_best(run, runs_dir, max_new_tokens, temperature, compare,
+                           num_samples=num_samples, texts=prompts or (), file=file, number=number, seed=seed,
+                           output=output)  # fmt: skip
+            return
         from toolkit.recipes import talk
 
+        temperature = temperature or 0.0
         speaker = _speaker(run, runs_dir, max_new_tokens, temperature, seed)
         talk.answer_all(speaker, texts=prompts or (), file=file, number=number, compare=compare, output=output)
+
+
+def _generate_best(
+    run: str, runs_dir: Path, max_new_tokens: int | None, temperature: float | None, compare: bool, **settings: Any
+) -> None:
+    from toolkit.errors import RecipeError
+    from toolkit.recipes import candidates, finished
+
+    if temperature == 0 or compare:
+        raise RecipeError("--num-samples samples from the policy alone: leave out --compare, and --temperature=0.")
+    overrides = [
+        f"ppo.{key}={value}"
+        for key, value in (("temperature", temperature), ("response_length", max_new_tokens))
+        if value is not None
+    ]
+    candidates.answer_best(finished.open_run(run, *overrides, runs_dir=runs_dir), **settings)
 
 
 @app.command(

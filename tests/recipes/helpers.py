@@ -1,5 +1,6 @@
 """A random Llama with a byte tokenizer, recipes on it, and the command line as a user calls it."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from toolkit import recipes
+from toolkit.cli import app
 
 REPOSITORY = Path(__file__).parents[2]
 PAIRS = REPOSITORY / "data" / "preferences_example.jsonl"
@@ -27,6 +30,13 @@ def command(*arguments, cwd=None):
         cwd=cwd,
         check=False,
     )
+
+
+def command_here(*arguments, cwd="."):
+    """The same in this process, seconds faster: for what does not depend on a process of its own."""
+    with contextlib.chdir(cwd):
+        done = CliRunner().invoke(app, [str(word) for word in arguments], env={"COLUMNS": "200"})
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def byte_tokenizer():

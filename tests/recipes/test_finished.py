@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from tests.recipes.helpers import chat_recipe, command
+from tests.recipes.helpers import chat_recipe, command_here
 from toolkit import recipes
 from toolkit.errors import AdapterError, RecipeError
 from toolkit.models import load_base, merge_adapter
@@ -80,11 +80,30 @@ def test_answers_are_those_of_plain_peft(trained):
     assert speaker.answer(prompts, role="reference") == reference
 
 
+def test_the_best_of_several_answers(trained, tmp_path):
+    folder, _ = trained
+    done = command_here(
+        "generate", "chat", "Hello", "Bye", "--num-samples", "4", "--temperature", "1.5", "--output",
+        tmp_path / "out.jsonl", cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all(len(row["candidates"]) == 4 for row in rows)
+    for row in rows:
+        best = max(row["candidates"], key=lambda candidate: candidate["score"])
+        assert row["policy"] == best["response"] and row["score"] == best["score"]
+    assert "the best of 4" in done.stdout and "KL at most" in done.stdout and "0.6363" in done.stdout
+    means = [sum(c["score"] for c in row["candidates"]) / 4 for row in rows]
+    assert f"{sum(means) / 2:.4f}" in done.stdout and f"{sum(row['score'] for row in rows) / 2:.4f}" in done.stdout
+    refused = command_here("generate", "chat", "Hello", "--num-samples", "4", "--compare", cwd=folder)
+    assert refused.returncode == 1 and "leave out --compare" in refused.stderr
+
+
 def test_generate_shows_and_writes_both(trained, tmp_path):
     folder, _ = trained
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Is it late?\n")
-    done = command(
+    done = command_here(
         "generate", "chat", "Hello", "--file", prompts, "--compare", "--output", tmp_path / "out.jsonl", cwd=folder
     )
     assert done.returncode == 0, done.stderr
@@ -146,9 +165,9 @@ def test_a_streamed_answer_is_the_answer(trained):
 
 def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     folder, recipe = trained
-    done = command("export", "chat", tmp_path / "adapter", cwd=folder)
+    done = command_here("export", "chat", tmp_path / "adapter", cwd=folder)
     assert done.returncode == 0, done.stderr
-    merged = command("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
+    merged = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
     assert merged.returncode == 0 and "the logits differ" in merged.stdout, merged.stderr
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     ids = torch.tensor([tokenizer("Hello there")["input_ids"]])
@@ -162,7 +181,7 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     error = (merged_logits - adapted).abs().max()
     assert error < 0.05 * (adapted - untouched).abs().max()
     assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
-    again = command("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
+    again = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
     assert again.returncode == 1 and "is not empty. Name another folder" in again.stderr
 
 

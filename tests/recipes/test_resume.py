@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from tests.recipes.helpers import REPOSITORY, chat_recipe, command
 from toolkit.checkpoints import checkpoint_folders
-from toolkit.errors import RecipeError, RunInterrupted
+from toolkit.errors import CheckpointError, RecipeError, RunInterrupted
 from toolkit.recipes import finished, stages
 
 SMALL = (
@@ -79,11 +80,17 @@ def test_what_holds_no_checkpoint_begins_anew_and_says_so(tmp_path, checkpoint, 
     cut(recipe, "ppo", monkeypatch, at=1)
     folder = recipe.stage_folder("ppo")
     (folder / "checkpoint-1" / "state.json").unlink()
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')  # cut short by the kill
     capsys.readouterr()
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint there is whole. Save what you want of them, .*OVERWRITE=1"
+    ):
+        stages.run(recipe, "ppo", resume=True)
+    assert "checkpoint-1 is skipped: state.json is missing." in " ".join(capsys.readouterr().out.split())
+    assert (folder / "checkpoint-1" / "policy").is_dir()
+    shutil.rmtree(folder / "checkpoint-1")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')  # cut short by the kill
     result = stages.run(recipe, "ppo", resume=True)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "checkpoint-1 is skipped: state.json is missing." in said and "no checkpoint to go on from" in said
+    assert "holds no checkpoint: ppo begins anew" in " ".join(capsys.readouterr().out.split())
     assert "resumed_at" not in result
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
@@ -108,6 +115,21 @@ def test_trainers_of_a_notebook(tmp_path, checkpoint, monkeypatch):
     assert len(checkpoint_folders(recipe.stage_folder("ppo"))) == 3
     recipe.ppo_trainer(overwrite=True)
     assert checkpoint_folders(recipe.stage_folder("ppo")) == []
+
+
+def test_the_command_goes_on_with_what_a_notebook_began(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint)
+    whole = chat_recipe(tmp_path, checkpoint, reward=recipe.values["reward"], ppo=recipe.values["ppo"], name="whole")
+    expected = stages.run(whole, "ppo")
+    trainer = recipe.ppo_trainer()
+    for batch in trainer.dataloader:
+        responses = trainer.generate(batch)
+        trainer.step(batch, responses, trainer.score(batch, responses))
+        trainer.save_checkpoint()
+        break
+    result = stages.run(recipe, "ppo", resume=True)
+    assert result["resumed_at"] == [1]
+    assert (result["before"], result["after"]) == (expected["before"], expected["after"])
 
 
 def test_trl_s_own_loop_saves_no_checkpoints_and_says_so(tmp_path, checkpoint):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.recipes.helpers import byte_tokenizer, chat_recipe, command
+from tests.recipes.helpers import byte_tokenizer, chat_recipe, command, command_here
 from toolkit import recipes
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.recipes import stages
@@ -84,20 +84,20 @@ def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):
 
 
 def test_errors_are_one_line_and_debug_shows_more(tmp_path):
-    done = command("ppo", "doublin", cwd=tmp_path)
+    done = command_here("ppo", "doublin", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith('RecipeError: no recipe "doublin". Did you mean doubling?')
     assert "Traceback" not in done.stderr
     assert "Traceback" in command("ppo", "doublin", "--debug", cwd=tmp_path).stderr
     (tmp_path / "file").write_text("")
-    done = command("sft", "doubling", "--runs-dir", "file/in/the/way", cwd=tmp_path)
+    done = command_here("sft", "doubling", "--runs-dir", "file/in/the/way", cwd=tmp_path)
     assert done.returncode == 1 and "cannot write there" in done.stderr
 
 
 def test_the_list_of_recipes_and_the_version():
-    listed = command("recipes").stdout.splitlines()
+    listed = command_here("recipes").stdout.splitlines()
     assert [line.split()[0] for line in listed] == recipes.names()
     assert any(line.startswith("doubling ") and "Doubles numbers" in line for line in listed)
-    assert command("--version").stdout.strip() == "0.1.0"
+    assert command_here("--version").stdout.strip() == "0.1.0"
 
 
 # ---------------------------------------------------------------------- preference pairs on a tiny Llama

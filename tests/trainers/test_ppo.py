@@ -9,9 +9,9 @@ from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
 from tests.conftest import lora, shared_base, tiny_model
 from tests.tolerances import EXACT, RELATIVE
-from tests.trainers.helpers import config, count_reward, dataset, rollout, trainer
+from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, doubling
-from toolkit.errors import DataError, RewardError, ToolkitError
+from toolkit.errors import DataError, RecipeError, RewardError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.reports import MetricsFile
 from toolkit.trainers.ppo import PPOTrainer
@@ -377,3 +377,41 @@ def test_prompts_are_drawn_with_replacement_where_asked(tmp_path):
     drawn = numbers(sample_with_replacement=True)
     assert len(drawn) == 64
     assert any(len(set(drawn[start : start + 16])) < 16 for start in range(0, 64, 16))
+
+
+def test_the_critic_has_an_optimizer_of_its_own(tmp_path):
+    settings = {
+        "value_learning_rate": 0.0,
+        "value_weight_decay": 0.3,
+        "value_adam_beta1": 0.5,
+        "value_adam_epsilon": 1e-7,
+    }
+    ours = trainer(tmp_path, **settings, lr_scheduler_type="constant")
+    value, policy = [p.detach().clone() for p in ours.roles.parameters_of("value")], ours.roles.parameters_of("policy")
+    before = [p.detach().clone() for p in policy]
+    ours.train()
+    groups = {group["role"]: group for group in ours.optimizer.param_groups}
+    assert groups["value"]["betas"] == (0.5, 0.999) and groups["value"]["eps"] == 1e-7
+    assert (groups["value"]["weight_decay"], groups["policy"]["weight_decay"]) == (0.3, 0.0)
+    assert (groups["value"]["lr"], groups["policy"]["lr"]) == (0.0, 1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(value, ours.roles.parameters_of("value"), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy, strict=True))
+    with pytest.raises(RecipeError, match=r"ppo.optim: .*sgd has no betas"):
+        trainer(tmp_path, optim="sgd", value_adam_beta1=0.5).create_optimizer()
+
+
+def test_best_of_n_keeps_what_the_reward_scores_highest(tmp_path):
+    ours = trainer(tmp_path, reward=count_reward(7), per_device_eval_batch_size=5, temperature=1.5)
+    prompts = dataset(1)
+    found = ours.best_of(prompts, 6)
+    assert found.scores.shape == (4, 6) and len(found.candidates) == 24
+    assert found.candidates.columns["number"] == [number for number in range(4) for _ in range(6)]
+    for i in range(4):
+        responses = found.candidates.response_ids[6 * i : 6 * i + 6]
+        shares = [list(ids).count(7) / len(ids) for ids in responses]
+        assert found.scores[i].tolist() == pytest.approx(shares)
+        assert found.best.response_ids[i] == responses[shares.index(max(shares))]
+        assert found.best.prompt_ids[i] == PROMPTS[i]
+    assert found.scores.max(dim=1).values.mean() > found.scores.mean()
+    with pytest.raises(ValueError, match="at least one prompt and one sample"):
+        ours.best_of(prompts, 0)

@@ -90,7 +90,7 @@ def ppo(folder: Path, reward=None, **changes):
 
 
 def ppo_shared_adaptive(folder: Path, **changes):
-    adaptive = {"value": "shared", "kl_target": 0.5, "kl_horizon": 8, "kl_estimator": "full"}
+    adaptive = {"value": "shared", "kl_target": 0.5, "kl_horizon": 8, "kl_estimator": "full", "use_score_scaling": True}
     return ppo(folder, **{**adaptive, "sample_with_replacement": True, **changes})
 
 
@@ -129,7 +129,7 @@ def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
     whole.train()
     final = weights(whole)
     assert any(not torch.equal(start[name], final[name]) for name in final)
-    for step in range(1, STEPS + 1):
+    for step in (1, 3, 5):  # within a pass, and at its end
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "whole", folder)  # moved, and with what was written after that step
         for later in range(step + 1, STEPS + 1):
@@ -143,6 +143,31 @@ def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
         assert logged == [row for row in metrics(tmp_path / "whole") if "train_loss" not in row]
         last = [load_file(run / f"checkpoint-{STEPS}" / "state.safetensors") for run in (tmp_path / "whole", folder)]
         assert_same(*last)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+def test_a_run_that_is_done_is_not_trained_further(stage, tmp_path):
+    """The last step lies in the middle of a pass; transformers by itself would train one more."""
+    whole = make(stage, tmp_path, max_steps=5)
+    whole.train()
+    again = make(stage, tmp_path, max_steps=5)
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights(whole), weights(again))
+    assert again.state.global_step == 5 and again.resumed_at == (5,)
+
+
+class AskAtTheEnd(TrainerCallback):
+    """The signal comes when the last step is behind it."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_after_the_last_step_is_too_late_to_stop(tmp_path):
+    made = make(ppo, tmp_path, max_steps=1, save_strategy="no")
+    made.add_callback(AskAtTheEnd())
+    assert made.train()["score"] is not None
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
@@ -347,7 +372,7 @@ def test_state_without_a_part_shows(tmp_path):
         again._prepare_training()
         fresh = {
             "optimizer": again.optimizer.state_dict(), "scheduler": again.lr_scheduler.state_dict(),
-            "kl_coef": again.kl_coef, "place": again.dataloader.state_dict(),
+            "kl_coef": again.kl_coef, "scores": again.score_shaper.state_dict(), "place": again.dataloader.state_dict(),
         }  # fmt: skip
         disturb()
         again.load_checkpoint(checkpoint)
@@ -371,6 +396,7 @@ def test_state_without_a_part_shows(tmp_path):
         lambda again, fresh: again.optimizer.load_state_dict(fresh["optimizer"]),
         lambda again, fresh: again.lr_scheduler.load_state_dict(fresh["scheduler"]),
         lambda again, fresh: setattr(again, "kl_coef", fresh["kl_coef"]),
+        lambda again, fresh: again.score_shaper.load_state_dict(fresh["scores"]),
         lambda again, fresh: again.dataloader.load_state_dict(fresh["place"]),
         lambda again, fresh: disturb(),
     ):

@@ -167,9 +167,11 @@ def rotate(output: str | Path, limit: int | None, *, keep: Collection[Path]) -> 
 
     Args:
         output: the folder that holds checkpoints.
-        limit: how many may stay; None for all.
+        limit: how many may stay; None or 0 for all.
         keep: those that stay in any case: the one just written, which is whole, and the best.
     """
-    for folder in checkpoint_folders(output)[: -limit if limit else 0]:
+    if limit is None or limit <= 0:
+        return
+    for folder in checkpoint_folders(output)[:-limit]:
         if folder not in keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ from toolkit.data.doubling import Doubling
 from toolkit.data.loader import PlacedDataLoader
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Prompts
-from toolkit.data.rollouts import Rollout, concatenate
+from toolkit.data.rollouts import Rollout, concatenate, select
 from toolkit.data.sources import read_rows
 
 TASKS: dict[str, type] = {"doubling": Doubling, "preferences": Preferences, "prompts": Prompts}
@@ -30,4 +30,5 @@ __all__ = [
     "messages_of_row",
     "pad_rows",
     "read_rows",
+    "select",
 ]

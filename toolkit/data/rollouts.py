@@ -44,3 +44,15 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
         ended=[flag for r in rollouts for flag in r.ended],
         columns={key: [x for r in rollouts for x in r.columns[key]] for key in rollouts[0].columns},
     )
+
+
+def select(rollout: Rollout, rows: Sequence[int]) -> Rollout:
+    """Some rows of a rollout, in the order given."""
+    return Rollout(
+        prompts=[rollout.prompts[i] for i in rows],
+        responses=[rollout.responses[i] for i in rows],
+        prompt_ids=[rollout.prompt_ids[i] for i in rows],
+        response_ids=[rollout.response_ids[i] for i in rows],
+        ended=[rollout.ended[i] for i in rows],
+        columns={key: [values[i] for i in rows] for key, values in rollout.columns.items()},
+    )

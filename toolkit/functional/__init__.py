@@ -24,15 +24,18 @@ of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
 """
 
 from toolkit.functional.advantages import generalized_advantage_estimation
-from toolkit.functional.kl import KL_ESTIMATORS, FullKL, adapt_kl_coef, full_kl, kl_k1, kl_k2, kl_k3
-from toolkit.functional.logprobs import token_logprobs
+from toolkit.functional.best_of import best_of_kl_bound, expected_best
+from toolkit.functional.kl import KL_ESTIMATORS, FullKL, adapt_kl_coef, full_kl, kl_abs, kl_k1, kl_k2, kl_k3
+from toolkit.functional.logprobs import token_logprobs, token_logprobs_and_entropy
 from toolkit.functional.losses import ClippedLoss, clipped_policy_loss, clipped_value_loss
-from toolkit.functional.rewards import penalize_missing_eos, shape_rewards
+from toolkit.functional.rewards import penalize_missing_eos, penalize_short, shape_rewards
 from toolkit.functional.statistics import (
+    Moments,
     masked_mean,
     masked_var,
     scale_to_unit_variance,
     standard_error,
+    update_moments,
     whiten,
     wilson_interval,
 )
@@ -41,21 +44,28 @@ __all__ = [
     "KL_ESTIMATORS",
     "ClippedLoss",
     "FullKL",
+    "Moments",
     "adapt_kl_coef",
+    "best_of_kl_bound",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "expected_best",
     "full_kl",
     "generalized_advantage_estimation",
+    "kl_abs",
     "kl_k1",
     "kl_k2",
     "kl_k3",
     "masked_mean",
     "masked_var",
     "penalize_missing_eos",
+    "penalize_short",
     "scale_to_unit_variance",
     "shape_rewards",
     "standard_error",
     "token_logprobs",
+    "token_logprobs_and_entropy",
+    "update_moments",
     "whiten",
     "wilson_interval",
 ]

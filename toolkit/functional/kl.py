@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -36,7 +37,17 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1(log_r) - log_r
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+def kl_abs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|log r|, "abs" of TRL up to 0.11. Not a KL, but what punishes each token's change. Arguments as for `kl_k1`."""
+    return (ref_logprobs - logprobs).abs()
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+    "abs": kl_abs,
+}
 
 
 class FullKL(NamedTuple):
@@ -47,7 +58,24 @@ class FullKL(NamedTuple):
     ref_logprobs: Tensor
 
 
-@torch.no_grad()
+def _chunk_full_kl(
+    hidden: Tensor,
+    ref_hidden: Tensor,
+    lm_head: Callable[[Tensor], Tensor],
+    ref_lm_head: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    temperature: float,
+) -> Tensor:
+    log_p = (lm_head(hidden).float() / temperature).log_softmax(dim=-1)  # (chunk, V)
+    with torch.no_grad():
+        log_q = (ref_lm_head(ref_hidden).float() / temperature).log_softmax(dim=-1)
+    token = tokens.unsqueeze(1)
+    sampled, ref_sampled = (x.gather(1, token).squeeze(1) for x in (log_p, log_q))
+    # A token of probability 0 counts nothing, where 0·∞ would be nan.
+    log_ratio = (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)
+    return torch.stack([(log_p.exp() * log_ratio).sum(dim=-1), sampled, ref_sampled])
+
+
 def full_kl(
     hidden: Tensor,
     ref_hidden: Tensor,
@@ -58,10 +86,11 @@ def full_kl(
     temperature: float = 1.0,
     chunk_size: int = 128,
 ) -> FullKL:
-    """KL(policy ‖ reference) = Σ_v p(v) (log p(v) − log q(v)) at each position, in float32, without gradient.
+    """KL(policy ‖ reference) = Σ_v p(v) (log p(v) − log q(v)) at each position, in float32.
 
     This is "full" of TRL up to 0.11 (`kl_penalty="full"`). The two heads run on `chunk_size` positions at a time,
-    so that the peak is some 6·chunk_size·V numbers, however many positions there are.
+    so that the peak is some 6·chunk_size·V numbers, however many positions there are. Gradients reach `hidden` (and
+    what `lm_head` depends on), not the reference; logits are then computed again in the backward pass.
 
     Args:
         hidden: (N, H), the policy's state before each token.
@@ -82,17 +111,12 @@ def full_kl(
         )
     if temperature <= 0 or chunk_size < 1:
         raise ValueError(f"temperature ({temperature}) and chunk_size ({chunk_size}) must be positive")
+    recompute = torch.is_grad_enabled() and hidden.requires_grad
     parts = [torch.empty(3, 0, device=hidden.device)]
     for start in range(0, tokens.numel(), chunk_size):
         part = slice(start, start + chunk_size)
-        log_p = (lm_head(hidden[part]).float() / temperature).log_softmax(dim=-1)  # (chunk, V)
-        log_q = (ref_lm_head(ref_hidden[part]).float() / temperature).log_softmax(dim=-1)
-        token = tokens[part].unsqueeze(1)
-        sampled, ref_sampled = (x.gather(1, token).squeeze(1) for x in (log_p, log_q))
-        # A token of probability 0 counts nothing, where 0·∞ would be nan.
-        log_ratio = (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)
-        kl = (log_p.exp() * log_ratio).sum(dim=-1)
-        parts.append(torch.stack([kl, sampled, ref_sampled]))
+        chunk = hidden[part], ref_hidden[part], lm_head, ref_lm_head, tokens[part], temperature
+        parts.append(checkpoint(_chunk_full_kl, *chunk, use_reentrant=False) if recompute else _chunk_full_kl(*chunk))
     return FullKL(*torch.cat(parts, dim=1))
 
 

@@ -21,7 +21,7 @@ def clipped_policy_loss(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    cliprange: float,
+    cliprange: float | None,
     count: Tensor | float | None = None,
 ) -> ClippedLoss:
     """Clipped surrogate objective, negated: mean of max(−A·ratio, −A·clip(ratio, 1 − ε, 1 + ε)).
@@ -33,7 +33,7 @@ def clipped_policy_loss(
         old_logprobs: (B, T), constant.
         advantages: (B, T), constant.
         response_mask: bool (B, T).
-        cliprange: ε.
+        cliprange: ε; None leaves the ratio as it is.
         count: divisor of the mean in place of the mask's own token count: see `masked_mean`.
 
     Returns:
@@ -41,6 +41,8 @@ def clipped_policy_loss(
     """
     ratio = torch.exp(torch.where(response_mask, logprobs - old_logprobs, torch.zeros_like(logprobs)))
     unclipped = -advantages * ratio
+    if cliprange is None:
+        return ClippedLoss(masked_mean(unclipped, response_mask, count=count), unclipped.new_zeros(()))
     clipped = -advantages * torch.clamp(ratio, 1.0 - cliprange, 1.0 + cliprange)
     return ClippedLoss(
         masked_mean(torch.maximum(unclipped, clipped), response_mask, count=count),
@@ -54,27 +56,30 @@ def clipped_value_loss(
     returns: Tensor,
     response_mask: Tensor,
     *,
-    cliprange: float,
+    cliprange: float | None,
     count: Tensor | float | None = None,
 ) -> ClippedLoss:
     """Clipped value loss: ½ · mean of max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²).
 
     From OpenAI's baselines `ppo2`; described in Huang et al. 2024, "The N+ Implementation Details of
-    RLHF with PPO", as value-function clipping. The half is part of it.
+    RLHF with PPO", as value-function clipping. The half is part of it. ε is a distance in units of the return, not a
+    share of the old value.
 
     Args:
         values: (B, T), with gradient.
         old_values: (B, T), constant.
         returns: (B, T), constant.
         response_mask: bool (B, T).
-        cliprange: ε, in units of the return.
+        cliprange: ε, in units of the return; None gives the plain squared error, ½ · mean of (V − R)².
         count: as for `clipped_policy_loss`.
 
     Returns:
         The loss, and the share of tokens where clipping decides.
     """
-    clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     unclipped = (values - returns).square()
+    if cliprange is None:
+        return ClippedLoss(0.5 * masked_mean(unclipped, response_mask, count=count), unclipped.new_zeros(()))
+    clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     clipped = (clipped_values - returns).square()
     return ClippedLoss(
         0.5 * masked_mean(torch.maximum(unclipped, clipped), response_mask, count=count),

@@ -38,6 +38,25 @@ def shape_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
     return rewards + torch.nn.functional.one_hot(last, kl.shape[1]) * scores.to(kl.dtype).unsqueeze(1)
 
 
+def penalize_short(scores: Tensor, lengths: Tensor, *, minimum: int, penalty: float) -> Tensor:
+    """Take `penalty` from the score of each response of fewer than `minimum` tokens.
+
+    Args:
+        scores: (B,).
+        lengths: (B,), tokens of each response, its end included.
+        minimum: the least length that is not punished.
+        penalty: positive.
+
+    Returns:
+        (B,).
+
+    Example:
+        >>> penalize_short(torch.tensor([1.0, 1.0]), torch.tensor([1, 2]), minimum=2, penalty=3.0)
+        tensor([-2.,  1.])
+    """
+    return torch.where(lengths < minimum, scores - penalty, scores)
+
+
 def penalize_missing_eos(scores: Tensor, ended: Tensor, *, penalty: float) -> Tensor:
     """Take `penalty` from the score of each response that did not end by itself.
 

@@ -1,6 +1,7 @@
 """Statistics over the tokens that a mask keeps."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,42 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """
     centered = values - masked_mean(values, mask)
     return masked_mean(centered.square(), mask, count=(mask.sum() - 1).clamp(min=1))
+
+
+class Moments(NamedTuple):
+    """How many numbers were seen so far, their mean, and the sum of their squared deviations from it."""
+
+    seen: int = 0
+    mean: float = 0.0
+    deviations: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 1 as long as fewer than two numbers were seen or all are equal."""
+        variance = self.deviations / (self.seen - 1) if self.seen > 1 else 0.0
+        return math.sqrt(variance) if variance > 0 else 1.0
+
+
+def update_moments(moments: Moments, values: Tensor) -> Moments:
+    """The moments with more numbers among them.
+
+    Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+    equation 2.1: exact for any split of the numbers into batches.
+
+    Args:
+        moments: so far.
+        values: any shape, at least one number.
+
+    Example:
+        >>> moments = update_moments(update_moments(Moments(), torch.tensor([1.0, 2.0])), torch.tensor([6.0]))
+        >>> moments.mean, round(moments.std, 4)
+        (3.0, 2.6458)
+    """
+    values = values.double()
+    number, mean = values.numel(), float(values.mean())
+    count, shift = moments.seen + number, mean - moments.mean
+    deviations = moments.deviations + float((values - mean).square().sum())
+    return Moments(count, moments.mean + shift * number / count, deviations + shift**2 * moments.seen * number / count)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:

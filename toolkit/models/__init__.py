@@ -7,9 +7,11 @@ shows roles to trainers that are not ours.
 """
 
 from toolkit.models.adapters import load_role, load_weights, role_digest, save_role
-from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config
+from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config, stop_token_ids
 from toolkit.models.forward import (
+    PolicyReading,
     ResponseKL,
+    read_policy,
     response_full_kl,
     response_logprobs,
     response_logprobs_and_values,
@@ -28,6 +30,7 @@ __all__ = [
     "LENGTH_MULTIPLE",
     "ROLES",
     "Merged",
+    "PolicyReading",
     "PolicyView",
     "ResponseKL",
     "ScoreHead",
@@ -43,6 +46,7 @@ __all__ = [
     "merge_adapter",
     "missing_modules",
     "neutral_generation_config",
+    "read_policy",
     "release_memory",
     "response_full_kl",
     "response_logprobs",
@@ -52,4 +56,5 @@ __all__ = [
     "save_role",
     "score_positions",
     "sequence_logits",
+    "stop_token_ids",
 ]

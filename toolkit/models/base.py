@@ -227,6 +227,20 @@ def load_tokenizer(
     return tokenizer
 
 
+def stop_token_ids(config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a response, the tokenizer's own first.
+
+    A chat model has several, as Llama 3 with the end of a turn and the end of a text.
+
+    Args:
+        config: of the base; `eos_token_id` is a number, a list or None.
+        tokenizer: of the base.
+    """
+    ids = config.eos_token_id
+    others = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *others]))
+
+
 def neutral_generation_config(tokenizer_or_config: Any) -> GenerationConfig:
     """A generation configuration that holds special tokens and nothing else.
 

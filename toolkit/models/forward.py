@@ -1,12 +1,12 @@
 """What a role says about a batch of sequences."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from toolkit.functional import full_kl, token_logprobs
+from toolkit.functional import full_kl, token_logprobs, token_logprobs_and_entropy
 from toolkit.models.heads import score_positions
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
@@ -35,9 +35,13 @@ def response_logprobs(
     return _logprobs(base, sequences, _states_before_response_tokens(base, sequences), temperature, chunk_size)
 
 
+def _response_tokens(sequences: Sequences) -> Tensor:
+    """(N,): the real response tokens."""
+    return sequences.input_ids.gather(1, sequences.response_positions)[sequences.response_mask]
+
+
 def _logprobs(base: SharedBase, sequences: Sequences, states: Tensor, temperature: float, chunk_size: int) -> Tensor:
-    mask = sequences.response_mask
-    tokens = sequences.input_ids.gather(1, sequences.response_positions)[mask]
+    mask, tokens = sequences.response_mask, _response_tokens(sequences)
     return _scatter(token_logprobs(states, base.lm_head, tokens, temperature=temperature, chunk_size=chunk_size), mask)
 
 
@@ -83,23 +87,78 @@ def response_full_kl(
         values = _scatter(base.head("value")(states).squeeze(-1), mask) if base.shares_value else None
     with base.role("reference"):
         ref_states = _states_before_response_tokens(base, sequences)
-    tokens = sequences.input_ids.gather(1, sequences.response_positions)[mask]
-
-    def head_of(role: str, hidden: Tensor) -> Tensor:
-        with base.role(role):  # an adapter may have a part on lm_head
-            return base.lm_head(hidden)
-
     found = full_kl(
         states,
         ref_states,
-        partial(head_of, "policy"),
-        partial(head_of, "reference"),
-        tokens,
+        partial(_head_of, base, "policy"),
+        partial(_head_of, base, "reference"),
+        _response_tokens(sequences),
         temperature=temperature,
         chunk_size=chunk_size,
     )
     kl, logprobs, ref_logprobs = (_scatter(x, mask) for x in found)
     return ResponseKL(kl, logprobs, ref_logprobs, values)
+
+
+def _head_of(base: SharedBase, role: str, hidden: Tensor) -> Tensor:
+    with base.role(role):  # an adapter may have a part on lm_head
+        return base.lm_head(hidden)
+
+
+def _frozen_reference(base: SharedBase, hidden: Tensor) -> Tensor:
+    with base.in_eval_mode():  # a frozen copy of an adapter has its dropout
+        return _head_of(base, "reference", hidden)
+
+
+class PolicyReading(NamedTuple):
+    """What the policy says of its responses while it is trained: float32 (B, T) each, 0 outside the mask.
+
+    `values` only where the value role shares its adapter; `entropy` and `ref_kl` only where they are asked for.
+    """
+
+    logprobs: Tensor
+    values: Tensor | None = None
+    entropy: Tensor | None = None
+    ref_kl: Tensor | None = None
+
+
+def read_policy(
+    base: SharedBase,
+    sequences: Sequences,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 128,
+    entropy: bool = False,
+    ref_kl: bool = False,
+) -> PolicyReading:
+    """One forward pass of the policy with gradient, and of the reference without where `ref_kl` needs it.
+
+    Call it in the role "policy", and `backward` too.
+
+    Args:
+        base: carries policy and reference.
+        sequences: prompts and responses.
+        temperature: that the responses were sampled with.
+        chunk_size: response tokens for which logits exist at a time.
+        entropy: whether to give the entropy before each response token.
+        ref_kl: whether to give KL(policy, reference) over the vocabulary before each response token.
+    """
+    states, mask = _states_before_response_tokens(base, sequences), sequences.response_mask
+    tokens = _response_tokens(sequences)
+    settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
+    values = _scatter(base.head("value")(states).squeeze(-1), mask) if base.shares_value else None
+    kl = entropies = None
+    if ref_kl:
+        with torch.no_grad(), base.role("reference"), base.in_eval_mode():
+            ref_states = _states_before_response_tokens(base, sequences)
+        heads = partial(_head_of, base, "policy"), partial(_frozen_reference, base)
+        kl, logprobs, _ = full_kl(states, ref_states, *heads, tokens, **settings)
+    if entropy:
+        logprobs, entropies = token_logprobs_and_entropy(states, base.lm_head, tokens, **settings)
+    elif not ref_kl:
+        logprobs = token_logprobs(states, base.lm_head, tokens, **settings)
+    optional = (None if x is None else _scatter(x, mask) for x in (entropies, kl))
+    return PolicyReading(_scatter(logprobs, mask), values, *optional)
 
 
 def sequence_logits(

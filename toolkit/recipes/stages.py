@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from toolkit.checkpoints import checkpoint_folders, newest_whole, step_of
-from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
+from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.models import PolicyView
 from toolkit.recipes.assemble import MAKERS, make_meter
 from toolkit.recipes.child import run_stage
@@ -196,12 +196,17 @@ def run(
 def _to_resume(recipe: Recipe, stage: str, console: Console) -> Path | None:
     folder = recipe.stage_folder(stage)
     checkpoint = newest_whole(folder, say=lambda sentence: console.print(sentence, highlight=False, soft_wrap=True))
-    if checkpoint is None or not (folder / BEFORE_FILE).is_file():
-        console.print(f"{folder} holds no checkpoint to go on from: {stage} begins anew.", soft_wrap=True)
-        claim(recipe, stage, overwrite=True)
-        return None
-    console.print(f"{stage} goes on from {checkpoint}.", highlight=False, soft_wrap=True)
-    return checkpoint
+    if checkpoint is not None:
+        console.print(f"{stage} goes on from {checkpoint}.", highlight=False, soft_wrap=True)
+        return checkpoint
+    if checkpoint_folders(folder):
+        raise CheckpointError(
+            f"{folder}: no checkpoint there is whole. Save what you want of them, then begin anew with OVERWRITE=1 "
+            "(--overwrite)."
+        )
+    console.print(f"{folder} holds no checkpoint: {stage} begins anew.", highlight=False, soft_wrap=True)
+    claim(recipe, stage, overwrite=True)
+    return None
 
 
 def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | None) -> dict[str, Any]:
@@ -213,12 +218,12 @@ def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | 
         console.print(f"data: {task.report()}", highlight=False, soft_wrap=True)
     measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo}[stage]
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
-    if checkpoint is None:
+    kept = read_json(folder / BEFORE_FILE)
+    if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
         before, answers_before = measure(recipe, trainer)
-        kept: dict[str, Any] = {"metrics": before, "answers": asdict(answers_before) if answers_before else None}
+        kept = {"metrics": before, "answers": asdict(answers_before) if answers_before else None}
         write_json(folder / BEFORE_FILE, kept)
     else:
-        kept = read_json(folder / BEFORE_FILE) or {}
         before, answers_before = kept["metrics"], Answers(**kept["answers"]) if kept["answers"] else None
     if stock:
         trainer.train()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import GenerationConfig, TextStreamer
 
 from toolkit.data import messages_of_row, pad_rows, read_rows
 from toolkit.errors import DataError
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, stop_token_ids
 from toolkit.recipes.finished import policy_and_reference
 from toolkit.recipes.recipe import Recipe
 from toolkit.reports import write_jsonl
@@ -72,8 +73,8 @@ class Speaker:
             output = self.roles.generate(
                 ids.to(self.roles.device), mask.to(self.roles.device), self._generation_config(), streamer=streamer
             )
-        eos = tokenizer.eos_token_id
-        rows = [row[: row.index(eos)] if eos in row else row for row in output.tolist()]
+        stops = set(self._stops)
+        rows = [list(takewhile(lambda token: token not in stops, row)) for row in output.tolist()]
         return list(tokenizer.batch_decode(rows, skip_special_tokens=True))
 
     def _generation_config(self) -> GenerationConfig:
@@ -81,10 +82,14 @@ class Speaker:
         return GenerationConfig(
             max_new_tokens=self.max_new_tokens or self.recipe.stage_config("ppo").response_length,
             do_sample=bool(self.temperature),
-            eos_token_id=self.recipe.tokenizer.eos_token_id,
+            eos_token_id=self._stops,
             pad_token_id=self.recipe.tokenizer.pad_token_id,
             **sampling,
         )
+
+    @property
+    def _stops(self) -> list[int]:
+        return stop_token_ids(self.roles.config, self.recipe.tokenizer)
 
     def _precision(self) -> AbstractContextManager[Any]:
         """As in training: without it fp32 adapters on a 16-bit base would cast at each layer."""

@@ -27,6 +27,7 @@ class Experience(NamedTuple):
     ref_logprobs: Tensor  # (B, T)
     old_values: Tensor  # (B, T)
     scores: Tensor  # (B,), penalties included
+    shaped_scores: Tensor  # (B,), also scaled and clipped as ppo.use_score_scaling and ppo.score_clip say
     kl: Tensor  # (B, T), as ppo.kl_estimator says
     rewards: Tensor  # (B, T)
     advantages: Tensor  # (B, T), whitened

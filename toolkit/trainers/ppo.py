@@ -33,13 +33,11 @@ from toolkit.data import Rollout, concatenate
 from toolkit.functional import (
     KL_ESTIMATORS,
     adapt_kl_coef,
-    clipped_policy_loss,
     clipped_value_loss,
     generalized_advantage_estimation,
     kl_k1,
-    kl_k3,
-    masked_mean,
     penalize_missing_eos,
+    penalize_short,
     scale_to_unit_variance,
     shape_rewards,
     standard_error,
@@ -47,6 +45,7 @@ from toolkit.functional import (
 )
 from toolkit.models import (
     Sequences,
+    read_policy,
     release_memory,
     response_full_kl,
     response_logprobs,
@@ -55,7 +54,9 @@ from toolkit.models import (
 )
 from toolkit.rewards import check_scores, score_with
 from toolkit.trainers import self_checks
+from toolkit.trainers.best_of import BestOf, best_of
 from toolkit.trainers.experience import Experience, RolesOnRollout, describe
+from toolkit.trainers.objective import PolicyTargets, policy_objective
 from toolkit.trainers.ppo_base import SharedBaseTrainer
 
 
@@ -104,7 +105,7 @@ class PPOTrainer(SharedBaseTrainer):
             do_sample=do_sample,
             # The whole distribution is sampled, which is what the log-probabilities of the update are of.
             **({"temperature": self.args.temperature, "top_k": 0, "top_p": 1.0} if do_sample else {}),
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=self.stop_token_ids,
             pad_token_id=tokenizer.pad_token_id,
         )
         device = self.roles.device
@@ -113,7 +114,7 @@ class PPOTrainer(SharedBaseTrainer):
         release_memory()
         response_ids, ended = [], []
         for row in output.tolist():
-            stop = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else 0
+            stop = next((i + 1 for i, token in enumerate(row) if token in self.stop_token_ids), 0)
             response_ids.append(row[:stop] if stop else row)
             ended.append(bool(stop))
         return Rollout(
@@ -133,6 +134,15 @@ class PPOTrainer(SharedBaseTrainer):
         """
         with self.compute_loss_context_manager():
             return score_with(self.reward, responses)
+
+    def best_of(self, prompts: Dataset | list[dict[str, Any]], n: int) -> BestOf:
+        """Sample n responses to each prompt and keep the one that the reward scores highest; of equals the first.
+
+        Args:
+            prompts: rows with `input_ids`, and the columns that the reward needs.
+            n: at least 1.
+        """
+        return best_of(self, prompts, n)
 
     # ------------------------------------------------------------------ one update
 
@@ -156,6 +166,8 @@ class PPOTrainer(SharedBaseTrainer):
         self.state.episode += len(responses)
         self.state.epoch = self.state.episode / len(self.train_dataset)
         described = describe(experience, kl_coef=self.kl_coef)
+        if self.score_shaper.active:
+            described["shaped_score"] = float(experience.shaped_scores.mean())
         stats = {**described, "kl_coef": self.kl_coef, "learning_rate": learning_rate, **stats}
         if self.args.kl_target is not None:
             self.kl_coef = adapt_kl_coef(
@@ -240,34 +252,59 @@ class PPOTrainer(SharedBaseTrainer):
         mask = torch.arange(max(rollout.lengths)) < torch.tensor(rollout.lengths).unsqueeze(1)
         full = args.kl_estimator == "full"
         logprobs, ref_logprobs, values, kl = self._read_roles(rollout, full_kl=full)
-        if args.missing_eos_penalty is not None:
-            scores = penalize_missing_eos(scores, torch.tensor(rollout.ended), penalty=args.missing_eos_penalty)
+        scores, shaped = self._penalized(scores, rollout), self._penalized(self.score_shaper(scores), rollout)
         if not full:
             kl = KL_ESTIMATORS[args.kl_estimator](logprobs, ref_logprobs)
-        rewards = shape_rewards(scores, kl, mask, kl_coef=self.kl_coef)
+        rewards = shape_rewards(shaped, kl, mask, kl_coef=self.kl_coef if args.kl_penalty_in == "reward" else 0.0)
         if args.whiten_rewards:
             rewards = scale_to_unit_variance(rewards, mask)
         advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=args.gamma, lam=args.lam)
-        advantages = whiten(advantages, mask)
-        return Experience(rollout, mask, logprobs, ref_logprobs, values, scores, kl, rewards, advantages, returns)
+        if args.whiten_advantages:
+            advantages = whiten(advantages, mask)
+        return Experience(
+            rollout, mask, logprobs, ref_logprobs, values, scores, shaped, kl, rewards, advantages, returns
+        )
+
+    def _penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        args = self.args
+        if args.missing_eos_penalty is not None:
+            scores = penalize_missing_eos(scores, torch.tensor(rollout.ended), penalty=args.missing_eos_penalty)
+        if args.short_response_penalty is not None:
+            lengths, minimum = torch.tensor(rollout.lengths), args.min_response_length
+            scores = penalize_short(scores, lengths, minimum=minimum, penalty=args.short_response_penalty)
+        return scores
 
     def _update(self, experience: Experience) -> dict[str, float]:
-        """Several passes over the batch. Returns the mean of each metric over all optimizer steps."""
+        """Several passes over the batch. Returns the mean of each metric over all optimizer steps, and how many."""
         totals: dict[str, list[float]] = defaultdict(list)
-        rows = len(experience.rollout)
-        size = rows // self.args.num_mini_batches
         self.roles.train()
+        for rows in self._mini_batches(len(experience.rollout)):
+            # The first step is taken in any case: with active dropout its KL is not 0 either.
+            metrics = self._optimize_mini_batch(experience, rows, self.args.update_kl_limit if totals else None)
+            if metrics is None:
+                break
+            for name, value in metrics.items():
+                totals[name].append(value)
+        self.roles.eval()
+        means = {name: sum(values) / len(values) for name, values in totals.items()}
+        return {**means, "optimizer_steps": float(len(totals["policy_loss"]))}
+
+    def _mini_batches(self, rows: int) -> Iterator[list[int]]:
+        """Rows of each optimizer step of an update: every pass divides them anew."""
+        size = rows // self.args.num_mini_batches
         for _ in range(self.args.num_ppo_epochs):
             order = torch.randperm(rows).tolist()
             for start in range(0, size * self.args.num_mini_batches, size):
-                for name, value in self._optimize_mini_batch(experience, order[start : start + size]).items():
-                    totals[name].append(value)
-        self.roles.eval()
-        return {name: sum(values) / len(values) for name, values in totals.items()}
+                yield order[start : start + size]
 
-    def _optimize_mini_batch(self, experience: Experience, rows: list[int]) -> dict[str, float]:
-        """One optimizer step from the gradient over all tokens of the mini-batch."""
+    def _optimize_mini_batch(
+        self, experience: Experience, rows: list[int], kl_limit: float | None
+    ) -> dict[str, float] | None:
+        """One optimizer step from the gradient over all tokens of the mini-batch; None, and no step, over the limit."""
         totals = self._backward_mini_batch(experience, rows)
+        if kl_limit is not None and totals["approx_kl"] > kl_limit:
+            self.optimizer.zero_grad()
+            return None
         if not self._gradients_checked:
             # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
             self_checks.check_gradients(self.roles, self.roles.trained_roles, scaled=self.args.fp16)
@@ -294,45 +331,42 @@ class PPOTrainer(SharedBaseTrainer):
         args, roles = self.args, self.roles
         sequences = self._sequences(experience.rollout, part)
         mask = sequences.response_mask
-        old_logprobs, old_values, advantages, returns = (
+        old_logprobs, ref_logprobs, old_values, advantages, returns = (
             x[part, : mask.shape[1]].to(roles.device)
-            for x in (experience.old_logprobs, experience.old_values, experience.advantages, experience.returns)
+            for x in (
+                experience.old_logprobs,
+                experience.ref_logprobs,
+                experience.old_values,
+                experience.advantages,
+                experience.returns,
+            )
         )
+        targets = PolicyTargets(old_logprobs, ref_logprobs, advantages, mask)
+        clip = {"cliprange": args.cliprange_value, "count": count}
         with roles.role("policy"):
             with self.compute_loss_context_manager():
-                if roles.shares_value:
-                    logprobs, values = self._logprobs_and_values(sequences)
-                else:
-                    logprobs, values = self._logprobs(sequences), None
-            policy = clipped_policy_loss(
-                logprobs, old_logprobs, advantages, mask, cliprange=args.cliprange, count=count
-            )
-            loss = policy.loss
-            if values is not None:
-                value = clipped_value_loss(
-                    values, old_values, returns, mask, cliprange=args.cliprange_value, count=count
+                reading = read_policy(
+                    roles,
+                    sequences,
+                    temperature=args.temperature,
+                    chunk_size=args.logprob_chunk_size,
+                    entropy=args.entropy_coef > 0,
+                    ref_kl=args.kl_penalty_in == "loss" and args.kl_estimator == "full",
                 )
+            loss, metrics = policy_objective(args, reading, targets, kl_coef=self.kl_coef, count=count)
+            if reading.values is not None:
+                value = clipped_value_loss(reading.values, old_values, returns, mask, **clip)
                 loss = loss + args.vf_coef * value.loss
-            self._check_ratio_once(logprobs.detach() - old_logprobs, mask)
+            self._check_ratio_once(reading.logprobs.detach() - old_logprobs, mask)
             self.accelerator.backward(loss)
-        if values is None:
+        if reading.values is None:
             with roles.role("value"):
                 with self.compute_loss_context_manager():
                     values = response_values(roles, sequences)
-                value = clipped_value_loss(
-                    values, old_values, returns, mask, cliprange=args.cliprange_value, count=count
-                )
+                value = clipped_value_loss(values, old_values, returns, mask, **clip)
                 self.accelerator.backward(args.vf_coef * value.loss)
-        with torch.no_grad():
-            return {
-                "policy_loss": float(policy.loss),
-                "value_loss": float(value.loss),
-                "clip_fraction": float(policy.clip_fraction),
-                "value_clip_fraction": float(value.clip_fraction),
-                # The old policy sampled, so that it is the first argument: KL(old policy, new policy).
-                "approx_kl": float(masked_mean(kl_k3(old_logprobs, logprobs), mask, count=count)),
-                "ratio": float(masked_mean((logprobs - old_logprobs).exp(), mask, count=count)),
-            }
+        metrics |= {"value_loss": value.loss, "value_clip_fraction": value.clip_fraction}
+        return {name: float(metric.detach()) for name, metric in metrics.items()}
 
     def _check_ratio_once(self, log_ratio: Tensor, mask: Tensor) -> None:
         """Only the first micro-batch is before every update, and only without active dropout is its ratio 1."""

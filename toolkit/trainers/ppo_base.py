@@ -24,12 +24,13 @@ from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
 
 from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator, Rollout
-from toolkit.errors import CheckpointError, ToolkitError
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role
+from toolkit.errors import CheckpointError, RecipeError, ToolkitError
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role, stop_token_ids
 from toolkit.rewards import Reward
 from toolkit.trainers import self_checks
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.resume import ResumableTrainer
+from toolkit.trainers.scores import ScoreShaper
 
 
 class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
@@ -80,6 +81,8 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
             self.remove_callback(PrinterCallback)
         self.roles, self.reward, self.metrics = roles, reward, metrics
         self.base_name = base_name
+        self.stop_token_ids = stop_token_ids(roles.config, processing_class)
+        self.score_shaper = ScoreShaper(args)
         self.kl_coef = args.kl_coef  # changed by the adaptive controller, where ppo.kl_target asks for it
         self.state = OnlineTrainerState(**{**vars(self.state), "episode": 0})
         self.is_peft_model = True
@@ -106,9 +109,16 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.roles)
             groups = [
                 {"params": self.roles.parameters_of(role), "weight_decay": self.args.weight_decay, "role": role}
+                | (self.args.value_optimizer if role == "value" else {})
                 for role in self.roles.trained_roles
             ]
             self.optimizer = kind(groups, **arguments)
+            unknown = self.args.value_optimizer.keys() - self.optimizer.defaults.keys()
+            if unknown:
+                raise RecipeError(
+                    f"ppo.optim: {self.args.optim.value} has no {', '.join(sorted(unknown))}, which the settings of "
+                    "the value role (ppo.value_…) name. Leave those out, or take adamw_torch."
+                )
         return self.optimizer
 
     def _prepare_training(self) -> None:
@@ -273,10 +283,11 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
             load_weights(self.roles, role, folder / role)
 
     def own_state(self) -> dict[str, Any]:
-        """The KL controller, the place among the prompts, the reward where it changes as it goes, and what the
-        frozen roles are."""
+        """What is carried from update to update: the KL controller, the moments of the scores, the place among the
+        prompts, the reward where it changes as it goes; and what the frozen roles are."""
         return {
             "kl_coef": self.kl_coef,
+            "scores": self.score_shaper.state_dict(),
             "dataloader": self.dataloader.state_dict(),
             "reward": None if self._changing_reward is None else self._changing_reward.state_dict(),
             "frozen": self._frozen(),
@@ -295,6 +306,7 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
                 "something else from here on. Give it back, or start anew (OVERWRITE=1, --overwrite)."
             )
         self.kl_coef = state["kl_coef"]
+        self.score_shaper.load_state_dict(state["scores"])
         self.dataloader.load_state_dict(state["dataloader"])
         if self._changing_reward is not None and state["reward"] is not None:
             self._changing_reward.load_state_dict(state["reward"])

@@ -1,7 +1,8 @@
 """The configuration of the ppo stage: TRL's, with what it lacks, less what would be ignored."""
 
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
@@ -77,6 +78,21 @@ HONOURED = frozenset(
         "gamma",
         "lam",
         # ours
+        "kl_penalty_in",
+        "old_policy_kl_coef",
+        "update_kl_limit",
+        "entropy_coef",
+        "whiten_advantages",
+        "use_score_scaling",
+        "use_score_norm",
+        "score_clip",
+        "min_response_length",
+        "short_response_penalty",
+        "value_learning_rate",
+        "value_weight_decay",
+        "value_adam_beta1",
+        "value_adam_beta2",
+        "value_adam_epsilon",
         "loop",
         "value",
         "eval_do_sample",
@@ -104,6 +120,55 @@ INSTEAD = {
     "num_sample_generations": "samples are written before and after training",
     "resume_from_checkpoint": "to resume is no part of a recipe: give RESUME=1 (--resume)",
 }
+
+
+_OF_THE_VALUE_ROLE = (
+    "value_learning_rate",
+    "value_weight_decay",
+    "value_adam_beta1",
+    "value_adam_beta2",
+    "value_adam_epsilon",
+)
+_RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "positive": (
+        lambda value: value > 0,
+        (
+            "temperature", "cliprange", "cliprange_value", "update_kl_limit", "score_clip", "kl_target",
+            "missing_eos_penalty", "short_response_penalty",
+        ),
+    ),
+    "0 or more": (
+        lambda value: value >= 0,
+        ("kl_coef", "old_policy_kl_coef", "entropy_coef", *_OF_THE_VALUE_ROLE),
+    ),
+    "at least 1": (
+        lambda value: value >= 1,
+        (
+            "response_length", "min_response_length", "num_ppo_epochs", "num_mini_batches", "logprob_chunk_size",
+            "kl_horizon",
+        ),
+    ),
+    "between 0 and 1": (lambda value: 0 <= value <= 1, ("gamma", "lam")),
+}  # fmt: skip
+_WORDS = {
+    "kl_estimator": (*KL_ESTIMATORS, "full"),
+    "kl_penalty_in": ("reward", "loss"),
+    "loop": ("toolkit", "trl"),
+    "value": ("separate", "shared"),
+}
+
+# Terms and treatments that TRL's loop has no place for.
+_NOT_IN_TRL = (
+    "kl_penalty_in",
+    "old_policy_kl_coef",
+    "update_kl_limit",
+    "entropy_coef",
+    "whiten_advantages",
+    "use_score_scaling",
+    "score_clip",
+    "short_response_penalty",
+    *_OF_THE_VALUE_ROLE,
+)
 
 
 @dataclass
@@ -137,12 +202,80 @@ class PPOConfig(TRLPPOConfig):
         default=128,
         metadata={"help": "Response tokens for which vocabulary-sized logits exist at a time."},
     )
-    kl_estimator: Literal["k1", "k2", "k3", "full"] = field(
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = field(
         default="k1",
         metadata={
-            "help": "KL(policy, reference) in the reward penalty: an estimator from the sampled tokens, or the full "
-            "sum over the vocabulary."
+            "help": "KL(policy, reference) of the penalty: an estimator from the sampled tokens, their absolute "
+            "log-ratio, or the full sum over the vocabulary."
         },
+    )
+    kl_penalty_in: Literal["reward", "loss"] = field(
+        default="reward",
+        metadata={
+            "help": "Where kl_coef times the KL goes: into each token's reward, or into the policy's loss. In the loss "
+            "k2 and full have the gradient of KL(policy, reference), k3 that of KL(reference, policy), abs its own; "
+            "that of k1 is 0 on average, and refused."
+        },
+    )
+    old_policy_kl_coef: float = field(
+        default=0.0,
+        metadata={"help": "Weight of KL(policy that sampled, policy being trained) in the policy's loss."},
+    )
+    update_kl_limit: float | None = field(
+        default=None,
+        metadata={
+            "help": "KL a token between the policy that sampled and the one being trained (approx_kl) over which an "
+            "update's remaining optimizer steps are left out."
+        },
+    )
+    entropy_coef: float = field(
+        default=0.0,
+        metadata={"help": "Weight of the entropy bonus: positive keeps the policy's distribution wide."},
+    )
+    cliprange: float | None = field(
+        default=TRLPPOConfig.cliprange,
+        metadata={"help": "Range around 1 in which the ratio counts; null for no clipping."},
+    )
+    cliprange_value: float | None = field(
+        default=TRLPPOConfig.cliprange_value,
+        metadata={
+            "help": "How far from the old value, in units of the return, a value counts; null for the plain squared "
+            "error."
+        },
+    )
+    whiten_advantages: bool = field(
+        default=True,
+        metadata={"help": "Whether advantages are shifted and scaled to mean 0 and variance 1 over the batch."},
+    )
+    use_score_scaling: bool = field(
+        default=False, metadata={"help": "Divide scores by the standard deviation of all scores so far."}
+    )
+    use_score_norm: bool = field(
+        default=False, metadata={"help": "With use_score_scaling: first take the mean of all scores so far away."}
+    )
+    score_clip: float | None = field(
+        default=None, metadata={"help": "Cut scores at plus and minus this, after scaling and before penalties."}
+    )
+    min_response_length: int = field(
+        default=1, metadata={"help": "Tokens, end included, below which short_response_penalty is taken."}
+    )
+    short_response_penalty: float | None = field(
+        default=None, metadata={"help": "Taken from the score of a response shorter than min_response_length."}
+    )
+    value_learning_rate: float | None = field(
+        default=None, metadata={"help": "Of the value role's own parameters; null for learning_rate."}
+    )
+    value_weight_decay: float | None = field(
+        default=None, metadata={"help": "Of the value role's own parameters; null for weight_decay."}
+    )
+    value_adam_beta1: float | None = field(
+        default=None, metadata={"help": "Of the value role's own parameters; null for adam_beta1."}
+    )
+    value_adam_beta2: float | None = field(
+        default=None, metadata={"help": "Of the value role's own parameters; null for adam_beta2."}
+    )
+    value_adam_epsilon: float | None = field(
+        default=None, metadata={"help": "Of the value role's own parameters; null for adam_epsilon."}
     )
     kl_target: float | None = field(
         default=None,
@@ -162,47 +295,41 @@ class PPOConfig(TRLPPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = [
-            f"{name} must be {rule}, got {value!r}"
-            for name, value, rule, good in (
-                ("temperature", self.temperature, "positive", self.temperature > 0),
-                ("response_length", self.response_length, "at least 1", self.response_length >= 1),
-                ("num_ppo_epochs", self.num_ppo_epochs, "at least 1", self.num_ppo_epochs >= 1),
-                ("num_mini_batches", self.num_mini_batches, "at least 1", self.num_mini_batches >= 1),
-                ("logprob_chunk_size", self.logprob_chunk_size, "at least 1", self.logprob_chunk_size >= 1),
-                ("gamma", self.gamma, "between 0 and 1", 0 <= self.gamma <= 1),
-                ("lam", self.lam, "between 0 and 1", 0 <= self.lam <= 1),
-                ("cliprange", self.cliprange, "positive", self.cliprange > 0),
-                ("cliprange_value", self.cliprange_value, "positive", self.cliprange_value > 0),
-                ("kl_coef", self.kl_coef, "0 or more", self.kl_coef >= 0),
-                (
-                    "kl_estimator",
-                    self.kl_estimator,
-                    f"one of {', '.join(KL_ESTIMATORS)}, full",
-                    self.kl_estimator in (*KL_ESTIMATORS, "full"),
-                ),
-                ("kl_target", self.kl_target, "positive", self.kl_target is None or self.kl_target > 0),
-                ("kl_horizon", self.kl_horizon, "at least 1", self.kl_horizon >= 1),
-                ("loop", self.loop, "toolkit or trl", self.loop in ("toolkit", "trl")),
-                ("value", self.value, "separate or shared", self.value in ("separate", "shared")),
-            )
-            if not good
-        ]
-        if self.missing_eos_penalty is not None and self.missing_eos_penalty <= 0:
-            problems.append(
-                f"missing_eos_penalty is taken from the score and must be positive, got {self.missing_eos_penalty}"
-            )
-        if self.rollout_batch_size % self.num_mini_batches:
+        problems = self._out_of_range()
+        if self.num_mini_batches >= 1 and self.rollout_batch_size % self.num_mini_batches:
             problems.append(
                 f"a batch of {self.rollout_batch_size} (per_device_train_batch_size × gradient_accumulation_steps) "
                 f"cannot be divided into num_mini_batches = {self.num_mini_batches}"
             )
+        if self.kl_penalty_in == "loss" and self.kl_estimator == "k1":
+            problems.append(
+                "kl_penalty_in: loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and "
+                "Munos 2025, arXiv 2506.09477): k2 or full for KL(policy, reference), k3 for KL(reference, policy)"
+            )
+        if (self.min_response_length > 1) != (self.short_response_penalty is not None):
+            problems.append("min_response_length (2 or more) and short_response_penalty have an effect together only")
+        if self.use_score_norm and not self.use_score_scaling:
+            problems.append("use_score_norm would have no effect without use_score_scaling")
         if self.max_steps > 0 and self.total_episodes is not None:
             problems.append("max_steps and total_episodes both set the number of updates; give one")
         if self.loop == "trl":
             problems += self._beyond_trl()
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _out_of_range(self) -> list[str]:
+        """Numbers and words that cannot be."""
+        may_be_null = {f.name for f in fields(self) if type(None) in get_args(f.type)}
+        problems = []
+        for rule, (holds, names) in _RANGES.items():
+            for name in names:
+                value = getattr(self, name)
+                if not (name in may_be_null if value is None else holds(value)):
+                    problems.append(f"{name} must be {rule}{' or null' * (name in may_be_null)}, got {value!r}")
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                problems.append(f"{name} must be one of {', '.join(words)}, got {getattr(self, name)!r}")
+        return problems
 
     def _beyond_trl(self) -> list[str]:
         """What TRL's own loop does not know."""
@@ -213,7 +340,28 @@ class PPOConfig(TRLPPOConfig):
             problems.append("loop: trl has a fixed kl_coef; kl_target would have no effect")
         if self.sample_with_replacement:
             problems.append("loop: trl draws without replacement; sample_with_replacement would have no effect")
-        return problems
+        for name in ("cliprange", "cliprange_value"):
+            if getattr(self, name) is None:
+                problems.append(f"loop: trl always clips; {name} must be a number")
+        ours = [name for name in _NOT_IN_TRL if getattr(self, name) != type(self).__dataclass_fields__[name].default]
+        return problems + [f"loop: trl has no {name}; it would have no effect" for name in ours]
+
+    @property
+    def value_optimizer(self) -> dict[str, Any]:
+        """What the optimizer's group of the value role has of its own, by torch's names."""
+        betas = (self.value_adam_beta1, self.value_adam_beta2)
+        own = {
+            "lr": self.value_learning_rate,
+            "weight_decay": self.value_weight_decay,
+            "betas": None
+            if betas == (None, None)
+            else tuple(
+                ours if own is None else own
+                for own, ours in zip(betas, (self.adam_beta1, self.adam_beta2), strict=True)
+            ),
+            "eps": self.value_adam_epsilon,
+        }
+        return {name: value for name, value in own.items() if value is not None}
 
     @property
     def rollout_batch_size(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from toolkit.checkpoints import (
     StopRequest,
@@ -115,7 +115,20 @@ class ResumableTrainer(Trainer):
             self._restoring = read_state(checkpoint)
             # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
             set_random_states(self._restoring["random"])
+            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            if state.global_step >= state.max_steps:
+                return self._take_over(checkpoint, state)
         return super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **arguments)
+
+    def _take_over(self, checkpoint: Path, state: TrainerState) -> TrainOutput:
+        """A checkpoint with all steps behind it, from which transformers would train one more."""
+        self.state = state
+        self._check_same_run(str(checkpoint), self._restoring)
+        self._load_callback_state()
+        best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        self.load_saved(Path(best) if best else checkpoint)
+        self._count_resumption()
+        return TrainOutput(state.global_step, 0.0, {})
 
     # ------------------------------------------------------------------ training
 
@@ -142,10 +155,11 @@ class ResumableTrainer(Trainer):
                 result = self._run(checkpoint, arguments)
             finally:
                 self.remove_callback(callback)
-        if request.received is not None:
+        saved = self._folder_of(self.state.global_step)
+        if request.received is not None and saved.is_dir():  # where it is not, training was over before the signal
             raise RunInterrupted(
                 f"stopped by {request.received.name} after step {self.state.global_step} of {self.state.max_steps}; "
-                f"everything is saved in {self._folder_of(self.state.global_step)}.",
+                f"everything is saved in {saved}.",
                 request.received,
             )
         return result
@@ -261,8 +275,11 @@ class ResumableTrainer(Trainer):
         self.lr_scheduler.load_state_dict(state["scheduler"])
         if state["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.seconds_before = state["seconds"]
-        self.resumed_at = (*state["resumed_at"], self.state.global_step)
+        self._count_resumption()
+
+    def _count_resumption(self) -> None:
+        self.seconds_before = self._restoring["seconds"]
+        self.resumed_at = (*self._restoring["resumed_at"], self.state.global_step)
 
     def _check_same_run(self, checkpoint: str, state: dict[str, Any]) -> None:
         then, now = state["data"], self._about_data()

@@ -1,0 +1,293 @@
+"""The contenders: ours in four forms, stock TRL 1.12 in the two forms that its interface allows, and stock TRL on ours.
+
+All start as the same functions. Each adapter's B is zero and its A, like each head, comes from a seed and the name of
+its place, so that losses and gradients can be compared; the reference is the base.
+"""
+
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
+
+from benchmarks.work import Work
+from toolkit.models import SharedBase, load_base
+from toolkit.rewards import RewardAdapter
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.stock_ppo import stock_ppo_trainer, trl_config
+
+RANK = 16
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a contender is built for.
+
+    Args:
+        model: folder of the checkpoint.
+        work: prompts and responses.
+        tokenizer: from `padding_tokenizer`.
+        folder: for whatever a trainer writes.
+        updates: how many will be run.
+        learning_rate: 0 to leave the weights as they are.
+    """
+
+    model: str
+    work: Work
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+    updates: int
+    learning_rate: float = LEARNING_RATE
+
+
+@dataclass(frozen=True)
+class Built:
+    """A trainer that is ready to run.
+
+    Args:
+        trainer: ours or TRL's.
+        generator: the model whose `generate` it calls in the end.
+        policy: the policy's trained parameters.
+        value_head: weight (1, H) of the value role's head.
+    """
+
+    trainer: Any
+    generator: PreTrainedModel
+    policy: list[nn.Parameter]
+    value_head: Tensor
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run the work.
+
+    Args:
+        label: what the tables call it.
+        kind: "ours"; "stock", a form that TRL's own interface allows; "views", stock TRL on our shared base.
+        value: "separate" or "shared".
+        weights: of the base: "bf16" or "nf4".
+        build: makes the trainer.
+    """
+
+    label: str
+    kind: str
+    value: str
+    weights: str
+    build: Callable[[Job], Built]
+
+
+def nf4() -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def lora(task_type: str = "CAUSAL_LM") -> LoraConfig:
+    return LoraConfig(task_type=task_type, r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+
+
+# ---------------------------------------------------------------------- an equal start
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+@torch.no_grad()
+def seed_adapter(parameters: Iterable[tuple[str, nn.Parameter]], role: str) -> None:
+    """Give each A of an adapter values that depend on the role and the layer's place alone.
+
+    Args:
+        parameters: by name, of this adapter only.
+        role: "policy", "value" or "reward".
+    """
+    for name, parameter in parameters:
+        place = re.search(r"(layers\.\d+\..+)\.lora_A", name)
+        if place:
+            noise = torch.randn(parameter.shape, generator=_generator(f"{role}.{place[1]}"))
+            parameter.copy_(noise / parameter.shape[1] ** 0.5)
+
+
+@torch.no_grad()
+def seed_head(weight: Tensor, role: str) -> None:
+    """Give a head values that bfloat16 can hold: stock TRL's is in that precision, ours in float32."""
+    noise = 0.02 * torch.randn(weight.shape, generator=_generator(f"{role}.head"))
+    weight.copy_(noise.bfloat16())
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def ppo_config(job: Job, **changes: Any) -> PPOConfig:
+    """Ours, from which `trl_config` makes TRL's: for both one optimizer step an epoch.
+
+    In TRL 1.12 `num_mini_batches` does not change the number of steps (huggingface/trl#5645), so that 1 is the setting
+    where the two do the same work.
+    """
+    size = job.work.size
+    settings: dict[str, Any] = {
+        "output_dir": str(job.folder),
+        "max_steps": job.updates,
+        "per_device_train_batch_size": size.micro_batch,
+        "gradient_accumulation_steps": size.rollouts // size.micro_batch,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": size.epochs,
+        # TRL also generates in groups of this; all at once is its default and its fastest.
+        "local_rollout_forward_batch_size": size.rollouts,
+        "response_length": size.response_length,
+        "temperature": 1.0,
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,  # TRL's loop does not clip
+        "gradient_checkpointing": False,
+        "bf16": True,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+    }
+    return PPOConfig(**{**settings, **changes})
+
+
+def prompts(work: Work) -> Dataset:
+    return Dataset.from_dict({"input_ids": work.prompt_ids})
+
+
+# ---------------------------------------------------------------------- ours
+
+
+def add_roles(base: SharedBase, value: str) -> SharedBase:
+    """All four roles with an equal start.
+
+    Args:
+        base: carries none yet.
+        value: "separate" or "shared".
+    """
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    base.add_role("value", lora() if value == "separate" else None)
+    base.add_role("reward", lora())
+    for role in ("policy", "value", "reward"):
+        own = [(name, p) for name, p in base.model.named_parameters() if f".{role}." in name]
+        seed_adapter([(name.replace(f".{role}.", "."), p) for name, p in own], role)
+    for role in ("value", "reward"):
+        seed_head(base.head(role).weight, role)
+    return base
+
+
+def _roles(job: Job, value: str, weights: str) -> SharedBase:
+    quantization = nf4() if weights == "nf4" else None
+    return add_roles(SharedBase(load_base(job.model, quantization=quantization, dtype="bfloat16")), value)
+
+
+def built_on(roles: SharedBase, trainer: Any) -> Built:
+    """A trainer whose policy and value are roles of one base."""
+    return Built(trainer, roles.causal_lm, roles.parameters_of("policy"), roles.head("value").weight)
+
+
+def build_ours(job: Job, *, value: str, weights: str) -> Built:
+    """Our loop on the shared base."""
+    roles = _roles(job, value, weights)
+    # Ours generates all at once whatever this is. Rows of similar length together: 8 take a tenth less than all 16.
+    rows = 2 * job.work.size.micro_batch
+    reward = RewardAdapter(roles, pad_token_id=job.tokenizer.pad_token_id, batch_size=rows)
+    args = ppo_config(job, value=value, local_rollout_forward_batch_size=rows)
+    return built_on(roles, PPOTrainer(args, job.tokenizer, roles, reward, prompts(job.work), callbacks=[]))
+
+
+def build_views(job: Job) -> Built:
+    """TRL's loop on the shared base, through the role views."""
+    roles = _roles(job, "separate", "bf16")
+    return built_on(roles, stock_ppo_trainer(ppo_config(job, loop="trl"), job.tokenizer, roles, prompts(job.work)))
+
+
+# ---------------------------------------------------------------------- stock TRL
+
+
+def _classifier(job: Job, role: str, *, adapter: bool) -> PreTrainedModel:
+    model = AutoModelForSequenceClassification.from_pretrained(job.model, num_labels=1, dtype=torch.bfloat16)
+    if adapter:
+        wrapped = get_peft_model(model, lora("SEQ_CLS"))
+        seed_adapter(wrapped.named_parameters(), role)
+        # TRL reads `base_model_prefix` and `score`, which the model has and its PEFT wrapper has not.
+        model = wrapped.get_base_model()
+    weights = [p for name, p in model.named_parameters() if name.startswith("score.")]
+    for weight in weights:  # PEFT keeps the original of a head beside its copy
+        seed_head(weight, role)
+    return model
+
+
+def build_stock(job: Job, *, adapters: bool) -> Built:
+    """TRL's PPOTrainer as its users have it, on a base for each model.
+
+    Args:
+        job: what it is built for.
+        adapters: whether value and reward are PEFT models like the policy, or whole ones.
+    """
+    dataset = prompts(job.work)
+    value = _classifier(job, "value", adapter=adapters)
+    trainer = TRLPPOTrainer(
+        args=trl_config(ppo_config(job), len(dataset)),
+        processing_class=job.tokenizer,
+        model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16),
+        ref_model=None,  # the policy with its adapter off
+        reward_model=_classifier(job, "reward", adapter=adapters),
+        value_model=value,
+        train_dataset=dataset,
+        eval_dataset=dataset,  # never read, but None has no length
+        peft_config=lora(),
+    )
+    policy = trainer.policy_model
+    seed_adapter(policy.named_parameters(), "policy")
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    heads = [p for name, p in value.named_parameters() if name.startswith("score.") and p.requires_grad]
+    return Built(trainer, policy.get_base_model(), trained, heads[0])
+
+
+def _ours(value: str, weights: str) -> Contender:
+    return Contender(
+        f"ours, {value} value, {'NF4' if weights == 'nf4' else weights}",
+        "ours",
+        value,
+        weights,
+        lambda job: build_ours(job, value=value, weights=weights),
+    )
+
+
+CONTENDERS = {
+    "ours-separate-bf16": _ours("separate", "bf16"),
+    "ours-shared-bf16": _ours("shared", "bf16"),
+    "ours-separate-nf4": _ours("separate", "nf4"),
+    "ours-shared-nf4": _ours("shared", "nf4"),
+    "stock-full": Contender(
+        "stock TRL, whole value and reward models, bf16",
+        "stock",
+        "separate",
+        "bf16",
+        lambda job: build_stock(job, adapters=False),
+    ),
+    "stock-peft": Contender(
+        "stock TRL, three PEFT models, bf16", "stock", "separate", "bf16", lambda job: build_stock(job, adapters=True)
+    ),
+    "stock-views": Contender("stock TRL on our shared base, bf16", "views", "separate", "bf16", build_views),
+}

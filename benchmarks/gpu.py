@@ -1,0 +1,229 @@
+"""`make bench-gpu`: PPO on an 8B-shaped Llama in NF4, where there is a GPU and nothing else.
+
+    python -m benchmarks.gpu
+
+No network, no checkpoint, no tokenizer file: the model has Llama-3.1-8B's configuration and random weights, prompts and
+responses are random ids of fixed lengths. All four roles, value separate and shared, checkpointing off and on; seconds
+and peak memory by phase. `--small` runs the same code on a CPU with a tiny model, for the tests.
+"""
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import floor
+from benchmarks.contenders import RANK, Built, Job, add_roles, built_on, ppo_config, prompts
+from benchmarks.errors import BenchmarkError
+from benchmarks.loops import PhaseClock, run_ours
+from benchmarks.machine import machine
+from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, random_llama, weight_gigabytes
+from benchmarks.run import write_result
+from benchmarks.table import RESULTS, gpu_rows
+from benchmarks.work import PHASES, Size, Work
+from toolkit.models import SharedBase
+from toolkit.models.base import outline
+from toolkit.reports import peak_memory_gb, versions
+from toolkit.rewards import RewardAdapter
+from toolkit.trainers.ppo import PPOTrainer
+
+WARM_UP = 1  # updates
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of this benchmark: arguments of `LlamaConfig`, sizes in tokens, measured updates, and where."""
+
+    llama: dict[str, Any]
+    size: Size
+    prompt_length: int
+    updates: int
+    device: torch.device
+
+
+def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
+    """Those of the benchmark, or the small ones.
+
+    Raises:
+        BenchmarkError: there is no GPU, or it has no bfloat16.
+    """
+    if small:
+        size = Size(rollouts=4, response_length=6, micro_batch=2)
+        return Settings(TINY, size, prompt_length=10, updates=1, device=torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise BenchmarkError("bench-gpu needs a CUDA device, and torch sees none.")
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise BenchmarkError(f"bench-gpu runs in bfloat16, which {torch.cuda.get_device_name(0)} does not have.")
+    size = Size(rollouts=rollouts, response_length=128, micro_batch=8)
+    return Settings(LLAMA_8B, size, prompt_length=256, updates=updates, device=torch.device("cuda", 0))
+
+
+def random_work(values: dict[str, Any], size: Size, prompt_length: int, *, seed: int = 0) -> Work:
+    """Random prompts and responses of one length each; no id is a special token, so that nothing ends early."""
+    draw = random.Random(seed)
+    ordinary = range(min(values["bos_token_id"], values["eos_token_id"]))
+
+    def rows(length: int) -> list[list[int]]:
+        return [draw.choices(ordinary, k=length) for _ in range(size.rollouts)]
+
+    return Work(
+        size=size,
+        prompt_ids=rows(prompt_length),
+        sampled=rows(size.response_length),
+        lengths=[size.response_length] * size.rollouts,
+        eos_token_id=values["eos_token_id"],
+    )
+
+
+class PeakMemory:
+    """Peak memory of each phase in GB (10⁹ bytes): allocated on a GPU, on a CPU resident in this process so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.peaks = dict.fromkeys(PHASES, 0.0)
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def __call__(self, phase: str) -> None:
+        """At the end of a phase."""
+        self.peaks[phase] = max(self.peaks[phase], peak_memory_gb()["gpu" if self.on_gpu else "resident"])
+        self._count_anew()
+
+
+def build(given: Settings, roles: SharedBase, work: Work, folder: Path, *, value: str, checkpointing: bool) -> Built:
+    """Our trainer on a base that has its roles."""
+    size, tokenizer = work.size, id_tokenizer(given.llama)
+    job = Job("", work, tokenizer, folder, WARM_UP + given.updates)
+    args = ppo_config(
+        job,
+        value=value,
+        gradient_checkpointing=checkpointing,
+        local_rollout_forward_batch_size=size.micro_batch,
+        use_cpu=given.device.type == "cpu",
+    )
+    reward = RewardAdapter(roles, pad_token_id=int(tokenizer.pad_token_id), batch_size=size.micro_batch)
+    return built_on(roles, PPOTrainer(args, tokenizer, roles, reward, prompts(work), callbacks=[]))
+
+
+def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, checkpointing: bool) -> dict[str, Any]:
+    """One row: median seconds, and the peak memory, of each phase. Where memory runs out, the phase it ran out in."""
+    row: dict[str, Any] = {"value": value, "gradient_checkpointing": checkpointing}
+    peaks = PeakMemory(given.device)
+    clock = PhaseClock(peaks)
+    with tempfile.TemporaryDirectory() as folder:
+        built = build(given, roles, work, Path(folder), value=value, checkpointing=checkpointing)
+        try:
+            run_ours(built, work, clock, WARM_UP + given.updates)
+        except torch.cuda.OutOfMemoryError:
+            return {**row, "out_of_memory": clock.phase}
+        finally:
+            roles.gradient_checkpointing_disable()
+            roles.zero_grad()  # where memory ran out, some are left
+    measured = clock.updates[WARM_UP:]
+    seconds = {phase: statistics.median(update[phase] for update in measured) for phase in PHASES}
+    return {
+        **row,
+        "updates": measured,
+        "seconds": seconds,
+        "peak_gb": peaks.peaks,
+        "samples_per_second": work.size.rollouts / sum(seconds.values()),
+    }
+
+
+def run(given: Settings, console: Console) -> dict[str, Any]:
+    """All rows on one machine. Returns the result as it is written."""
+    work = random_work(given.llama, given.size, given.prompt_length)
+    model: dict[str, Any] = {}
+    rows = []
+    products = {}
+    for value in ("separate", "shared"):
+        base = random_llama(given.llama, given.device)
+        if not model:
+            drawn = outline(base.config)
+            model = {
+                "architecture": "LlamaForCausalLM, random weights, NF4",
+                "parameters": sum(p.numel() for p in drawn.parameters()),
+                "layers": base.config.num_hidden_layers,
+                "hidden_size": base.config.hidden_size,
+                "vocabulary": base.config.vocab_size,
+                "weights_gb": weight_gigabytes(base),
+            }
+            layers, head = floor.linear_layers(drawn)
+            products = {v: floor.matmuls(work, layers, head, value=v, rank=RANK) for v in ("separate", "shared")}
+        roles = add_roles(SharedBase(base), value)
+        for checkpointing in (False, True):
+            row = measure(given, roles, work, value=value, checkpointing=checkpointing)
+            rows.append(row)
+            shown = row.get("seconds") or f"out of memory in {row['out_of_memory']}"
+            console.print(f"{value} value, checkpointing {checkpointing}: {shown}", highlight=False, soft_wrap=True)
+            _free()
+        del base, roles
+        _free()
+    found = floor.measure(products, dtype=torch.bfloat16, device=given.device)
+    for row in rows:
+        if "seconds" in row:
+            least = sum(found[row["value"]]["seconds"].values())
+            row["over_floor"] = sum(row["seconds"].values()) / least
+    return {
+        "kind": "gpu" if given.device.type == "cuda" else "small",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "model": model,
+        "arguments": {"updates": given.updates},
+        "work": {
+            **asdict(given.size),
+            "prompt_tokens": given.prompt_length,
+            "response_tokens": given.size.response_length,
+            "tokens": work.tokens,
+        },
+        "rows": rows,
+        "floor": found,
+    }
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--updates", type=int, default=3, help="measured updates of each row")
+    parser.add_argument("--rollouts", type=int, default=16, help="prompts of an update")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
+    args = parser.parse_args()
+    progress = Console(stderr=True)
+    try:
+        given = settings(small=args.small, updates=args.updates, rollouts=args.rollouts)
+    except BenchmarkError as error:
+        progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
+        return 1
+    result = run(given, progress)
+    path = write_result(result, args.output)
+    columns, rows = gpu_rows(result)
+    table = Table(*columns, title=result["model"]["architecture"])
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    progress.print(f"result: {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

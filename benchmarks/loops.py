@@ -1,0 +1,159 @@
+"""Drives a contender's updates, and times their phases without changing what they do.
+
+rollout   generation
+score     from there to the first forward pass of the update: log-probabilities of policy and reference, values,
+          scores, advantages
+update    the rest: every pass of every epoch, and the optimizer
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import TrainerCallback
+from trl.experimental.ppo import ppo_trainer as trl_module
+
+from benchmarks.contenders import Built
+from benchmarks.work import Work, given_responses
+
+
+class PhaseClock:
+    """Seconds of the phases of each update.
+
+    Args:
+        at_phase_end: called with each phase's name, and as what runs on a GPU has come to its end.
+    """
+
+    def __init__(self, at_phase_end: Callable[[str], None] | None = None):
+        self.updates: list[dict[str, float]] = []
+        self.phase: str | None = None
+        self._at_phase_end = at_phase_end
+        self._seconds: dict[str, float] = {}
+        self._since = 0.0
+
+    def start(self, phase: str) -> None:
+        """Begin a phase; the one before it is over."""
+        self._end_phase()
+        self.phase, self._since = phase, time.perf_counter()
+
+    def stop(self) -> None:
+        """The update is over."""
+        self._end_phase()
+        self.updates.append(self._seconds)
+        self._seconds = {}
+
+    def _end_phase(self) -> None:
+        if self.phase is None:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds[self.phase] = time.perf_counter() - self._since
+        if self._at_phase_end is not None:
+            self._at_phase_end(self.phase)
+        self.phase = None
+
+
+def run_ours(built: Built, work: Work, clock: PhaseClock, updates: int) -> dict[str, float]:
+    """Run updates of our trainer, as its users' own loops do. Returns the metrics of the last."""
+    trainer = built.trainer
+    batch = trainer.data_collator([{"input_ids": ids} for ids in work.prompt_ids])
+    update = trainer._update
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        clock.start("update")
+        return update(*args, **kwargs)
+
+    stats: dict[str, float] = {}
+    with given_responses(built.generator, work), mock.patch.object(trainer, "_update", timed):
+        for _ in range(updates):
+            clock.start("rollout")
+            responses = trainer.generate(batch)
+            clock.start("score")
+            scores = trainer.score(batch, responses)
+            stats = trainer.step(batch, responses, scores)
+            clock.stop()
+            work.check(responses.response_ids)
+    return {name: stats[name] for name in ("score", "kl", "entropy", "policy_loss", "value_loss")}
+
+
+_TRL_NAMES = {
+    "score": "objective/scores",
+    "kl": "objective/kl",
+    "entropy": "objective/entropy",
+    "policy_loss": "loss/policy_avg",
+    "value_loss": "loss/value_avg",
+}
+
+
+class _Listener(TrainerCallback):
+    """Takes the metrics that TRL logs, and the end of each update."""
+
+    def __init__(self, clock: PhaseClock):
+        self.clock = clock
+        self.logs: dict[str, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if logs and "objective/kl" in logs:
+            self.logs = logs
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.stop()
+
+
+def run_trl(built: Built, work: Work, clock: PhaseClock, updates: int) -> dict[str, float]:
+    """Run `train()` of TRL's trainer, which was built for so many updates. Returns the metrics of the last.
+
+    Every batch holds the prompts of `work` in order. TRL shuffles, and in the last batch of a data set it steps after
+    each micro-batch; a list of batches does neither.
+    """
+    trainer = built.trainer
+    listener = _Listener(clock)
+    trainer.add_callback(listener)
+    trainer.dataloader = [trainer.data_collator([{"input_ids": ids} for ids in work.prompt_ids])]
+    generate, accumulate = trl_module.batch_generation, trainer.accelerator.accumulate
+
+    def timed_generation(model: Any, queries: Any, *args: Any, **kwargs: Any) -> Any:
+        clock.start("rollout")
+        found = generate(model, queries, *args, **kwargs)
+        clock.start("score")
+        work.check(found[0][:, queries.shape[1] :].tolist())
+        return found
+
+    def timed_accumulation(*models: Any) -> Any:
+        if clock.phase == "score":
+            clock.start("update")
+        return accumulate(*models)
+
+    with ExitStack() as patches:
+        patches.enter_context(given_responses(built.generator, work))
+        patches.enter_context(mock.patch.object(trl_module, "batch_generation", timed_generation))
+        patches.enter_context(mock.patch.object(trainer.accelerator, "accumulate", timed_accumulation))
+        trainer.train()
+    assert len(clock.updates) >= updates
+    return {name: float(listener.logs[theirs]) for name, theirs in _TRL_NAMES.items()}
+
+
+def run(kind: str, built: Built, work: Work, clock: PhaseClock, updates: int) -> dict[str, float]:
+    """Run updates of a contender of this kind. Returns score, kl, entropy and the losses of the last."""
+    return (run_ours if kind == "ours" else run_trl)(built, work, clock, updates)
+
+
+@contextmanager
+def gradient_norms(built: Built) -> Iterator[dict[str, float]]:
+    """Norms of the gradients at the latest optimizer step: `policy_gradient`, `value_head_gradient`."""
+    norms: dict[str, float] = {}
+
+    def take(*_: Any) -> None:
+        for name, parameters in (("policy_gradient", built.policy), ("value_head_gradient", [built.value_head])):
+            found = [p.grad.float().norm() for p in parameters if p.grad is not None]
+            norms[name] = float(torch.stack(found).norm()) if found else 0.0
+
+    handle = register_optimizer_step_pre_hook(take)
+    try:
+        yield norms
+    finally:
+        handle.remove()

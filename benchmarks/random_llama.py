@@ -1,0 +1,132 @@
+"""A Llama with random weights, built in NF4 on the device, one layer at a time.
+
+For measuring time and memory, which do not depend on the weights' values. The whole model never exists in 16 bits: each
+linear layer is filled on the device and quantised there before the next one, so that a machine needs neither a
+checkpoint nor the memory of one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.quantizers import AutoHfQuantizer
+
+from benchmarks.contenders import nf4
+from toolkit.models.base import outline
+
+# The configuration of Llama-3.1-8B, from its checkpoint's config.json.
+LLAMA_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+# The same code on a CPU in seconds; an NF4 block is 64 weights.
+TINY: dict[str, Any] = {
+    **LLAMA_8B,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 500,
+    "eos_token_id": 501,
+}
+_STD = 0.02  # LlamaConfig.initializer_range
+
+
+@dataclass(frozen=True)
+class _Filler:
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+
+    def noise(self, *shape: int) -> torch.Tensor:
+        return _STD * torch.randn(*shape, dtype=self.dtype, device=self.device)
+
+    def quantised(self, layer: Linear4bit) -> Params4bit:
+        """Random weights for a layer, quantised as `from_pretrained` quantises them."""
+        weight = Params4bit(
+            self.noise(layer.out_features, layer.in_features),
+            requires_grad=False,
+            blocksize=layer.weight.blocksize,
+            compress_statistics=layer.weight.compress_statistics,
+            quant_type=layer.weight.quant_type,
+            quant_storage=layer.weight.quant_storage,
+            module=layer,
+        )
+        return weight.to(self.device)  # here bitsandbytes quantises it
+
+
+def random_llama(values: dict[str, Any], device: torch.device, *, seed: int = 0) -> LlamaForCausalLM:
+    """The model, frozen, in the form that `load_base` gives: linear layers in NF4, all else in bfloat16.
+
+    Args:
+        values: arguments of `LlamaConfig`.
+        device: where it is built.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    config = LlamaConfig(**values)
+    model = outline(config)
+    AutoHfQuantizer.from_config(nf4(), pre_quantized=False).preprocess_model(model, device_map=None)
+    fill = _Filler(device)
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.weight = fill.quantised(module)
+            module.support_avx512bf16_for_cpu = False  # as in `load_base`: its packed layout has no gradients
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = tuple(parameter.shape)
+            norm = len(shape) == 1
+            data = torch.ones(shape, dtype=fill.dtype, device=device) if norm else fill.noise(*shape)
+            setattr(module, name, torch.nn.Parameter(data, requires_grad=False))
+    # Its buffers are computed in the constructor, which on the meta device computes nothing.
+    with device:
+        model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    return model.requires_grad_(False)
+
+
+def id_tokenizer(values: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are the ids themselves: the trainer asks for one, and no text is read here."""
+    vocabulary = {str(i): i for i in range(values["vocab_size"])}
+    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    eos = values["eos_token_id"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=str(values["bos_token_id"]), eos_token=str(eos), pad_token=str(eos + 1)
+    )
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def weight_gigabytes(model: LlamaForCausalLM) -> float:
+    """GB (10⁹ bytes) of all weights as they lie in memory, the scales of the 4-bit ones included."""
+    total = 0
+    for parameter in model.parameters():
+        total += parameter.nbytes
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            total += state.absmax.nbytes
+            if state.nested:
+                total += state.state2.absmax.nbytes
+    return total / 1e9

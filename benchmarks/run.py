@@ -1,0 +1,211 @@
+"""`make bench`: every contender on the same work, one process each, in turn, several rounds.
+
+    python -m benchmarks.run --model /path/to/SmolLM2-135M-Instruct
+
+First the contenders' losses on one micro-batch are compared; if one differs, nothing is timed. Then each round runs
+all contenders and the floor. The result goes to `benchmarks/results/<date>_cpu.json` after every round, and
+`python -m benchmarks.table` makes the docs' table from it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.compare import check_equal
+from benchmarks.contenders import CONTENDERS
+from benchmarks.errors import BenchmarkError
+from benchmarks.machine import machine
+from benchmarks.summary import bar_line, bars, seconds_of, summarise
+from benchmarks.table import RESULTS, terminal_table
+from benchmarks.work import SIZES, Work
+from toolkit.errors import ToolkitError
+from toolkit.models.base import load_config, outline
+from toolkit.reports import versions
+
+Step = Callable[..., dict[str, Any]]
+_ROOT = Path(__file__).parents[1]
+
+
+def step_in_process(step: str, *, model: str, work: Path, **options: Any) -> dict[str, Any]:
+    """Run one step of `benchmarks.worker` in a process of its own. Returns what it wrote; {} for "sample".
+
+    Raises:
+        BenchmarkError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "answer.json"
+        given = {"model": model, "work": work, "output": output, **options}
+        words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.worker", step, *words],
+            cwd=_ROOT,
+            # A machine's GPU stays out of it, and no step asks the hub for anything.
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
+            who = f" of {options['contender']}" if "contender" in options else ""
+            raise BenchmarkError(f'the step "{step}"{who} failed: {said[-1].strip()}')
+        return json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+
+
+def about_model(model: str) -> dict[str, Any]:
+    """What tells one checkpoint from another; not where it lies."""
+    config = load_config(model)
+    return {
+        "architecture": (config.architectures or [config.model_type])[0],
+        "parameters": sum(p.numel() for p in outline(config).parameters()),
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+    }
+
+
+def compare_all(step: Step, *, model: str, work: Path, console: Console) -> dict[str, dict[str, float]]:
+    """The contenders' figures on one micro-batch.
+
+    Raises:
+        BenchmarkError: they differ.
+    """
+    found = {}
+    for name in CONTENDERS:
+        found[name] = step("compare", model=model, work=work, contender=name)
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in found[name].items())
+        console.print(f"compare {name}: {shown}", highlight=False, soft_wrap=True)
+    check_equal(found)
+    return found
+
+
+def run_round(step: Step, *, model: str, work: Path, updates: int, console: Console, title: str) -> dict[str, Any]:
+    """All contenders in turn, and the floor."""
+    found: dict[str, Any] = {}
+    for name in CONTENDERS:
+        started = time.perf_counter()
+        found[name] = step("time", model=model, work=work, contender=name, updates=updates)
+        seconds = seconds_of(found[name])
+        shown = ", ".join(f"{key} {value:.1f}" for key, value in seconds.items())
+        console.print(
+            f"{title} {name}: {shown} s an update, {found[name]['memory_gb']['resident']:.2f} GB "
+            f"({time.perf_counter() - started:.0f} s in all)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return {"contenders": found, "floor": step("floor", model=model, work=work)}
+
+
+def run_size(
+    step: Step, name: str, *, model: str, updates: int, repeats: int, console: Console
+) -> Iterator[dict[str, Any]]:
+    """The benchmark at one size: comparison, then rounds; gives what there is after each round."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "work.json"
+        step("sample", model=model, work=path, size=name)
+        work = Work.read(path)
+        comparison = compare_all(step, model=model, work=path, console=console)
+        rounds: list[dict[str, Any]] = []
+        for number in range(1, repeats + 1):
+            title = f"{name}, round {number}/{repeats},"
+            rounds.append(run_round(step, model=model, work=path, updates=updates, console=console, title=title))
+            summary = summarise(rounds, tokens=work.tokens, rollouts=work.size.rollouts)
+            yield {
+                "work": {
+                    **vars(work.size),
+                    "prompt_tokens": [len(ids) for ids in work.prompt_ids],
+                    "response_tokens": work.lengths,
+                    "tokens": work.tokens,
+                },
+                "comparison": comparison,
+                "rounds": rounds,
+                "summary": summary,
+                "bars": bars(summary),
+            }
+
+
+def run(
+    model: str,
+    *,
+    repeats: Mapping[str, int],
+    updates: int,
+    console: Console,
+    save: Callable[[dict[str, Any]], object],
+    step: Step = step_in_process,
+) -> dict[str, Any]:
+    """Run the benchmark: so many rounds of each size. Returns the result, which is also saved after each round."""
+    result: dict[str, Any] = {
+        "kind": "cpu",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "model": about_model(model),
+        "arguments": {"updates": updates, "repeats": dict(repeats)},
+        "sizes": {},
+    }
+    for name, rounds in repeats.items():
+        for found in run_size(step, name, model=model, updates=updates, repeats=rounds, console=console):
+            result["sizes"][name] = found
+            save(result)
+    return result
+
+
+def result_path(result: dict[str, Any], folder: Path) -> Path:
+    """`<date>_<kind>.json`."""
+    return folder / f"{result['date'][:10]}_{result['kind']}.json"
+
+
+def write_result(result: dict[str, Any], folder: Path) -> Path:
+    """Write a result; one of the same kind and day is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = result_path(result, folder)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder of a chat checkpoint, such as SmolLM2-135M-Instruct")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
+    parser.add_argument(
+        "--repeats", type=int, nargs="+", default=[3, 2], help="rounds of all contenders, for each size"
+    )
+    parser.add_argument("--updates", type=int, default=1, help="measured updates of a contender in a round")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    args = parser.parse_args()
+    if len(args.repeats) < len(args.sizes):
+        parser.error(f"--repeats needs a number for each of {', '.join(args.sizes)}")
+    progress = Console(stderr=True)
+    try:
+        result = run(
+            # Steps run in the repository's folder.
+            str(Path(args.model).expanduser().resolve()),
+            repeats=dict(zip(args.sizes, args.repeats, strict=False)),
+            updates=args.updates,
+            console=progress,
+            save=lambda found: write_result(found, args.output),
+        )
+    except ToolkitError as error:
+        progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
+        return 1
+    out = Console()
+    for name, found in result["sizes"].items():
+        out.print(terminal_table(name, found))
+        for bar in found["bars"]:
+            out.print(bar_line(bar), highlight=False, soft_wrap=True)
+    progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Medians, ratios with their spread, and the bars, from the raw figures of a run.
+
+A ratio is taken within a round, where the contenders ran one after another: what else a machine is doing changes from
+round to round, and a ratio of two medians would hide it.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.contenders import CONTENDERS
+from benchmarks.work import PHASES
+
+# Of our contenders, by value role: at least so many times as fast as the fastest form that stock TRL allows.
+SPEED_BAR = {"separate": 1.0, "shared": 1.4}
+MEMORY_BAR = 0.6  # of that form's peak memory, at most
+
+Round = Mapping[str, Any]  # {"contenders": {name: worker.measure(…)}, "floor": worker.measure_floor(…)}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def seconds_of(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Median seconds of one process's updates, by phase and as `total`."""
+    updates = measured["updates"]
+    by_phase = {phase: statistics.median(update[phase] for update in updates) for phase in PHASES}
+    return {**by_phase, "total": statistics.median(sum(update.values()) for update in updates)}
+
+
+def _total(one: Round, name: str) -> float:
+    return seconds_of(one["contenders"][name])["total"]
+
+
+def _memory(one: Round, name: str) -> float:
+    return one["contenders"][name]["memory_gb"]["resident"]
+
+
+def _floor(one: Round, value: str) -> float:
+    return sum(one["floor"][value]["seconds"].values())
+
+
+def fastest_stock(rounds: Sequence[Round]) -> str:
+    """The form of stock TRL with the smallest median time; the views of our base are not TRL's own interface."""
+    stock = [name for name in rounds[0]["contenders"] if CONTENDERS[name].kind == "stock"]
+    return min(stock, key=lambda name: statistics.median(_total(one, name) for one in rounds))
+
+
+def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: int) -> dict[str, Any]:
+    """Medians and ratios of each contender, and the seconds of the floor.
+
+    Args:
+        rounds: raw figures.
+        tokens: of one update by phase, from `Work.tokens`.
+        rollouts: of one update.
+    """
+    stock = fastest_stock(rounds)
+    contenders = {}
+    for name in rounds[0]["contenders"]:
+        seen = [seconds_of(one["contenders"][name]) for one in rounds]
+        seconds = {key: statistics.median(one[key] for one in seen) for key in (*PHASES, "total")}
+        value = CONTENDERS[name].value
+        contenders[name] = {
+            "seconds": seconds,
+            "samples_per_second": rollouts / seconds["total"],
+            "tokens_per_second": {phase: tokens[phase] / seconds[phase] for phase in PHASES},
+            "memory_gb": statistics.median(_memory(one, name) for one in rounds),
+            "speed": spread([_total(one, stock) / _total(one, name) for one in rounds]),
+            "memory": spread([_memory(one, name) / _memory(one, stock) for one in rounds]),
+            "over_floor": spread([_total(one, name) / _floor(one, value) for one in rounds]),
+        }
+    floor = {
+        value: {phase: statistics.median(one["floor"][value]["seconds"][phase] for one in rounds) for phase in PHASES}
+        for value in SPEED_BAR
+    }
+    return {"fastest_stock": stock, "contenders": contenders, "floor_seconds": floor}
+
+
+def bars(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is asked of our contenders, what they reach, and whether it is met.
+
+    Args:
+        summary: from `summarise`.
+    """
+    found = []
+    for name, figures in summary["contenders"].items():
+        contender = CONTENDERS[name]
+        if contender.kind != "ours":
+            continue
+        speed, memory = figures["speed"]["median"], figures["memory"]["median"]
+        needed = SPEED_BAR[contender.value]
+        found += [
+            {"contender": name, "bar": "speed", "needed": needed, "reached": speed, "met": speed >= needed},
+            {"contender": name, "bar": "memory", "needed": MEMORY_BAR, "reached": memory, "met": memory <= MEMORY_BAR},
+        ]
+    return found
+
+
+def bar_line(bar: Mapping[str, Any]) -> str:
+    """One bar as a sentence."""
+    label, reached, needed = CONTENDERS[bar["contender"]].label, bar["reached"], bar["needed"]
+    asked = f"at least {needed:g} × the speed" if bar["bar"] == "speed" else f"at most {needed:g} of the memory"
+    verdict = "met" if bar["met"] else f"missed by {abs(reached - needed):.3f}"
+    return f"{label}: {asked} of the fastest stock form: {reached:.3f}, {verdict}"

@@ -1,0 +1,187 @@
+"""The tables of `docs/benchmarks.md`, made from the newest result of each kind.
+
+python -m benchmarks.table
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.contenders import CONTENDERS
+from benchmarks.summary import bar_line
+from benchmarks.work import PHASES
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+KINDS = ("cpu", "gpu")
+_COLUMNS = (
+    "contender",
+    *(f"{phase} s" for phase in PHASES),
+    "update in all s",
+    "samples/s",
+    "tokens/s " + " / ".join(PHASES),
+    "peak GB",
+    "speed",
+    "memory",
+    "× floor",
+)
+
+
+def _spread(figure: Mapping[str, float]) -> str:
+    return f"{figure['median']:.2f} ({figure['min']:.2f}–{figure['max']:.2f})"
+
+
+def _cells(name: str, figures: Mapping[str, Any]) -> list[str]:
+    seconds = figures["seconds"]
+    return [
+        CONTENDERS[name].label,
+        *(f"{seconds[key]:.2f}" for key in (*PHASES, "total")),
+        f"{figures['samples_per_second']:.2f}",
+        " / ".join(f"{figures['tokens_per_second'][phase]:.0f}" for phase in PHASES),
+        f"{figures['memory_gb']:.2f}",
+        _spread(figures["speed"]),
+        _spread(figures["memory"]),
+        _spread(figures["over_floor"]),
+    ]
+
+
+def _floor_cells(value: str, seconds: Mapping[str, float]) -> list[str]:
+    times = [*(seconds[phase] for phase in PHASES), sum(seconds.values())]
+    return [f"floor, {value} value", *(f"{time:.2f}" for time in times), *[""] * (len(_COLUMNS) - 5)]
+
+
+def _rows(found: Mapping[str, Any]) -> list[list[str]]:
+    summary = found["summary"]
+    rows = [_cells(name, figures) for name, figures in summary["contenders"].items()]
+    return rows + [_floor_cells(value, seconds) for value, seconds in summary["floor_seconds"].items()]
+
+
+def terminal_table(size: str, found: Mapping[str, Any]) -> Table:
+    """One size's medians for the terminal."""
+    summary = found["summary"]
+    table = Table(title=_size_title(size, found["work"]), box=box.SIMPLE)
+    table.add_column("seconds by phase", no_wrap=True)
+    for name in (*PHASES, "all", "samples/s", "peak GB", "speed", "memory", "× floor"):
+        table.add_column(name, justify="right")
+    for name, figures in summary["contenders"].items():
+        others = [figures["samples_per_second"], figures["memory_gb"]]
+        ratios = [figures[key]["median"] for key in ("speed", "memory", "over_floor")]
+        table.add_row(name, *(f"{figure:.2f}" for figure in (*figures["seconds"].values(), *others, *ratios)))
+    for value, seconds in summary["floor_seconds"].items():
+        table.add_row(f"floor, {value}", *(f"{time:.2f}" for time in (*seconds.values(), sum(seconds.values()))))
+    return table
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _size_title(size: str, work: Mapping[str, Any]) -> str:
+    prompt, response = work["prompt_tokens"], work["response_tokens"]
+    return (
+        f"{size}: {work['rollouts']} rollouts, prompts of {min(prompt)}–{max(prompt)} tokens, responses of "
+        f"{min(response)}–{max(response)}, {work['epochs']} epochs, micro-batch {work['micro_batch']}"
+    )
+
+
+def _where(result: Mapping[str, Any]) -> str:
+    machine = result["machine"]
+    gpu = f", {machine['gpu']} with {machine['gpu_memory_gb']:.0f} GB" if "gpu" in machine else ""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        f"{result['date'][:10]}, {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{machine['memory_gb']:.0f} GB{gpu}; {versions}."
+    )
+
+
+def _cpu(result: Mapping[str, Any]) -> str:
+    model, updates = result["model"], result["arguments"]["updates"]
+    parts = [
+        f"{_where(result)} Model: {model['architecture']} of {model['parameters'] / 1e6:.1f} million parameters. "
+        f"{updates} measured update{'s' * (updates > 1)} of each contender in a round."
+    ]
+    for size, found in result["sizes"].items():
+        fastest = CONTENDERS[found["summary"]["fastest_stock"]].label
+        verdicts = "\n".join(f"- {bar_line(bar)}" for bar in found["bars"])
+        title = f"**{_size_title(size, found['work'])}; medians of {len(found['rounds'])} rounds**"
+        parts += [title, _markdown(_COLUMNS, _rows(found))]
+        parts += [f"The fastest stock form: {fastest}.", verdicts]
+    return "\n\n".join(parts)
+
+
+_GPU_COLUMNS = (
+    "value",
+    "checkpointing",
+    *(f"{phase} s" for phase in PHASES),
+    *(f"{phase} peak GB" for phase in PHASES),
+    "samples/s",
+    "× floor",
+)
+
+
+def _gpu_cells(row: Mapping[str, Any]) -> list[str]:
+    first = [row["value"], "on" if row["gradient_checkpointing"] else "off"]
+    if "out_of_memory" in row:
+        return [*first, f"out of memory in {row['out_of_memory']}", *[""] * (len(_GPU_COLUMNS) - 3)]
+    return [
+        *first,
+        *(f"{row['seconds'][phase]:.2f}" for phase in PHASES),
+        *(f"{row['peak_gb'][phase]:.2f}" for phase in PHASES),
+        f"{row['samples_per_second']:.2f}",
+        f"{row['over_floor']:.2f}",
+    ]
+
+
+def gpu_rows(result: Mapping[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
+    """Columns and rows of a result of `benchmarks.gpu`."""
+    return _GPU_COLUMNS, [_gpu_cells(row) for row in result["rows"]]
+
+
+def _gpu(result: Mapping[str, Any]) -> str:
+    model, work = result["model"], result["work"]
+    about = (
+        f"{_where(result)} Model: a Llama of {model['parameters'] / 1e9:.2f} billion parameters with random weights, "
+        f"hidden size {model['hidden_size']}, {model['layers']} layers, in NF4: {model['weights_gb']:.2f} GB. "
+        f"{work['rollouts']} rollouts, prompts of {work['prompt_tokens']} tokens, responses of "
+        f"{work['response_tokens']}, {work['epochs']} epochs, micro-batch {work['micro_batch']}; medians of "
+        f"{result['arguments']['updates']} updates."
+    )
+    return "\n\n".join([about, _markdown(*gpu_rows(result))])
+
+
+_SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {"cpu": _cpu, "gpu": _gpu}
+
+
+def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The newest result of a kind, or None."""
+    files = sorted(folder.glob(f"*_{kind}.json"))
+    return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
+
+
+def section(kind: str, result: Mapping[str, Any] | None) -> str:
+    """What stands between a kind's markers in the docs."""
+    return _SECTIONS[kind](result) if result else "No result yet."
+
+
+def filled(page: str, folder: Path = RESULTS) -> str:
+    """The page with its sections anew from the results in a folder.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    for kind in KINDS:
+        before, begin, rest = page.partition(f"<!-- {kind} results -->\n")
+        _, end, after = rest.partition(f"<!-- end of {kind} results -->")
+        if not begin or not end:
+            raise ValueError(f"the page lacks the markers of the {kind} results")
+        page = f"{before}{begin}{section(kind, newest(kind, folder))}\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

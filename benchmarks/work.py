@@ -1,0 +1,241 @@
+"""What every contender has to do: the same prompts, answered with the same tokens.
+
+Free sampling would give each contender other responses, of other lengths. So the responses are sampled once beforehand,
+cut at uneven lengths and ended by end-of-sequence; while a contender generates, each token it draws is replaced by the
+one that stands there. It pays for its own generation, and what it generates is known.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from benchmarks.errors import BenchmarkError
+from toolkit.data import pad_rows
+from toolkit.models import load_tokenizer
+
+PHASES = ("rollout", "score", "update")
+PROMPTS = Path(__file__).with_name("prompts.txt")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much one update is.
+
+    Args:
+        rollouts: prompts of an update, one response each.
+        response_length: longest response, in tokens.
+        micro_batch: rows of a forward and backward pass of the update.
+        epochs: passes over the rollouts.
+    """
+
+    rollouts: int
+    response_length: int
+    micro_batch: int = 4
+    epochs: int = 2
+
+
+SIZES = {"base": Size(rollouts=16, response_length=48), "large": Size(rollouts=24, response_length=72)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prompts of one update and the responses that every contender gives.
+
+    Args:
+        size: how much it is.
+        prompt_ids: ids of each prompt, without padding.
+        sampled: `size.response_length` ids for each prompt; none is end-of-sequence or padding.
+        lengths: tokens of each response, end-of-sequence included.
+        eos_token_id: ends every response that is shorter than `size.response_length`.
+    """
+
+    size: Size
+    prompt_ids: list[list[int]]
+    sampled: list[list[int]]
+    lengths: list[int]
+    eos_token_id: int
+
+    @property
+    def responses(self) -> list[list[int]]:
+        """Ids of each response. One of full length has no end-of-sequence: the limit cuts it."""
+        return [
+            ids if length == self.size.response_length else [*ids[: length - 1], self.eos_token_id]
+            for ids, length in zip(self.sampled, self.lengths, strict=True)
+        ]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens of one update by phase: new ones in the rollout, prompt and response in the passes over them."""
+        whole = sum(map(len, self.prompt_ids)) + sum(self.lengths)
+        return {"rollout": sum(self.lengths), "score": whole, "update": self.size.epochs * whole}
+
+    def one_micro_batch(self) -> "Work":
+        """The first rows alone, all of full length, one epoch: what the contenders' losses are compared on.
+
+        With one micro-batch and full lengths no mean and no position depends on how a trainer treats padding.
+        """
+        rows = self.size.micro_batch
+        return replace(
+            self,
+            size=replace(self.size, rollouts=rows, epochs=1),
+            prompt_ids=self.prompt_ids[:rows],
+            sampled=self.sampled[:rows],
+            lengths=[self.size.response_length] * rows,
+        )
+
+    def row_of(self, ids: Sequence[int]) -> int:
+        """Which prompt a left-padded row of ids is, whatever it is padded with."""
+        found = [i for i, prompt in enumerate(self.prompt_ids) if list(ids[-len(prompt) :]) == prompt]
+        if len(found) != 1:
+            raise BenchmarkError(f"a contender generates from a row that is {len(found)} of the prompts, not one.")
+        return found[0]
+
+    def check(self, response_ids: Sequence[Sequence[int]]) -> None:
+        """The rollout that a contender saw is the given one.
+
+        Args:
+            response_ids: in the order of the prompts; what follows a response's end does not count.
+
+        Raises:
+            BenchmarkError: it is not.
+        """
+        for row, (seen, given) in enumerate(zip(response_ids, self.responses, strict=True)):
+            if list(seen[: len(given)]) != given:
+                raise BenchmarkError(f"the response to prompt {row} is not the given one; nothing was measured.")
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "Work":
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**values, "size": Size(**values["size"])})
+
+
+def padding_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, padding with a token that is not end-of-sequence.
+
+    TRL makes its masks from pad ids: with pad == eos its contenders would train one token a response less.
+
+    Raises:
+        BenchmarkError: it has no such token.
+    """
+    tokenizer = load_tokenizer(model)
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        if tokenizer.unk_token_id in (None, tokenizer.eos_token_id):
+            raise BenchmarkError("the tokenizer has neither a pad token nor an unk token beside its eos token.")
+        tokenizer.pad_token = tokenizer.unk_token
+    return tokenizer
+
+
+def uneven_lengths(rollouts: int, longest: int) -> list[int]:
+    """Lengths in even steps from a sixth of the longest to all of it, in an order that keeps no two steps together."""
+    first = max(2, longest // 6)
+    steps = [round(first + (longest - first) * i / max(1, rollouts - 1)) for i in range(rollouts)]
+    stride = next(n for n in range(max(1, rollouts * 3 // 8), 0, -1) if math.gcd(n, rollouts) == 1)
+    return [steps[(i * stride + rollouts - 1) % rollouts] for i in range(rollouts)]
+
+
+@torch.no_grad()
+def sample_work(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: Size, *, prompts: Sequence[str], seed: int = 0
+) -> Work:
+    """Chat prompts, and responses to them that the model samples at temperature 1.
+
+    Args:
+        model: the checkpoint, as it is.
+        tokenizer: from `padding_tokenizer`, with a chat template.
+        size: how much.
+        prompts: questions; the first `size.rollouts` are taken.
+        seed: of the sampling.
+    """
+    prompt_ids = [
+        tokenizer.encode(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            ),
+            add_special_tokens=False,
+        )
+        for text in prompts[: size.rollouts]
+    ]
+    ids, mask = pad_rows(prompt_ids, pad_token_id=tokenizer.pad_token_id, side="left")
+    torch.manual_seed(seed)
+    config = GenerationConfig(
+        max_new_tokens=size.response_length,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        suppress_tokens=[tokenizer.eos_token_id, tokenizer.pad_token_id],
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+    return Work(
+        size=size,
+        prompt_ids=prompt_ids,
+        sampled=output[:, ids.shape[1] :].tolist(),
+        lengths=uneven_lengths(len(prompt_ids), size.response_length),
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+class _Given(LogitsProcessor):
+    """Follows one generation and gives out its tokens. The logits stay: TRL takes its log-probabilities from them."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.table: Tensor | None = None  # int64 (B, T), -1 after a response's end
+        self.step = -1
+        self.multinomial = torch.multinomial
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.table is None:
+            responses = self.work.responses
+            given = [responses[self.work.row_of(ids)] for ids in input_ids.tolist()]
+            longest = self.work.size.response_length
+            self.table = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in given], device=input_ids.device)
+        self.step += 1
+        return scores
+
+    def draw(self, probabilities: Tensor, num_samples: int, **options: Any) -> Tensor:
+        """Draws as ever, and returns the given token wherever the response goes on: int64 (B, 1)."""
+        drawn = self.multinomial(probabilities, num_samples, **options)
+        assert self.table is not None
+        given = self.table[:, self.step : self.step + 1]
+        return torch.where(given >= 0, given, drawn)
+
+
+@contextmanager
+def given_responses(model: PreTrainedModel, work: Work) -> Iterator[None]:
+    """While it lasts, the model answers the prompts of `work` with its responses.
+
+    Args:
+        model: the causal language model whose `generate` is called in the end, below PEFT and below any view.
+        work: prompts and responses.
+    """
+    generate = model.generate
+
+    def follow(*args: Any, **kwargs: Any) -> Any:
+        given = _Given(work)
+        # transformers samples with torch.multinomial and with nothing else.
+        with mock.patch.object(torch, "multinomial", given.draw):
+            return generate(*args, **kwargs, logits_processor=LogitsProcessorList([given]))
+
+    with mock.patch.object(model, "generate", follow):
+        yield

@@ -1,0 +1,250 @@
+"""The terms of an update, each against the formula written out on whole logits."""
+
+import pytest
+import torch
+from torch.distributions import Categorical, kl_divergence
+
+from tests.conftest import lora, randomize, shared_base, tiny_model
+from tests.tolerances import RELATIVE
+from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
+from toolkit.data import PromptCollator
+from toolkit.models import SharedBase, stop_token_ids
+from toolkit.trainers.scores import ScoreShaper
+
+RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
+SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+
+def base_with_a_copied_reference():
+    """The reference is a frozen adapter with dropout of its own, which must not be active in the update."""
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    base.add_role("reference", lora(lora_dropout=0.5))
+    base.add_role("value", lora())
+    base.add_role("reward", lora())
+    return randomize(base, "policy", "reference", "value", "reward")
+
+
+def prepared(folder, **changes):
+    """A trainer with an experience whose policy has moved since the rollout."""
+    ours = trainer(folder, base_with_a_copied_reference(), **{"kl_coef": 0.3, "vf_coef": 0.0, **changes})
+    ours._prepare_training()
+    experience = ours._make_experience(rollout(RESPONSES), SCORES)
+    ours._ratio_checked = True  # it is not 1 any more
+    randomize(ours.roles, "policy", seed=2)
+    with torch.no_grad():
+        for parameter in ours.roles.parameters_of("policy"):
+            parameter.mul_(0.9)
+    return ours, experience
+
+
+def gradient_of(ours, experience):
+    ours.roles.train()
+    metrics = ours._backward_mini_batch(experience, [0, 1, 2, 3])
+    ours.roles.eval()
+    return metrics, [p.grad.clone() for p in ours.roles.parameters_of("policy")]
+
+
+def distributions(ours, role):
+    """One `Categorical` for each response token, row by row, from the plain forward pass on unpadded rows."""
+    found = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        ids = torch.tensor([prompt + response])
+        with ours.roles.role(role):
+            logits = ours.roles(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        found.append(logits / ours.args.temperature)
+    return torch.cat(found)
+
+
+def literal_objective(ours, experience, terms):
+    """The clipped surrogate and one more term, written out."""
+    mask = experience.response_mask
+    tokens = torch.tensor([token for row in RESPONSES for token in row])
+    logits = distributions(ours, "policy")
+    with torch.no_grad():
+        reference = distributions(ours, "reference")
+    policy, ref = Categorical(logits=logits), Categorical(logits=reference)
+    new, old = policy.log_prob(tokens), experience.old_logprobs[mask]
+    ratio, advantages = (new - old).exp(), experience.advantages[mask]
+    loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
+    log_r = ref.log_prob(tokens) - new
+    return (
+        loss
+        + {
+            "none": lambda: 0.0,
+            "entropy": lambda: -0.7 * policy.entropy().mean(),
+            "old": lambda: 0.4 * (ratio - 1 - ratio.log()).mean(),
+            "k2": lambda: 0.3 * (log_r**2 / 2).mean(),
+            "k3": lambda: 0.3 * (log_r.exp() - 1 - log_r).mean(),
+            "abs": lambda: 0.3 * log_r.abs().mean(),
+            "full": lambda: 0.3 * kl_divergence(policy, ref).mean(),
+            "full and entropy": lambda: 0.3 * kl_divergence(policy, ref).mean() - 0.7 * policy.entropy().mean(),
+        }[terms]()
+    )
+
+
+SETTINGS = {
+    "none": {},
+    "entropy": {"entropy_coef": 0.7},
+    "old": {"old_policy_kl_coef": 0.4},
+    **{name: {"kl_penalty_in": "loss", "kl_estimator": name} for name in ("k2", "k3", "abs", "full")},
+    "full and entropy": {"kl_penalty_in": "loss", "kl_estimator": "full", "entropy_coef": 0.7},
+}
+
+
+@pytest.mark.parametrize("terms", SETTINGS)
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_each_term_has_the_gradient_of_its_formula(terms, micro_batch, tmp_path):
+    size = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 4 // micro_batch}
+    ours, experience = prepared(tmp_path, logprob_chunk_size=4, **size, **SETTINGS[terms])
+    metrics, found = gradient_of(ours, experience)
+    for parameter in ours.roles.parameters_of("policy"):
+        parameter.grad = None
+    literal_objective(ours, experience, terms).backward()
+    for parameter, ours_grad in zip(ours.roles.parameters_of("policy"), found, strict=True):
+        assert (ours_grad - parameter.grad).abs().max() < RELATIVE * parameter.grad.abs().max()
+    assert ("kl_loss" in metrics) == ("kl_penalty_in" in SETTINGS[terms])
+    assert ("token_entropy" in metrics) == ("entropy_coef" in SETTINGS[terms])
+
+
+def test_the_terms_change_the_gradient(tmp_path):
+    """So that the test above can fail by a term that is left out."""
+    ours, experience = prepared(tmp_path)
+    _, plain = gradient_of(ours, experience)
+    for name, settings in SETTINGS.items():
+        if name != "none":
+            _, found = gradient_of(*prepared(tmp_path, **settings))
+            assert any((a - b).abs().max() > 1e-3 * b.abs().max() for a, b in zip(found, plain, strict=True)), name
+
+
+def test_kl_stands_in_one_place_alone(tmp_path):
+    _, in_reward = prepared(tmp_path, kl_estimator="k2")
+    _, in_loss = prepared(tmp_path, kl_estimator="k2", kl_penalty_in="loss")
+    torch.testing.assert_close(in_reward.kl, in_loss.kl)
+    last = [(i, len(row) - 1) for i, row in enumerate(RESPONSES)]
+    assert [in_loss.rewards[i, t].item() for i, t in last] == SCORES.tolist()
+    assert in_loss.rewards.count_nonzero() == 4 < in_reward.rewards.count_nonzero()
+
+
+def test_a_positive_entropy_coefficient_raises_the_entropy(tmp_path):
+    entropies = {}
+    for coefficient in (0.0, 1.0):
+        ours = trainer(
+            tmp_path, shared_base(), count_reward(7), entropy_coef=coefficient, kl_coef=0.0, learning_rate=1e-2,
+            max_steps=6, num_ppo_epochs=2,
+        )  # fmt: skip
+        ours.train()
+        batch = PromptCollator(0)([{"input_ids": PROMPTS[0], "number": 0}] * 64)
+        torch.manual_seed(0)
+        sampled = ours.generate(batch)
+        entropies[coefficient] = -ours._read_roles(sampled, values=False).logprobs.sum() / sum(sampled.lengths)
+    assert entropies[1.0] > entropies[0.0] + 0.05
+
+
+def test_an_update_ends_where_kl_passes_its_limit(tmp_path):
+    settings = {"learning_rate": 3e-2, "num_ppo_epochs": 6, "num_mini_batches": 2, "max_steps": 1}
+    free = trainer(tmp_path, **settings)
+    assert free.train()["optimizer_steps"] == 12
+    ours = trainer(tmp_path, update_kl_limit=1e-3, **settings)
+    steps = []
+    original = ours._backward_mini_batch
+
+    def recorded(experience, rows):
+        found = original(experience, rows)
+        steps.append((found["approx_kl"], [p.detach().clone() for p in ours.roles.parameters_of("policy")]))
+        return found
+
+    ours._backward_mini_batch = recorded
+    metrics = ours.train()
+    taken = int(metrics["optimizer_steps"])
+    assert 1 <= taken < 12 and len(steps) == taken + 1
+    assert steps[-1][0] > 1e-3 and all(kl <= 1e-3 for kl, _ in steps[1:-1])
+    for at_the_last, now in zip(steps[-1][1], ours.roles.parameters_of("policy"), strict=True):
+        assert torch.equal(at_the_last, now)  # the step that found it was not taken
+    assert all(p.grad is None or not p.grad.any() for p in ours.roles.parameters_of("policy"))
+
+
+def test_advantages_are_left_alone_if_asked(tmp_path):
+    _, whitened = prepared(tmp_path)
+    _, plain = prepared(tmp_path, whiten_advantages=False)
+    mask = plain.response_mask
+    torch.testing.assert_close(plain.advantages, plain.returns - plain.old_values)
+    kept = plain.advantages[mask]
+    torch.testing.assert_close(whitened.advantages[mask], (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-4)
+
+
+def test_scores_are_scaled_by_all_that_were_seen(tmp_path):
+    args = config(tmp_path, use_score_scaling=True, use_score_norm=True, score_clip=1.0)
+    shaper = ScoreShaper(args)
+    first, second = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])
+    expected = (first - 2.0) / 2**0.5
+    torch.testing.assert_close(shaper(first), expected)
+    everything = torch.tensor([1.0, 3.0, 5.0, 7.0])
+    torch.testing.assert_close(shaper(second), ((second - 4.0) / everything.std()).clamp(-1, 1))
+    again = ScoreShaper(args)
+    again.load_state_dict(shaper.state_dict())
+    torch.testing.assert_close(again(first), shaper(first))
+    plain = ScoreShaper(config(tmp_path, use_score_scaling=True))
+    torch.testing.assert_close(plain(first), first / 2**0.5)
+    assert torch.equal(ScoreShaper(config(tmp_path))(second), second)
+
+
+def test_scores_are_logged_as_they_are_and_trained_on_as_shaped(tmp_path):
+    ours, experience = prepared(tmp_path, score_clip=0.5, missing_eos_penalty=3.0, kl_coef=0.0, vf_coef=0.1)
+    assert experience.scores.tolist() == [1.0, -4.0, 0.5, 2.0]
+    assert experience.shaped_scores.tolist() == [0.5, -3.5, 0.5, 0.5]
+    last = [experience.rewards[i, len(row) - 1].item() for i, row in enumerate(RESPONSES)]
+    assert last == [0.5, -3.5, 0.5, 0.5]
+    batch = next(iter(ours.dataloader))
+    stats = ours.step(batch, rollout(RESPONSES), SCORES)
+    assert stats["score"] == pytest.approx(-0.125) and stats["shaped_score"] == pytest.approx(-0.5)
+    plain, _ = prepared(tmp_path, vf_coef=0.1)
+    assert "shaped_score" not in plain.step(batch, rollout(RESPONSES), SCORES)
+
+
+def test_short_responses_are_punished(tmp_path):
+    _, experience = prepared(tmp_path, short_response_penalty=4.0, min_response_length=3, missing_eos_penalty=1.0)
+    assert experience.scores.tolist() == [1.0, -2.0, 0.5, -2.0]  # lengths 3, 6 (cut), 4 and 2
+
+
+def test_any_of_the_base_s_stop_tokens_ends_a_response(tmp_path):
+    base = shared_base()
+    base.config.eos_token_id = [3, 2]
+    ours = trainer(tmp_path, base, count_reward(7))
+    assert ours.stop_token_ids == [2, 3]
+    asked = []
+
+    def generated(ids, mask, generation):
+        asked.append(generation.eos_token_id)
+        return torch.tensor([[5, 3, 2, 2], [5, 6, 7, 8], [2, 3, 0, 0], [9, 9, 9, 3]])
+
+    base.generate = generated
+    responses = ours.generate(PromptCollator(0)([{"input_ids": ids, "number": 0} for ids in PROMPTS]))
+    assert asked == [[2, 3]]
+    assert responses.response_ids == [[5, 3], [5, 6, 7, 8], [2], [9, 9, 9, 3]]
+    assert responses.ended == [True, False, True, True]
+    base.config.eos_token_id = None
+    assert stop_token_ids(base.config, ours.processing_class) == [2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kl_penalty_in": "loss"}, "needs another kl_estimator than k1, whose gradient is 0 on average"),
+        ({"kl_penalty_in": "both"}, "kl_penalty_in must be one of reward, loss"),
+        ({"use_score_norm": True}, "use_score_norm would have no effect without use_score_scaling"),
+        ({"entropy_coef": -0.1}, "entropy_coef must be 0 or more"),
+        ({"old_policy_kl_coef": -1.0}, "old_policy_kl_coef must be 0 or more"),
+        ({"update_kl_limit": 0.0}, "update_kl_limit must be positive"),
+        ({"short_response_penalty": 1.0}, "have an effect together only"),
+        ({"min_response_length": 3}, "have an effect together only"),
+        ({"value_learning_rate": -1.0}, "value_learning_rate must be 0 or more"),
+        ({"score_clip": 0.0}, "score_clip must be positive"),
+        ({"cliprange": 0.0}, "cliprange must be positive or null"),
+        ({"loop": "trl", "entropy_coef": 0.1}, "loop: trl has no entropy_coef"),
+        ({"loop": "trl", "cliprange_value": None}, "loop: trl always clips; cliprange_value must be a number"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        config(tmp_path, **changes)

@@ -1,0 +1,43 @@
+"""From the scores of a reward to those that are trained on."""
+
+from typing import Any
+
+from torch import Tensor
+
+from toolkit.functional import Moments, update_moments
+from toolkit.trainers.ppo_config import PPOConfig
+
+
+class ScoreShaper:
+    """Scales, centres and clips scores by what was seen so far, as TRL up to 0.11 did under the same names.
+
+    `use_score_scaling` divides by the running standard deviation, `use_score_norm` takes the running mean away first,
+    `score_clip` then cuts at ± its value. The scores of an update are among those that its moments are of.
+
+    Args:
+        args: says what is done.
+    """
+
+    def __init__(self, args: PPOConfig):
+        self.args = args
+        self.moments = Moments()
+
+    @property
+    def active(self) -> bool:
+        """Whether it changes scores at all."""
+        return self.args.use_score_scaling or self.args.score_clip is not None
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Scores to train on, (B,); remembers those that it is given."""
+        args = self.args
+        if args.use_score_scaling:
+            self.moments = update_moments(self.moments, scores)
+            centre = self.moments.mean if args.use_score_norm else 0.0
+            scores = (scores - centre) / self.moments.std
+        return scores if args.score_clip is None else scores.clamp(-args.score_clip, args.score_clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.moments._asdict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = Moments(**state)
