@@ -166,9 +166,18 @@ def result_path(result: dict[str, Any], folder: Path) -> Path:
 
 
 def write_result(result: dict[str, Any], folder: Path) -> Path:
-    """Write a result; one of the same kind and day is replaced."""
+    """Write a result in place of one of the same kind and day.
+
+    Sizes that this one has not run are taken over from that one, if machine, versions and model are the same.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = result_path(result, folder)
+    if "sizes" in result and path.is_file():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if all(earlier[key] == result[key] for key in ("machine", "versions", "model")):
+            repeats = {**earlier["arguments"]["repeats"], **result["arguments"]["repeats"]}
+            sizes = {**earlier["sizes"], **result["sizes"]}
+            result = {**result, "arguments": {**result["arguments"], "repeats": repeats}, "sizes": sizes}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -198,7 +207,7 @@ def main() -> int:
     except ToolkitError as error:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
-    out = Console()
+    out = Console(width=None if sys.stdout.isatty() else 140)
     for name, found in result["sizes"].items():
         out.print(terminal_table(name, found))
         for bar in found["bars"]:

@@ -99,6 +99,11 @@ def _where(result: Mapping[str, Any]) -> str:
     )
 
 
+def _rounds(found: Mapping[str, Any]) -> str:
+    number = len(found["rounds"])
+    return "one round" if number == 1 else f"medians of {number} rounds"
+
+
 def _cpu(result: Mapping[str, Any]) -> str:
     model, updates = result["model"], result["arguments"]["updates"]
     parts = [
@@ -108,7 +113,7 @@ def _cpu(result: Mapping[str, Any]) -> str:
     for size, found in result["sizes"].items():
         fastest = CONTENDERS[found["summary"]["fastest_stock"]].label
         verdicts = "\n".join(f"- {bar_line(bar)}" for bar in found["bars"])
-        title = f"**{_size_title(size, found['work'])}; medians of {len(found['rounds'])} rounds**"
+        title = f"**{_size_title(size, found['work'])}; {_rounds(found)}**"
         parts += [title, _markdown(_COLUMNS, _rows(found))]
         parts += [f"The fastest stock form: {fastest}.", verdicts]
     return "\n\n".join(parts)

@@ -326,6 +326,17 @@ def test_the_result_says_where_it_ran_and_not_on_whose_machine(result, checkpoin
     assert len(read["sizes"]["base"]["rounds"]) == 2
 
 
+def test_sizes_can_be_run_one_by_one(result, tmp_path):
+    found, _, _ = result
+    driver.write_result(found, tmp_path)
+    large = {**found, "sizes": {"large": found["sizes"]["base"]}}
+    read = json.loads(driver.write_result(large, tmp_path).read_text(encoding="utf-8"))
+    assert list(read["sizes"]) == ["base", "large"]
+    other = {**large, "machine": {**found["machine"], "cores": 99}}
+    read = json.loads(driver.write_result(other, tmp_path).read_text(encoding="utf-8"))
+    assert list(read["sizes"]) == ["large"]
+
+
 def test_the_page_is_filled_from_the_newest_result_of_each_kind(result, tmp_path):
     found, _, _ = result
     page = "".join(f"<!-- {kind} results -->\nold\n<!-- end of {kind} results -->\n" for kind in table.KINDS)

@@ -61,7 +61,12 @@ def task_of(tmp_path, tokenizer, rows, **arguments):
 )
 def test_every_column_that_can_be_the_prompt(row, text, tmp_path, chat_tokenizer):
     (prompt,) = task_of(tmp_path, chat_tokenizer, [row]).prompts("train")
+    messages = prompt.pop("messages", None)
     assert prompt == {"input_ids": ids(text), "prompt": text}
+    # The conversation itself, for a reward model with another template; token ids have none.
+    (value,) = row.values()
+    asked = [user(value)] if isinstance(value, str) else value
+    assert messages == (None if "input_ids" in row else asked)
 
 
 def test_the_first_row_decides_in_a_fixed_order(tmp_path, chat_tokenizer):
@@ -91,10 +96,11 @@ def test_columns_are_mapped_ours_first(tmp_path, chat_tokenizer):
     ):
         data = task_of(tmp_path, chat_tokenizer, rows, columns=columns).prompts("train")
         assert data["prompt"][0] == text
-    assert data.column_names == ["input_ids", "prompt", "question", "talk", "tokens"]
+    assert data.column_names == ["input_ids", "prompt", "question", "talk", "tokens", "messages"]
     # What is mapped comes before a column that merely has one of our names.
     named = task_of(tmp_path, chat_tokenizer, [{"q": "1", "prompt": "2", "input_ids": [3]}], columns={"prompt": "q"})
-    assert named.prompts("train")[0] == {"input_ids": ids("_:1=x:"), "prompt": "_:1=x:"}
+    (row,) = named.prompts("train")
+    assert row == {"input_ids": ids("_:1=x:"), "prompt": "_:1=x:", "messages": [user("1")]}
 
 
 def test_text_as_it_is_has_the_special_tokens_of_the_tokenizer(tmp_path):
@@ -128,13 +134,14 @@ def test_a_system_message_for_prompts_that_have_none(system, texts, tmp_path, ch
 def test_other_columns_are_passed_on(tmp_path, chat_tokenizer):
     rows = [{"query": "1", "score": 1.5, "tags": ["a"]}, {"query": "2", "about": {"b": 1}, "tags": []}]
     data = task_of(tmp_path, chat_tokenizer, rows).prompts("train")
-    assert data.column_names == ["input_ids", "prompt", "score", "tags", "about"]
+    assert data.column_names == ["input_ids", "prompt", "score", "tags", "messages", "about"]
     batch = PromptCollator(0)([data[i] for i in range(2)])
     assert batch["columns"] == {
         "prompt": ["_:1=x:", "_:2=x:"],
         "score": [1.5, None],
         "tags": [["a"], []],
         "about": [None, {"b": 1}],
+        "messages": [[user("1")], [user("2")]],
     }
     with pytest.raises(
         DataError, match='data.train: .*x.jsonl: column "score" does not hold values of one type .*Mend'

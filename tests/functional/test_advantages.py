@@ -69,3 +69,24 @@ def test_padding_changes_nothing(garbage):
     )
     torch.testing.assert_close(padded[:, :2], plain, **EXACT)
     assert (padded[:, 2:] == 0).all()
+
+
+def test_a_cut_episode_goes_on_with_its_final_value():
+    """As one token more, without reward, whose value is the final one; and an episode that is over is as before."""
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 2, 4)
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    final = torch.tensor([2.0, 0.0])
+    settings = {"gamma": 0.9, "lam": 0.8}
+    advantages, returns = generalized_advantage_estimation(rewards, values, mask, final_values=final, **settings)
+    plain, _ = generalized_advantage_estimation(rewards, values, mask, **settings)
+    torch.testing.assert_close(advantages[1], plain[1])
+    # By hand, the first row: the last difference has γ · 2 more, and each token before it (γλ) times what follows.
+    for t in range(3):
+        assert (advantages - plain)[0, t].item() == pytest.approx(0.9 * 2.0 * (0.9 * 0.8) ** (2 - t), rel=1e-5)
+    torch.testing.assert_close(returns, torch.where(mask, advantages + values, 0.0))
+    assert not advantages[~mask].any()
+    full = torch.ones(2, 4, dtype=torch.bool)
+    to_the_end, _ = generalized_advantage_estimation(rewards, values, full, final_values=final, **settings)
+    ended, _ = generalized_advantage_estimation(rewards, values, full, **settings)
+    assert (to_the_end - ended)[0, 3].item() == pytest.approx(1.8, rel=1e-5)

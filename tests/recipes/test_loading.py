@@ -128,7 +128,7 @@ def test_three_mistakes_one_error(tmp_path):
         ({"reward_data": {"task": "poetry"}}, "reward_data.task — one of doubling, preferences, prompts is needed"),
         ({"reward_data": {"task": "doubling", "sed": 1}}, "reward_data.sed — section doubling has no such field."),
         ({"sft_data": {"task": "doubling"}}, "sft_data — would have no effect: there is no section sft."),
-        ({"ppo": {"kl_estimator": "k5"}}, "ppo.kl_estimator — 'k1' or 'k2' or 'k3' or 'full' is needed, got 'k5'."),
+        ({"ppo": {"kl_estimator": "k5"}}, "ppo.kl_estimator — 'k1' or 'k2' or 'k3' or 'abs' or 'full' is needed, got"),
         ({"scorer": {"kind": "function"}}, "scorer.function — belongs to scorer.kind: function, and is needed there"),
         ({"scorer": {"kind": "function", "function": "a:b"}, "start": {"value": "reward"}}, "there is no reward role"),
         ({"seed": "one"}, "seed — a whole number is needed, got 'one'."),

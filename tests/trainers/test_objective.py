@@ -137,7 +137,7 @@ def test_a_positive_entropy_coefficient_raises_the_entropy(tmp_path):
         batch = PromptCollator(0)([{"input_ids": PROMPTS[0], "number": 0}] * 64)
         torch.manual_seed(0)
         sampled = ours.generate(batch)
-        entropies[coefficient] = -ours._read_roles(sampled, values=False).logprobs.sum() / sum(sampled.lengths)
+        entropies[coefficient] = -ours.read_roles(sampled, values=False).logprobs.sum() / sum(sampled.lengths)
     assert entropies[1.0] > entropies[0.0] + 0.05
 
 
@@ -200,6 +200,24 @@ def test_scores_are_logged_as_they_are_and_trained_on_as_shaped(tmp_path):
     assert stats["score"] == pytest.approx(-0.125) and stats["shaped_score"] == pytest.approx(-0.5)
     plain, _ = prepared(tmp_path, vf_coef=0.1)
     assert "shaped_score" not in plain.step(batch, rollout(RESPONSES), SCORES)
+
+
+@pytest.mark.parametrize("value", ["separate", "shared"])
+def test_cut_responses_are_bootstrapped_from_the_value_role(value, tmp_path):
+    settings = {"value": value, "gamma": 0.9, "lam": 0.8, "whiten_advantages": False}
+    found = {}
+    for way in ("terminal", "bootstrap"):
+        ours = trainer(tmp_path, shared_base(value=value), truncated_as=way, **settings)
+        ours._prepare_training()
+        found[way] = ours._make_experience(rollout(RESPONSES), SCORES).advantages
+    difference = found["bootstrap"] - found["terminal"]
+    assert not difference[[0, 2, 3]].any()  # they ended by themselves
+    with torch.no_grad(), ours.roles.role("value"):
+        hidden = ours.roles.hidden_states(torch.tensor([PROMPTS[1] + RESPONSES[1]]), None)
+        after = ours.roles.head("value")(hidden[0, -1]).item()
+    assert abs(after) > 0.01
+    expected = [0.9 * after * (0.9 * 0.8) ** (5 - t) for t in range(6)]
+    assert difference[1].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_short_responses_are_punished(tmp_path):

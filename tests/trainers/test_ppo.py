@@ -138,7 +138,7 @@ def test_sampling_follows_the_log_probabilities_that_the_update_uses(tmp_path):
     sampled = ours.generate(PromptCollator(0)([row] * 4000))
     counts = torch.bincount(torch.tensor([r[0] for r in sampled.response_ids]), minlength=42) / 4000
     everything = rollout([[t] for t in range(42)], [row["input_ids"]] * 42)
-    logprobs = ours._read_roles(everything, values=False).logprobs
+    logprobs = ours.read_roles(everything, values=False).logprobs
     assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
     assert (counts - logprobs.squeeze(1).exp()).abs().max() < 0.03
 
@@ -415,3 +415,21 @@ def test_best_of_n_keeps_what_the_reward_scores_highest(tmp_path):
     assert found.scores.max(dim=1).values.mean() > found.scores.mean()
     with pytest.raises(ValueError, match="at least one prompt and one sample"):
         ours.best_of(prompts, 0)
+
+
+def test_parts_of_a_score_are_logged_by_name(tmp_path):
+    class Sum:
+        """As `WeightedSum`: the parts of the last call stand beside the scores."""
+
+        def __call__(self, rollout):
+            lengths = torch.tensor(rollout.lengths, dtype=torch.float32)
+            self.last_parts = {"length": lengths, "one": torch.ones(len(rollout))}
+            return lengths - 1
+
+    ours = trainer(tmp_path, reward=Sum(), per_device_eval_batch_size=3)
+    batch = next(iter(ours.dataloader))
+    responses = rollout([[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]])
+    stats = ours.step(batch, responses, ours.score(batch, responses))
+    assert (stats["score/length"], stats["score/one"], stats["score"]) == (3.75, 1.0, 2.75)
+    metrics, answers, _ = ours.evaluate_rollout(dataset(1))
+    assert metrics["score/length"] == pytest.approx(sum(answers.lengths) / 4) and metrics["score/one"] == 1.0

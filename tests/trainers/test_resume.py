@@ -289,6 +289,21 @@ def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
     assert not any("reward" in name for name in load_file(tmp_path / "module" / "checkpoint-1" / "state.safetensors"))
 
 
+def test_a_run_that_stopped_early_stays_stopped(tmp_path):
+    """No evaluation is better than the first, of a constant score; after two of them training ends."""
+    settings = {
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score", "load_best_model_at_end": True,
+        "early_stopping_patience": 2, "reward": lambda rollout: [0.0] * len(rollout),
+    }  # fmt: skip
+    whole = make(ppo, tmp_path, **settings)
+    whole.train()
+    assert whole.state.global_step == 3 and whole.state.best_global_step == 1
+    again = make(ppo, tmp_path, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3 and again.resumed_at == (3,)
+    assert_same(weights(whole), weights(again))
+
+
 class StopAfter(TrainerCallback):
     """Ends the loop early, with a checkpoint, as a user's own callback might."""
 

@@ -118,7 +118,7 @@ class Preferences(ReportsLeftOut):
         if max(map(len, responses.values())) > self.max_response_length:
             raise Unusable(f"a response over {self.max_response_length} tokens")
         encoded = {f"{name}_ids": prompt_ids + ids for name, ids in responses.items()}
-        return {"input_ids": prompt_ids, "prompt": prompt, **encoded}
+        return {"input_ids": prompt_ids, "prompt": prompt, "messages": chosen[:-1], **encoded}
 
     @cached_property
     def _splits(self) -> dict[str, list[dict[str, Any]]]:
@@ -160,13 +160,13 @@ class Preferences(ReportsLeftOut):
         )
 
     def prompts(self, split: str) -> Dataset:
-        """Prompts; columns `input_ids`, `prompt`. Each prompt once, however many pairs have it.
+        """Prompts; columns `input_ids`, `prompt`, `messages`. Each prompt once, however many pairs have it.
 
         "test" is "validation": a preference file has no third part.
         """
         rows = self._splits["train" if split == "train" else "validation"]
-        unique = {row["prompt"]: row["input_ids"] for row in rows}
-        return Dataset.from_list([{"input_ids": ids, "prompt": prompt} for prompt, ids in unique.items()])
+        unique = {row["prompt"]: {key: row[key] for key in ("input_ids", "prompt", "messages")} for row in rows}
+        return Dataset.from_list(list(unique.values()))
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """None of its own: what counts is the reward's score."""

@@ -31,7 +31,7 @@ class PromptEncoder:
     _chosen: tuple[str, str] | None = field(default=None, init=False)
 
     def __call__(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
-        """`input_ids`, `prompt` (text), and the row's other columns.
+        """`input_ids`, `prompt` (text), `messages` if it is a conversation, and the row's other columns.
 
         Raises:
             Unusable: the row cannot be a prompt.
@@ -50,16 +50,18 @@ class PromptEncoder:
             raise Unusable("an empty prompt")
         if kind == "input_ids":
             input_ids = self._checked_ids(value)
-            prompt = str(self.tokenizer.decode(input_ids))
+            messages, prompt = None, str(self.tokenizer.decode(input_ids))
         else:
-            prompt = self._text(place, kind, value)
+            messages = self._messages(place, kind, value)
+            prompt = value if messages is None else chat_prompt(self.tokenizer, messages, self.system)
             input_ids = self.tokenizer.encode(prompt, add_special_tokens=not self.chat)
         if not input_ids:
             raise Unusable("an empty prompt")
         if len(input_ids) > self.max_prompt_length:
             raise Unusable(f"a prompt over {self.max_prompt_length} tokens")
         others = {name: item for name, item in row.items() if name != column}
-        return {**others, "input_ids": input_ids, "prompt": prompt}
+        asked = {} if messages is None else {"messages": messages}
+        return {**others, "input_ids": input_ids, "prompt": prompt, **asked}
 
     def _prompt_column(self, place: str, row: dict[str, Any]) -> tuple[str, str]:
         """Which kind of prompt the source has, and its column's name there."""
@@ -99,17 +101,13 @@ class PromptEncoder:
             raise Unusable("ids that are not in the vocabulary")
         return value
 
-    def _text(self, place: str, kind: str, value: Any) -> str:
-        """The prompt as text, in the chat template unless that is off."""
+    def _messages(self, place: str, kind: str, value: Any) -> list[dict[str, Any]] | None:
+        """The prompt as messages; None where text is taken as it is."""
         if kind == "messages" or (kind == "prompt" and isinstance(value, list)):
             self._check_kind(place, "messages")
-            messages = checked_messages(value)
-        elif not isinstance(value, str):
+            return checked_messages(value)
+        if not isinstance(value, str):
             raise Unusable(f"a {kind} that is no text")
-        elif not value.strip():
+        if not value.strip():
             raise Unusable("an empty prompt")
-        elif not self.chat:
-            return value
-        else:
-            messages = [{"role": "user", "content": value}]
-        return chat_prompt(self.tokenizer, messages, self.system)
+        return [{"role": "user", "content": value}] if self.chat else None

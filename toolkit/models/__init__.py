@@ -17,6 +17,7 @@ from toolkit.models.forward import (
     response_logprobs_and_values,
     response_values,
     sequence_logits,
+    value_after_response,
 )
 from toolkit.models.heads import ScoreHead, score_positions
 from toolkit.models.memory import LENGTH_MULTIPLE, release_memory
@@ -57,4 +58,5 @@ __all__ = [
     "score_positions",
     "sequence_logits",
     "stop_token_ids",
+    "value_after_response",
 ]

@@ -54,6 +54,17 @@ def response_values(base: SharedBase, sequences: Sequences) -> Tensor:
     return _scatter(base.head("value")(states).squeeze(-1), sequences.response_mask)
 
 
+def value_after_response(base: SharedBase, sequences: Sequences) -> Tensor:
+    """The value head's estimate after the last response token of each row: float32 (B,).
+
+    What a response that was only cut off would still have been worth. Call it in the role "value".
+    """
+    hidden = base.hidden_states(sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids)
+    last = torch.where(sequences.response_mask, sequences.response_positions, -1).amax(dim=1)  # (B,)
+    rows = torch.arange(last.shape[0], device=last.device)
+    return base.head("value")(hidden[rows, last]).squeeze(-1)
+
+
 def response_logprobs_and_values(
     base: SharedBase, sequences: Sequences, *, temperature: float = 1.0, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:

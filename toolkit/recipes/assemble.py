@@ -5,13 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback, set_seed
 
 from toolkit.errors import RecipeError
 from toolkit.models import SharedBase, build_base, load_base, load_role
 from toolkit.recipes.recipe import Recipe
 from toolkit.reports import MetricsFile, ProgressBar
-from toolkit.rewards import Reward, RewardAdapter, load_function
+from toolkit.rewards import (
+    RemoteReward,
+    Reward,
+    RewardAdapter,
+    RewardModel,
+    ScorerSection,
+    WeightedSum,
+    load_function,
+)
+from toolkit.rewards.model import PROMPT_COLUMNS
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.sft import sft_trainer
@@ -122,7 +131,7 @@ def ppo_roles(recipe: Recipe) -> tuple[SharedBase, int]:
     else:
         load_role(roles, "policy", start)
     add_reference(recipe, roles)
-    if recipe.scorer.kind == "adapter":
+    if recipe.scorer.needs_reward_role:
         about = load_role(roles, "reward", recipe.start.reward or recipe.stage_folder("reward") / "reward")
         pad_token_id = about.get("pad_token_id", pad_token_id)
     if recipe.values["ppo"].get("value", "separate") == "shared":
@@ -138,11 +147,74 @@ def ppo_roles(recipe: Recipe) -> tuple[SharedBase, int]:
 
 
 def make_reward(recipe: Recipe, roles: SharedBase, pad_token_id: int, batch_size: int) -> Reward:
-    """The reward callback of a recipe."""
-    scorer = recipe.scorer
-    if scorer.function is not None:
-        return load_function(scorer.function)
-    return RewardAdapter(roles, pad_token_id=pad_token_id, class_column=scorer.class_column, batch_size=batch_size)
+    """The reward callback of a recipe; `batch_size` is that of the reward adapter."""
+
+    def made(scorer: ScorerSection) -> Reward:
+        if scorer.kind == "sum":
+            parts = scorer.part_sections
+            return WeightedSum(
+                {name: made(part) for name, part in parts.items()}, {name: part.weight for name, part in parts.items()}
+            )
+        if scorer.kind == "function":
+            return load_function(str(scorer.function))
+        if scorer.kind == "model":
+            return _reward_model(recipe, scorer)
+        if scorer.kind == "remote":
+            return RemoteReward(
+                str(scorer.url),
+                batch_size=scorer.batch_size,
+                timeout=scorer.timeout,
+                retries=scorer.retries,
+                token_variable=scorer.token_variable,
+            )
+        return RewardAdapter(
+            roles,
+            pad_token_id=pad_token_id,
+            class_column=scorer.class_column,
+            class_score=scorer.class_score,
+            batch_size=batch_size,
+        )
+
+    return made(recipe.scorer)
+
+
+def _reward_model(recipe: Recipe, scorer: ScorerSection) -> RewardModel:
+    check_prompt_column(recipe, scorer, stage_dataset(recipe, "ppo", "prompts", "train").column_names)
+    quantization = None if scorer.quantization is None else BitsAndBytesConfig(**scorer.quantization)
+    return RewardModel.load(
+        str(scorer.model),
+        quantization=quantization,
+        dtype=scorer.dtype,
+        revision=scorer.revision,
+        trust_remote_code=scorer.trust_remote_code,
+        reads=scorer.reads,
+        prompt_column=scorer.prompt_column,
+        class_column=scorer.class_column,
+        class_score=scorer.class_score,
+        max_length=scorer.max_length,
+        batch_size=scorer.batch_size,
+    )
+
+
+def check_prompt_column(recipe: Recipe, scorer: ScorerSection, columns: list[str]) -> None:
+    """The prompts have text for another model to read, without the template of the base around it.
+
+    Raises:
+        RecipeError: they do not.
+    """
+    if scorer.reads == "response":
+        return
+    wanted = PROMPT_COLUMNS if scorer.prompt_column is None else (scorer.prompt_column,)
+    column = next((name for name in wanted if name in columns), None)
+    problem = f"the prompts have no column {' or '.join(wanted)}; present: {', '.join(columns)}"
+    if scorer.prompt_column is None and column == "prompt" and getattr(recipe.task, "chats", False):
+        problem = "the column prompt has the chat template of the base around it, and another model has another"
+    elif column is not None:
+        return
+    raise RecipeError(
+        f"scorer.prompt_column: {problem}. Name the column with the prompt as text or messages, or set "
+        "scorer.reads=response."
+    )
 
 
 def make_ppo_trainer(recipe: Recipe, *, reward: Reward | None = None) -> Any:

@@ -32,7 +32,10 @@ from toolkit.recipes import assemble, stages
 from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, UpdateFacts
 from toolkit.recipes.recipe import Recipe
 from toolkit.recipes.schema import STAGE_CLASSES, TOP_LEVEL
-from toolkit.rewards import RewardAdapter, load_function
+from toolkit.rewards import RewardAdapter, ScorerSection
+from toolkit.rewards.function import check_function
+from toolkit.rewards.model import checked_length, checked_reads, read_checkpoint
+from toolkit.rewards.remote import read_token
 from toolkit.trainers.self_checks import check_dataset, check_tokenizer
 from toolkit.trainers.stock_ppo import check_trl_loop
 
@@ -89,15 +92,23 @@ class _Check:
         if line not in self.problems:  # two stages may read one file
             self.problems.append(line)
 
+    @contextmanager
+    def at_scorer(self, place: str, key: str) -> Iterator[None]:
+        """As `at`, for messages that call every part of a sum the scorer."""
+        try:
+            yield
+        except ToolkitError as error:
+            own = re.match(r"scorer\.(\w+): ", str(error))
+            self.note(f"{place}.{own.group(1) if own else key}", str(error)[own.end() if own else 0 :])
+
     def report(self) -> Report:
         values = self.recipe.values
         self._check_base()
         if self.roles is not None:
             with torch.device("meta"):
                 self._add_roles(self.roles)
-        if self.recipe.scorer.function is not None:
-            with self.at("scorer.function"):
-                load_function(self.recipe.scorer.function)
+        for place, scorer in self._scorers():
+            self._check_scorer_alone(place, scorer)
         # Without a tokenizer each data section would ask the hub for it again.
         found = [self._stage(stage) for stage in STAGE_CLASSES if stage in values and self.has_tokenizer]
         data = tuple(self._data_lines()) if self.has_tokenizer else ()
@@ -156,9 +167,9 @@ class _Check:
         sft_of_checkpoint = "sft" in recipe.values and recipe.base.model is not None
         if ppo is not None or sft_of_checkpoint:
             self._add(roles, "policy", start.policy, "sft" if sft_of_checkpoint else None)
-        if "reward" in recipe.values or (ppo is not None and recipe.scorer.kind == "adapter"):
+        if "reward" in recipe.values or (ppo is not None and recipe.scorer.needs_reward_role):
             self._add(roles, "reward", start.reward, "reward", num_labels=recipe.reward_head.num_labels)
-            self._check_scorer(roles)
+            self._check_adapter_scorers(roles)
         if ppo is not None:
             self._add_value(roles, shared=ppo.get("value", "separate") == "shared")
 
@@ -196,11 +207,39 @@ class _Check:
                 with self.at("start.value"):
                     roles.copy_adapter("reward", "value")
 
-    def _check_scorer(self, roles: SharedBase) -> None:
+    def _scorers(self) -> Iterator[tuple[str, ScorerSection]]:
+        """The scorer, or the parts of a sum, each with its place in the recipe."""
         scorer = self.recipe.scorer
-        if "ppo" in self.recipe.values and scorer.kind == "adapter" and "reward" in roles.roles:
-            with self.at("scorer.class_column"):
-                RewardAdapter(roles, pad_token_id=0, class_column=scorer.class_column)
+        parts = {f"scorer.parts.{name}": part for name, part in scorer.part_sections.items()}
+        yield from parts.items() if scorer.kind == "sum" else [("scorer", scorer)]
+
+    def _check_adapter_scorers(self, roles: SharedBase) -> None:
+        for place, scorer in self._scorers():
+            if "ppo" in self.recipe.values and scorer.kind == "adapter" and "reward" in roles.roles:
+                with self.at(f"{place}.class_column"):
+                    RewardAdapter(roles, pad_token_id=0, class_column=scorer.class_column)
+
+    def _check_scorer_alone(self, place: str, scorer: ScorerSection) -> None:
+        """What a scorer needs beside the base. No server is asked and no file run."""
+        if scorer.function is not None:
+            with self.at_scorer(place, "function"):
+                check_function(scorer.function)
+        if scorer.token_variable is not None:
+            with self.at_scorer(place, "token_variable"):
+                read_token(scorer.token_variable)
+        if scorer.model is not None:
+            with self.at_scorer(place, "model"):
+                config, tokenizer = read_checkpoint(
+                    scorer.model,
+                    revision=scorer.revision,
+                    trust_remote_code=scorer.trust_remote_code,
+                    class_column=scorer.class_column,
+                )
+                checked_reads(tokenizer, scorer.reads)
+                checked_length(config, tokenizer, scorer.max_length)
+                if Path(scorer.model).is_dir():
+                    for problem in _weight_file_problems(Path(scorer.model)):
+                        self.note(f"{place}.model", problem)
 
     def _role_facts(self, roles: SharedBase) -> Iterator[RoleFacts]:
         for role in roles.roles:
@@ -269,17 +308,21 @@ class _Check:
         # Without the reward role that the recipe asks for there is another problem, noted already.
         if config.loop != "trl" or self.roles is None:
             return
-        if "reward" in self.roles.roles or self.recipe.scorer.kind != "adapter":
+        if "reward" in self.roles.roles or not self.recipe.scorer.needs_reward_role:
             with self.at("ppo.loop"):
                 check_trl_loop(config, self.recipe.tokenizer, self.roles)
 
     def _check_prompts(self, prompts: Any, batch_size: int) -> None:
         with self.at(self.recipe.data_section("ppo")):
             check_dataset(prompts, batch_size)
-        column = self.recipe.scorer.class_column
-        if column is not None and column not in prompts.column_names:
-            there = ", ".join(prompts.column_names)
-            self.note("scorer.class_column", f'the prompts have no column "{column}"; present: {there}.')
+        for place, scorer in self._scorers():
+            column = scorer.class_column
+            if column is not None and column not in prompts.column_names:
+                there = ", ".join(prompts.column_names)
+                self.note(f"{place}.class_column", f'the prompts have no column "{column}"; present: {there}.')
+            if scorer.model is not None:
+                with self.at_scorer(place, "prompt_column"):
+                    assemble.check_prompt_column(self.recipe, scorer, prompts.column_names)
 
     def _check_length(self, stage: str, longest: int) -> None:
         positions = self.base.positions if self.base else None

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toolkit.data.sources import HUB_SETTINGS, is_hub_id
 from toolkit.errors import RecipeError
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import DATA_SECTIONS, check_recipe
+from toolkit.recipes.schema import DATA_SECTIONS, check_recipe, with_reward_files
 
 
 def recipe_folder() -> Path:
@@ -139,6 +139,7 @@ def load(
         raise _problems(path, [" ".join(str(error).split())]) from error
     assert isinstance(resolved, dict)
     checked = _without_the_replaced({str(key): value for key, value in resolved.items()}, overrides)
+    checked = with_reward_files(checked, path.parent)
     problems = check_recipe(checked)
     if problems:
         raise _problems(path, problems)

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -16,6 +17,10 @@ from transformers import BitsAndBytesConfig
 from trl import RewardConfig, SFTConfig
 
 from toolkit.data import TASKS
+from toolkit.rewards import PartSection
+from toolkit.rewards import ScorerSection as ScorerSection  # where recipes look for all sections
+from toolkit.rewards.function import beside
+from toolkit.rewards.section import section_problems
 from toolkit.trainers.ppo_config import PPOConfig, ignored_by_our_loop
 
 
@@ -41,21 +46,6 @@ class BaseSection:
     revision: str | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
-
-
-@dataclass(frozen=True)
-class ScorerSection:
-    """Section `scorer`: where a response's score comes from.
-
-    Args:
-        kind: the reward adapter on the shared base, or a Python function.
-        function: "module:function", for kind "function".
-        class_column: for a reward head with several outputs: see `toolkit.rewards.RewardAdapter`.
-    """
-
-    kind: Literal["adapter", "function"] = "adapter"
-    function: str | None = None
-    class_column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -311,12 +301,56 @@ def check_data(values: Any, place: str = "data") -> list[str]:
     return check_keys(place, arguments, TASKS[values["task"]], hidden=("tokenizer",))
 
 
+def check_scorer(values: Any, place: str = "scorer") -> list[str]:
+    """Problems of the section `scorer`, or of a part of a sum."""
+    owner = ScorerSection if place == "scorer" else PartSection
+    problems = check_keys(place, values, owner)
+    if problems:
+        return problems
+    problems = section_problems(place, values)
+    if values.get("quantization") is not None:
+        problems += _check_quantization(f"{place}.quantization", values["quantization"])
+    for name, part in (values.get("parts") or {}).items():
+        inner = f"{place}.parts.{name}"
+        if owner is PartSection or (isinstance(part, dict) and part.get("kind") == "sum"):
+            problems.append(f"{inner} — is a sum within a sum. Give its parts to the outer one.")
+        else:
+            problems += check_scorer(part, inner)
+    return problems
+
+
+def needs_reward_role(scorer: dict[str, Any]) -> bool:
+    """As `ScorerSection.needs_reward_role`, of a section that may have problems."""
+    parts = scorer.get("parts")
+    every = [scorer, *parts.values()] if isinstance(parts, dict) else [scorer]
+    return any(isinstance(part, dict) and part.get("kind", "adapter") == "adapter" for part in every)
+
+
+def with_reward_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The recipe with a reward's file found in the recipe's own folder, where the current one has none of that name."""
+
+    def found(scorer: Any) -> Any:
+        if not isinstance(scorer, dict):
+            return scorer
+        changed = dict(scorer)
+        if isinstance(scorer.get("function"), str):
+            changed["function"] = beside(scorer["function"], folder)
+        if isinstance(scorer.get("parts"), dict):
+            changed["parts"] = {name: found(part) for name, part in scorer["parts"].items()}
+        return changed
+
+    return {**values, "scorer": found(values["scorer"])} if "scorer" in values else values
+
+
+def _check_quantization(place: str, values: dict[str, Any]) -> list[str]:
+    return check_keys(place, values, BitsAndBytesConfig) or _construct(place, lambda: BitsAndBytesConfig(**values))
+
+
 def _check_base(base: dict[str, Any], values: dict[str, Any]) -> list[str]:
     """Problems of the section `base` beyond its keys."""
     problems = []
     if base.get("quantization") is not None:
-        found = check_keys("base.quantization", base["quantization"], BitsAndBytesConfig)
-        problems += found or _construct("base.quantization", lambda: BitsAndBytesConfig(**base["quantization"]))
+        problems += _check_quantization("base.quantization", base["quantization"])
     if (base.get("model") is None) == (base.get("config") is None):
         problems.append(
             "base — exactly one of model (a checkpoint) and config (random weights) is needed. "
@@ -342,7 +376,7 @@ def check_recipe(values: dict[str, Any]) -> list[str]:
         problems.append(f"seed — a whole number is needed, got {values['seed']!r}.")
     for name, owner in PLAIN_SECTIONS.items():
         if name in values:
-            problems += check_keys(name, values[name], owner)
+            problems += check_scorer(values[name]) if owner is ScorerSection else check_keys(name, values[name], owner)
     if isinstance(values.get("base"), dict):
         problems += _check_base(values["base"], values)
     for place in DATA_SECTIONS:
@@ -383,13 +417,11 @@ def _check_together(values: dict[str, Any]) -> list[str]:
             problems.append("start.value — would have no effect: ppo.value is shared.")
         if not shared and "value" not in adapters and not start.get("value"):
             problems.append("adapters.value — is missing: ppo.value is separate. Add it, or set ppo.value to shared.")
-        function = scorer.get("kind", "adapter") == "function"
-        if function != (scorer.get("function") is not None):
-            problems.append(
-                "scorer.function — belongs to scorer.kind: function, and is needed there (module:function)."
-            )
-        if function and start.get("value") == "reward":
-            problems.append("start.value — is reward, but with scorer.kind: function there is no reward role.")
+        kind = scorer.get("kind", "adapter")
+        if not needs_reward_role(scorer) and start.get("value") == "reward":
+            problems.append(f"start.value — is reward, but with scorer.kind: {kind} there is no reward role.")
+        if kind == "sum" and ppo.get("loop") == "trl":
+            problems.append("ppo.loop — trl scores with the reward adapter alone, not with a sum. Use toolkit.")
     if "sft" in values and "policy" not in adapters and _section(values, "base").get("model") is not None:
         why = (
             "4-bit weights have no gradients" if _section(values, "base").get("quantization") else "all roles share it"

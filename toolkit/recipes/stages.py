@@ -57,11 +57,11 @@ def prerequisites(recipe: Recipe, stage: str) -> list[str]:
         and (recipe.base.model is None or (stage == "ppo" and not recipe.start.policy))
     ):
         needed.append("sft")
-    if stage == "ppo" and recipe.scorer.kind == "adapter" and not recipe.start.reward:
+    if stage == "ppo" and recipe.scorer.needs_reward_role and not recipe.start.reward:
         if "reward" not in recipe.values:
             raise RecipeError(
                 f'{recipe.name}: stage "ppo" needs a trained reward role, and the recipe has no section "reward". '
-                "Add one, name a trained adapter with start.reward=FOLDER, or set scorer.kind=function."
+                "Add one, name a trained adapter with start.reward=FOLDER, or score by something else (scorer.kind)."
             )
         needed.append("reward")
     return needed

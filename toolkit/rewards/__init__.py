@@ -1,11 +1,28 @@
 """Reward callbacks: called with a rollout, they return one score for each response.
 
-`RewardAdapter` reads the reward role on the shared base; `load_function` finds a plain Python function
-by name. Anything callable of the same form will do.
+`RewardAdapter` reads the reward role on the shared base, `RewardModel` a checkpoint with a base and tokenizer of its
+own, `RemoteReward` asks an HTTP server, `WeightedSum` adds others up, and `load_function` finds a plain Python
+function, sync or async, by name. Anything callable of the same form will do.
 """
 
 from toolkit.rewards.adapter import RewardAdapter, read_sequences
 from toolkit.rewards.base import Reward, check_scores, score_with
 from toolkit.rewards.function import load_function
+from toolkit.rewards.model import RewardModel
+from toolkit.rewards.remote import RemoteReward
+from toolkit.rewards.section import PartSection, ScorerSection
+from toolkit.rewards.weighted import WeightedSum
 
-__all__ = ["Reward", "RewardAdapter", "check_scores", "load_function", "read_sequences", "score_with"]
+__all__ = [
+    "PartSection",
+    "RemoteReward",
+    "Reward",
+    "RewardAdapter",
+    "RewardModel",
+    "ScorerSection",
+    "WeightedSum",
+    "check_scores",
+    "load_function",
+    "read_sequences",
+    "score_with",
+]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from toolkit.data import Rollout, pad_rows
-from toolkit.errors import RewardError
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, sequence_logits
+from toolkit.rewards.classes import ClassScore, check_outputs, scores_of
 
 
 @torch.no_grad()
@@ -42,37 +42,30 @@ class RewardAdapter:
         base: carries the role.
         pad_token_id: the one that the head was trained with.
         class_column: for a head with several outputs, the data set's column with the index of the wanted
-            class. The score is then log p(class), which saturates at 0 once the class is certain; a raw logit
-            would go on paying for more of the same.
+            class.
+        class_score: what a class's score is: "logprob", which saturates at 0 once the class is certain, or "logit",
+            which goes on paying for more of the same.
         batch_size: responses a forward pass.
 
     Raises:
         RewardError: a head with several outputs and no column to choose by, or the reverse.
     """
 
-    def __init__(self, base: SharedBase, *, pad_token_id: int, class_column: str | None = None, batch_size: int = 64):
-        outputs = base.head("reward").out_features
-        if (outputs == 1) != (class_column is None):
-            raise RewardError(
-                f"the reward head has {outputs} output(s) and scorer.class_column is {class_column!r}: "
-                "a score needs one output and no column, classes need the column that names the wanted one."
-            )
-        self.base, self.pad_token_id, self.class_column = base, pad_token_id, class_column
+    def __init__(
+        self,
+        base: SharedBase,
+        *,
+        pad_token_id: int,
+        class_column: str | None = None,
+        class_score: ClassScore = "logprob",
+        batch_size: int = 64,
+    ):
+        check_outputs(base.head("reward").out_features, class_column, whose="the reward head")
+        self.base, self.pad_token_id = base, pad_token_id
+        self.class_column, self.class_score = class_column, class_score
         self.batch_size = batch_size
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = [[*p, *r] for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
-        return self._score(
-            read_sequences(self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.batch_size), rollout
-        )
-
-    def _score(self, logits: Tensor, rollout: Rollout) -> Tensor:
-        if self.class_column is None:
-            return logits.squeeze(-1)
-        if self.class_column not in rollout.columns:
-            present = ", ".join(rollout.columns) or "none"
-            raise RewardError(
-                f'scorer.class_column: the prompts have no column "{self.class_column}"; present: {present}.'
-            )
-        wanted = torch.tensor([int(label) for label in rollout.columns[self.class_column]])
-        return logits.log_softmax(dim=-1).gather(1, wanted.unsqueeze(1)).squeeze(1)
+        logits = read_sequences(self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.batch_size)
+        return scores_of(logits, rollout, class_column=self.class_column, class_score=self.class_score)

@@ -1,24 +1,28 @@
 """What a reward is, and the check on what it returns."""
 
+import inspect
 import traceback
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from toolkit.data import Rollout
 from toolkit.errors import RewardError, ToolkitError
+from toolkit.rewards.awaiting import wait_for
 
 
 class Reward(Protocol):
     """Called with a rollout of B responses; returns B scores, as a tensor (B,) or any sequence of numbers.
 
+    An `async def` will do: it is awaited, once for the whole rollout.
+
     One that changes as it goes, as by a running mean, can have `state_dict()` and `load_state_dict(state)`: its state,
     made of numbers, text, lists, dicts and tensors, is then part of every checkpoint.
     """
 
-    def __call__(self, rollout: Rollout) -> Tensor | Sequence[float]: ...
+    def __call__(self, rollout: Rollout) -> Tensor | Sequence[float] | Awaitable[Tensor | Sequence[float]]: ...
 
 
 def score_with(reward: Reward, rollout: Rollout) -> Tensor:
@@ -28,7 +32,8 @@ def score_with(reward: Reward, rollout: Rollout) -> Tensor:
         RewardError: the callback raised, with the place in its code, or returned what `check_scores` refuses.
     """
     try:
-        scores = reward(rollout)
+        answer = reward(rollout)
+        scores: Any = wait_for(answer) if inspect.isawaitable(answer) else answer
     except ToolkitError:
         raise
     except Exception as error:

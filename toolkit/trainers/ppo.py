@@ -28,19 +28,16 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import GenerationConfig
 
-from toolkit.checkpoints import kept_random_states
-from toolkit.data import Rollout, concatenate
+from toolkit.data import Rollout
 from toolkit.functional import (
     KL_ESTIMATORS,
     adapt_kl_coef,
     clipped_value_loss,
     generalized_advantage_estimation,
-    kl_k1,
     penalize_missing_eos,
     penalize_short,
     scale_to_unit_variance,
     shape_rewards,
-    standard_error,
     whiten,
 )
 from toolkit.models import (
@@ -51,10 +48,12 @@ from toolkit.models import (
     response_logprobs,
     response_logprobs_and_values,
     response_values,
+    value_after_response,
 )
 from toolkit.rewards import check_scores, score_with
 from toolkit.trainers import self_checks
 from toolkit.trainers.best_of import BestOf, best_of
+from toolkit.trainers.evaluation import evaluate_rollout
 from toolkit.trainers.experience import Experience, RolesOnRollout, describe
 from toolkit.trainers.objective import PolicyTargets, policy_objective
 from toolkit.trainers.ppo_base import SharedBaseTrainer
@@ -135,6 +134,10 @@ class PPOTrainer(SharedBaseTrainer):
         with self.compute_loss_context_manager():
             return score_with(self.reward, responses)
 
+    def score_parts(self) -> dict[str, Tensor]:
+        """What each part of a weighted sum gave the rollout that was scored last, (B,) each."""
+        return getattr(self.reward, "last_parts", {})
+
     def best_of(self, prompts: Dataset | list[dict[str, Any]], n: int) -> BestOf:
         """Sample n responses to each prompt and keep the one that the reward scores highest; of equals the first.
 
@@ -168,7 +171,12 @@ class PPOTrainer(SharedBaseTrainer):
         described = describe(experience, kl_coef=self.kl_coef)
         if self.score_shaper.active:
             described["shaped_score"] = float(experience.shaped_scores.mean())
-        stats = {**described, "kl_coef": self.kl_coef, "learning_rate": learning_rate, **stats}
+        parts = {
+            f"score/{name}": float(part.mean())
+            for name, part in self.score_parts().items()
+            if len(part) == len(responses)  # else a loop of its own has scored something else since
+        }
+        stats = {**described, **parts, "kl_coef": self.kl_coef, "learning_rate": learning_rate, **stats}
         if self.args.kl_target is not None:
             self.kl_coef = adapt_kl_coef(
                 self.kl_coef,
@@ -210,7 +218,7 @@ class PPOTrainer(SharedBaseTrainer):
         )
 
     @torch.no_grad()
-    def _read_roles(self, rollout: Rollout, *, values: bool = True, full_kl: bool = False) -> RolesOnRollout:
+    def read_roles(self, rollout: Rollout, *, values: bool = True, full_kl: bool = False) -> RolesOnRollout:
         """What policy, reference and value say about a rollout: float32 (B, T) each, on the CPU."""
         read = RolesOnRollout(*(torch.zeros(len(rollout), max(rollout.lengths)) for _ in range(4)))
         rows = range(len(rollout))
@@ -247,18 +255,32 @@ class PPOTrainer(SharedBaseTrainer):
                 old_values = response_values(self.roles, sequences)
         return logprobs, ref_logprobs, old_values, kl
 
+    @torch.no_grad()
+    def _values_after(self, rollout: Rollout) -> Tensor:
+        """What comes after a response that was cut, by the value role: float32 (B,), 0 where it ended by itself."""
+        found = torch.zeros(len(rollout))
+        cut = [i for i, ended in enumerate(rollout.ended) if not ended]
+        with self.roles.in_eval_mode(), self.compute_loss_context_manager(), self.roles.role("value"):
+            for part in self._by_length(rollout, cut, self.args.local_rollout_forward_batch_size):
+                found[part] = value_after_response(self.roles, self._sequences(rollout, part)).cpu()
+                release_memory()
+        return found
+
     def _make_experience(self, rollout: Rollout, scores: Tensor) -> Experience:
         args = self.args
         mask = torch.arange(max(rollout.lengths)) < torch.tensor(rollout.lengths).unsqueeze(1)
         full = args.kl_estimator == "full"
-        logprobs, ref_logprobs, values, kl = self._read_roles(rollout, full_kl=full)
+        logprobs, ref_logprobs, values, kl = self.read_roles(rollout, full_kl=full)
         scores, shaped = self._penalized(scores, rollout), self._penalized(self.score_shaper(scores), rollout)
         if not full:
             kl = KL_ESTIMATORS[args.kl_estimator](logprobs, ref_logprobs)
         rewards = shape_rewards(shaped, kl, mask, kl_coef=self.kl_coef if args.kl_penalty_in == "reward" else 0.0)
         if args.whiten_rewards:
             rewards = scale_to_unit_variance(rewards, mask)
-        advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=args.gamma, lam=args.lam)
+        final_values = self._values_after(rollout) if args.truncated_as == "bootstrap" else None
+        advantages, returns = generalized_advantage_estimation(
+            rewards, values, mask, gamma=args.gamma, lam=args.lam, final_values=final_values
+        )
         if args.whiten_advantages:
             advantages = whiten(advantages, mask)
         return Experience(
@@ -382,31 +404,5 @@ class PPOTrainer(SharedBaseTrainer):
     # ------------------------------------------------------------------ evaluation
 
     def evaluate_rollout(self, dataset: Dataset) -> tuple[dict[str, float], Rollout, Tensor]:
-        """Answer, score and measure all prompts of a data set. Training's random state is left as it was.
-
-        Returns:
-            metrics: `score`, `score_se`, `kl` (mean over responses of the sum of log-ratios to the reference;
-            an estimate of the KL divergence where responses are sampled), `length`, `eos_share`, and the
-            metrics given to the constructor; then the rollout and its scores (N,).
-        """
-        size = self.args.per_device_eval_batch_size
-        rollouts, scores, kls = [], [], []
-        with kept_random_states(), torch.no_grad():
-            torch.manual_seed(self.args.seed)
-            for start in range(0, len(dataset), size):
-                batch = self.data_collator([dataset[i] for i in range(start, min(start + size, len(dataset)))])
-                rollout = self.generate(batch, do_sample=self.args.eval_do_sample)
-                logprobs, ref_logprobs, *_ = self._read_roles(rollout, values=False)
-                rollouts.append(rollout)
-                scores.append(self.score(batch, rollout))
-                kls.append(kl_k1(logprobs, ref_logprobs).sum(dim=1))  # both are 0 outside the mask
-        whole, all_scores = concatenate(rollouts), torch.cat(scores)
-        metrics = {
-            "score": float(all_scores.mean()),
-            "score_se": standard_error(all_scores),
-            "kl": float(torch.cat(kls).mean()),
-            "length": sum(whole.lengths) / len(whole),
-            "eos_share": sum(whole.ended) / len(whole),
-            **(self.metrics(whole) if self.metrics else {}),
-        }
-        return metrics, whole, all_scores
+        """Answer, score and measure all prompts of a data set. See `toolkit.trainers.evaluation`."""
+        return evaluate_rollout(self, dataset)

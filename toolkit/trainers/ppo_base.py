@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
@@ -76,6 +76,8 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         )
         if self.accelerator.num_processes > 1:
             raise ToolkitError("PPO here runs on one GPU; start it without torchrun or accelerate launch.")
+        if args.early_stopping_patience is not None:
+            self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
         if callbacks:
             self.remove_callback(DEFAULT_PROGRESS_CALLBACK)
             self.remove_callback(PrinterCallback)
@@ -161,8 +163,9 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> dict[str, float]:
         self._prepare_training()
+        over = False
         if checkpoint is not None:
-            self.load_checkpoint(checkpoint)
+            over = bool(self.load_checkpoint(checkpoint)["stopped_early"])
         args, state = self.args, self.state
         state.max_steps = self.total_updates
         state.num_train_epochs = self.total_updates * args.rollout_batch_size / len(self.train_dataset)
@@ -173,7 +176,7 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         if args.eval_on_start and self.eval_dataset is not None and checkpoint is None:
             self.evaluate()
         metrics: dict[str, float] = {}
-        while state.global_step < self.total_updates and not self.control.should_training_stop:
+        while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
             for batch in self.dataloader:
                 self.control = self.callback_handler.on_step_begin(args, state, self.control)
@@ -259,23 +262,27 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         if not _internal_call:
             self.create_model_card(model_name=folder.name)
 
-    def load_checkpoint(self, folder: str | Path) -> None:
+    def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Put a checkpoint's whole state into this trainer, for a loop of your own; `train` does so by itself.
 
         Args:
             folder: what `save_checkpoint` wrote.
+
+        Returns:
+            The state as it was read.
 
         Raises:
             CheckpointError: it is damaged, holds weights alone, or is of another run.
         """
         checkpoint = self._verified(folder)
         self._prepare_training()
-        self._restoring = read_state(checkpoint)
+        self._restoring = state = read_state(checkpoint)
         self.load_saved(checkpoint)
         self.state = type(self.state).load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self._load_callback_state()
         self._load_optimizer_and_scheduler(str(checkpoint))
         self._load_rng_state(str(checkpoint))
+        return state
 
     def load_saved(self, folder: Path) -> None:
         """The trained roles as `save_model` wrote them."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from transformers.trainer_utils import IntervalStrategy
 from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
 from toolkit.functional import KL_ESTIMATORS
@@ -83,6 +84,8 @@ HONOURED = frozenset(
         "update_kl_limit",
         "entropy_coef",
         "whiten_advantages",
+        "truncated_as",
+        "early_stopping_patience",
         "use_score_scaling",
         "use_score_norm",
         "score_clip",
@@ -145,7 +148,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         lambda value: value >= 1,
         (
             "response_length", "min_response_length", "num_ppo_epochs", "num_mini_batches", "logprob_chunk_size",
-            "kl_horizon",
+            "kl_horizon", "early_stopping_patience",
         ),
     ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, ("gamma", "lam")),
@@ -154,6 +157,7 @@ _WORDS = {
     "kl_estimator": (*KL_ESTIMATORS, "full"),
     "kl_penalty_in": ("reward", "loss"),
     "loop": ("toolkit", "trl"),
+    "truncated_as": ("terminal", "bootstrap"),
     "value": ("separate", "shared"),
 }
 
@@ -164,9 +168,11 @@ _NOT_IN_TRL = (
     "update_kl_limit",
     "entropy_coef",
     "whiten_advantages",
+    "truncated_as",
     "use_score_scaling",
     "score_clip",
     "short_response_penalty",
+    "early_stopping_patience",
     *_OF_THE_VALUE_ROLE,
 )
 
@@ -247,6 +253,13 @@ class PPOConfig(TRLPPOConfig):
         default=True,
         metadata={"help": "Whether advantages are shifted and scaled to mean 0 and variance 1 over the batch."},
     )
+    truncated_as: Literal["terminal", "bootstrap"] = field(
+        default="terminal",
+        metadata={
+            "help": "Whether a response that the length limit cut is over, or goes on with what the value role says "
+            "comes after it (one more forward pass of those rows)."
+        },
+    )
     use_score_scaling: bool = field(
         default=False, metadata={"help": "Divide scores by the standard deviation of all scores so far."}
     )
@@ -288,6 +301,13 @@ class PPOConfig(TRLPPOConfig):
         default=10_000,
         metadata={"help": "Responses over which the adaptive controller changes the coefficient by up to a fifth."},
     )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Evaluations in a row without a better metric_for_best_model after which training ends; with "
+            "load_best_model_at_end the best checkpoint comes back."
+        },
+    )
     sample_with_replacement: bool = field(
         default=False,
         metadata={"help": "Draw prompts with replacement, where otherwise each comes once in a pass over the data."},
@@ -310,6 +330,10 @@ class PPOConfig(TRLPPOConfig):
             problems.append("min_response_length (2 or more) and short_response_penalty have an effect together only")
         if self.use_score_norm and not self.use_score_scaling:
             problems.append("use_score_norm would have no effect without use_score_scaling")
+        if self.early_stopping_patience is not None and (
+            self.metric_for_best_model is None or self.eval_strategy == IntervalStrategy.NO
+        ):
+            problems.append("early_stopping_patience needs an eval_strategy and metric_for_best_model")
         if self.max_steps > 0 and self.total_episodes is not None:
             problems.append("max_steps and total_episodes both set the number of updates; give one")
         if self.loop == "trl":

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -116,12 +123,12 @@ class ResumableTrainer(Trainer):
             # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
             set_random_states(self._restoring["random"])
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-            if state.global_step >= state.max_steps:
+            if state.global_step >= state.max_steps or self._restoring["stopped_early"]:
                 return self._take_over(checkpoint, state)
         return super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **arguments)
 
     def _take_over(self, checkpoint: Path, state: TrainerState) -> TrainOutput:
-        """A checkpoint with all steps behind it, from which transformers would train one more."""
+        """A checkpoint of a run that was over, from which transformers would train a step more."""
         self.state = state
         self._check_same_run(str(checkpoint), self._restoring)
         self._load_callback_state()
@@ -232,10 +239,19 @@ class ResumableTrainer(Trainer):
             "random": get_random_states(),
             "own": self.own_state(),
             "data": self._about_data(),
+            "stopped_early": self._stopped_early(),
             "seconds": self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began),
             "resumed_at": self.resumed_at,
             "versions": versions(),
         }
+
+    def _stopped_early(self) -> bool:
+        """Whether the run is over; any other reason to stop, as a signal or a callback of the user's, is a pause."""
+        return any(
+            callback.early_stopping_patience_counter >= callback.early_stopping_patience
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, EarlyStoppingCallback)
+        )
 
     def _about_data(self) -> dict[str, Any]:
         if self._digest is None:

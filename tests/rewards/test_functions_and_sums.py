@@ -1,0 +1,181 @@
+import asyncio
+import sys
+import threading
+
+import pytest
+import torch
+
+from tests.tolerances import EXACT
+from tests.trainers.helpers import rollout
+from toolkit.errors import RewardError
+from toolkit.rewards import WeightedSum, load_function, score_with
+from toolkit.rewards.function import beside, check_function
+
+RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7]]
+LENGTHS = [3.0, 6.0, 2.0, 3.0]
+
+
+# ---------------------------------------------------------------------- a file
+
+
+def test_a_function_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "statistics.py").write_text(  # an installed module has the same name
+        "from dataclasses import dataclass\n\n@dataclass\nclass Rule:\n    factor: float = 1.0\n\n"
+        "def brevity(rollout):\n    return [-Rule().factor * n for n in rollout.lengths]\n"
+    )
+    for name in ("statistics.py:brevity", f"{tmp_path}/statistics.py:brevity"):
+        check_function(name)
+        assert score_with(load_function(name), rollout(RESPONSES)).tolist() == [-n for n in LENGTHS]
+    import statistics
+
+    assert statistics.fmean([1, 2]) == 1.5  # the file took nobody's place
+
+
+def test_a_changed_file_is_read_anew(tmp_path):
+    path = tmp_path / "rule.py"
+    for value in (1, 22):
+        path.write_text(f"def rule(rollout):\n    return [{value}] * len(rollout)\n")
+        assert score_with(load_function(f"{path}:rule"), rollout(RESPONSES)).tolist() == [value] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r'no file "rule.py", looked for at .*rule.py'),
+        ("def rule(:\n", r"rule.py"),
+        ("other = 1\n", 'rule.py has no function "rule"'),
+    ],
+)
+def test_a_file_that_cannot_be_used(text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "rule.py").write_text(text)
+    for find in (load_function, check_function):
+        with pytest.raises(RewardError, match=message):
+            find("rule.py:rule")
+
+
+def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
+    path = tmp_path / "rule.py"
+    path.write_text(
+        "raise RuntimeError('was run')\ntry:\n    from fast import rule\nexcept ImportError:\n    rule = len\n"
+    )
+    check_function(f"{path}:rule")
+    with pytest.raises(RewardError, match=r"cannot be loaded: RuntimeError: was run \(.*rule.py, line 1\)"):
+        load_function(f"{path}:rule")
+    path.write_text("import no_such_module_here\n")
+    with pytest.raises(RewardError, match='no module "no_such_module_here"'):
+        load_function(f"{path}:rule")
+
+
+def test_a_file_beside_the_recipe(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    (there / "rule.py").write_text("")
+    assert beside("rule.py:f", there) == f"{there}/rule.py:f"
+    assert beside("other.py:f", there) == "other.py:f" and beside("rule:f", there) == "rule:f"
+    (here / "rule.py").write_text("")
+    assert beside("rule.py:f", there) == "rule.py:f"  # the current folder's comes first
+
+
+# ---------------------------------------------------------------------- async
+
+
+class Judge:
+    """Waits for all responses at once, and notes how often, and in which loop and thread, it was called."""
+
+    def __init__(self):
+        self.calls, self.loops, self.threads = 0, set(), set()
+
+    async def __call__(self, rollout):
+        self.calls += 1
+        self.loops.add(id(asyncio.get_running_loop()))
+        self.threads.add(threading.current_thread())
+        return await asyncio.gather(*(self.one(n) for n in rollout.lengths))
+
+    async def one(self, length):
+        await asyncio.sleep(0.001 * (10 - length))
+        return float(length)
+
+
+def test_an_async_reward_is_awaited_once_for_the_whole_rollout():
+    judge = Judge()
+    for _ in range(2):
+        assert score_with(judge, rollout(RESPONSES)).tolist() == LENGTHS
+    # One loop for all calls: an HTTP session belongs to the loop that it was made in.
+    assert judge.calls == 2 and len(judge.loops) == 1
+
+
+def test_an_async_reward_in_a_running_loop():
+    """As in a notebook, whose main thread runs one."""
+    judge = Judge()
+
+    async def cell():
+        return score_with(judge, rollout(RESPONSES)).tolist()
+
+    assert asyncio.run(cell()) == LENGTHS and threading.current_thread() not in judge.threads
+
+
+def test_an_async_function_of_a_file_that_fails(tmp_path):
+    path = tmp_path / "judge.py"
+    path.write_text("import asyncio\n\nasync def judge(rollout):\n    await asyncio.sleep(0)\n    return 1 / 0\n")
+    check_function(f"{path}:judge")
+    with pytest.raises(RewardError, match=r"the reward raised ZeroDivisionError: .*judge.py, line 5"):
+        score_with(load_function(f"{path}:judge"), rollout(RESPONSES))
+
+
+# ---------------------------------------------------------------------- sums
+
+
+def test_a_weighted_sum_by_hand():
+    async def ended(rollout):
+        return rollout.ended
+
+    parts = {"length": lambda r: r.lengths, "ended": ended, "seen": lambda r: torch.tensor([1.0, 2, 3, 4])}
+    both = WeightedSum(parts, {"length": -0.5, "ended": 10.0, "seen": 0.0})
+    scores = score_with(both, rollout(RESPONSES))
+    torch.testing.assert_close(scores, torch.tensor([-1.5 + 10, -3.0, -1 + 10, -1.5]), **EXACT)
+    assert {name: part.tolist() for name, part in both.last_parts.items()} == {
+        "length": LENGTHS, "ended": [1, 0, 1, 0], "seen": [1, 2, 3, 4],
+    }  # fmt: skip
+    assert WeightedSum({"a": lambda r: r.lengths})(rollout(RESPONSES)).tolist() == LENGTHS
+
+
+def test_a_part_that_fails_is_named():
+    both = WeightedSum({"fine": lambda r: r.lengths, "bad": lambda r: [float("nan")] * 4})
+    with pytest.raises(RewardError, match='part "bad" of the sum: the reward gave nan to the response'):
+        score_with(both, rollout(RESPONSES))
+    assert both.last_parts == {}
+    with pytest.raises(RewardError, match="a sum has no part fin; it has fine"):
+        WeightedSum({"fine": lambda r: r.lengths}, {"fin": 2.0})
+    with pytest.raises(RewardError, match="a sum needs at least one part"):
+        WeightedSum({})
+
+
+class Counting:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, rollout):
+        self.calls += 1
+        return [float(self.calls)] * len(rollout)
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def test_the_state_of_the_parts_is_the_sums():
+    parts = {"counting": Counting(), "plain": lambda r: r.lengths, "network": torch.nn.Linear(1, 1)}
+    both = WeightedSum(parts)
+    parts["counting"](rollout(RESPONSES))
+    assert both.state_dict() == {"counting": {"calls": 1}}
+    other = WeightedSum({"counting": Counting(), "plain": lambda r: r.lengths})
+    other.load_state_dict(both.state_dict())
+    assert other(rollout(RESPONSES)).tolist() == [2 + n for n in LENGTHS]

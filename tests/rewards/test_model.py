@@ -1,0 +1,232 @@
+"""A reward model with a base and tokenizer of its own, against forward passes over single rows of hand-made text."""
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from tests.recipes.helpers import byte_tokenizer
+from tests.tolerances import FP32
+from toolkit.data import Rollout
+from toolkit.errors import RewardError
+from toolkit.rewards import RewardModel, score_with
+
+PROMPTS = ["What is 2 + 2?", "Hi!", "Name a colour.", "Why?"]
+RESPONSES = ["Four.", "Hello, how are you today?", "", "Because of the weather, I think."]
+
+
+def rollout(**columns):
+    """What the policy saw has another tokenizer's template around it."""
+    prompts = [f"<|user|>{text}<|assistant|>" for text in PROMPTS]
+    ids = [[1, 2, 3]] * len(PROMPTS)
+    return Rollout(prompts, RESPONSES, ids, ids, [True] * len(PROMPTS), {"prompt": PROMPTS, **columns})
+
+
+def llama(labels=1, pad="own", **changes):
+    """A random classifier. "own" is a pad token that no text has, "eos" the end of a turn, None none."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = {"own": "<pad>", "eos": "</s>", None: None}[pad]
+    values = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
+        "pad_token_id": tokenizer.pad_token_id, "num_labels": labels,
+    }  # fmt: skip
+    return LlamaForSequenceClassification(LlamaConfig(**{**values, **changes})).eval(), tokenizer
+
+
+def bert(labels=1):
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.pad_token = None, "<pad>"
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=70, initializer_range=0.3, num_labels=labels,
+    )  # fmt: skip
+    return BertForSequenceClassification(config).eval(), tokenizer
+
+
+def alone(model, tokenizer, text):
+    """The model's output for one text, without padding; special tokens are those that stand in it."""
+    ids = torch.tensor([tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text))])
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+
+
+CONVERSATIONS = [f"<s>{p}</s><s>{r}</s>" for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+JOINED = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+@pytest.mark.parametrize("pad", ["own", "eos", None])
+@pytest.mark.parametrize(("reads", "texts"), [(None, CONVERSATIONS), ("text", JOINED)])
+def test_scores_are_those_of_single_rows_of_text(pad, reads, texts):
+    model, tokenizer = llama(pad=pad)
+    expected = torch.stack([alone(model, tokenizer, text)[0] for text in texts])
+    assert expected.std() > 0.1  # rows differ by far more than the tolerance
+    for size in (1, 3, 64):
+        reward = RewardModel(model, tokenizer, reads=reads, batch_size=size)
+        assert reward.texts(rollout()) == [(text,) for text in texts]
+        torch.testing.assert_close(score_with(reward, rollout()), expected, **FP32)
+    assert model.config.pad_token_id == tokenizer.pad_token_id and not reward.truncated
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_autocast_of_the_trainer_changes_nothing():
+    reward = RewardModel(*llama())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = score_with(reward, rollout())
+    torch.testing.assert_close(under, score_with(reward, rollout()), rtol=0, atol=0)
+
+
+def test_the_prompt_column():
+    reward = RewardModel(*llama())
+    asked = [[{"role": "user", "content": text, "name": None}] for text in PROMPTS]
+    # Messages come before the text that the policy's template made of them.
+    both = rollout(messages=asked, other=["a", "b", "c", "d"])
+    both.columns["prompt"] = both.prompts
+    assert [text for (text,) in reward.texts(both)] == CONVERSATIONS
+    named = RewardModel(*llama(), prompt_column="other")
+    assert named.texts(both)[0] == ("<s>a</s><s>Four.</s>",)
+    turns = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Two"},
+        {"role": "user", "content": "?"},
+    ]
+    many = rollout(messages=[turns] * 4)
+    assert reward.texts(many)[0] == ("<s>One</s><s>Two</s><s>?</s><s>Four.</s>",)
+    assert RewardModel(*bert()).texts(many)[0] == ("One\n\nTwo\n\n?Four.",)
+    assert RewardModel(*bert(), reads="pair").texts(rollout())[0] == ("What is 2 + 2?", "Four.")
+    with pytest.raises(RewardError, match="scorer.prompt_column: the prompts have no column question; present: prompt"):
+        RewardModel(*llama(), prompt_column="question")(rollout())
+    with pytest.raises(RewardError, match='column "number" holds 7, which is neither text nor messages'):
+        RewardModel(*llama(), prompt_column="number")(rollout(number=[7] * 4))
+
+
+def test_a_template_that_refuses():
+    model, tokenizer = llama()
+    tokenizer.chat_template = "{{ raise_exception('system first') }}"
+    with pytest.raises(RewardError, match="chat template refuses a conversation .system first."):
+        RewardModel(model, tokenizer)(rollout())
+
+
+def test_a_bert_that_reads_pairs():
+    model, tokenizer = bert()
+    expected = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        first, second = (tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) for text in (prompt, response))
+        with torch.no_grad():
+            logits = model(
+                input_ids=torch.tensor([first + second]),
+                token_type_ids=torch.tensor([[0] * len(first) + [1] * len(second)]),
+            ).logits
+        expected.append(logits[0, 0])
+    for size in (1, 3, 64):
+        scores = score_with(RewardModel(model, tokenizer, reads="pair", batch_size=size), rollout())
+        torch.testing.assert_close(scores, torch.stack(expected), **FP32)
+
+
+def test_an_empty_response_alone_has_a_score():
+    model, tokenizer = llama()
+    scores = score_with(RewardModel(model, tokenizer, reads="response", batch_size=2), rollout())
+    texts = [RESPONSES[0], RESPONSES[1], "</s>", RESPONSES[3]]
+    torch.testing.assert_close(scores, torch.stack([alone(model, tokenizer, text)[0] for text in texts]), **FP32)
+
+
+def test_a_long_text_loses_its_beginning_and_is_counted():
+    model, tokenizer = llama()
+    reward = RewardModel(model, tokenizer, reads="text", max_length=20)
+    with pytest.warns(UserWarning, match="2 of 4 texts are longer than the 20 tokens of the reward model"):
+        scores = score_with(reward, rollout())
+    expected = torch.stack([alone(model, tokenizer, text[-20:])[0] for text in JOINED])
+    torch.testing.assert_close(scores, expected, **FP32)
+    score_with(reward, rollout())  # said once, counted on
+    assert reward.truncated == 4 and tokenizer.truncation_side == "right"
+    with pytest.raises(RewardError, match="scorer.max_length: 129 tokens, and the model takes 128"):
+        RewardModel(model, tokenizer, max_length=129)
+
+
+def test_a_model_without_room_for_rounded_lengths():
+    """66 tokens would be rounded up to 72, past the 70 positions that this BERT has."""
+    response = "x" * (66 - len(PROMPTS[0]))
+    asked = Rollout(["-"], [response], [[1]], [[2]], [True], {"prompt": PROMPTS[:1]})
+    model, tokenizer = bert()
+    expected = alone(model, tokenizer, PROMPTS[0] + response)
+    torch.testing.assert_close(score_with(RewardModel(model, tokenizer), asked), expected, **FP32)
+
+
+@pytest.mark.parametrize("class_score", ["logprob", "logit"])
+def test_the_score_of_a_class(class_score):
+    model, tokenizer = llama(labels=3, id2label={0: "bad", 1: "so-so", 2: "good"})
+    reward = RewardModel(model, tokenizer, class_column="mood", class_score=class_score)
+    scores = score_with(reward, rollout(mood=["good", 0, "1", "bad"]))
+    for row, wanted in enumerate([2, 0, 1, 0]):
+        logits = alone(model, tokenizer, CONVERSATIONS[row])
+        of_class = torch.log_softmax(logits, 0) if class_score == "logprob" else logits
+        torch.testing.assert_close(scores[row], of_class[wanted], **FP32)
+    for value in ("goood", 3, -1, 0.5, None):
+        with pytest.raises(
+            RewardError, match=f"names the class {value!r}, and the head has 0 to 2 or bad, so-so, good"
+        ):
+            reward(rollout(mood=["good", "good", value, "bad"]))
+
+
+def test_what_does_not_fit_the_model():
+    with pytest.raises(RewardError, match=r"the reward model has 3 output\(s\) and scorer.class_column is None"):
+        RewardModel(*llama(labels=3))
+    with pytest.raises(RewardError, match="scorer.reads: conversation needs a chat template"):
+        RewardModel(*bert(), reads="conversation")
+
+
+# ---------------------------------------------------------------------- folders
+
+
+def saved(folder, model, tokenizer):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_folder(tmp_path):
+    model, tokenizer = llama()
+    folder = saved(tmp_path, model, tokenizer)
+    reward = RewardModel.load(folder, dtype="float32", batch_size=3, device=torch.device("cpu"))
+    expected = torch.stack([alone(model, tokenizer, text)[0] for text in CONVERSATIONS])
+    torch.testing.assert_close(score_with(reward, rollout()), expected, **FP32)
+    assert RewardModel.load(folder).model.dtype == torch.bfloat16
+
+
+def test_a_folder_in_four_bits(tmp_path):
+    folder = saved(tmp_path, *llama())
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    reward = RewardModel.load(folder, quantization=four_bits, dtype="float32", device=torch.device("cpu"))
+    layer = reward.model.model.layers[0].mlp.down_proj
+    # The head stays as it is: rounded to 4 bits, all scores would move.
+    assert isinstance(layer, Linear4bit) and not isinstance(reward.model.score, Linear4bit)
+    assert len(set(score_with(reward, rollout()).tolist())) == 4
+
+
+def test_folders_that_are_no_classifiers(tmp_path):
+    with pytest.raises(RewardError, match='scorer.model: no sequence classifier could be loaded from "no/where"'):
+        RewardModel.load("no/where")
+    model, tokenizer = llama()
+    causal = saved(tmp_path / "causal", LlamaForCausalLM(model.config), tokenizer)
+    with pytest.raises(RewardError, match="is a LlamaForCausalLM, which has no head for scores"):
+        RewardModel.load(causal)
+    headless = saved(tmp_path / "headless", model, tokenizer)
+    model.model.save_pretrained(headless)
+    config = model.config
+    config.architectures = ["LlamaForSequenceClassification"]
+    config.save_pretrained(headless)
+    with pytest.raises(RewardError, match="has no weights for score.weight: the scores would be random numbers"):
+        RewardModel.load(headless)
+    classes = saved(tmp_path / "classes", *llama(labels=3))
+    with pytest.raises(RewardError, match=r"has 3 output\(s\) and scorer.class_column is None"):
+        RewardModel.load(classes)

@@ -1,0 +1,159 @@
+"""A real server on the loopback interface; nothing is patched but the environment."""
+
+import socket
+import time
+
+import pytest
+
+from tests.rewards.server import Server, lengths
+from tests.trainers.helpers import PROMPTS, rollout
+from toolkit.errors import RewardError
+from toolkit.rewards import RemoteReward, score_with
+
+RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7], [30, 2]]
+
+
+def batch():
+    return rollout(RESPONSES, [*PROMPTS, PROMPTS[0]])
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    made = []
+
+    def start(answers):
+        made.append(Server(answers))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.stop()
+
+
+def asking(server, **settings):
+    return RemoteReward(server.url, **{"first_wait": 0.01, "timeout": 5, "retries": 2, **settings})
+
+
+def test_batches_in_the_order_of_the_rollout(serve):
+    server, asked = serve(lengths), batch()
+    scores = score_with(asking(server, batch_size=2), asked)
+    assert scores.tolist() == [len(text) for text in asked.responses]
+    assert [len(message["responses"]) for message in server.messages] == [2, 2, 1]
+    assert [text for message in server.messages for text in message["prompts"]] == list(asked.prompts)
+    assert [message["columns"] for message in server.messages] == [
+        {"number": [0, 1]},
+        {"number": [2, 3]},
+        {"number": [4]},
+    ]
+    assert all("Authorization" not in headers for headers in server.headers)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_passes_is_tried_again(serve, status):
+    server = serve(lambda n, message: lengths(n, message) if n > 2 else (status, b"busy"))
+    assert score_with(asking(server), batch()).tolist() == [len(text) for text in batch().responses]
+    assert len(server.messages) == 3 and server.messages[0] == server.messages[2]
+
+
+def test_waits_double_and_a_server_may_ask_for_longer(serve):
+    server = serve(lambda n, message: (503, b""))
+    started = time.monotonic()
+    with pytest.raises(RewardError):
+        asking(server, first_wait=0.1)(batch())
+    assert 0.3 <= time.monotonic() - started < 1
+    server = serve(lambda n, message: (429, b"", 0, {"Retry-After": "1"}))
+    started = time.monotonic()
+    with pytest.raises(RewardError):
+        asking(server, retries=1)(batch())
+    assert 1 <= time.monotonic() - started < 3
+
+
+def test_one_that_stays_down_ends_the_run(serve):
+    server = serve(lambda n, message: (500, b"out of\nmemory"))
+    with pytest.raises(RewardError) as error:
+        score_with(asking(server), batch())
+    text = str(error.value)
+    assert len(server.messages) == 3
+    assert text.startswith(f"scorer.url: {server.url} gave no answer in 3 tries over 0 s; the last: status 500")
+    assert "('out of memory')" in text and "RESUME=1" in text
+
+
+def test_nobody_there():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    with pytest.raises(RewardError, match=r"no answer in 2 tries .* the last: ConnectionRefusedError"):
+        RemoteReward(url, retries=1, first_wait=0.01)(batch())
+
+
+def test_a_connection_that_breaks_off_is_tried_again(serve):
+    broken = serve(
+        lambda n, message: (200, b'{"scores"', 0, {"Transfer-Encoding": "chunked"}) if n < 2 else lengths(n, message)
+    )
+    assert score_with(asking(broken), batch()).shape == (5,) and len(broken.messages) == 2
+
+
+def test_time_out(serve):
+    server = serve(lambda n, message: (*lengths(n, message), 0.5 if n == 1 else 0))
+    assert score_with(asking(server, timeout=0.1), batch()).shape == (5,)
+    silent = serve(lambda n, message: (*lengths(n, message), 0.5))
+    with pytest.raises(RewardError, match=r"no answer in 2 tries over \d s; the last: nothing for 0.1 s"):
+        asking(silent, timeout=0.1, retries=1)(batch())
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 302])
+def test_a_refusal_ends_the_run_at_once(serve, status):
+    elsewhere = serve(lengths)
+    server = serve(lambda n, message: (status, b"no such path", 0, {"Location": elsewhere.url}))
+    with pytest.raises(RewardError, match=f"refused a request: status {status} .*no such path"):
+        asking(server)(batch())
+    assert len(server.messages) == 1 and not elsewhere.messages  # a redirect would take the token along
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            b"<html>Sign in</html>",
+            "did not answer with JSON ('<html>Sign in</html>'); {\"scores\": [5 numbers]} is needed",
+        ),
+        (b"", "did not answer with JSON; "),
+        (b"[1, 2, 3, 4, 5]", "answered without scores ('[1, 2, 3, 4, 5]')"),
+        (b'{"scores": 1}', "answered without scores"),
+        (b'{"scores": [1, 2]}', "answered with 2 scores for 5 responses"),
+        (b'{"scores": [1, NaN, 2, 3, 4]}', "gave nan to the response '"),
+        (b'{"scores": [1, null, 2, 3, 4]}', "gave None to the response '"),
+        (b'{"scores": [true, 1, 2, 3, 4]}', "gave True to the response '"),
+    ],
+)
+def test_an_answer_of_another_form(serve, body, message):
+    server = serve(lambda n, _: (200, body))
+    with pytest.raises(RewardError) as error:
+        asking(server)(batch())
+    assert message in str(error.value) and server.url in str(error.value)
+    assert len(server.messages) == 1
+
+
+def test_the_token_comes_from_the_environment(serve, monkeypatch):
+    server = serve(lengths)
+    monkeypatch.setenv("REWARD_TOKEN_FOR_TEST", " s3cret\n")
+    reward = asking(server, token_variable="REWARD_TOKEN_FOR_TEST")
+    score_with(reward, batch())
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+    assert "s3cret" not in repr(reward)
+    monkeypatch.setenv("REWARD_TOKEN_FOR_TEST", "s3\ncret")
+    with pytest.raises(RewardError, match="REWARD_TOKEN_FOR_TEST holds signs that no token has") as error:
+        asking(server, token_variable="REWARD_TOKEN_FOR_TEST")
+    assert "cret" not in str(error.value)
+    monkeypatch.delenv("REWARD_TOKEN_FOR_TEST")
+    with pytest.raises(RewardError, match="scorer.token_variable: the environment has no variable REWARD_TOKEN_FOR"):
+        asking(server, token_variable="REWARD_TOKEN_FOR_TEST")
+
+
+def test_a_column_that_is_no_json(serve):
+    server = serve(lengths)
+    asked = type(batch())(**{**vars(batch()), "columns": {"number": [1] * 5, "picture": [b"\0"] * 5}})
+    with pytest.raises(RewardError, match='the column "picture" of the prompts cannot be sent as JSON'):
+        asking(server)(asked)
+    assert not server.messages

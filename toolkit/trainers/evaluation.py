@@ -1,0 +1,54 @@
+"""What the policy says to held-out prompts, and what it is worth."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from toolkit.checkpoints import kept_random_states
+from toolkit.data import Rollout, concatenate
+from toolkit.functional import kl_k1, standard_error
+
+if TYPE_CHECKING:
+    from toolkit.trainers.ppo import PPOTrainer
+
+
+def evaluate_rollout(trainer: "PPOTrainer", dataset: Dataset) -> tuple[dict[str, float], Rollout, Tensor]:
+    """Answer, score and measure all prompts of a data set. Training's random states are left as they were.
+
+    Args:
+        trainer: answers by `eval_do_sample`, `per_device_eval_batch_size` prompts at a time, with its own seed.
+        dataset: prompts with a column `input_ids`.
+
+    Returns:
+        metrics: `score`, `score_se`, `score/<part>` of a weighted sum, `kl` (mean over responses of the sum of
+        log-ratios to the reference; an estimate of the KL divergence where responses are sampled), `length`,
+        `eos_share`, and the metrics given to the constructor; then the rollout and its scores (N,).
+    """
+    size = trainer.args.per_device_eval_batch_size
+    rollouts, scores, kls = [], [], []
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    with kept_random_states(), torch.no_grad():
+        torch.manual_seed(trainer.args.seed)
+        for start in range(0, len(dataset), size):
+            batch = trainer.data_collator([dataset[i] for i in range(start, min(start + size, len(dataset)))])
+            rollout = trainer.generate(batch, do_sample=trainer.args.eval_do_sample)
+            logprobs, ref_logprobs, *_ = trainer.read_roles(rollout, values=False)
+            rollouts.append(rollout)
+            scores.append(trainer.score(batch, rollout))
+            kls.append(kl_k1(logprobs, ref_logprobs).sum(dim=1))  # both are 0 outside the mask
+            for name, part in trainer.score_parts().items():
+                parts[f"score/{name}"].append(part)
+    whole, all_scores = concatenate(rollouts), torch.cat(scores)
+    metrics = {
+        "score": float(all_scores.mean()),
+        "score_se": standard_error(all_scores),
+        **{name: float(torch.cat(found).mean()) for name, found in parts.items()},
+        "kl": float(torch.cat(kls).mean()),
+        "length": sum(whole.lengths) / len(whole),
+        "eos_share": sum(whole.ended) / len(whole),
+        **(trainer.metrics(whole) if trainer.metrics else {}),
+    }
+    return metrics, whole, all_scores
