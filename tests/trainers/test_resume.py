@@ -163,6 +163,20 @@ class AskAtTheEnd(TrainerCallback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_signal_while_a_pass_ends_is_met_by_the_next_step(tmp_path):
+    class AskInEvaluation(TrainerCallback):
+        def on_evaluate(self, args, state, control, **kwargs):
+            if state.global_step == 4:  # the last of the first pass; its own end has been looked at already
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
+    made = make(ppo, tmp_path, **settings)
+    assert len(made.dataloader) == 4
+    made.add_callback(AskInEvaluation())
+    with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 5 of 6"):
+        made.train()
+
+
 def test_a_signal_after_the_last_step_is_too_late_to_stop(tmp_path):
     made = make(ppo, tmp_path, max_steps=1, save_strategy="no")
     made.add_callback(AskAtTheEnd())

@@ -14,9 +14,12 @@ class StopRequest:
 
     Args:
         received: the signal that asked, None as long as none did.
+        met: whether training ends for it, with everything saved; a signal that comes too late for a step is met by
+            the next one.
     """
 
     received: signal.Signals | None = None
+    met: bool = False
 
 
 @contextmanager

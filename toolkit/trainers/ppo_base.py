@@ -185,7 +185,7 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
                 self._act(metrics)
                 if state.global_step >= self.total_updates or self.control.should_training_stop:
                     break
-            if self._request.received is not None:
+            if self._request.met:
                 break  # in the middle of a pass, whose end a resumed run will see
             self.control = self.callback_handler.on_epoch_end(args, state, self.control)
             self._act(metrics)

@@ -53,12 +53,12 @@ class _StopAtStepEnd(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.request.received is not None:
-            control.should_save = control.should_training_stop = True
+            control.should_save = control.should_training_stop = self.request.met = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.request.received is None:
+        if not self.request.met:
             return
         if float(state.epoch or 0.0).is_integer():
             # The pass really is over: a resumed run begins the next one, so that what is due is due now.
@@ -162,8 +162,8 @@ class ResumableTrainer(Trainer):
                 result = self._run(checkpoint, arguments)
             finally:
                 self.remove_callback(callback)
-        saved = self._folder_of(self.state.global_step)
-        if request.received is not None and saved.is_dir():  # where it is not, training was over before the signal
+        if request.received is not None and request.met:
+            saved = self._folder_of(self.state.global_step)
             raise RunInterrupted(
                 f"stopped by {request.received.name} after step {self.state.global_step} of {self.state.max_steps}; "
                 f"everything is saved in {saved}.",
