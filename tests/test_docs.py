@@ -30,6 +30,10 @@ SMALL = {
         "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8",
         "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
     ],
+    "doubling_seed": [
+        "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8",
+        "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
+    ],
     "smollm2_135m_lora": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=1"],
     "llama3_8b_lora": [*_pairs("reward_data"), *_REWARD, *_PPO[:2], "data.validation_size=4"],
     "llama3_8b_lora_fast": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2"],
@@ -71,7 +75,9 @@ def run(words: list[str], desk: Path) -> None:
     words = [f"base.model={model}" if word.startswith("base.model=") else word for word in words]
     name = Path(words[1]).stem if len(words) > 1 else ""
     if words[0] in STAGES and name in SMALL:
-        small = [*SMALL[name], f"base.model={model}"] if name != "doubling" else SMALL[name]  # in place of the hub's
+        small = (
+            [*SMALL[name], f"base.model={model}"] if "doubling" not in name else SMALL[name]
+        )  # in place of the hub's
         overrides = [override for override in small if override.split("=")[0] not in " ".join(words[2:])]
         end = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         words = [*words[:end], *overrides, *words[end:]]

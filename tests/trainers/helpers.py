@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from tests.conftest import shared_base
 from toolkit.data import Rollout, doubling
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, classifier_config, load_classifier
 from toolkit.rewards import RewardAdapter
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import PPOConfig
@@ -65,3 +65,28 @@ def trainer(folder: Path | str, base: SharedBase | None = None, reward: Any = No
 def count_reward(token: int) -> Any:
     """Scores the share of one token in a response."""
     return lambda rollout: torch.tensor([ids.count(token) / len(ids) for ids in map(list, rollout.response_ids)])
+
+
+_OWN = {
+    "llama": {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3,
+    },
+    "bert": {
+        "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "initializer_range": 0.3, "classifier_dropout": 0.1,
+    },
+    # As OPT-350M: hidden states are projected to another size.
+    "opt": {
+        "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "init_std": 0.3, "do_layer_norm_before": False,
+    },
+}  # fmt: skip
+
+
+def own_classifier(kind: str, *, labels: int = 1, tokenizer: Any = None, dtype: str = "float32", **changes: Any) -> Any:
+    """A random sequence classifier for the ids of `tokenizer`, of the doubling task if None."""
+    values = {"max_position_embeddings": 64, **_OWN[kind], **changes}
+    config = classifier_config(tokenizer or doubling.tokenizer(), num_labels=labels, config=values)
+    torch.manual_seed(0)
+    return load_classifier(config, dtype=dtype, device=torch.device("cpu"))

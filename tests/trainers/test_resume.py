@@ -17,13 +17,14 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from trl import RewardConfig, SFTConfig
 
 from tests.conftest import lora, randomize, tiny_model
-from tests.trainers.helpers import count_reward
+from tests.trainers.helpers import count_reward, own_classifier
 from tests.trainers.helpers import trainer as ppo_trainer
 from toolkit.data import doubling
 from toolkit.errors import CheckpointError, RunInterrupted
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, add_lora
 from toolkit.reports import MetricsFile
 from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.reward_model import reward_model_trainer
 from toolkit.trainers.sft import sft_trainer
 
 STEPS = 6
@@ -76,6 +77,22 @@ def reward_classes(folder: Path, **changes):
     return reward_trainer(args, doubling.tokenizer(), base, data, data, callbacks=callbacks)
 
 
+def reward_model_lora(folder: Path, **changes):
+    model = add_lora(own_classifier("llama"), lora(**DROPOUT))
+    data = rows({"chosen_ids": lambda m: [1, *m, 5, 2], "rejected_ids": lambda m: [1, *m, 6, 2]}, 11)
+    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
+    callbacks = [MetricsFile(folder / "metrics.jsonl")]
+    return reward_model_trainer(args, doubling.tokenizer(), model, data, data, callbacks=callbacks)
+
+
+def reward_model_classes(folder: Path, **changes):
+    data = rows({"input_ids": lambda m: [1, *m, 2], "labels": lambda m: m[0] % 3}, 8)
+    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
+    callbacks = [MetricsFile(folder / "metrics.jsonl")]
+    model = own_classifier("bert", labels=3)
+    return reward_model_trainer(args, doubling.tokenizer(), model, data, data, callbacks=callbacks)
+
+
 def ppo(folder: Path, reward=None, **changes):
     base = SharedBase(tiny_model())
     base.add_role("policy", lora(**DROPOUT))
@@ -94,7 +111,10 @@ def ppo_shared_adaptive(folder: Path, **changes):
     return ppo(folder, **{**adaptive, "sample_with_replacement": True, **changes})
 
 
-STAGES = (sft_model, sft_policy, reward_pairs, reward_classes, ppo, ppo_shared_adaptive)
+STAGES = (
+    sft_model, sft_policy, reward_pairs, reward_classes, reward_model_lora, reward_model_classes, ppo,
+    ppo_shared_adaptive,
+)  # fmt: skip
 
 
 def make(stage, folder: Path, **changes):

@@ -8,6 +8,17 @@ shows roles to trainers that are not ours.
 
 from toolkit.models.adapters import load_role, load_weights, role_digest, save_role
 from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config, stop_token_ids
+from toolkit.models.classifier import (
+    add_lora,
+    check_same_tokenizer,
+    classifier_config,
+    classifier_outline,
+    head_in_float32,
+    load_classifier,
+    load_classifier_weights,
+    save_classifier,
+    train_in_float32,
+)
 from toolkit.models.forward import (
     PolicyReading,
     ResponseKL,
@@ -39,8 +50,15 @@ __all__ = [
     "Sequences",
     "SharedBase",
     "TokenScoreView",
+    "add_lora",
     "build_base",
+    "check_same_tokenizer",
+    "classifier_config",
+    "classifier_outline",
+    "head_in_float32",
     "load_base",
+    "load_classifier",
+    "load_classifier_weights",
     "load_role",
     "load_tokenizer",
     "load_weights",
@@ -54,9 +72,11 @@ __all__ = [
     "response_logprobs_and_values",
     "response_values",
     "role_digest",
+    "save_classifier",
     "save_role",
     "score_positions",
     "sequence_logits",
     "stop_token_ids",
+    "train_in_float32",
     "value_after_response",
 ]

@@ -100,11 +100,11 @@ def load_base(
         )
     except (OSError, ValueError) as error:
         raise _not_found(path, error) from error
-    _keep_differentiable(model)
+    keep_differentiable(model)
     return model.requires_grad_(False)
 
 
-def _keep_differentiable(model: nn.Module) -> None:
+def keep_differentiable(model: nn.Module) -> None:
     """Keep 4-bit layers on a CPU in the layout that has gradients.
 
     In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks a layer's weights for a kernel outside autograd, for
@@ -116,13 +116,16 @@ def _keep_differentiable(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def random_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def random_config(
+    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, place: str = "base.config"
+) -> PreTrainedConfig:
     """The configuration of a model with random weights.
 
     Args:
         config: `model_type` and that configuration's own arguments; vocabulary and special tokens come
             from the tokenizer.
         tokenizer: the one that the model is to be used with.
+        place: where a recipe says it, for messages.
 
     Raises:
         ModelError: transformers knows no such `model_type`, or refuses an argument.
@@ -137,7 +140,7 @@ def random_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     try:
         return AutoConfig.for_model(**arguments)
     except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"base.config: transformers cannot build this model: {error}") from error
+        raise ModelError(f"{place}: transformers cannot build this model: {error}") from error
 
 
 def build_base(

@@ -8,7 +8,8 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback, set_seed
 
 from toolkit.errors import RecipeError
-from toolkit.models import SharedBase, build_base, load_base, load_role
+from toolkit.models import SharedBase, build_base, check_same_tokenizer, load_base, load_role
+from toolkit.recipes.own_model import trained_reward_model, untrained_reward_model
 from toolkit.recipes.recipe import Recipe
 from toolkit.reports import MetricsFile, ProgressBar
 from toolkit.rewards import (
@@ -23,6 +24,7 @@ from toolkit.rewards import (
 from toolkit.rewards.model import PROMPT_COLUMNS
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.reward_model import reward_model_trainer
 from toolkit.trainers.sft import sft_trainer
 from toolkit.trainers.stock_ppo import stock_ppo_trainer
 
@@ -98,9 +100,18 @@ def make_sft_trainer(recipe: Recipe) -> Any:
 def make_reward_trainer(recipe: Recipe) -> Any:
     """The reward stage: pairs for a head of one output, labelled sequences for classes."""
     set_seed(recipe.seed)
+    kind = "pairs" if recipe.reward_head.num_labels == 1 else "labelled"
+    if "reward_model" in recipe.values:
+        return reward_model_trainer(
+            trainer_config(recipe, "reward"),
+            recipe.tokenizer,
+            untrained_reward_model(recipe),
+            stage_dataset(recipe, "reward", kind, "train"),
+            stage_dataset(recipe, "reward", kind, "validation"),
+            callbacks=_callbacks(recipe, "reward"),
+        )
     roles = SharedBase(base_model(recipe))
     roles.add_role("reward", recipe.adapter("reward"), num_labels=recipe.reward_head.num_labels)
-    kind = "pairs" if recipe.reward_head.num_labels == 1 else "labelled"
     return reward_trainer(
         trainer_config(recipe, "reward"),
         recipe.tokenizer,
@@ -179,6 +190,19 @@ def make_reward(recipe: Recipe, roles: SharedBase, pad_token_id: int, batch_size
 
 
 def _reward_model(recipe: Recipe, scorer: ScorerSection) -> RewardModel:
+    if scorer.model is None:
+        return RewardModel(
+            trained_reward_model(recipe),
+            recipe.tokenizer,
+            reads="tokens",
+            class_column=scorer.class_column,
+            class_score=scorer.class_score,
+            max_length=scorer.max_length,
+            batch_size=scorer.batch_size,
+        )
+    if scorer.reads == "tokens":
+        code = {"revision": scorer.revision, "trust_remote_code": scorer.trust_remote_code}
+        check_same_tokenizer(scorer.model, recipe.tokenizer, place="scorer", **code)
     check_prompt_column(recipe, scorer, stage_dataset(recipe, "ppo", "prompts", "train").column_names)
     quantization = None if scorer.quantization is None else BitsAndBytesConfig(**scorer.quantization)
     return RewardModel.load(
@@ -202,7 +226,7 @@ def check_prompt_column(recipe: Recipe, scorer: ScorerSection, columns: list[str
     Raises:
         RecipeError: they do not.
     """
-    if scorer.reads == "response":
+    if scorer.reads in ("response", "tokens"):
         return
     wanted = PROMPT_COLUMNS if scorer.prompt_column is None else (scorer.prompt_column,)
     column = next((name for name in wanted if name in columns), None)

@@ -26,13 +26,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from trl import pack_dataset
 
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.models import SharedBase, load_role
+from toolkit.models import SharedBase, check_same_tokenizer, load_role
 from toolkit.models.base import load_config, outline, random_config, weight_bytes
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, UpdateFacts
+from toolkit.recipes.own_model import OwnModelFacts, own_model_facts
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import STAGE_CLASSES, TOP_LEVEL
+from toolkit.recipes.schema import STAGE_CLASSES, TOP_LEVEL, model_section
 from toolkit.rewards import RewardAdapter, ScorerSection
+from toolkit.rewards.classes import check_outputs
 from toolkit.rewards.function import check_function
 from toolkit.rewards.model import checked_length, checked_reads, read_checkpoint
 from toolkit.rewards.remote import read_token
@@ -74,6 +76,7 @@ class _Check:
         self.base: BaseFacts | None = None
         self.roles: _Outline | None = None
         self.starts: dict[str, str] = {}
+        self.own_reward: OwnModelFacts | None = None
         self.has_tokenizer = False
 
     @contextmanager
@@ -107,6 +110,8 @@ class _Check:
         if self.roles is not None:
             with torch.device("meta"):
                 self._add_roles(self.roles)
+        if "reward_model" in values and self.has_tokenizer:
+            self._check_reward_model()
         for place, scorer in self._scorers():
             self._check_scorer_alone(place, scorer)
         # Without a tokenizer each data section would ask the hub for it again.
@@ -115,7 +120,8 @@ class _Check:
         return Report(
             self.recipe.name,
             self.base,
-            tuple(self._role_facts(self.roles) if self.roles is not None else ()),
+            tuple(self._role_facts(self.roles) if self.roles is not None else ())
+            + ((self.own_reward.role,) if self.own_reward else ()),
             data,
             tuple(facts for facts in found if facts is not None),
             tuple(self._notes()),
@@ -167,7 +173,8 @@ class _Check:
         sft_of_checkpoint = "sft" in recipe.values and recipe.base.model is not None
         if ppo is not None or sft_of_checkpoint:
             self._add(roles, "policy", start.policy, "sft" if sft_of_checkpoint else None)
-        if "reward" in recipe.values or (ppo is not None and recipe.scorer.needs_reward_role):
+        trains_role = "reward" in recipe.values and "reward_model" not in recipe.values
+        if trains_role or (ppo is not None and recipe.scorer.needs_reward_role):
             self._add(roles, "reward", start.reward, "reward", num_labels=recipe.reward_head.num_labels)
             self._check_adapter_scorers(roles)
         if ppo is not None:
@@ -237,9 +244,31 @@ class _Check:
                 )
                 checked_reads(tokenizer, scorer.reads)
                 checked_length(config, tokenizer, scorer.max_length)
+                if scorer.reads == "tokens":
+                    check_same_tokenizer(
+                        scorer.model,
+                        self.recipe.tokenizer,
+                        place="scorer",
+                        revision=scorer.revision,
+                        trust_remote_code=scorer.trust_remote_code,
+                    )
                 if Path(scorer.model).is_dir():
                     for problem in _weight_file_problems(Path(scorer.model)):
                         self.note(f"{place}.model", problem)
+
+    def _check_reward_model(self) -> None:
+        """The model that the reward stage trains on a base of its own, as far as a configuration and names tell."""
+        section = self.recipe.reward_model
+        with self.at("reward_model"):
+            self.own_reward = own_model_facts(self.recipe)
+        if section.model is not None and Path(section.model).is_dir():
+            for problem in _weight_file_problems(Path(section.model)):
+                self.note("reward_model.model", problem)
+        for place, scorer in self._scorers():
+            if scorer.kind == "model" and scorer.model is None:
+                with self.at(f"{place}.class_column"):
+                    outputs = self.recipe.reward_head.num_labels
+                    check_outputs(outputs, scorer.class_column, whose="the model of section reward_model")
 
     def _role_facts(self, roles: SharedBase) -> Iterator[RoleFacts]:
         for role in roles.roles:
@@ -325,12 +354,14 @@ class _Check:
                     assemble.check_prompt_column(self.recipe, scorer, prompts.column_names)
 
     def _check_length(self, stage: str, longest: int) -> None:
-        positions = self.base.positions if self.base else None
+        positions, whose = (self.base.positions if self.base else None), "the base"
+        if model_section(stage, self.recipe.values) == "reward_model":
+            positions, whose = (self.own_reward.positions if self.own_reward else None), "reward_model"
         if positions is not None and longest > positions:
             what = "the longest prompt with ppo.response_length" if stage == "ppo" else "the longest row"
             self.note(
                 stage,
-                f"{what} comes to {longest} tokens, and the base has positions for {positions} "
+                f"{what} comes to {longest} tokens, and {whose} has positions for {positions} "
                 "(max_position_embeddings). Shorten the limits of the data section"
                 + (" or ppo.response_length." if stage == "ppo" else "."),
             )

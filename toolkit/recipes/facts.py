@@ -28,6 +28,7 @@ class RoleFacts:
     """A role: where it starts, what it has of its own, and the stage that trains it, if one does.
 
     `rank` is None where a role has no adapter of its own; `modules` counts the layers that its adapter is on.
+    `base_parameters` are those of a base of its own where all of it trains.
     """
 
     role: str
@@ -38,14 +39,16 @@ class RoleFacts:
     head_parameters: int = 0
     dtype: str = ""
     trained_by: str | None = None
+    base_parameters: int = 0
 
     @property
     def parameters(self) -> int:
         """Parameters that train."""
-        return self.adapter_parameters + self.head_parameters if self.trained_by else 0
+        return self.base_parameters + self.adapter_parameters + self.head_parameters if self.trained_by else 0
 
     def __str__(self) -> str:
         parts = [f"LoRA r={self.rank} on {self.modules} modules, {self.adapter_parameters:,}"] if self.rank else []
+        parts += [f"the base's {self.base_parameters:,}"] if self.base_parameters else []
         parts += [f"head {self.head_parameters:,}"] if self.head_parameters else []
         trains = f"{self.parameters:,} parameters train in {self.trained_by}" if self.trained_by else "is not trained"
         dtype = f" ({self.dtype})" if self.dtype else ""

@@ -14,10 +14,12 @@ from toolkit.errors import RecipeError
 from toolkit.models import load_tokenizer
 from toolkit.recipes.schema import (
     BaseSection,
+    OwnModelSection,
     RewardHeadSection,
     ScorerSection,
     StartSection,
     check_recipe,
+    model_section,
     stage_config,
 )
 from toolkit.rewards import Reward
@@ -77,6 +79,15 @@ class Recipe:
     def reward_head(self) -> RewardHeadSection:
         return RewardHeadSection(**self.values.get("reward_head", {}))
 
+    @property
+    def reward_model(self) -> OwnModelSection:
+        """Of a recipe that has the section."""
+        return OwnModelSection(**self.values["reward_model"])
+
+    def stage_dtype(self, stage: str) -> str:
+        """The precision that a stage follows: of the base, or of the model that it trains on a base of its own."""
+        return self.reward_model.dtype if model_section(stage, self.values) == "reward_model" else self.base.dtype
+
     def quantization(self) -> BitsAndBytesConfig | None:
         arguments = self.base.quantization
         return None if arguments is None else BitsAndBytesConfig(**arguments)
@@ -94,7 +105,7 @@ class Recipe:
             changes: fields in place of what the recipe says.
         """
         values, folder = {**self.values[stage], **changes}, output_dir or self.stage_folder(stage)
-        return stage_config(stage, values, output_dir=str(folder), seed=self.seed, base_dtype=self.base.dtype)
+        return stage_config(stage, values, output_dir=str(folder), seed=self.seed, base_dtype=self.stage_dtype(stage))
 
     # ------------------------------------------------------------------ tokenizer and data
 

@@ -49,6 +49,29 @@ class BaseSection:
 
 
 @dataclass(frozen=True)
+class OwnModelSection:
+    """Section `reward_model`: a base of its own with the tokenizer of `base`, in place of an adapter on the shared one.
+
+    Args:
+        model: hub id or local folder.
+        config: in place of `model`, `model_type` and that configuration's arguments: a model with random weights.
+        quantization: arguments of transformers' `BitsAndBytesConfig`; an adapter is then needed.
+        dtype: of weights that are neither quantised nor trained, and what is computed in. What trains is float32.
+        revision: of a hub id.
+        attn_implementation: as in transformers.
+        trust_remote_code: run code that comes with the checkpoint.
+    """
+
+    model: str | None = None
+    config: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    revision: str | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
 class StartSection:
     """Section `start`: trained adapters to start from, in place of fresh ones.
 
@@ -80,6 +103,7 @@ PLAIN_SECTIONS: dict[str, type] = {
     "scorer": ScorerSection,
     "start": StartSection,
     "reward_head": RewardHeadSection,
+    "reward_model": OwnModelSection,
 }
 ADAPTER_ROLES = ("policy", "value", "reward")
 # `data` is for all stages; the other two, for one stage each, come before it.
@@ -163,7 +187,9 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     return f"Known: {', '.join(sorted(known))}." if len(known) <= 15 else ""
 
 
-def _owner_name(owner: type) -> str:
+def _owner_name(owner: type, place: str) -> str:
+    if owner is OwnModelSection:  # of several sections
+        return f"section {place}"
     package = _OWNERS.get(owner.__name__)
     return (
         f"{owner.__name__} ({package} {version(package)})"
@@ -185,9 +211,8 @@ def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = 
             problems.append(f"{where} — {SET_ELSEWHERE[key]}.")
         elif key not in known:
             silent = " (and would ignore it without a word)" if owner is BitsAndBytesConfig else ""
-            problems.append(
-                f"{where} — {_owner_name(owner)} has no such field{silent}. {suggestion(key, list(known))}".rstrip()
-            )
+            unknown = f"{where} — {_owner_name(owner, place)} has no such field{silent}."
+            problems.append(f"{unknown} {suggestion(key, list(known))}".rstrip())
         elif not fits(value, known[key]):
             problem = f"{where} — {type_name(known[key])} is needed, got {value!r}."
             problems.append(problem + _in_quotes(where, value, known[key]))
@@ -227,6 +252,11 @@ def _construct(place: str, build: Callable[[], Any]) -> list[str]:
     return []
 
 
+def model_section(stage: str, values: dict[str, Any]) -> str:
+    """The section with the model that a stage trains, whose `dtype` its precision follows."""
+    return "reward_model" if stage == "reward" and "reward_model" in values else "base"
+
+
 def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> list[str]:
     """Problems of a stage's section, its owner's own complaints included."""
     owner = STAGE_CLASSES[stage]
@@ -252,12 +282,12 @@ class Preset:
     reason: str
 
 
-def presets(stage: str, values: dict[str, Any], *, base_dtype: str) -> dict[str, Preset]:
+def presets(stage: str, values: dict[str, Any], *, base_dtype: str, model: str = "base") -> dict[str, Preset]:
     """The fields of a stage that the toolkit sets, where the section does not.
 
-    Precision follows `base.dtype` unless the section says otherwise: TRL's own default is bf16 on every card, also on
-    those that have none. transformers refuses bf16 without a GPU unless `use_cpu` says that the CPU is meant; here that
-    goes by itself.
+    Precision follows the `dtype` of the section `model` unless the stage's section says otherwise: TRL's own default is
+    bf16 on every card, also on those that have none. transformers refuses bf16 without a GPU unless `use_cpu` says that
+    the CPU is meant; here that goes by itself.
     """
     found: dict[str, Preset] = {}
     if not torch.cuda.is_available():
@@ -266,7 +296,7 @@ def presets(stage: str, values: dict[str, Any], *, base_dtype: str) -> dict[str,
         # TRL would leave out pairs over it without a word.
         found["max_length"] = Preset(None, "the data section has limits, and reports what they leave out")
     if not {"bf16", "fp16"} & values.keys():
-        reason = f"base.dtype is {base_dtype}"
+        reason = f"{model}.dtype is {base_dtype}"
         found["bf16"] = Preset(base_dtype == "bfloat16", reason)
         found["fp16"] = Preset(base_dtype == "float16", reason)
     return {name: preset for name, preset in found.items() if name not in values}
@@ -384,9 +414,9 @@ def check_recipe(values: dict[str, Any]) -> list[str]:
             problems += check_data(values[place], place)
     if "adapters" in values:
         problems += check_adapters(values["adapters"])
-    dtype = _section(values, "base").get("dtype", BaseSection.dtype)
     for stage in STAGE_CLASSES:
         if stage in values:
+            dtype = _section(values, model_section(stage, values)).get("dtype", BaseSection.dtype)
             problems += check_stage(stage, values[stage], base_dtype=dtype)
     return problems + _check_together(values)
 
@@ -429,6 +459,48 @@ def _check_together(values: dict[str, Any]) -> list[str]:
         problems.append(
             f"adapters.policy — is missing: the sft stage trains it. Full fine-tuning of the base is refused: {why}."
         )
-    if "reward" in values and "reward" not in adapters:
+    if "reward" in values and "reward" not in adapters and "reward_model" not in values:
         problems.append("adapters.reward — is missing: the reward stage trains it.")
+    return problems + _check_reward_model(values)
+
+
+def _check_reward_model(values: dict[str, Any]) -> list[str]:
+    """Problems between the section `reward_model`, the scorer that reads it and the stage that trains it."""
+    scorer, start, adapters = (_section(values, name) for name in ("scorer", "start", "adapters"))
+    parts = {f"scorer.parts.{name}": part for name, part in _section(scorer, "parts").items()}
+    every = parts if scorer.get("kind") == "sum" else {"scorer": scorer}
+    unnamed = [
+        place
+        for place, part in every.items()
+        if isinstance(part, dict) and part.get("kind") == "model" and part.get("model") is None
+    ]
+    if "reward_model" not in values:
+        return [
+            f"{place}.model — belongs to scorer.kind: model, and is needed there (a folder or hub id), or the section "
+            "reward_model for one that the reward stage trains."
+            for place in unnamed
+        ]
+    own, problems = _section(values, "reward_model"), []
+    if own.get("quantization") is not None:
+        problems += _check_quantization("reward_model.quantization", own["quantization"])
+        if "reward" not in adapters:
+            problems.append(
+                "adapters.reward — is missing: full fine-tuning of reward_model is refused, since quantised weights "
+                "have no gradients. Add it, or take reward_model.quantization away."
+            )
+    if (own.get("model") is None) == (own.get("config") is None):
+        problems.append("reward_model — exactly one of model (a checkpoint) and config (random weights) is needed.")
+    elif own.get("config") is not None and own.get("quantization") is not None:
+        problems.append("reward_model.quantization — would have no effect: random weights are not quantised.")
+    elif own.get("config") is not None and "reward" in adapters:
+        problems.append("adapters.reward — is not for reward_model.config: random weights have to train whole.")
+    if "reward" not in values:
+        problems.append(
+            "reward_model — would have no effect: there is no section reward, which trains it. One that is trained "
+            "already is named by scorer.model."
+        )
+    if "ppo" in values and not unnamed and needs_reward_role(scorer) and not start.get("reward"):
+        problems.append(
+            "scorer.kind — adapter reads the reward role, and the reward stage trains reward_model. Use kind: model."
+        )
     return problems

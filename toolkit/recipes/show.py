@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from toolkit.data import TASKS
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import DATA_SECTIONS, PLAIN_SECTIONS, STAGE_CLASSES, presets
+from toolkit.recipes.schema import DATA_SECTIONS, PLAIN_SECTIONS, STAGE_CLASSES, model_section, presets
 
 
 def owner_defaults(owner: type) -> dict[str, Any]:
@@ -72,10 +72,11 @@ def _owners(values: dict[str, Any]) -> dict[tuple[str, ...], type]:
         elif section in PLAIN_SECTIONS or section in STAGE_CLASSES:
             owners[section,] = {**PLAIN_SECTIONS, **STAGE_CLASSES}[section]
     owners |= {("adapters", role): LoraConfig for role in values.get("adapters", {})}
-    owners["base", "quantization"] = BitsAndBytesConfig
-    kind = (values["base"].get("config") or {}).get("model_type")
-    if kind in CONFIG_MAPPING:
-        owners["base", "config"] = CONFIG_MAPPING[kind]
+    for section in ("base", "reward_model"):
+        owners[section, "quantization"] = BitsAndBytesConfig
+        kind = (values.get(section, {}).get("config") or {}).get("model_type")
+        if kind in CONFIG_MAPPING:
+            owners[section, "config"] = CONFIG_MAPPING[kind]
     return owners
 
 
@@ -99,7 +100,9 @@ def show(recipe: Recipe) -> str:
 
 def _preset_lines(recipe: Recipe, stage: str) -> Iterator[str]:
     defaults = owner_defaults(STAGE_CLASSES[stage])
-    for name, preset in presets(stage, recipe.values[stage], base_dtype=recipe.base.dtype).items():
+    model = model_section(stage, recipe.values)
+    found = presets(stage, recipe.values[stage], base_dtype=recipe.stage_dtype(stage), model=model)
+    for name, preset in found.items():
         if not _same(preset.value, defaults[name]):
             default = f"default: {as_yaml(defaults[name])}"
             yield f"  # {name}: {as_yaml(preset.value)}  # {default}; set by the toolkit: {preset.reason}"

@@ -19,6 +19,7 @@ from toolkit.models import PolicyView
 from toolkit.recipes.assemble import MAKERS, make_meter
 from toolkit.recipes.child import run_stage
 from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.schema import model_section
 from toolkit.reports import (
     Answers,
     peak_memory_gb,
@@ -55,6 +56,7 @@ def prerequisites(recipe: Recipe, stage: str) -> list[str]:
         stage != "sft"
         and "sft" in recipe.values
         and (recipe.base.model is None or (stage == "ppo" and not recipe.start.policy))
+        and model_section(stage, recipe.values) == "base"
     ):
         needed.append("sft")
     if stage == "ppo" and recipe.scorer.needs_reward_role and not recipe.start.reward:
@@ -63,6 +65,8 @@ def prerequisites(recipe: Recipe, stage: str) -> list[str]:
                 f'{recipe.name}: stage "ppo" needs a trained reward role, and the recipe has no section "reward". '
                 "Add one, name a trained adapter with start.reward=FOLDER, or score by something else (scorer.kind)."
             )
+        needed.append("reward")
+    elif stage == "ppo" and recipe.scorer.needs_reward_model:
         needed.append("reward")
     return needed
 
@@ -276,9 +280,7 @@ def _measure_sft(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers 
 def _measure_reward(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers | None]:
     pad_token_id, size = recipe.tokenizer.pad_token_id, trainer.args.per_device_eval_batch_size
     with trainer.compute_loss_context_manager():
-        return evaluate_reward(
-            trainer.model.base, trainer.eval_dataset, pad_token_id=pad_token_id, batch_size=size
-        ), None
+        return evaluate_reward(trainer.judge, trainer.eval_dataset, pad_token_id=pad_token_id, batch_size=size), None
 
 
 def _measure_ppo(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers | None]:

@@ -5,7 +5,7 @@ own, `RemoteReward` asks an HTTP server, `WeightedSum` adds others up, and `load
 function, sync or async, by name. Anything callable of the same form will do.
 """
 
-from toolkit.rewards.adapter import RewardAdapter, read_sequences
+from toolkit.rewards.adapter import Judge, RewardAdapter, read_sequences
 from toolkit.rewards.base import Reward, check_scores, score_with
 from toolkit.rewards.function import load_function
 from toolkit.rewards.model import RewardModel
@@ -14,6 +14,7 @@ from toolkit.rewards.section import PartSection, ScorerSection
 from toolkit.rewards.weighted import WeightedSum
 
 __all__ = [
+    "Judge",
     "PartSection",
     "RemoteReward",
     "Reward",

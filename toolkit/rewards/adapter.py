@@ -1,38 +1,55 @@
-"""The reward adapter on the shared base as a reward callback."""
+"""The reward adapter on the shared base as a reward callback, and how whole sequences are read."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from toolkit.data import Rollout, pad_rows
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, sequence_logits
 from toolkit.rewards.classes import ClassScore, check_outputs, scores_of
 
+Judge: TypeAlias = SharedBase | PreTrainedModel | PeftModel
+"""What scores: a shared base that carries the role "reward", or a sequence classifier on a base of its own."""
+
 
 @torch.no_grad()
-def read_sequences(base: SharedBase, rows: Sequence[Sequence[int]], *, pad_token_id: int, batch_size: int) -> Tensor:
-    """The reward role's head on whole sequences: float32 (N, num_labels), on the CPU.
+def read_sequences(base: Judge, rows: Sequence[Sequence[int]], *, pad_token_id: int, batch_size: int) -> Tensor:
+    """The scores or classes of whole sequences: float32 (N, num_labels), on the CPU.
 
     Args:
-        base: carries the role.
+        base: carries the role "reward", whose head is read; or a sequence classifier, read as its own class reads.
         rows: N sequences of token ids, prompt and response.
         pad_token_id: the one that the head was trained with.
         batch_size: sequences a forward pass.
     """
-    logits = torch.zeros(len(rows), base.head("reward").out_features)
+    if isinstance(base, SharedBase):
+        outputs, multiple = base.head("reward").out_features, LENGTH_MULTIPLE
+    else:
+        outputs, multiple = base.config.num_labels, 1  # rounded up, a length could pass the last position
+    logits = torch.zeros(len(rows), outputs)
     # Rows of similar length together: less padding is computed.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    with base.in_eval_mode():
+    was_training = base.training
+    base.eval()
+    try:
         for start in range(0, len(rows), batch_size):
             part = order[start : start + batch_size]
-            ids, mask = pad_rows(
-                [rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=LENGTH_MULTIPLE
-            )
-            ids, mask = ids.to(base.device), mask.to(base.device)
-            logits[part] = sequence_logits(base, ids, mask, pad_token_id=pad_token_id).cpu()
+            ids, mask = pad_rows([rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=multiple)
+            logits[part] = _logits(base, ids.to(base.device), mask.to(base.device), pad_token_id).float().cpu()
             release_memory()
+    finally:
+        base.train(was_training)
     return logits
+
+
+def _logits(base: Judge, input_ids: Tensor, attention_mask: Tensor, pad_token_id: int) -> Tensor:
+    if isinstance(base, SharedBase):
+        return sequence_logits(base, input_ids, attention_mask, pad_token_id=pad_token_id)
+    return base(input_ids=input_ids, attention_mask=attention_mask).logits
 
 
 class RewardAdapter:

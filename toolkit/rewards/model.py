@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
+from peft import PeftModel
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -25,7 +26,7 @@ from toolkit.models import LENGTH_MULTIPLE, release_memory
 from toolkit.models.base import default_device
 from toolkit.rewards.classes import ClassScore, check_outputs, scores_of
 
-Reads = Literal["conversation", "text", "pair", "response"]
+Reads = Literal["conversation", "text", "pair", "response", "tokens"]
 # The prompt itself: `rollout.prompts` has the policy's special tokens and template in it.
 PROMPT_COLUMNS = ("messages", "prompt")
 _ENDLESS = 10**6  # tokenizers say 10³⁰ where they know no limit
@@ -67,14 +68,16 @@ class RewardModel:
     """Scores responses with a sequence classifier, frozen, on text that its own tokenizer encodes.
 
     The prompt is taken from a column of the data set: what the policy was given has the special tokens of another
-    tokenizer in it. The model pools as its own class does, so that a score is what a forward pass over that one row
-    gives; where the configuration names no padding token, an id that no row of the batch has stands in.
+    tokenizer in it. A model with the policy's own tokenizer can read the very tokens instead. The model pools as its
+    own class does, so that a score is what a forward pass over that one row gives; where the configuration names no
+    padding token, an id that no row of the batch has stands in.
 
     Args:
         model: a sequence classifier. It is put into eval mode and loses its gradients.
         tokenizer: the model's.
         reads: "conversation", the prompt and the response as an assistant's turn in the model's chat template; "text",
-            the response straight after the prompt; "pair", the two as a pair of texts; "response" alone. None is
+            the response straight after the prompt; "pair", the two as a pair of texts; "response" alone; "tokens", the
+            ids of prompt and response as the policy had them, for a model with the policy's tokenizer. None is
             "conversation" where the tokenizer has a chat template, else "text".
         prompt_column: with the prompt as text or as messages; `messages` or else `prompt` if None. As a conversation a
             text is one message of the user; as a text messages are their contents, with a blank line between them.
@@ -90,7 +93,7 @@ class RewardModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         reads: Reads | None = None,
@@ -252,13 +255,19 @@ class RewardModel:
             ) from error
 
     def _encode(self, rollout: Rollout) -> list[dict[str, list[int]]]:
-        rows, cut = [], 0
-        for texts in self.texts(rollout):
-            row = self._tokens(texts)
-            if self.max_length is not None and len(row["input_ids"]) > self.max_length:
-                cut += 1
-                row = self._tokens(texts, truncation=True, max_length=self.max_length)
-            rows.append(row)
+        rows, limit = [], self.max_length
+        if self.reads == "tokens":
+            whole = [[*p, *r] for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
+            cut = sum(limit is not None and len(ids) > limit for ids in whole)
+            rows = [{"input_ids": ids if limit is None else ids[-limit:]} for ids in whole]
+        else:
+            cut = 0
+            for texts in self.texts(rollout):
+                row = self._tokens(texts)
+                if limit is not None and len(row["input_ids"]) > limit:
+                    cut += 1
+                    row = self._tokens(texts, truncation=True, max_length=limit)
+                rows.append(row)
         if cut and not self.truncated:
             warnings.warn(
                 f"{cut} of {len(rows)} texts are longer than the {self.max_length} tokens of the reward model and lose "

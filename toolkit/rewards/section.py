@@ -15,13 +15,15 @@ class ScorerSection:
     Args:
         kind: the reward adapter on the shared base, a Python function, another model, a server, or a weighted sum.
         function: kind function: "module:function" or "file.py:function", sync or async.
-        model: kind model: hub id or local folder of a sequence classifier, with its own tokenizer.
+        model: kind model: hub id or local folder of a sequence classifier, with its own tokenizer; null is the model
+            that the reward stage trains (section `reward_model`).
         revision: kind model: of a hub id.
         trust_remote_code: kind model: run code that comes with the checkpoint.
         quantization: kind model: arguments of transformers' `BitsAndBytesConfig`.
         dtype: kind model: of the weights that are not quantised.
-        reads: kind model: prompt and response in its chat template, one after the other, as a pair of texts, or the
-            response alone; null is its chat template if it has one, else text.
+        reads: kind model: prompt and response in its chat template, one after the other, as a pair of texts, the
+            response alone, or the policy's own tokens; null is its chat template if it has one, else text, and tokens
+            for the model that the reward stage trains.
         prompt_column: kind model: the column with the prompt as text or messages; null is `messages`, else `prompt`.
         max_length: kind model: tokens; a longer text loses its beginning. null is what the model takes.
         class_column: kinds adapter and model: for several outputs, the column that names the wanted class.
@@ -41,7 +43,7 @@ class ScorerSection:
     trust_remote_code: bool = False
     quantization: dict[str, Any] | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    reads: Literal["conversation", "text", "pair", "response"] | None = None
+    reads: Literal["conversation", "text", "pair", "response", "tokens"] | None = None
     prompt_column: str | None = None
     max_length: int | None = None
     class_column: str | None = None
@@ -57,6 +59,12 @@ class ScorerSection:
     def needs_reward_role(self) -> bool:
         """Whether it reads the reward adapter on the shared base, alone or as a part of a sum."""
         return self.kind == "adapter" or any(part.kind == "adapter" for part in self.part_sections.values())
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether it reads the model that the reward stage trains on a base of its own, alone or as a part of a sum."""
+        every = self.part_sections.values() if self.kind == "sum" else [self]
+        return any(part.kind == "model" and part.model is None for part in every)
 
     @property
     def part_sections(self) -> dict[str, "PartSection"]:
@@ -86,9 +94,9 @@ _KINDS_OF = {
     **dict.fromkeys(("url", "timeout", "retries", "token_variable"), ("remote",)),
     "parts": ("sum",),
 }
+_OF_A_CHECKPOINT = {"revision", "trust_remote_code", "quantization", "dtype", "reads", "prompt_column"}
 _NEEDED = {
     "function": ("function", "module:function or file.py:function"),
-    "model": ("model", "a folder or hub id"),
     "remote": ("url", "http:// or https://"),
     "sum": ("parts", "one or more"),
 }
@@ -108,6 +116,12 @@ def _misplaced(given: dict[str, Any]) -> Iterator[str]:
         if kind not in _KINDS_OF.get(key, (kind,)):
             kinds = " and ".join(_KINDS_OF[key])
             yield f"{key} — belongs to scorer.kind: {kinds}, and would have no effect with kind: {kind}. Remove it."
+    if kind == "model" and "model" not in given:
+        for key in sorted(_OF_A_CHECKPOINT & given.keys()):
+            yield (
+                f"{key} — would have no effect: there is no scorer.model, and the section reward_model describes the "
+                "model that the reward stage trains. Remove it, or name a model."
+            )
     needed, form = _NEEDED.get(kind, ("kind", ""))
     if form and not given.get(needed):
         yield f"{needed} — belongs to scorer.kind: {kind}, and is needed there ({form})."
@@ -115,6 +129,8 @@ def _misplaced(given: dict[str, Any]) -> Iterator[str]:
         yield "class_score — would have no effect: class_column, which names the wanted class, is missing."
     if given.get("reads") == "response" and "prompt_column" in given:
         yield "prompt_column — would have no effect: the response alone is read."
+    if given.get("reads") == "tokens" and "prompt_column" in given:
+        yield "prompt_column — would have no effect: the policy's own tokens are read."
 
 
 def _out_of_range(given: dict[str, Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from toolkit.data import LabelledCollator
 from toolkit.errors import DataError
 from toolkit.functional import wilson_interval
 from toolkit.models import SequenceClassifierView, SharedBase, load_weights, release_memory, save_role
-from toolkit.rewards import read_sequences
+from toolkit.rewards import Judge, read_sequences
 from toolkit.trainers.resume import ResumableTrainer
 
 
@@ -29,6 +29,11 @@ class _SavesRole(ResumableTrainer):
     """Saves and loads the reward role as a PEFT folder where `Trainer` would take the whole view."""
 
     role_arguments: dict[str, Any]
+
+    @property
+    def judge(self) -> SharedBase:
+        """What scores: see `read_sequences`."""
+        return self.model.base
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -53,6 +58,20 @@ class RewardTrainer(_SavesRole, TRLRewardTrainer):
 
 class ClassTrainer(_SavesRole):
     """transformers' `Trainer` for a reward head with several outputs."""
+
+
+def check_columns(dataset: Dataset, outputs: int) -> None:
+    """Nothing, if a data set has the columns that a head of so many outputs is trained on.
+
+    Raises:
+        DataError: it has not.
+    """
+    needed = ("input_ids", "labels") if outputs > 1 else ("chosen_ids", "rejected_ids")
+    if not set(needed) <= set(dataset.column_names):
+        raise DataError(
+            f"the reward stage needs the columns {' and '.join(needed)} for a head with {outputs} output(s); present: "
+            f"{', '.join(dataset.column_names)}."
+        )
 
 
 def reward_trainer(
@@ -80,13 +99,7 @@ def reward_trainer(
         DataError: the columns do not fit the head.
     """
     classes = roles.head("reward").out_features > 1
-    needed = ("input_ids", "labels") if classes else ("chosen_ids", "rejected_ids")
-    missing = [name for name in needed if name not in train_dataset.column_names]
-    if missing:
-        raise DataError(
-            f"the reward stage needs the columns {' and '.join(needed)} for a head with "
-            f"{roles.heads['reward'].out_features} output(s); present: {', '.join(train_dataset.column_names)}."
-        )
+    check_columns(train_dataset, roles.head("reward").out_features)
     roles.train_roles("reward")
     view = SequenceClassifierView(roles, pad_token_id=processing_class.pad_token_id)
     common = {
@@ -109,11 +122,11 @@ def reward_trainer(
     return trainer
 
 
-def evaluate_reward(roles: SharedBase, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
+def evaluate_reward(roles: Judge, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
     """Accuracy of the reward role on held-out rows, with its 95 % interval, and the loss.
 
     Args:
-        roles: carries the role.
+        roles: carries the role; or a classifier on a base of its own.
         dataset: pairs or labelled sequences, as the head needs.
         pad_token_id: see `toolkit.models.score_positions`.
         batch_size: sequences a forward pass.

@@ -1,0 +1,226 @@
+"""A reward model on a base of its own: what it is trained on is what it reads in PPO."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+from trl import RewardConfig
+from trl import RewardTrainer as TRLRewardTrainer
+
+from tests.conftest import lora
+from tests.tolerances import FP32
+from tests.trainers.helpers import own_classifier, rollout
+from toolkit.data import doubling
+from toolkit.errors import DataError, ModelError
+from toolkit.models import add_lora, classifier_config, load_classifier, load_classifier_weights
+from toolkit.rewards import RewardModel, read_sequences, score_with
+from toolkit.trainers.reward import evaluate_reward
+from toolkit.trainers.reward_model import reward_model_trainer
+
+COMMON = {
+    "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-2,
+    "logging_steps": 50, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "disable_tqdm": True,
+    "max_length": None, "gradient_checkpointing": False,
+}  # fmt: skip
+PROMPTS = [[1, 11, 12, 13], [1, 20], [1, 30, 31, 32, 33, 34, 35]]
+GOOD, BAD = [[5, 2], [21, 22, 5, 2], [5, 2]], [[6, 6, 2], [21, 6, 2], [7, 6, 2]]
+
+
+def tokenizer_where(same: str | None):
+    """The doubling task's tokenizer, with two special tokens in one: "pad eos", or "bos eos" as OPT has it."""
+    tokenizer = doubling.tokenizer()
+    if same == "pad eos":
+        tokenizer.pad_token = tokenizer.eos_token
+    elif same == "bos eos":
+        tokenizer.eos_token = tokenizer.bos_token
+    return tokenizer
+
+
+def data(tokenizer, copies=8):
+    """Pairs that end as sampled responses do; with bos == eos the first token is that one, too."""
+    end = tokenizer.eos_token_id
+    ended = {"chosen_ids": GOOD, "rejected_ids": BAD}
+    return Dataset.from_dict(
+        {
+            name: [[*p, *r[:-1], end] for p, r in zip(PROMPTS, rows, strict=True)] * copies
+            for name, rows in ended.items()
+        }
+    )
+
+
+def trainer(model, tokenizer, folder, dataset=None, **changes):
+    args = RewardConfig(output_dir=str(folder), **{"max_steps": 12, **COMMON, **changes})
+    dataset = data(tokenizer) if dataset is None else dataset
+    return reward_model_trainer(args, tokenizer, model, dataset, dataset, callbacks=[])
+
+
+CASES = [("llama", None), ("llama", "pad eos"), ("opt", "bos eos"), ("opt", "pad eos"), ("bert", None)]
+
+
+@pytest.mark.parametrize(("kind", "same"), CASES)
+def test_ppo_reads_the_ids_and_the_position_of_training(kind, same, tmp_path):
+    tokenizer = tokenizer_where(same)
+    made = trainer(own_classifier(kind, tokenizer=tokenizer), tokenizer, tmp_path)
+    seen: list[list[int]] = []
+
+    def look(module, arguments, inputs):
+        rows = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True)
+        seen.extend([token for token, real in zip(ids, mask, strict=True) if real] for ids, mask in rows)
+
+    hook = made.model.register_forward_pre_hook(look, with_kwargs=True)
+    made.train()
+    hook.remove()
+    trained_on = {tuple(row) for row in seen}
+    made.save_model(str(tmp_path))
+    # A plain load and forward passes over single rows are the oracle.
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    end = tokenizer.eos_token_id
+    asked = rollout([[*r[:-1], end] for r in GOOD], PROMPTS)
+    rows = [[*p, *r] for p, r in zip(asked.prompt_ids, asked.response_ids, strict=True)]
+    assert {tuple(row) for row in rows} <= trained_on
+    with torch.no_grad():
+        expected = torch.stack([plain(torch.tensor([row])).logits[0, 0] for row in rows])
+    seen.clear()
+    reward = RewardModel(made.model, tokenizer, reads="tokens", batch_size=2)
+    hook = made.model.register_forward_pre_hook(look, with_kwargs=True)
+    scores = score_with(reward, asked)
+    hook.remove()
+    assert sorted(seen) == sorted(rows)
+    torch.testing.assert_close(scores, expected, **FP32)
+    read = read_sequences(made.model, rows, pad_token_id=tokenizer.pad_token_id, batch_size=2)
+    torch.testing.assert_close(read.squeeze(1), expected, **FP32)
+    for row, score in zip(rows, scores, strict=True):
+        torch.testing.assert_close(score, by_hand(plain, kind, row, same), **FP32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == tokenizer.get_vocab()
+
+
+@torch.no_grad()
+def by_hand(model, kind, row, same):
+    """The head on the state where it is to be read: BERT's first one; a decoder's last, or with pad == eos the one
+    before the end; never where the first end of sequence stands."""
+    if kind == "bert":
+        first = model.bert(torch.tensor([row])).last_hidden_state[0, 0]
+        return model.classifier(torch.tanh(model.bert.pooler.dense(first)))[0]
+    position = len(row) - (2 if same == "pad eos" else 1)
+    return model.score(model.model(torch.tensor([row])).last_hidden_state[0, position])[0]
+
+
+def test_all_weights_train_as_trl_trains_them(tmp_path):
+    tokenizer = doubling.tokenizer()
+    start = own_classifier("llama").state_dict()
+    made = trainer(own_classifier("llama"), tokenizer, tmp_path, max_steps=3)
+    made.train()
+    plain = TRLRewardTrainer(
+        model=own_classifier("llama"),
+        args=RewardConfig(output_dir=str(tmp_path), **{**COMMON, "max_steps": 3}),
+        train_dataset=data(tokenizer),
+        processing_class=tokenizer,
+    )
+    plain.train()
+    ours, theirs = made.model.state_dict(), plain.model.state_dict()
+    assert all(not torch.equal(start[name], ours[name]) for name in ours if "embed" not in name)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_classes_and_their_accuracy(tmp_path):
+    task = doubling.Doubling()
+    labelled = task.labelled("validation")
+    made = trainer(
+        own_classifier("bert", labels=4, initializer_range=0.02), task.tokenizer, tmp_path, task.labelled("test"),
+        max_steps=90, per_device_train_batch_size=32,
+    )  # fmt: skip
+    assert not isinstance(made, TRLRewardTrainer)
+    figures = {"pad_token_id": 0, "batch_size": 64}
+    before = evaluate_reward(made.judge, labelled, **figures)
+    made.train()
+    after = evaluate_reward(made.judge, labelled, **figures)
+    assert before["accuracy"] < 0.6 and after["accuracy"] > 0.95 and after["loss"] < before["loss"]
+    assert made.model.training  # left as it was
+    rows = labelled["input_ids"][:5]
+    with torch.no_grad():
+        alone = torch.stack([made.model.eval()(torch.tensor([row])).logits[0] for row in rows])
+    read = read_sequences(made.model, rows, pad_token_id=0, batch_size=5)
+    assert read.shape == (5, 4)
+    torch.testing.assert_close(read, alone, **FP32)
+    with pytest.raises(DataError, match=r"columns chosen_ids and rejected_ids for a head with 1 output"):
+        trainer(own_classifier("bert"), task.tokenizer, tmp_path, labelled)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpointing, tmp_path):
+    base = own_classifier("llama")
+    base.save_pretrained(tmp_path / "base")
+    tokenizer = doubling.tokenizer()
+    tokenizer.save_pretrained(tmp_path / "base")
+    config = classifier_config(tokenizer, num_labels=1, model=str(tmp_path / "base"))
+    loaded = load_classifier(config, str(tmp_path / "base"), device=torch.device("cpu"))
+    model = add_lora(loaded, lora())
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    made = trainer(model, tokenizer, tmp_path, gradient_checkpointing=checkpointing)
+    made.train()
+    named = dict(model.named_parameters())
+    assert all(torch.equal(named[name], weight) for name, weight in frozen.items())
+    trained = {name for name, p in named.items() if p.requires_grad}
+    assert {name.split(".")[-2] for name in trained if "lora" not in name} == {"default"}
+    assert evaluate_reward(made.judge, data(tokenizer), pad_token_id=0, batch_size=8)["accuracy"] == 1.0
+    made.save_model(str(tmp_path))
+    assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
+    rows = data(tokenizer, 1)["chosen_ids"]
+    expected = read_sequences(model, rows, pad_token_id=0, batch_size=3)
+    plain = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1).eval()
+    with torch.no_grad():
+        theirs = torch.stack([plain(input_ids=torch.tensor([row])).logits[0] for row in rows])
+    torch.testing.assert_close(theirs, expected, **FP32)
+    again = add_lora(load_classifier(config, str(tmp_path / "base"), device=torch.device("cpu")), lora())
+    load_classifier_weights(again, tmp_path / "model")
+    torch.testing.assert_close(read_sequences(again, rows, pad_token_id=0, batch_size=3), expected, **FP32)
+    with pytest.raises(ModelError, match="does not fit this model"):
+        load_classifier_weights(add_lora(own_classifier("llama"), lora(r=2)), tmp_path / "model")
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_what_trains_is_float32_on_any_base(bits, tmp_path):
+    """TRL casts the trainables of a quantised model to bfloat16, the head among them."""
+    tokenizer = doubling.tokenizer()
+    own_classifier("llama", hidden_size=64).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    config = classifier_config(tokenizer, num_labels=1, model=str(tmp_path / "base"))
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if bits == 4 else None
+    loaded = load_classifier(
+        config, str(tmp_path / "base"), quantization=quantization, dtype="bfloat16", device=torch.device("cpu")
+    )
+    model = add_lora(loaded, lora())
+    made = trainer(model, tokenizer, tmp_path, bf16=True, max_steps=2)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    before = model.get_base_model().score.modules_to_save["default"].weight.detach().clone()
+    made.train()
+    assert not torch.equal(before, model.get_base_model().score.modules_to_save["default"].weight)
+    rows = data(tokenizer, 1)["chosen_ids"]
+    scores = score_with(RewardModel(model, tokenizer, reads="tokens"), rollout(GOOD, PROMPTS))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(input_ids=torch.tensor(rows[:1])).logits.dtype == torch.float32
+    # Scores that were bfloat16 on the way would not change by that.
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def test_bases_that_do_not_fit(tmp_path):
+    other = doubling.tokenizer()
+    other.add_tokens(["?"])
+    model = own_classifier("bert", tokenizer=other)
+    model.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+    tokenizer = doubling.tokenizer()
+    with pytest.raises(ModelError, match=r"has another tokenizer than base \(1 entries differ\).*scorer.kind=model"):
+        classifier_config(tokenizer, num_labels=1, model=str(tmp_path))
+    with pytest.raises(ModelError, match='no base for a classifier could be loaded from "no/where"'):
+        classifier_config(tokenizer, num_labels=1, model="no/where")
+    with pytest.raises(ModelError, match="reward_model.config: transformers cannot build this model"):
+        classifier_config(tokenizer, num_labels=1, config={"model_type": "brt"})
+    with pytest.raises(ModelError, match="no sequence classifier for models of type vit"):
+        classifier_config(tokenizer, num_labels=1, config={"model_type": "vit"})
+    with pytest.raises(ModelError, match="the model has 10 tokens and the tokenizer of base"):
+        classifier_config(tokenizer, num_labels=1, config={"model_type": "bert", "vocab_size": 10})
+    with pytest.raises(ModelError, match="adapters.reward: "):
+        add_lora(own_classifier("bert"), lora().__class__(target_modules=["q_proj"]))
