@@ -75,9 +75,8 @@ def run(words: list[str], desk: Path) -> None:
     words = [f"base.model={model}" if word.startswith("base.model=") else word for word in words]
     name = Path(words[1]).stem if len(words) > 1 else ""
     if words[0] in STAGES and name in SMALL:
-        small = (
-            [*SMALL[name], f"base.model={model}"] if "doubling" not in name else SMALL[name]
-        )  # in place of the hub's
+        named = [] if name.startswith("doubling") else [f"base.model={model}"]  # in place of the hub's
+        small = [*SMALL[name], *named]
         overrides = [override for override in small if override.split("=")[0] not in " ".join(words[2:])]
         end = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         words = [*words[:end], *overrides, *words[end:]]
