@@ -100,11 +100,11 @@ def load_base(
         )
     except (OSError, ValueError) as error:
         raise _not_found(path, error) from error
-    _keep_differentiable(model)
+    keep_differentiable(model)
     return model.requires_grad_(False)
 
 
-def _keep_differentiable(model: nn.Module) -> None:
+def keep_differentiable(model: nn.Module) -> None:
     """Keep 4-bit layers on a CPU in the layout that has gradients.
 
     In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks a layer's weights for a kernel outside autograd, for

@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from trl import pack_dataset
 
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.models import SharedBase, load_role
+from toolkit.models import SharedBase, load_role, load_weights
 from toolkit.models.base import load_config, outline, random_config, weight_bytes
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, UpdateFacts
@@ -188,14 +188,23 @@ class _Check:
             self.starts[role] = f"fresh; the {stage} stage comes first" if stage and stage != role else "fresh"
 
     def _add_fresh(self, roles: SharedBase, role: str, config: LoraConfig, num_labels: int | None = None) -> None:
+        bias = role == "value" and self.recipe.value_head.bias
         with self.at(f"adapters.{role}"):
-            roles.add_role(role, config, num_labels=num_labels)
+            roles.add_role(role, config, num_labels=num_labels, head_bias=bias)
 
     def _add_value(self, roles: SharedBase, *, shared: bool) -> None:
         start, adapters = self.recipe.start.value, self.recipe.values.get("adapters", {})
-        if shared:
+        if self.recipe.value_model is not None:
+            with self.at("value_model"):
+                roles.place_value(assemble.value_model(self.recipe, roles))
+                self.starts["value"] = "on a base of its own"
+                if start is not None:
+                    with self.at("start.value"):
+                        load_weights(roles, "value", Path(start).expanduser())
+                    self.starts["value"] += f", from {start}"
+        elif shared:
             if "policy" in roles.roles:
-                roles.add_role("value")
+                roles.add_role("value", head_bias=self.recipe.value_head.bias)
             self.starts["value"] = "a head on the policy's adapter"
         elif start != "reward":
             self._add(roles, "value", start, None)
@@ -247,11 +256,14 @@ class _Check:
             head = sum(p.numel() for p in roles.heads[role].parameters()) if role in roles.heads else 0
             adapter = sum(p.numel() for p in own) - head
             saved = role == "reward" and self.recipe.start.reward
+            own_base = roles.value_model if role == "value" else None
+            layers = [m for m in (own_base or roles.model).modules() if isinstance(m, LoraLayer)]
+            whole = own_base is not None and own_base.lora is None
             yield RoleFacts(
                 role,
                 self.starts[role],
-                roles.adapter_config(role).r if adapter else None,
-                sum(role in layer.r for layer in roles.model.modules() if isinstance(layer, LoraLayer)),
+                roles.adapter_config(role).r if adapter and not whole else None,
+                sum(role in layer.r for layer in layers),
                 adapter,
                 head,
                 ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),

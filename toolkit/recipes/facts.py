@@ -27,7 +27,8 @@ class BaseFacts:
 class RoleFacts:
     """A role: where it starts, what it has of its own, and the stage that trains it, if one does.
 
-    `rank` is None where a role has no adapter of its own; `modules` counts the layers that its adapter is on.
+    `rank` is None where a role has no adapter of its own, or trains all weights of a base of its own, which
+    `adapter_parameters` then counts; `modules` counts the layers that its adapter is on.
     """
 
     role: str
@@ -46,6 +47,8 @@ class RoleFacts:
 
     def __str__(self) -> str:
         parts = [f"LoRA r={self.rank} on {self.modules} modules, {self.adapter_parameters:,}"] if self.rank else []
+        if self.adapter_parameters and self.rank is None:
+            parts = [f"all {self.adapter_parameters:,} weights"]
         parts += [f"head {self.head_parameters:,}"] if self.head_parameters else []
         trains = f"{self.parameters:,} parameters train in {self.trained_by}" if self.trained_by else "is not trained"
         dtype = f" ({self.dtype})" if self.dtype else ""

@@ -17,6 +17,8 @@ from toolkit.recipes.schema import (
     RewardHeadSection,
     ScorerSection,
     StartSection,
+    ValueHeadSection,
+    ValueModelSection,
     check_recipe,
     stage_config,
 )
@@ -76,6 +78,16 @@ class Recipe:
     @property
     def reward_head(self) -> RewardHeadSection:
         return RewardHeadSection(**self.values.get("reward_head", {}))
+
+    @property
+    def value_head(self) -> ValueHeadSection:
+        return ValueHeadSection(**self.values.get("value_head", {}))
+
+    @property
+    def value_model(self) -> ValueModelSection | None:
+        """The value role's own base; None where it has none."""
+        section = self.values.get("value_model")
+        return None if section is None else ValueModelSection(**section)
 
     def quantization(self) -> BitsAndBytesConfig | None:
         arguments = self.base.quantization

@@ -74,12 +74,44 @@ class RewardHeadSection:
     num_labels: int = 1
 
 
+@dataclass(frozen=True)
+class ValueHeadSection:
+    """Section `value_head`: how a fresh head of the value role starts.
+
+    Args:
+        init: weights drawn with standard deviation 0.02, or orthogonal with gain √2.
+        bias: whether it has a bias, starting at 0.
+    """
+
+    init: Literal["normal", "orthogonal"] = "normal"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ValueModelSection(BaseSection):
+    """Section `value_model`: a base of its own for the value role, of the same tokens as the policy's.
+
+    With `adapters.value` it is frozen under that adapter; without, all its weights are trained.
+
+    Args:
+        model: hub id or local folder, of a language model or of a reward model.
+        config: in place of `model`, `model_type` and that configuration's arguments: random weights.
+        quantization: arguments of transformers' `BitsAndBytesConfig`.
+        dtype: of the weights that are not quantised; float32 where all are trained.
+        revision: of a hub id.
+        attn_implementation: as in transformers.
+        trust_remote_code: run code that comes with the checkpoint.
+    """
+
+
 STAGE_CLASSES: dict[str, type] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
 PLAIN_SECTIONS: dict[str, type] = {
     "base": BaseSection,
     "scorer": ScorerSection,
     "start": StartSection,
     "reward_head": RewardHeadSection,
+    "value_head": ValueHeadSection,
+    "value_model": ValueModelSection,
 }
 ADAPTER_ROLES = ("policy", "value", "reward")
 # `data` is for all stages; the other two, for one stage each, come before it.
@@ -368,6 +400,37 @@ def _check_base(base: dict[str, Any], values: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _check_value_model(section: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Problems of the section `value_model` beyond its keys."""
+    problems = []
+    quantized = section.get("quantization") is not None
+    if quantized:
+        problems += _check_quantization("value_model.quantization", section["quantization"])
+    if (section.get("model") is None) == (section.get("config") is None):
+        problems.append("value_model — exactly one of model (a checkpoint) and config (random weights) is needed.")
+    if "value" not in _section(values, "adapters"):
+        dtype = section.get("dtype", ValueModelSection.dtype)
+        if quantized:
+            problems.append("adapters.value — is missing: 4-bit weights have no gradients, and so need an adapter.")
+        elif dtype != "float32":
+            problems.append(
+                f"value_model.dtype — float32 is needed where all weights are trained, got {dtype}: small steps would "
+                "round to nothing. Or give adapters.value."
+            )
+    elif section.get("config") is not None:
+        problems.append("adapters.value — would leave random weights (value_model.config) as they are. Remove it.")
+    ppo = _section(values, "ppo")
+    if "ppo" not in values:
+        problems.append("value_model — would have no effect: there is no section ppo.")
+    if ppo.get("value", "separate") == "shared":
+        problems.append("value_model — would have no effect: ppo.value is shared, so value is a head on the policy.")
+    if ppo.get("loop") == "trl":
+        problems.append("ppo.loop — trl runs the value role on the shared base, not on value_model. Use toolkit.")
+    if _section(values, "start").get("value") == "reward":
+        problems.append("start.value — is reward, whose adapter is on the shared base, and value_model another.")
+    return problems
+
+
 def check_recipe(values: dict[str, Any]) -> list[str]:
     """All problems of a resolved recipe; empty if there are none."""
     problems = [f"{key} — no such section. {suggestion(key, TOP_LEVEL)}" for key in values if key not in TOP_LEVEL]
@@ -379,6 +442,8 @@ def check_recipe(values: dict[str, Any]) -> list[str]:
             problems += check_scorer(values[name]) if owner is ScorerSection else check_keys(name, values[name], owner)
     if isinstance(values.get("base"), dict):
         problems += _check_base(values["base"], values)
+    if isinstance(values.get("value_model"), dict):
+        problems += _check_value_model(values["value_model"], values)
     for place in DATA_SECTIONS:
         if place in values:
             problems += check_data(values[place], place)
@@ -415,8 +480,10 @@ def _check_together(values: dict[str, Any]) -> list[str]:
             )
         if shared and start.get("value"):
             problems.append("start.value — would have no effect: ppo.value is shared.")
-        if not shared and "value" not in adapters and not start.get("value"):
+        if not shared and "value_model" not in values and "value" not in adapters and not start.get("value"):
             problems.append("adapters.value — is missing: ppo.value is separate. Add it, or set ppo.value to shared.")
+        if start.get("value") and "value_head" in values:
+            problems.append("value_head — would have no effect: the head starts as start.value says.")
         kind = scorer.get("kind", "adapter")
         if not needs_reward_role(scorer) and start.get("value") == "reward":
             problems.append(f"start.value — is reward, but with scorer.kind: {kind} there is no reward role.")

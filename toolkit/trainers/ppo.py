@@ -31,11 +31,13 @@ from transformers import GenerationConfig
 from toolkit.data import Rollout
 from toolkit.functional import (
     KL_ESTIMATORS,
+    ClippedLoss,
     adapt_kl_coef,
     clipped_value_loss,
     generalized_advantage_estimation,
     penalize_missing_eos,
     penalize_short,
+    pool_values,
     scale_to_unit_variance,
     shape_rewards,
     whiten,
@@ -253,6 +255,8 @@ class PPOTrainer(SharedBaseTrainer):
         if values and not self.roles.shares_value:
             with self.roles.role("value"):
                 old_values = response_values(self.roles, sequences)
+        if old_values is not None:
+            old_values = pool_values(old_values, sequences.response_mask, self.args.value_pooling)
         return logprobs, ref_logprobs, old_values, kl
 
     @torch.no_grad()
@@ -364,7 +368,11 @@ class PPOTrainer(SharedBaseTrainer):
             )
         )
         targets = PolicyTargets(old_logprobs, ref_logprobs, advantages, mask)
-        clip = {"cliprange": args.cliprange_value, "count": count}
+
+        def value_loss(values: Tensor) -> ClippedLoss:
+            pooled = pool_values(values, mask, args.value_pooling)
+            return clipped_value_loss(pooled, old_values, returns, mask, cliprange=args.cliprange_value, count=count)
+
         with roles.role("policy"):
             with self.compute_loss_context_manager():
                 reading = read_policy(
@@ -377,7 +385,7 @@ class PPOTrainer(SharedBaseTrainer):
                 )
             loss, metrics = policy_objective(args, reading, targets, kl_coef=self.kl_coef, count=count)
             if reading.values is not None:
-                value = clipped_value_loss(reading.values, old_values, returns, mask, **clip)
+                value = value_loss(reading.values)
                 loss = loss + args.vf_coef * value.loss
             self._check_ratio_once(reading.logprobs.detach() - old_logprobs, mask)
             self.accelerator.backward(loss)
@@ -385,7 +393,7 @@ class PPOTrainer(SharedBaseTrainer):
             with roles.role("value"):
                 with self.compute_loss_context_manager():
                     values = response_values(roles, sequences)
-                value = clipped_value_loss(values, old_values, returns, mask, **clip)
+                value = value_loss(values)
                 self.accelerator.backward(args.vf_coef * value.loss)
         metrics |= {"value_loss": value.loss, "value_clip_fraction": value.clip_fraction}
         return {name: float(metric.detach()) for name, metric in metrics.items()}

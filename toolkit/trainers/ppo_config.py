@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from transformers.trainer_utils import IntervalStrategy
 from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
-from toolkit.functional import KL_ESTIMATORS
+from toolkit.functional import KL_ESTIMATORS, VALUE_POOLINGS
 
 # What our loop reads. Everything else that PPOConfig inherits would be ignored by it, and is refused.
 HONOURED = frozenset(
@@ -98,6 +98,7 @@ HONOURED = frozenset(
         "value_adam_epsilon",
         "loop",
         "value",
+        "value_pooling",
         "eval_do_sample",
         "logprob_chunk_size",
         "kl_target",
@@ -159,6 +160,7 @@ _WORDS = {
     "loop": ("toolkit", "trl"),
     "truncated_as": ("terminal", "bootstrap"),
     "value": ("separate", "shared"),
+    "value_pooling": VALUE_POOLINGS,
 }
 
 # Terms and treatments that TRL's loop has no place for.
@@ -169,6 +171,7 @@ _NOT_IN_TRL = (
     "entropy_coef",
     "whiten_advantages",
     "truncated_as",
+    "value_pooling",
     "use_score_scaling",
     "score_clip",
     "short_response_penalty",
@@ -198,6 +201,13 @@ class PPOConfig(TRLPPOConfig):
         metadata={
             "help": "Whether the value role has its own adapter, or is a head on the policy's (one forward pass "
             "instead of two, and the value loss then also trains the policy's adapter)."
+        },
+    )
+    value_pooling: Literal["none", "response_mean", "prefix_mean"] = field(
+        default="none",
+        metadata={
+            "help": "Whether each response token has a value of its own, the mean over the whole response (which has "
+            "then seen all of it: a baseline of the response), or the mean up to itself."
         },
     )
     eval_do_sample: bool = field(
@@ -325,6 +335,10 @@ class PPOConfig(TRLPPOConfig):
             problems.append(
                 "kl_penalty_in: loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and "
                 "Munos 2025, arXiv 2506.09477): k2 or full for KL(policy, reference), k3 for KL(reference, policy)"
+            )
+        if self.value_pooling != "none" and self.truncated_as == "bootstrap":
+            problems.append(
+                "truncated_as: bootstrap needs the value after the last token, which value_pooling averages"
             )
         if (self.min_response_length > 1) != (self.short_response_penalty is not None):
             problems.append("min_response_length (2 or more) and short_response_penalty have an effect together only")

@@ -47,6 +47,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> Non
         raise SelfCheckError(
             f"the tokenizer has {len(tokenizer)} tokens and the base {rows} embeddings: they are not of one checkpoint."
         )
+    if base.value_model is not None:
+        theirs = base.value_model.backbone.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > theirs:
+            raise SelfCheckError(
+                f"the value model has {theirs} embeddings and the tokenizer {len(tokenizer)} tokens: it cannot read "
+                "all that the policy writes. Take a model of the same family."
+            )
     ids = base.config.eos_token_id
     stops = ids if isinstance(ids, list) else [ids]
     if ids is not None and tokenizer.eos_token_id not in stops:
