@@ -13,7 +13,7 @@ import torch
 import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 from trl import RewardConfig, SFTConfig
 
 from tests.conftest import lora, randomize, tiny_model
@@ -21,7 +21,7 @@ from tests.trainers.helpers import count_reward
 from tests.trainers.helpers import trainer as ppo_trainer
 from toolkit.data import doubling
 from toolkit.errors import CheckpointError, RunInterrupted
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, ValueModel
 from toolkit.reports import MetricsFile
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.sft import sft_trainer
@@ -94,7 +94,23 @@ def ppo_shared_adaptive(folder: Path, **changes):
     return ppo(folder, **{**adaptive, "sample_with_replacement": True, **changes})
 
 
-STAGES = (sft_model, sft_policy, reward_pairs, reward_classes, ppo, ppo_shared_adaptive)
+def ppo_own_value(folder: Path, **changes):
+    """A critic on a base of its own, all of whose weights train, and an optimizer that keeps its state in 8 bits."""
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(r=64, **DROPOUT))  # large enough to be kept in 8 bits
+    base.add_role("reference")
+    base.add_role("reward", lora())
+    settings = tiny_model("gpt2").config
+    settings.num_labels = 1
+    base.place_value(ValueModel(AutoModelForSequenceClassification.from_config(settings), None))
+    randomize(base, "policy", "reward")
+    options = {"optim": "lion_8bit", "value_pooling": "response_mean", "learning_rate": 1e-3, "num_ppo_epochs": 2}
+    made = ppo_trainer(folder, base, **{**COMMON, **options, **changes})
+    made.add_callback(MetricsFile(folder / "metrics.jsonl"))
+    return made
+
+
+STAGES = (sft_model, sft_policy, reward_pairs, reward_classes, ppo, ppo_shared_adaptive, ppo_own_value)
 
 
 def make(stage, folder: Path, **changes):

@@ -222,8 +222,8 @@ def read_value_config(
         raise _not_loaded(path, error) from error
     if not tokenizer.get_vocab().items() <= theirs.get_vocab().items():
         raise ModelError(
-            f'value_model.model: the {len(theirs)} tokens of "{path}" are not the {len(tokenizer)} of the policy, and a '
-            "value is read at each token of the policy. Take a model of the same family."
+            f'value_model.model: the {len(theirs)} tokens of "{path}" are not the {len(tokenizer)} of the policy, and '
+            "a value is read at each token of the policy. Take a model of the same family."
         )
     return config
 
