@@ -1,10 +1,12 @@
-"""Two questions put to the number-doubling demo, answered with curves:
+"""Questions that are answered with curves, two on the number-doubling demo and one on a chat model:
 
     python -m benchmarks.demonstrations value   # a value head on the policy's adapter, or an adapter of its own?
     python -m benchmarks.demonstrations kl      # how much reward does each way of holding the policy back buy?
+    python -m benchmarks.demonstrations critic base.model=/path/to/SmolLM2-135M-Instruct data.train=… data.validation=…
+                                                # a fresh critic, or one that starts as a copy of the reward?
 
-For each seed the base is pretrained and the reward trained once; every arm then runs PPO from there, with the same
-prompts. Arms that are finished are not repeated. Writes `benchmarks/results/DATE_demonstration_NAME.json`, the figure
+For each seed what comes before PPO is run once; every arm then runs PPO from there, with the same prompts. Arms that
+are finished are not repeated. Writes `benchmarks/results/DATE_demonstration_NAME.json`, the figure
 `docs/figures/NAME.svg` and the table in `docs/demonstrations.md`.
 """
 
@@ -12,7 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,19 +42,24 @@ class Arm:
     ppo: Mapping[str, Any]
     left_out: tuple[str, ...] = ()
     """Adapters that it does not have."""
+    start: Mapping[str, str] = field(default_factory=dict)
+    """What it adds to the section `start`."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Arms that are compared, with what they have in common."""
+    """Arms that are compared, and what they have in common: a recipe, the stages before PPO, settings of PPO."""
 
     arms: Mapping[str, Arm]
     seeds: tuple[int, ...]
     updates: int
-    common: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str = "doubling"
+    stages: tuple[str, ...] = ("sft", "reward")
+    common: Mapping[str, Any] = field(
+        default_factory=lambda: {"eval_steps": 5, "logging_steps": 5, "load_best_model_at_end": False}
+    )
 
 
-_EVALUATED = {"eval_steps": 5, "logging_steps": 5, "load_best_model_at_end": False, "save_strategy": "no"}
 DEMONSTRATIONS = {
     "value": Demonstration(
         arms={
@@ -84,6 +91,17 @@ DEMONSTRATIONS = {
         seeds=(0,),
         updates=50,
     ),
+    "critic": Demonstration(
+        arms={
+            "fresh": Arm("fresh adapter and head", {}),
+            "reward": Arm("a copy of the reward role", {}, start={"value": "reward"}),
+        },
+        seeds=(0,),
+        updates=50,
+        recipe="smollm2_135m_lora",
+        stages=("reward",),
+        common={"lr_scheduler_type": "constant", "learning_rate": 1e-4, "response_length": 24},
+    ),
 }
 
 
@@ -94,24 +112,27 @@ def _stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: str
     subprocess.run(command, check=True)
 
 
-def _start(seed: int, runs: Path) -> Recipe:
-    """The pretrained base and the trained reward of a seed."""
-    run = f"start-{seed}"
-    for stage in ("sft", "reward"):
-        _stage(stage, "doubling", run, runs, f"seed={seed}")
-    return recipes.load("doubling", f"seed={seed}", run=run, runs_dir=runs)
+def _start(demonstration: Demonstration, seed: int, runs: Path, overrides: Sequence[str]) -> Recipe:
+    """What every arm of a seed begins with: a base and a trained reward."""
+    run, settings = f"{demonstration.recipe}-{seed}", (f"seed={seed}", *overrides)
+    for stage in demonstration.stages:
+        _stage(stage, demonstration.recipe, run, runs, *settings)
+    return recipes.load(demonstration.recipe, *settings, run=run, runs_dir=runs)
 
 
 def recipe_of_arm(start: Recipe, arm: Arm, demonstration: Demonstration) -> dict[str, Any]:
-    """The doubling recipe's ppo stage alone, from what is there already."""
-    values = {key: value for key, value in start.values.items() if key not in ("sft", "reward", "reward_head")}
-    values["base"] = {"model": start.base_path, "dtype": start.base.dtype}
-    values["start"] = {"reward": str(start.stage_folder("reward") / "reward")}
+    """The recipe's ppo stage alone, from what is there already."""
+    before = {*demonstration.stages, "reward_head"}
+    values = {key: value for key, value in start.values.items() if key not in before}
+    if start.base.model is None:
+        values["base"] = {"model": start.base_path, "dtype": start.base.dtype}
+    values["start"] = {"reward": str(start.stage_folder("reward") / "reward"), **arm.start}
     values["adapters"] = {role: lora for role, lora in values["adapters"].items() if role not in arm.left_out}
-    kept = {
-        k: v for k, v in values["ppo"].items() if k not in ("metric_for_best_model", "save_steps", "save_total_limit")
-    }
-    values["ppo"] = {**kept, **_EVALUATED, "max_steps": demonstration.updates, **demonstration.common, **arm.ppo}
+    # Nothing is saved on the way, and no checkpoint chosen: an arm ends where it ends.
+    choosing = ("metric_for_best_model", "save_steps", "save_total_limit")
+    kept = {key: value for key, value in values["ppo"].items() if key not in choosing}
+    changes = {"save_strategy": "no", "max_steps": demonstration.updates, **demonstration.common, **arm.ppo}
+    values["ppo"] = {**kept, **changes}
     return values
 
 
@@ -129,12 +150,17 @@ def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> 
         for row in metrics
         if "eval_score" in row
     ]
-    value_loss = [[row["step"], row["value_loss"]] for row in metrics if "value_loss" in row]
-    return {"before": result["before"], "after": result["after"], "curve": curve, "value_loss": value_loss}
+    logged = {key: [[row["step"], row[key]] for row in metrics if key in row] for key in ("score", "value_loss")}
+    return {"before": result["before"], "after": result["after"], "curve": curve, **logged}
 
 
-def run(name: str, runs: Path) -> Path:
+def run(name: str, runs: Path, overrides: Sequence[str] = ()) -> Path:
     """Run all arms of a demonstration and write its result.
+
+    Args:
+        name: of the demonstration.
+        runs: folder of the runs.
+        overrides: "section.key=value" for its recipe.
 
     Returns:
         The result's path.
@@ -143,7 +169,7 @@ def run(name: str, runs: Path) -> Path:
     runs.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {arm: {} for arm in demonstration.arms}
     for seed in demonstration.seeds:
-        start = _start(seed, runs)
+        start = _start(demonstration, seed, runs, overrides)
         for arm in demonstration.arms:
             found[arm][str(seed)] = _run_arm(name, arm, seed, start, runs)
     now = datetime.now(UTC)
@@ -181,6 +207,21 @@ def _value_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Fig
     return figure
 
 
+def _critic_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for i, (key, title) in enumerate((("score", "score of the rollouts"), ("value_loss", "value loss")), 1):
+        axes = figure.add_subplot(1, 2, i)
+        for arm, described in demonstration.arms.items():
+            one = next(iter(found[arm].values()))
+            axes.plot(*zip(*one[key], strict=True), lw=1.2, label=described.label)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("updates", fontsize=9)
+        axes.grid(alpha=0.3)
+    figure.axes[1].set_yscale("log")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    return figure
+
+
 def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -203,11 +244,16 @@ def _mean(found: Mapping[str, Any], key: str) -> str:
 
 
 def _table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
-    columns = ("exact_match", "score", "kl")
-    lines = ["| | right answers | score | KL a response |", "|---|---|---|---|"]
+    columns = {"exact_match": "right answers", "score": "score", "kl": "KL a response"}
+    measured = next(iter(next(iter(found.values())).values()))["after"]
+    columns = {key: title for key, title in columns.items() if key in measured}
+    lines = [f"| | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
     for arm, described in demonstration.arms.items():
         lines.append(f"| {described.label} | " + " | ".join(_mean(found[arm], key) for key in columns) + " |")
     return "\n".join(lines)
+
+
+_FIGURES = {"value": _value_figure, "kl": _kl_figure, "critic": _critic_figure}
 
 
 def show(path: Path) -> None:
@@ -215,7 +261,7 @@ def show(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     name = result["demonstration"]
     demonstration = DEMONSTRATIONS[name]
-    figure = {"value": _value_figure, "kl": _kl_figure}[name](demonstration, result["arms"])
+    figure = _FIGURES[name](demonstration, result["arms"])
     (DOCS / "figures").mkdir(exist_ok=True)
     figure.savefig(DOCS / "figures" / f"{name}.svg", metadata={"Date": None})
     text = PAGE.read_text(encoding="utf-8")
@@ -229,13 +275,14 @@ def show(path: Path) -> None:
 
 
 def main(
-    name: Annotated[str, typer.Argument(help="value or kl")],
+    name: Annotated[str, typer.Argument(help="value, kl or critic")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for its recipe")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demonstrations"),
 ) -> None:
     """Run a demonstration, draw its figure and fill its table."""
     if name not in DEMONSTRATIONS:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(DEMONSTRATIONS)}")
-    show(run(name, runs_dir))
+    show(run(name, runs_dir, overrides or ()))
 
 
 if __name__ == "__main__":

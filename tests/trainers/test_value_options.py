@@ -81,13 +81,16 @@ def test_pooled_values_and_their_loss(pooling, value, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "all weights"])
-def test_a_value_model_is_trained_as_its_own_formula_says(adapter, tmp_path):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_value_model_is_trained_as_its_own_formula_says(adapter, checkpointing, tmp_path):
     made = ValueModel(classifier(), lora() if adapter else None)
     with torch.no_grad():
         for parameter in made.head.parameters():
             parameter.mul_(20)
-    ours = trainer(tmp_path, base_with(made), vf_coef=0.5, cliprange_value=None)
+    ours = trainer(tmp_path, base_with(made), vf_coef=0.5, cliprange_value=None, gradient_checkpointing=checkpointing)
     ours._prepare_training()
+    ours.roles.train()  # without dropout all that changes is whether layers are recomputed
+    assert made.backbone.is_gradient_checkpointing == checkpointing
     experience = ours._make_experience(rollout(RESPONSES), SCORES)
 
     def values_at(ids):
