@@ -124,6 +124,20 @@ INSTEAD = {
     "resume_from_checkpoint": "to resume is no part of a recipe: give RESUME=1 (--resume)",
 }
 
+# What a user of other generation code looks for, and why it is not to be had here. No fields: nothing could read them.
+_TRUNCATES = (
+    "is refused: the tokens that it keeps are those of the policy which samples, so that the new policy's ratio and "
+    "the KL to the reference would be of other distributions than the one sampled from. Lower ppo.temperature instead, "
+    "which all of them follow"
+)
+NOT_OFFERED = {
+    "top_k": _TRUNCATES,
+    "top_p": _TRUNCATES,
+    "min_p": _TRUNCATES,
+    "repetition_penalty": "is refused: it changes the distribution that is sampled, and not the log-probabilities that "
+    "are trained. Punish repetition in the reward instead (scorer.kind: function)",
+    "max_new_tokens": "is named response_length, as in TRL",
+}
 
 _OF_THE_VALUE_ROLE = (
     "value_learning_rate",
