@@ -36,7 +36,7 @@ from toolkit.rewards import RewardAdapter, ScorerSection
 from toolkit.rewards.function import check_function
 from toolkit.rewards.model import checked_length, checked_reads, read_checkpoint
 from toolkit.rewards.remote import read_token
-from toolkit.trainers.self_checks import check_dataset, check_tokenizer
+from toolkit.trainers.self_checks import check_dataset, check_room, check_tokenizer
 from toolkit.trainers.stock_ppo import check_trl_loop
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward"}
@@ -279,7 +279,7 @@ class _Check:
                 if stage == "ppo":
                     self._check_loop(config)
                     self._check_prompts(train, config.rollout_batch_size)
-                    longest = max(longest, _longest(recipe.task.prompts("test"))) + config.response_length
+                    longest = self._longest_answered(max(longest, _longest(recipe.task.prompts("test"))), config)
                 elif stage == "sft":
                     facts["prepared"] = len(prepared)
                     # Positions go on over the rows that are wrapped into one.
@@ -323,6 +323,13 @@ class _Check:
             if scorer.model is not None:
                 with self.at_scorer(place, "prompt_column"):
                     assemble.check_prompt_column(self.recipe, scorer, prompts.column_names)
+
+    def _longest_answered(self, prompt: int, config: Any) -> int:
+        """Tokens of the longest prompt with its response."""
+        with self.at("ppo.max_length"):
+            check_room([prompt], config.max_length)
+        longest = prompt + config.response_length
+        return longest if config.max_length is None else min(longest, config.max_length)
 
     def _check_length(self, stage: str, longest: int) -> None:
         positions = self.base.positions if self.base else None

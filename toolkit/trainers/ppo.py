@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import GenerationConfig
 
 from toolkit.data import Rollout
 from toolkit.functional import (
@@ -57,6 +56,7 @@ from toolkit.trainers.evaluation import evaluate_rollout
 from toolkit.trainers.experience import Experience, RolesOnRollout, describe
 from toolkit.trainers.objective import PolicyTargets, policy_objective
 from toolkit.trainers.ppo_base import SharedBaseTrainer
+from toolkit.trainers.rollouts import answer
 
 
 class PPOTrainer(SharedBaseTrainer):
@@ -97,33 +97,11 @@ class PPOTrainer(SharedBaseTrainer):
         Args:
             batch: from `dataloader`, or made by `PromptCollator`.
             do_sample: False decodes greedily.
+
+        Raises:
+            DataError: `ppo.max_length` leaves a prompt no room for a response.
         """
-        tokenizer = self.processing_class
-        config = GenerationConfig(
-            max_new_tokens=self.args.response_length,
-            do_sample=do_sample,
-            # The whole distribution is sampled, which is what the log-probabilities of the update are of.
-            **({"temperature": self.args.temperature, "top_k": 0, "top_p": 1.0} if do_sample else {}),
-            eos_token_id=self.stop_token_ids,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        device = self.roles.device
-        with self.roles.role("policy"), self.compute_loss_context_manager():
-            output = self.roles.generate(batch["input_ids"].to(device), batch["attention_mask"].to(device), config)
-        release_memory()
-        response_ids, ended = [], []
-        for row in output.tolist():
-            stop = next((i + 1 for i, token in enumerate(row) if token in self.stop_token_ids), 0)
-            response_ids.append(row[:stop] if stop else row)
-            ended.append(bool(stop))
-        return Rollout(
-            prompts=tokenizer.batch_decode(batch["prompt_ids"]),
-            responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
-            prompt_ids=batch["prompt_ids"],
-            response_ids=response_ids,
-            ended=ended,
-            columns=batch["columns"],
-        )
+        return answer(self, batch, do_sample=do_sample)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Tensor:
         """One score for each response: float32 (B,).

@@ -58,6 +58,9 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
     ):
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
+        for prompts in (train_dataset, eval_dataset):
+            if args.max_length is not None and prompts is not None:
+                self_checks.check_room(map(len, prompts["input_ids"]), args.max_length)
         self_checks.check_tokenizer(processing_class, roles)
         roles.train_roles("policy", "value")
         collator = PromptCollator(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)

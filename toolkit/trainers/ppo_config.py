@@ -68,6 +68,7 @@ HONOURED = frozenset(
         "dataloader_num_workers",
         # PPO
         "response_length",
+        "max_length",
         "temperature",
         "missing_eos_penalty",
         "whiten_rewards",
@@ -161,8 +162,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "at least 1": (
         lambda value: value >= 1,
         (
-            "response_length", "min_response_length", "num_ppo_epochs", "num_mini_batches", "logprob_chunk_size",
-            "kl_horizon", "early_stopping_patience",
+            "response_length", "max_length", "min_response_length", "num_ppo_epochs", "num_mini_batches",
+            "logprob_chunk_size", "kl_horizon", "early_stopping_patience",
         ),
     ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, ("gamma", "lam")),
@@ -177,6 +178,7 @@ _WORDS = {
 
 # Terms and treatments that TRL's loop has no place for.
 _NOT_IN_TRL = (
+    "max_length",
     "kl_penalty_in",
     "old_policy_kl_coef",
     "update_kl_limit",
@@ -217,6 +219,13 @@ class PPOConfig(TRLPPOConfig):
     eval_do_sample: bool = field(
         default=False,
         metadata={"help": "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily."},
+    )
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of prompt and response together at which a response is cut, if response_length does not "
+            "cut it before; null for no such limit."
+        },
     )
     logprob_chunk_size: int = field(
         default=128,

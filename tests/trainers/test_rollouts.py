@@ -1,0 +1,52 @@
+"""What limits a response, and what becomes of the responses before the update."""
+
+import pytest
+import torch
+
+from tests.conftest import shared_base
+from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, trainer
+from toolkit.data import PromptCollator, doubling
+from toolkit.errors import DataError
+from toolkit.trainers.ppo import PPOTrainer
+
+BATCH = [{"input_ids": ids, "number": i} for i, ids in enumerate(PROMPTS)]  # of 4, 6, 3 and 5 tokens
+
+
+def test_prompt_and_response_together_have_a_limit(tmp_path):
+    ours = trainer(tmp_path, reward=count_reward(7), max_length=8, response_length=4)
+    asked = []
+
+    def generated(ids, mask, generation):
+        asked.append(generation.max_new_tokens)
+        return torch.tensor([[5, 6, 7, 8], [9, 9, 2, 0], [9, 9, 9, 2], [5, 5, 2, 0]])
+
+    ours.roles.generate = generated
+    found = ours.generate(PromptCollator(0)(BATCH))
+    assert asked == [4]
+    # Room for 4, 2, 5 (but no more than response_length) and 3: the second row's end comes one token too late.
+    assert found.response_ids == [[5, 6, 7, 8], [9, 9], [9, 9, 9, 2], [5, 5, 2]]
+    assert found.ended == [False, False, True, True]
+    assert found.responses[1] == doubling.tokenizer().decode([9, 9])
+
+
+def test_no_more_is_generated_than_the_longest_limit(tmp_path):
+    ours = trainer(tmp_path, reward=count_reward(7), max_length=8, response_length=100)
+    lengths = []
+    original = ours.roles.generate
+    ours.roles.generate = lambda *args: lengths.append(original(*args).shape[1]) or original(*args)
+    ours.stop_token_ids = [41]  # hardly ever
+    found = ours.generate(PromptCollator(0)(BATCH))
+    assert lengths == [5] and [len(p) + len(r) for p, r in zip(PROMPTS, found.response_ids, strict=True)] == [8] * 4
+    assert ours.train()["length"] <= 5
+
+
+def test_a_prompt_without_room_is_refused(tmp_path):
+    said = "a prompt has 6 tokens, and ppo.max_length: 6 leaves no room for a response. Shorten the prompts"
+    with pytest.raises(DataError, match=said):
+        trainer(tmp_path, max_length=6)
+    short = dataset().filter(lambda ids: len(ids) < 6, input_columns="input_ids")
+    arguments = config(tmp_path, max_length=6), doubling.tokenizer(), shared_base(), count_reward(7), short
+    with pytest.raises(DataError, match=said):
+        PPOTrainer(*arguments, dataset(1), callbacks=[])  # held-out prompts are answered, too
+    with pytest.raises(DataError, match=said):
+        PPOTrainer(*arguments, callbacks=[]).best_of(dataset(1), 2)
