@@ -268,6 +268,11 @@ def test_a_missing_prerequisite(checkpoint, tmp_path):
     assert len(found) == 1 and found[0].startswith('ppo — chat: stage "ppo" needs a trained reward role')
 
 
+def test_greedy_rollouts_are_noted(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.rollout_do_sample=false"))
+    assert report.problems == () and "ppo.rollout_do_sample is false" in report.notes[0]
+
+
 def test_the_function_of_the_scorer(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "rule_for_check.py").write_text("def rule(rollout):\n    return rollout.lengths\n")
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,7 @@
 """What limits a response, and what becomes of the responses before the update."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, train
 from toolkit.data import PromptCollator, doubling
 from toolkit.errors import DataError
 from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
 
 BATCH = [{"input_ids": ids, "number": i} for i, ids in enumerate(PROMPTS)]  # of 4, 6, 3 and 5 tokens
 
@@ -50,3 +53,28 @@ def test_a_prompt_without_room_is_refused(tmp_path):
         PPOTrainer(*arguments, dataset(1), callbacks=[])  # held-out prompts are answered, too
     with pytest.raises(DataError, match=said):
         PPOTrainer(*arguments, callbacks=[]).best_of(dataset(1), 2)
+
+
+def test_greedy_rollouts_are_allowed_and_warned_about_once(tmp_path):
+    ours = trainer(tmp_path, reward=count_reward(7), rollout_do_sample=False, max_steps=3)
+    batch = PromptCollator(0)(BATCH)
+    first = ours.generate(batch)
+    assert first.response_ids == ours.generate(batch).response_ids == ours.generate(batch, do_sample=False).response_ids
+    with torch.no_grad(), ours.roles.role("policy"):
+        for prompt, response in zip(PROMPTS, first.response_ids, strict=True):
+            logits = ours.roles(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(dim=-1).tolist() == response
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours.train()
+        ours.train()
+    said = [str(w.message) for w in caught if "rollout_do_sample" in str(w.message)]
+    assert said == [GREEDY_ROLLOUTS] and "nothing is explored" in said[0]
+    many = ours.best_of(dataset(1), 8).candidates.response_ids  # samples, as its name says
+    assert any(len({tuple(ids) for ids in many[8 * i : 8 * i + 8]}) > 1 for i in range(4))
+
+
+def test_sampled_rollouts_warn_of_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*rollout_do_sample")
+        trainer(tmp_path, reward=count_reward(7), max_steps=1).train()

@@ -36,6 +36,7 @@ from toolkit.rewards import RewardAdapter, ScorerSection
 from toolkit.rewards.function import check_function
 from toolkit.rewards.model import checked_length, checked_reads, read_checkpoint
 from toolkit.rewards.remote import read_token
+from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
 from toolkit.trainers.self_checks import check_dataset, check_room, check_tokenizer
 from toolkit.trainers.stock_ppo import check_trl_loop
 
@@ -353,6 +354,8 @@ class _Check:
                         yield f"{section}: {task.report()}"
 
     def _notes(self) -> Iterator[str]:
+        if self.recipe.values.get("ppo", {}).get("rollout_do_sample") is False:
+            yield GREEDY_ROLLOUTS
         marker = self.recipe.folder / stages.RECIPE_FILE
         if marker.is_file() and marker.read_text(encoding="utf-8") != self.recipe.to_yaml():
             yield (

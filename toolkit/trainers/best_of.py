@@ -42,7 +42,7 @@ def best_of(trainer: "PPOTrainer", prompts: Dataset | list[dict[str, Any]], n: i
     with torch.no_grad():
         for start in range(0, len(rows), size):
             batch = trainer.data_collator(rows[start : start + size])
-            rollouts.append(trainer.generate(batch))
+            rollouts.append(trainer.generate(batch, do_sample=True))
             scores.append(trainer.score(batch, rollouts[-1]))
     candidates, table = concatenate(rollouts), torch.cat(scores).view(len(prompts), n)
     best = table.argmax(dim=1)

@@ -91,17 +91,17 @@ class PPOTrainer(SharedBaseTrainer):
 
     # ------------------------------------------------------------------ rollout and score
 
-    def generate(self, batch: dict[str, Any], *, do_sample: bool = True) -> Rollout:
-        """Sample one response to each prompt of a batch.
+    def generate(self, batch: dict[str, Any], *, do_sample: bool | None = None) -> Rollout:
+        """One response to each prompt of a batch.
 
         Args:
             batch: from `dataloader`, or made by `PromptCollator`.
-            do_sample: False decodes greedily.
+            do_sample: whether it is sampled or decoded greedily; None for `ppo.rollout_do_sample`.
 
         Raises:
             DataError: `ppo.max_length` leaves a prompt no room for a response.
         """
-        return answer(self, batch, do_sample=do_sample)
+        return answer(self, batch, do_sample=self.args.rollout_do_sample if do_sample is None else do_sample)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Tensor:
         """One score for each response: float32 (B,).

@@ -5,6 +5,7 @@ It is TRL's class by type, and transformers' `Trainer` by set-up; `ppo.py` adds 
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role, stop_token_ids
 from toolkit.rewards import Reward
 from toolkit.trainers import self_checks
-from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.scores import ScoreShaper
 
@@ -129,6 +130,8 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
     def _prepare_training(self) -> None:
         if self._ready:
             return
+        if not self.args.rollout_do_sample:
+            warnings.warn(GREEDY_ROLLOUTS, stacklevel=2)
         self.create_optimizer()
         self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
         self_checks.check_in_optimizer(self.roles, self.optimizer)

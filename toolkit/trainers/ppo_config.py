@@ -100,6 +100,7 @@ HONOURED = frozenset(
         "loop",
         "value",
         "eval_do_sample",
+        "rollout_do_sample",
         "logprob_chunk_size",
         "kl_target",
         "kl_horizon",
@@ -140,6 +141,11 @@ NOT_OFFERED = {
     "max_new_tokens": "is named response_length, as in TRL",
 }
 
+GREEDY_ROLLOUTS = (
+    "ppo.rollout_do_sample is false: each prompt gets the likeliest tokens alone, so that nothing is explored, and "
+    "ratio and advantages are of one deterministic answer, not of draws from the policy."
+)
+
 _OF_THE_VALUE_ROLE = (
     "value_learning_rate",
     "value_weight_decay",
@@ -179,6 +185,7 @@ _WORDS = {
 # Terms and treatments that TRL's loop has no place for.
 _NOT_IN_TRL = (
     "max_length",
+    "rollout_do_sample",
     "kl_penalty_in",
     "old_policy_kl_coef",
     "update_kl_limit",
@@ -219,6 +226,13 @@ class PPOConfig(TRLPPOConfig):
     eval_do_sample: bool = field(
         default=False,
         metadata={"help": "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily."},
+    )
+    rollout_do_sample: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the responses that are trained on are sampled, or decoded greedily, which explores "
+            "nothing: a warning says so."
+        },
     )
     max_length: int | None = field(
         default=None,
