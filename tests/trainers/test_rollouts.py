@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import shared_base
-from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, trainer
+from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, doubling
 from toolkit.errors import DataError
 from toolkit.trainers.ppo import PPOTrainer
@@ -78,3 +78,49 @@ def test_sampled_rollouts_warn_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*rollout_do_sample")
         trainer(tmp_path, reward=count_reward(7), max_steps=1).train()
+
+
+RESPONSES = [[12, 13, 2], [2], [20, 30, 21, 2], [2]]
+SCORES = torch.tensor([1.0, 50.0, 0.5, -50.0])
+DROP = {"drop_short_responses": True, "min_response_length": 2}
+
+
+def weights(ours):
+    return {name: p.detach().clone() for name, p in ours.roles.named_parameters() if p.requires_grad}
+
+
+def test_short_responses_are_dropped_as_if_they_had_never_been(tmp_path):
+    dropped, alone = (trainer(tmp_path, shared_base(), use_score_scaling=True, **settings) for settings in (DROP, {}))
+    for ours, rows in ((dropped, [0, 1, 2, 3]), (alone, [0, 2])):
+        torch.manual_seed(0)
+        answers = rollout([RESPONSES[i] for i in rows], [PROMPTS[i] for i in rows])
+        ours.stats = ours.step({}, answers, SCORES[rows])
+    expected = {**alone.stats, "dropped_responses": 2.0}
+    assert dropped.stats == pytest.approx(expected)
+    assert dropped.stats["score"] == 0.75 and dropped.stats["length"] == 3.5
+    for name, weight in weights(alone).items():
+        assert torch.equal(weight, weights(dropped)[name]), name
+    assert dropped.state.episode == 4  # all of them were answered and scored
+
+
+def test_what_is_left_is_divided_into_mini_batches(tmp_path):
+    ours = trainer(tmp_path, shared_base(), num_mini_batches=4, num_ppo_epochs=2, **DROP)
+    seen = []
+    original = ours._backward_mini_batch
+    ours._backward_mini_batch = lambda experience, rows: seen.append(sorted(rows)) or original(experience, rows)
+    assert ours.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 4
+    assert [sorted(seen[:2]), sorted(seen[2:])] == [[[0], [1]]] * 2
+    sizes = [len(part) for part in ours._mini_batches(7)]
+    assert sorted(sizes[:4]) == [1, 2, 2, 2] and sum(sizes) == 14
+
+
+def test_an_update_with_nothing_left_changes_nothing_and_says_so(tmp_path):
+    ours = trainer(tmp_path, shared_base(), kl_target=6.0, **DROP)
+    ours._prepare_training()
+    before = weights(ours)
+    with pytest.warns(UserWarning, match="all responses of an update were shorter than ppo.min_response_length"):
+        stats = ours.step({}, rollout([[2]] * 4), torch.ones(4))
+    assert stats == {"kl_coef": 0.1, "optimizer_steps": 0.0, "dropped_responses": 4.0, "learning_rate": 1e-3}
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(ours).items())
+    assert ours.state.global_step == 1 and ours.state.episode == 4
+    assert ours.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 1

@@ -19,6 +19,7 @@ Details that decide whether it learns, and where they are:
     before the next one's exist.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from toolkit.data import Rollout
+from toolkit.data import Rollout, select
 from toolkit.functional import (
     KL_ESTIMATORS,
     adapt_kl_coef,
@@ -56,7 +57,7 @@ from toolkit.trainers.evaluation import evaluate_rollout
 from toolkit.trainers.experience import Experience, RolesOnRollout, describe
 from toolkit.trainers.objective import PolicyTargets, policy_objective
 from toolkit.trainers.ppo_base import SharedBaseTrainer
-from toolkit.trainers.rollouts import answer
+from toolkit.trainers.rollouts import NOTHING_LEFT, answer, kept_rows
 
 
 class PPOTrainer(SharedBaseTrainer):
@@ -139,28 +140,40 @@ class PPOTrainer(SharedBaseTrainer):
             The metrics of the update.
         """
         self._prepare_training()
-        experience = self._make_experience(responses, check_scores(scores, responses))
-        stats = self._update(experience)
-        learning_rate = self.lr_scheduler.get_last_lr()[0]  # the one that this update used
+        scores = check_scores(scores, responses)
+        parts = {name: part for name, part in self.score_parts().items() if len(part) == len(responses)}
+        learning_rate = self.lr_scheduler.get_last_lr()[0]
+        kept = kept_rows(self.args, responses)
+        dropped = len(responses) - len(kept)
+        if kept:
+            parts = {name: part[kept] for name, part in parts.items()}
+            stats = self._learn(select(responses, kept) if dropped else responses, scores[kept], parts)
+        else:
+            warnings.warn(NOTHING_LEFT, stacklevel=2)
+            stats = {"kl_coef": self.kl_coef, "optimizer_steps": 0.0}
+        if self.args.drop_short_responses:
+            stats["dropped_responses"] = float(dropped)
         self.lr_scheduler.step()
         self.state.global_step += 1
         self.state.episode += len(responses)
         self.state.epoch = self.state.episode / len(self.train_dataset)
+        return {**stats, "learning_rate": learning_rate}
+
+    def _learn(self, rollout: Rollout, scores: Tensor, parts: dict[str, Tensor]) -> dict[str, float]:
+        """Optimizer steps from a scored rollout, and their metrics; `parts` are those of the scores, for the log."""
+        experience = self._make_experience(rollout, scores)
+        stats = self._update(experience)
         described = describe(experience, kl_coef=self.kl_coef)
         if self.score_shaper.active:
             described["shaped_score"] = float(experience.shaped_scores.mean())
-        parts = {
-            f"score/{name}": float(part.mean())
-            for name, part in self.score_parts().items()
-            if len(part) == len(responses)  # else a loop of its own has scored something else since
-        }
-        stats = {**described, **parts, "kl_coef": self.kl_coef, "learning_rate": learning_rate, **stats}
+        means = {f"score/{name}": float(part.mean()) for name, part in parts.items()}
+        stats = {**described, **means, "kl_coef": self.kl_coef, **stats}
         if self.args.kl_target is not None:
             self.kl_coef = adapt_kl_coef(
                 self.kl_coef,
                 described["kl"],
                 target=self.args.kl_target,
-                episodes=len(responses),
+                episodes=len(rollout),
                 horizon=self.args.kl_horizon,
             )
         return stats
@@ -291,11 +304,11 @@ class PPOTrainer(SharedBaseTrainer):
 
     def _mini_batches(self, rows: int) -> Iterator[list[int]]:
         """Rows of each optimizer step of an update: every pass divides them anew."""
-        size = rows // self.args.num_mini_batches
+        number = min(self.args.num_mini_batches, rows)
         for _ in range(self.args.num_ppo_epochs):
             order = torch.randperm(rows).tolist()
-            for start in range(0, size * self.args.num_mini_batches, size):
-                yield order[start : start + size]
+            for i in range(number):  # of equal size, but for one row where they do not divide
+                yield order[i * rows // number : (i + 1) * rows // number]
 
     def _optimize_mini_batch(
         self, experience: Experience, rows: list[int], kl_limit: float | None

@@ -92,6 +92,7 @@ HONOURED = frozenset(
         "score_clip",
         "min_response_length",
         "short_response_penalty",
+        "drop_short_responses",
         "value_learning_rate",
         "value_weight_decay",
         "value_adam_beta1",
@@ -195,6 +196,7 @@ _NOT_IN_TRL = (
     "use_score_scaling",
     "score_clip",
     "short_response_penalty",
+    "drop_short_responses",
     "early_stopping_patience",
     *_OF_THE_VALUE_ROLE,
 )
@@ -307,10 +309,17 @@ class PPOConfig(TRLPPOConfig):
         default=None, metadata={"help": "Cut scores at plus and minus this, after scaling and before penalties."}
     )
     min_response_length: int = field(
-        default=1, metadata={"help": "Tokens, end included, below which short_response_penalty is taken."}
+        default=1, metadata={"help": "Tokens, end included, below which a response is punished or dropped."}
     )
     short_response_penalty: float | None = field(
         default=None, metadata={"help": "Taken from the score of a response shorter than min_response_length."}
+    )
+    drop_short_responses: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave responses shorter than min_response_length out of the update; they are counted as "
+            "dropped_responses, and all other metrics are of those that are left."
+        },
     )
     value_learning_rate: float | None = field(
         default=None, metadata={"help": "Of the value role's own parameters; null for learning_rate."}
@@ -363,8 +372,13 @@ class PPOConfig(TRLPPOConfig):
                 "kl_penalty_in: loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and "
                 "Munos 2025, arXiv 2506.09477): k2 or full for KL(policy, reference), k3 for KL(reference, policy)"
             )
-        if (self.min_response_length > 1) != (self.short_response_penalty is not None):
-            problems.append("min_response_length (2 or more) and short_response_penalty have an effect together only")
+        if (self.min_response_length > 1) != (self.short_response_penalty is not None or self.drop_short_responses):
+            problems.append(
+                "min_response_length (2 or more) and one of short_response_penalty and drop_short_responses have an "
+                "effect together only"
+            )
+        if self.short_response_penalty is not None and self.drop_short_responses:
+            problems.append("short_response_penalty would have no effect with drop_short_responses; give one")
         if self.use_score_norm and not self.use_score_scaling:
             problems.append("use_score_norm would have no effect without use_score_scaling")
         if self.early_stopping_patience is not None and (

@@ -12,6 +12,11 @@ from toolkit.trainers.self_checks import check_room
 if TYPE_CHECKING:
     from toolkit.trainers.ppo import PPOTrainer
 
+NOTHING_LEFT = (
+    "all responses of an update were shorter than ppo.min_response_length and dropped, so that it changed nothing: "
+    "lower that, or see in samples what the policy says."
+)
+
 
 def answer(trainer: "PPOTrainer", batch: dict[str, Any], *, do_sample: bool) -> Rollout:
     """What the policy says to a batch of prompts.
@@ -65,3 +70,9 @@ def response_limits(args: PPOConfig, prompt_lengths: list[int]) -> list[int]:
         return [args.response_length] * len(prompt_lengths)
     check_room(prompt_lengths, args.max_length)
     return [min(args.response_length, args.max_length - length) for length in prompt_lengths]
+
+
+def kept_rows(args: PPOConfig, rollout: Rollout) -> list[int]:
+    """Rows that are trained on: all, or with `drop_short_responses` those of at least `min_response_length` tokens."""
+    lengths = enumerate(rollout.lengths)
+    return [row for row, length in lengths if not args.drop_short_responses or length >= args.min_response_length]
