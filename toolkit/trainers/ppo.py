@@ -50,7 +50,8 @@ from toolkit.models import (
     response_values,
     value_after_response,
 )
-from toolkit.rewards import check_scores, score_with
+from toolkit.rewards import DenseScores, Scores, check_scores, score_with, select_scores
+from toolkit.rewards.base import Answer
 from toolkit.trainers import self_checks
 from toolkit.trainers.best_of import BestOf, best_of
 from toolkit.trainers.evaluation import evaluate_rollout
@@ -104,8 +105,8 @@ class PPOTrainer(SharedBaseTrainer):
         """
         return answer(self, batch, do_sample=self.args.rollout_do_sample if do_sample is None else do_sample)
 
-    def score(self, batch: dict[str, Any], responses: Rollout) -> Tensor:
-        """One score for each response: float32 (B,).
+    def score(self, batch: dict[str, Any], responses: Rollout) -> Scores:
+        """One score for each response: float32 (B,); `DenseScores` from a reward that gives them.
 
         Raises:
             RewardError: the reward callback raised, or did not return one finite number each.
@@ -128,13 +129,13 @@ class PPOTrainer(SharedBaseTrainer):
 
     # ------------------------------------------------------------------ one update
 
-    def step(self, batch: dict[str, Any], responses: Rollout, scores: Tensor | Sequence[float]) -> dict[str, float]:
+    def step(self, batch: dict[str, Any], responses: Rollout, scores: Answer) -> dict[str, float]:
         """One PPO update from a scored rollout.
 
         Args:
             batch: the prompts.
             responses: from `generate`.
-            scores: (B,), from `score` or anywhere else.
+            scores: (B,) or dense, from `score` or anywhere else.
 
         Returns:
             The metrics of the update.
@@ -147,7 +148,7 @@ class PPOTrainer(SharedBaseTrainer):
         dropped = len(responses) - len(kept)
         if kept:
             parts = {name: part[kept] for name, part in parts.items()}
-            stats = self._learn(select(responses, kept) if dropped else responses, scores[kept], parts)
+            stats = self._learn(select(responses, kept), select_scores(scores, kept), parts)
         else:
             warnings.warn(NOTHING_LEFT, stacklevel=2)
             stats = {"kl_coef": self.kl_coef, "optimizer_steps": 0.0}
@@ -159,7 +160,7 @@ class PPOTrainer(SharedBaseTrainer):
         self.state.epoch = self.state.episode / len(self.train_dataset)
         return {**stats, "learning_rate": learning_rate}
 
-    def _learn(self, rollout: Rollout, scores: Tensor, parts: dict[str, Tensor]) -> dict[str, float]:
+    def _learn(self, rollout: Rollout, scores: Scores, parts: dict[str, Tensor]) -> dict[str, float]:
         """Optimizer steps from a scored rollout, and their metrics; `parts` are those of the scores, for the log."""
         experience = self._make_experience(rollout, scores)
         stats = self._update(experience)
@@ -257,15 +258,17 @@ class PPOTrainer(SharedBaseTrainer):
                 release_memory()
         return found
 
-    def _make_experience(self, rollout: Rollout, scores: Tensor) -> Experience:
+    def _make_experience(self, rollout: Rollout, scores: Scores) -> Experience:
         args = self.args
         mask = torch.arange(max(rollout.lengths)) < torch.tensor(rollout.lengths).unsqueeze(1)
         full = args.kl_estimator == "full"
         logprobs, ref_logprobs, values, kl = self.read_roles(rollout, full_kl=full)
-        scores, shaped = self._penalized(scores, rollout), self._penalized(self.score_shaper(scores), rollout)
+        placed = self.score_shaper.place(scores, lambda values: self._penalized(values, rollout))
+        dense = scores.at_tokens(rollout, self.processing_class) if isinstance(scores, DenseScores) else None
         if not full:
             kl = KL_ESTIMATORS[args.kl_estimator](logprobs, ref_logprobs)
-        rewards = shape_rewards(shaped, kl, mask, kl_coef=self.kl_coef if args.kl_penalty_in == "reward" else 0.0)
+        kl_coef = self.kl_coef if args.kl_penalty_in == "reward" else 0.0
+        rewards = shape_rewards(placed.at_end, kl, mask, kl_coef=kl_coef, token_scores=dense)
         if args.whiten_rewards:
             rewards = scale_to_unit_variance(rewards, mask)
         final_values = self._values_after(rollout) if args.truncated_as == "bootstrap" else None
@@ -275,7 +278,17 @@ class PPOTrainer(SharedBaseTrainer):
         if args.whiten_advantages:
             advantages = whiten(advantages, mask)
         return Experience(
-            rollout, mask, logprobs, ref_logprobs, values, scores, shaped, kl, rewards, advantages, returns
+            rollout,
+            mask,
+            logprobs,
+            ref_logprobs,
+            values,
+            placed.logged,
+            placed.trained,
+            kl,
+            rewards,
+            advantages,
+            returns,
         )
 
     def _penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
