@@ -268,6 +268,14 @@ def test_a_missing_prerequisite(checkpoint, tmp_path):
     assert len(found) == 1 and found[0].startswith('ppo — chat: stage "ppo" needs a trained reward role')
 
 
+def test_updates_of_several_rollouts(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.rollouts_per_update=3", "ppo.num_mini_batches=2"))
+    facts = stage(report, "ppo")
+    rollout = facts.update.rollout
+    assert report.problems == () and facts.batch == 3 * rollout == 2 * facts.update.mini_batch
+    assert f"an update of {3 * rollout} prompts, answered {rollout} at a time: " in str(report)
+
+
 def test_greedy_rollouts_are_noted(checkpoint, tmp_path):
     report = check(chat_recipe(tmp_path, checkpoint, "ppo.rollout_do_sample=false"))
     assert report.problems == () and "ppo.rollout_do_sample is false" in report.notes[0]

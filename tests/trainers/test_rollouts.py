@@ -1,14 +1,17 @@
 """What limits a response, and what becomes of the responses before the update."""
 
+import itertools
 import warnings
 
 import pytest
 import torch
+from transformers import set_seed
 
 from tests.conftest import shared_base
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
-from toolkit.data import PromptCollator, doubling
+from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import DataError
+from toolkit.rewards import WeightedSum
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
 
@@ -124,3 +127,55 @@ def test_an_update_with_nothing_left_changes_nothing_and_says_so(tmp_path):
     assert all(torch.equal(weight, before[name]) for name, weight in weights(ours).items())
     assert ours.state.global_step == 1 and ours.state.episode == 4
     assert ours.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 1
+
+
+def test_an_update_is_from_all_rollouts_that_were_gathered(tmp_path):
+    """Three batches of four an update, from passes of four batches: the second update takes two of the next pass."""
+    settings = {"rollouts_per_update": 3, "num_mini_batches": 2, "num_ppo_epochs": 2, "max_steps": 3}
+    found, metrics, numbers = [], [], []
+    for by_hand in (False, True):
+        set_seed(0)
+        torch.manual_seed(0)
+        ours = trainer(tmp_path, shared_base(fresh=True), **settings)
+        if by_hand:
+            batches = itertools.chain.from_iterable(ours.dataloader for _ in itertools.count())
+            for _ in range(3):
+                gathered = [next(batches) for _ in range(3)]
+                responses = [ours.generate(batch) for batch in gathered]
+                scores = torch.cat([ours.score(*both) for both in zip(gathered, responses, strict=True)])
+                metrics.append(ours.step({}, concatenate(responses), scores))
+                numbers += [n for batch in gathered for n in batch["columns"]["number"]]
+        else:
+            metrics.append(ours.train())
+        assert ours.state.episode == 36 and ours.state.epoch == 36 / 16
+        found.append(weights(ours))
+    assert sorted(numbers[:16]) == sorted(numbers[16:32]) == list(range(16))
+    assert metrics[0].items() >= metrics[-1].items() and metrics[0]["optimizer_steps"] == 4
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
+def test_an_update_may_take_more_than_a_pass_and_logs_parts_over_all(tmp_path):
+    lengths = []
+
+    def length(r):
+        lengths.extend(r.lengths)
+        return r.lengths
+
+    both = WeightedSum({"length": length, "one": lambda r: [1.0] * len(r)}, {"one": 0.0})
+    ours = trainer(tmp_path, shared_base(), both, rollouts_per_update=5, sample_with_replacement=True, max_steps=1)
+    metrics = ours.train()
+    assert len(lengths) == 20 and ours.state.global_step == 1
+    assert metrics["score/length"] == metrics["score"] == pytest.approx(sum(lengths) / 20)
+
+
+def test_the_number_of_updates_counts_all_prompts_of_one(tmp_path):
+    args = config(tmp_path, rollouts_per_update=3, max_steps=-1, total_episodes=50)
+    assert (args.rollout_batch_size, args.update_batch_size, args.number_of_updates(100)) == (4, 12, 4)
+    assert config(tmp_path, rollouts_per_update=3, num_mini_batches=6).num_mini_batches == 6
+    with pytest.raises(ValueError, match=r"a batch of 12 .* × rollouts_per_update\) cannot be divided into .* = 5"):
+        config(tmp_path, rollouts_per_update=3, num_mini_batches=5)
+    with pytest.raises(ValueError, match="rollouts_per_update must be at least 1, got 0"):
+        config(tmp_path, rollouts_per_update=0)
+    with pytest.raises(ValueError, match="loop: trl has no rollouts_per_update"):
+        config(tmp_path, rollouts_per_update=2, loop="trl")

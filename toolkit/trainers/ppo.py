@@ -72,7 +72,8 @@ class PPOTrainer(SharedBaseTrainer):
             scores = trainer.score(batch, responses)
             stats = trainer.step(batch, responses, scores)
 
-    `train()` is this loop plus logging, evaluation and checkpoints.
+    `train()` is this loop plus logging, evaluation and checkpoints. An update may be of several rollouts: `train()`
+    gathers `ppo.rollouts_per_update` of them, a loop of your own gives `step` those that it has joined.
 
     Args:
         args: the configuration.
@@ -116,7 +117,7 @@ class PPOTrainer(SharedBaseTrainer):
 
     def score_parts(self) -> dict[str, Tensor]:
         """What each part of a weighted sum gave the rollout that was scored last, (B,) each."""
-        return getattr(self.reward, "last_parts", {})
+        return getattr(self.reward, "last_parts", {}) if self._gathered_parts is None else self._gathered_parts
 
     def best_of(self, prompts: Dataset | list[dict[str, Any]], n: int) -> BestOf:
         """Sample n responses to each prompt and keep the one that the reward scores highest; of equals the first.

@@ -31,6 +31,7 @@ HONOURED = frozenset(
         "num_train_epochs",
         "max_steps",
         "total_episodes",
+        "rollouts_per_update",
         "num_ppo_epochs",
         "local_rollout_forward_batch_size",
         # the optimizer
@@ -170,7 +171,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         lambda value: value >= 1,
         (
             "response_length", "max_length", "min_response_length", "num_ppo_epochs", "num_mini_batches",
-            "logprob_chunk_size", "kl_horizon", "early_stopping_patience",
+            "rollouts_per_update", "logprob_chunk_size", "kl_horizon", "early_stopping_patience",
         ),
     ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, ("gamma", "lam")),
@@ -187,6 +188,7 @@ _WORDS = {
 _NOT_IN_TRL = (
     "max_length",
     "rollout_do_sample",
+    "rollouts_per_update",
     "kl_penalty_in",
     "old_policy_kl_coef",
     "update_kl_limit",
@@ -206,10 +208,10 @@ _NOT_IN_TRL = (
 class PPOConfig(TRLPPOConfig):
     """TRL's `PPOConfig` and what it lacks.
 
-    A batch, the rollout of one update, is `per_device_train_batch_size × gradient_accumulation_steps`
-    prompts. It is divided into `num_mini_batches`, each of which is one optimizer step in each of
-    `num_ppo_epochs` passes; the forward passes of a step take `per_device_train_batch_size` rows at a time.
-    (In TRL 1.12 `num_mini_batches` does not change the number of steps: huggingface/trl#5645.)
+    A batch is `per_device_train_batch_size × gradient_accumulation_steps` prompts, which are answered together. The
+    rollout of one update is `rollouts_per_update` of them. It is divided into `num_mini_batches`, each of which is one
+    optimizer step in each of `num_ppo_epochs` passes; the forward passes of a step take `per_device_train_batch_size`
+    rows at a time. (In TRL 1.12 `num_mini_batches` does not change the number of steps: huggingface/trl#5645.)
 
     The number of updates is `max_steps`, or follows from `total_episodes` or `num_train_epochs`.
     """
@@ -228,6 +230,13 @@ class PPOConfig(TRLPPOConfig):
     eval_do_sample: bool = field(
         default=False,
         metadata={"help": "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily."},
+    )
+    rollouts_per_update: int = field(
+        default=1,
+        metadata={
+            "help": "Batches of prompts that are answered and scored, one after another, before an update, which is "
+            "over all of them."
+        },
     )
     rollout_do_sample: bool = field(
         default=True,
@@ -362,10 +371,12 @@ class PPOConfig(TRLPPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = self._out_of_range()
-        if self.num_mini_batches >= 1 and self.rollout_batch_size % self.num_mini_batches:
+        if self.num_mini_batches >= 1 and self.update_batch_size % self.num_mini_batches:
+            factors = "per_device_train_batch_size × gradient_accumulation_steps"
+            factors += " × rollouts_per_update" * (self.rollouts_per_update > 1)
             problems.append(
-                f"a batch of {self.rollout_batch_size} (per_device_train_batch_size × gradient_accumulation_steps) "
-                f"cannot be divided into num_mini_batches = {self.num_mini_batches}"
+                f"a batch of {self.update_batch_size} ({factors}) cannot be divided into num_mini_batches = "
+                f"{self.num_mini_batches}"
             )
         if self.kl_penalty_in == "loss" and self.kl_estimator == "k1":
             problems.append(
@@ -440,15 +451,20 @@ class PPOConfig(TRLPPOConfig):
 
     @property
     def rollout_batch_size(self) -> int:
-        """Prompts of one update."""
+        """Prompts that are answered together."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def update_batch_size(self) -> int:
+        """Prompts of one update."""
+        return self.rollout_batch_size * self.rollouts_per_update
 
     def number_of_updates(self, rows: int) -> int:
         """Updates of a whole run over a data set of `rows` prompts, at least 1."""
         if self.max_steps > 0:
             return self.max_steps
         episodes = self.total_episodes or int(self.num_train_epochs * rows)
-        return max(1, episodes // self.rollout_batch_size)
+        return max(1, episodes // self.update_batch_size)
 
 
 def ignored_by_our_loop(keys: dict[str, Any]) -> dict[str, str]:

@@ -1,11 +1,15 @@
-"""One response to each prompt of a batch."""
+"""From prompts to what an update is made from: answered, scored, gathered, filtered."""
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
-from toolkit.data import Rollout
+from toolkit.data import Rollout, concatenate
 from toolkit.models import release_memory
+from toolkit.rewards import Scores, concatenate_scores
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.self_checks import check_room
 
@@ -76,3 +80,38 @@ def kept_rows(args: PPOConfig, rollout: Rollout) -> list[int]:
     """Rows that are trained on: all, or with `drop_short_responses` those of at least `min_response_length` tokens."""
     lengths = enumerate(rollout.lengths)
     return [row for row, length in lengths if not args.drop_short_responses or length >= args.min_response_length]
+
+
+class Gathered(NamedTuple):
+    """What an update is made from: `rollouts_per_update` batches of prompts, answered and scored."""
+
+    batch: dict[str, Any]
+    """Of all prompts, as `PromptCollator` makes one."""
+    rollout: Rollout
+    scores: Scores
+    parts: dict[str, Tensor]
+    """What each part of a weighted sum gave, (B,) each."""
+    rollout_seconds: float
+    score_seconds: float
+
+
+def gather(trainer: Any) -> Gathered:
+    """Draw, answer and score what the next update of a PPO trainer needs."""
+    batches, rollouts, scores, parts, seconds = [], [], [], [], [0.0, 0.0]
+    for left in reversed(range(trainer.args.rollouts_per_update)):
+        batches.append(trainer.next_batch())
+        started = time.perf_counter()
+        rollouts.append(trainer.generate(batches[-1]))
+        answered = time.perf_counter()
+        scores.append(trainer.score(batches[-1], rollouts[-1]))
+        parts.append(trainer.score_parts())
+        seconds[0] += answered - started
+        seconds[1] += time.perf_counter() - answered
+        if left:
+            trainer.after_rollout()
+    if len(batches) == 1:
+        return Gathered(batches[0], rollouts[0], scores[0], parts[0], *seconds)
+    whole = concatenate(rollouts)
+    rows = [{"input_ids": ids} | {k: v[i] for k, v in whole.columns.items()} for i, ids in enumerate(whole.prompt_ids)]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return Gathered(trainer.data_collator(rows), whole, concatenate_scores(scores), joined, *seconds)
