@@ -36,7 +36,8 @@ from toolkit.rewards import RewardAdapter, ScorerSection
 from toolkit.rewards.function import check_function
 from toolkit.rewards.model import checked_length, checked_reads, read_checkpoint
 from toolkit.rewards.remote import read_token
-from toolkit.trainers.self_checks import check_dataset, check_tokenizer
+from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
+from toolkit.trainers.self_checks import check_dataset, check_room, check_tokenizer
 from toolkit.trainers.stock_ppo import check_trl_loop
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward"}
@@ -291,7 +292,7 @@ class _Check:
                 if stage == "ppo":
                     self._check_loop(config)
                     self._check_prompts(train, config.rollout_batch_size)
-                    longest = max(longest, _longest(recipe.task.prompts("test"))) + config.response_length
+                    longest = self._longest_answered(max(longest, _longest(recipe.task.prompts("test"))), config)
                 elif stage == "sft":
                     facts["prepared"] = len(prepared)
                     # Positions go on over the rows that are wrapped into one.
@@ -336,6 +337,13 @@ class _Check:
                 with self.at_scorer(place, "prompt_column"):
                     assemble.check_prompt_column(self.recipe, scorer, prompts.column_names)
 
+    def _longest_answered(self, prompt: int, config: Any) -> int:
+        """Tokens of the longest prompt with its response."""
+        with self.at("ppo.max_length"):
+            check_room([prompt], config.max_length)
+        longest = prompt + config.response_length
+        return longest if config.max_length is None else min(longest, config.max_length)
+
     def _check_length(self, stage: str, longest: int) -> None:
         positions = self.base.positions if self.base else None
         if positions is not None and longest > positions:
@@ -358,6 +366,8 @@ class _Check:
                         yield f"{section}: {task.report()}"
 
     def _notes(self) -> Iterator[str]:
+        if self.recipe.values.get("ppo", {}).get("rollout_do_sample") is False:
+            yield GREEDY_ROLLOUTS
         marker = self.recipe.folder / stages.RECIPE_FILE
         if marker.is_file() and marker.read_text(encoding="utf-8") != self.recipe.to_yaml():
             yield (
@@ -450,9 +460,10 @@ def _batches(stage: str, config: Any, rows: int) -> dict[str, Any]:
         by_epochs = math.ceil(config.num_train_epochs * math.ceil(rows / batch))
         steps = config.max_steps if config.max_steps > 0 else by_epochs
         return {"batch": batch, "batches": steps, "steps": steps}
+    rollout, batch = batch, config.update_batch_size
     updates, mini_batch = config.number_of_updates(rows), batch // config.num_mini_batches
     # TRL's own loop takes one step in each pass, whatever num_mini_batches (huggingface/trl#5645).
     steps = config.num_ppo_epochs * (config.num_mini_batches if config.loop == "toolkit" else 1)
     micro_batches = math.ceil(mini_batch / config.per_device_train_batch_size)
-    update = UpdateFacts(config.num_ppo_epochs, config.num_mini_batches, mini_batch, micro_batches, steps)
+    update = UpdateFacts(config.num_ppo_epochs, config.num_mini_batches, mini_batch, micro_batches, steps, rollout)
     return {"batch": batch, "batches": updates, "steps": updates * steps, "update": update}

@@ -59,7 +59,7 @@ class RoleFacts:
 class UpdateFacts:
     """One update of PPO: `epochs` times over `mini_batches` of `mini_batch` prompts, each in `micro_batches` parts.
 
-    `steps` are optimizer steps.
+    `steps` are optimizer steps. `rollout` prompts are answered at a time.
     """
 
     epochs: int
@@ -67,6 +67,7 @@ class UpdateFacts:
     mini_batch: int
     micro_batches: int
     steps: int
+    rollout: int
 
     def __str__(self) -> str:
         return (
@@ -114,7 +115,8 @@ class StageFacts:
         if self.update is None:
             lines.append(f"{self.batches:,} optimizer steps of {self.batch} rows; passes over them: {self.passes:.3g}")
         else:
-            lines.append(f"an update of {self.batch} prompts: {self.update}")
+            parts = f", answered {self.update.rollout} at a time" * (self.update.rollout < self.batch)
+            lines.append(f"an update of {self.batch} prompts{parts}: {self.update}")
             lines.append(
                 f"{self.batches:,} updates, {self.steps:,} optimizer steps, {self.episodes:,} episodes; "
                 f"passes over the prompts: {self.passes:.3g}"

@@ -2,7 +2,7 @@
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -21,7 +21,7 @@ from toolkit.rewards import PartSection
 from toolkit.rewards import ScorerSection as ScorerSection  # where recipes look for all sections
 from toolkit.rewards.function import beside
 from toolkit.rewards.section import section_problems
-from toolkit.trainers.ppo_config import PPOConfig, ignored_by_our_loop
+from toolkit.trainers.ppo_config import NOT_OFFERED, PPOConfig, ignored_by_our_loop
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,10 @@ def _owner_name(owner: type) -> str:
     )
 
 
-def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = ()) -> list[str]:
-    """Problems of one section: unknown keys and values of a wrong type."""
+def check_keys(
+    place: str, values: Any, owner: type, *, hidden: Sequence[str] = (), reasons: Mapping[str, str] | None = None
+) -> list[str]:
+    """Problems of one section: unknown keys, by `reasons` where it has one, and values of a wrong type."""
     if not isinstance(values, dict):
         return [f"{place} — a section with keys is needed, got {values!r}."]
     known = {name: hint for name, hint in owner_fields(owner).items() if name not in hidden}
@@ -215,6 +217,8 @@ def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = 
         where = f"{place}.{key}"
         if key in SET_ELSEWHERE and key in hidden:
             problems.append(f"{where} — {SET_ELSEWHERE[key]}.")
+        elif key in (reasons or {}):
+            problems.append(f"{where} — {(reasons or {})[key]}.")
         elif key not in known:
             silent = " (and would ignore it without a word)" if owner is BitsAndBytesConfig else ""
             problems.append(
@@ -262,12 +266,12 @@ def _construct(place: str, build: Callable[[], Any]) -> list[str]:
 def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> list[str]:
     """Problems of a stage's section, its owner's own complaints included."""
     owner = STAGE_CLASSES[stage]
-    problems = check_keys(stage, values, owner, hidden=("output_dir", "seed"))
+    reasons = NOT_OFFERED if stage == "ppo" else None
+    problems = check_keys(stage, values, owner, hidden=("output_dir", "seed"), reasons=reasons)
     if stage == "ppo" and isinstance(values, dict) and values.get("loop", "toolkit") == "toolkit":
-        reasons = ignored_by_our_loop(values)
         problems += [
             f"ppo.{key} — would have no effect: {reason}."
-            for key, reason in reasons.items()
+            for key, reason in ignored_by_our_loop(values).items()
             if key not in SET_ELSEWHERE
         ]
     if stage == "sft" and isinstance(values, dict) and values.get("packing") and values.get("max_length", 0) is None:
