@@ -31,7 +31,7 @@ SMALL = {
         "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
     ],
     "smollm2_135m_lora": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=1"],
-    "actor_critic_lora": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2"],
+    "actor_critic_lora": [*_pairs("data"), *_REWARD, *_PPO, "ppo.num_mini_batches=2"],
     "llama3_8b_lora": [*_pairs("reward_data"), *_REWARD, *_PPO[:2], "data.validation_size=4"],
     "llama3_8b_lora_fast": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2"],
 }  # fmt: skip

@@ -151,7 +151,7 @@ def test_the_figures_of_actor_critic_lora():
         0.2, 0.4, 0.01, 0.1,
     )  # fmt: skip
     assert (config.value_pooling, config.num_ppo_epochs, config.kl_coef) == ("response_mean", 1, 0.0)
-    assert config.rollout_batch_size // config.num_mini_batches == 16 and config.sample_with_replacement
+    assert config.update_batch_size // config.num_mini_batches == 16 and config.sample_with_replacement
     assert (recipe.value_head.init, recipe.value_head.bias) == ("orthogonal", True)
 
 
