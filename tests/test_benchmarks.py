@@ -13,18 +13,21 @@ from bitsandbytes.nn import Linear4bit
 from rich.console import Console
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import contenders, floor, gpu, table, worker
+from benchmarks import contenders, demonstrations, floor, gpu, table, worker
 from benchmarks import run as driver
 from benchmarks.compare import check_equal, differences
 from benchmarks.contenders import CONTENDERS
+from benchmarks.demonstrations import DEMONSTRATIONS, recipe_of_arm
 from benchmarks.errors import BenchmarkError
 from benchmarks.random_llama import LLAMA_8B, TINY, random_llama, weight_gigabytes
 from benchmarks.summary import bar_line, bars, summarise
 from benchmarks.work import PHASES, PROMPTS, SIZES, Size, Work, given_responses, padding_tokenizer, uneven_lengths
 from tests.recipes.helpers import REPOSITORY, byte_tokenizer, save_llama
+from toolkit import recipes
 from toolkit.data import pad_rows
 from toolkit.models import load_base
 from toolkit.models.base import outline
+from toolkit.recipes.schema import STAGE_CLASSES, check_recipe
 
 SIZE = Size(rollouts=4, response_length=10, micro_batch=2)
 BY_HAND = Work(
@@ -436,3 +439,39 @@ def test_a_row_that_ran_out_of_memory_says_where():
 def test_bench_gpu_without_a_gpu_says_so():
     with pytest.raises(BenchmarkError, match="bench-gpu needs a CUDA device"):
         gpu.settings(small=False, updates=1, rollouts=8)
+
+
+# ---------------------------------------------------------------------- demonstrations
+
+
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_each_arm_of_a_demonstration_is_a_recipe_that_differs_in_what_it_says(name):
+    demonstration = DEMONSTRATIONS[name]
+    start = recipes.load(demonstration.recipe, runs_dir="nowhere")
+    seen = []
+    for arm in demonstration.arms.values():
+        values = recipe_of_arm(start, arm, demonstration)
+        assert check_recipe(values) == []
+        config = STAGE_CLASSES["ppo"](output_dir="unused", use_cpu=True, bf16=False, **values["ppo"])
+        assert config.max_steps == demonstration.updates
+        assert all(getattr(config, key) == value for key, value in arm.ppo.items())
+        seen.append(values)
+    assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
+
+
+def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, monkeypatch):
+    curve = [{"update": u, "score": 0.1 * u, "kl": 0.2 * u, "exact_match": u / 10} for u in (5, 10)]
+    one = {"after": {"exact_match": 0.5, "score": -1.0, "kl": 2.0}, "curve": curve, "value_loss": [[5, 1.0], [10, 0.5]]}
+    two = {**one, "after": {"exact_match": 0.7, "score": -2.0, "kl": 4.0}}
+    arms = {name: {"0": one, "1": two} for name in DEMONSTRATIONS["value"].arms}
+    about = {"machine": {"processor": "a chip", "threads": 1}, "date": "2026-01-01", "demonstration": "value"}
+    (tmp_path / "value.json").write_text(json.dumps({**about, "arms": arms}))
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- value: made by benchmarks.demonstrations -->\nold\n<!-- end of value -->\nAfter.\n")
+    monkeypatch.setattr(demonstrations, "DOCS", tmp_path)
+    monkeypatch.setattr(demonstrations, "PAGE", page)
+    demonstrations.show(tmp_path / "value.json")
+    text = page.read_text()
+    assert "| 0.600 (0.500–0.700) | -1.500 (-2.000–-1.000) | 3.000 (2.000–4.000) |" in text and "old" not in text
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "a chip, 1 thread(s), 2026-01-01." in text
+    assert "</svg>" in (tmp_path / "figures" / "value.svg").read_text()

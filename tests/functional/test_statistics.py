@@ -1,7 +1,10 @@
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from tests.functional import two_processes
 from tests.tolerances import EXACT
 from toolkit.functional import masked_mean, masked_var, scale_to_unit_variance, standard_error, whiten, wilson_interval
 
@@ -71,3 +74,15 @@ def test_a_mask_must_be_boolean_and_fit():
         masked_mean(VALUES, MASK.long())
     with pytest.raises(ValueError, match="differ in shape"):
         masked_mean(VALUES, MASK[:, :2])
+
+
+def test_over_two_processes_as_over_all_values_together(tmp_path):
+    torch.multiprocessing.spawn(two_processes.run, (str(tmp_path),), nprocs=2)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    kept = np.concatenate([np.array(v)[np.array(m)] for v, m in two_processes.PARTS])
+    centred, deviation = kept - kept.mean(), kept.std(ddof=1)
+    for kind, expected in enumerate((centred / deviation, centred / deviation + kept.mean())):
+        parts = [np.array(found[rank][kind])[np.array(mask)] for rank, (_, mask) in enumerate(two_processes.PARTS)]
+        np.testing.assert_allclose(np.concatenate(parts), expected, rtol=0, atol=1e-5)
+    alone = whiten(*(torch.tensor(x) for x in two_processes.PARTS[1]))
+    assert (alone - torch.tensor(found[1][0])).abs().max() > 0.1

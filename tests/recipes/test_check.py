@@ -218,6 +218,7 @@ def problems_of(tmp_path, checkpoint, *overrides, **sections):
         (["data.train=no.jsonl"], "data — no.jsonl: there is no such file."),
         (["data.max_prompt_length=1"], "data.train — no row can be used ("),
         (["ppo.per_device_train_batch_size=500"], "data — 24 prompts are fewer than one batch of 1000"),
+        (["ppo.max_length=8"], "ppo.max_length — a prompt has"),
         (["ppo.response_length=500"], "and the base has positions for 512 (max_position_embeddings). Shorten the"),
         (["base.dtype=float16"], "reward — float16 training needs a GPU, and none is here."),
         (["base.attn_implementation=no_such"], "base — transformers cannot build this model: "),
@@ -265,6 +266,19 @@ def test_what_trls_loop_cannot_run(checkpoint, tmp_path):
 def test_a_missing_prerequisite(checkpoint, tmp_path):
     found = problems_of(tmp_path, checkpoint, reward=None)
     assert len(found) == 1 and found[0].startswith('ppo — chat: stage "ppo" needs a trained reward role')
+
+
+def test_updates_of_several_rollouts(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.rollouts_per_update=3", "ppo.num_mini_batches=2"))
+    facts = stage(report, "ppo")
+    rollout = facts.update.rollout
+    assert report.problems == () and facts.batch == 3 * rollout == 2 * facts.update.mini_batch
+    assert f"an update of {3 * rollout} prompts, answered {rollout} at a time: " in str(report)
+
+
+def test_greedy_rollouts_are_noted(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.rollout_do_sample=false"))
+    assert report.problems == () and "ppo.rollout_do_sample is false" in report.notes[0]
 
 
 def test_the_function_of_the_scorer(checkpoint, tmp_path, monkeypatch):

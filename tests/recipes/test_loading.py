@@ -141,6 +141,14 @@ def test_three_mistakes_one_error(tmp_path):
             {"sft": {"packing_strategy": "bdf"}},
             "sft.packing_strategy — bfd or bfd_split or wrapped is needed, got 'bdf'.",
         ),
+        (
+            {"ppo": {"top_p": 0.9}},
+            "ppo.top_p — is refused: the tokens that it keeps are those of the policy which samples",
+        ),
+        ({"ppo": {"top_k": 50}}, "Lower ppo.temperature instead"),
+        ({"ppo": {"min_p": 0.1, "loop": "trl"}}, "ppo.min_p — is refused"),
+        ({"ppo": {"repetition_penalty": 1.2}}, "ppo.repetition_penalty — is refused: it changes the distribution that"),
+        ({"ppo": {"max_new_tokens": 32}}, "ppo.max_new_tokens — is named response_length"),
         ({"ppo": {"log_level": "loud"}}, "ppo.log_level — detail or debug or info or "),
     ],
 )

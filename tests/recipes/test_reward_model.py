@@ -11,6 +11,7 @@ from toolkit import recipes
 from toolkit.errors import RecipeError
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.check import check
+from toolkit.recipes.own_model import own_model_facts
 from toolkit.rewards import RewardModel, score_with
 
 BERT = {"config": {"model_type": "bert", "hidden_size": 64}}
@@ -30,8 +31,8 @@ SMALL = (
     [
         (
             {"scorer": OWN},
-            "scorer.model — belongs to scorer.kind: model, and is needed there (a folder or hub id), or the section "
-            "reward_model",
+            "scorer.model — belongs to scorer.kind: model, and is needed there (a folder or hub id). Or add the "
+            "section reward_model, for a model",
         ),
         ({"reward_model": {}}, "reward_model — exactly one of model (a checkpoint) and config (random weights)"),
         ({"reward_model": {**BERT, "model": "m"}}, "reward_model — exactly one of model"),
@@ -41,11 +42,15 @@ SMALL = (
         ),
         (
             {"reward_model": {"model": "m", "quantization": NF4}, "adapters": WITHOUT},
-            "adapters.reward — is missing: full fine-tuning of reward_model is refused, since quantised weights",
+            "adapters.reward — is missing: quantised weights have no gradients, and so need an adapter.",
         ),
         (
             {"reward_model": {"model": "m", "quantization": {"load_in_4bits": True}}},
             "reward_model.quantization.load_in_4bits — BitsAndBytesConfig",
+        ),
+        (
+            {"reward_model": {"model": "m"}, "adapters": WITHOUT},
+            "reward_model.dtype — float32 is needed where all weights are trained, got bfloat16",
         ),
         ({"reward_model": {**BERT, "quantization": NF4}}, "reward_model.quantization — would have no effect: random"),
         ({"reward_model": BERT}, "adapters.reward — is not for reward_model.config: random weights have to train"),
@@ -96,31 +101,30 @@ def test_the_figures_of_the_seed():
     assert (ppo.gamma, ppo.lam, ppo.kl_coef, ppo.vf_coef, ppo.response_length) == (0.95, 1.0, 0.2, 0.1, 25)
     assert (ppo.cliprange, ppo.value, ppo.kl_estimator, ppo.kl_target) == (0.2, "shared", "k1", None)
     assert recipe.scorer.class_score == "logit" and recipe.reward_head.num_labels == 4
-    found = check(recipe)
-    assert not found.problems
-    # 4 × (4·(64²+64) + 2·(64²+64) + 4·64) layers, 46 + 128 + 2 embeddings of 64 and their norm, a pooler of 64²+64.
+    # 4 × (4·(64²+64) + 2·(64²+64) + 4·64) layers, 42 + 128 + 2 embeddings of 64 and their norm, a pooler of 64²+64.
     layers = 4 * (4 * (64**2 + 64) + 2 * (64**2 + 64) + 4 * 64)
-    embeddings, pooler, head = (46 + 128 + 2) * 64 + 2 * 64, 64**2 + 64, 4 * 65
-    reward = next(role for role in found.roles if role.role == "reward")
-    assert reward.base_parameters == layers + embeddings + pooler and reward.head_parameters == head
+    embeddings, pooler, head = (42 + 128 + 2) * 64 + 2 * 64, 64**2 + 64, 4 * 65
+    reward = own_model_facts(recipe).role
+    assert reward.adapter_parameters == layers + embeddings + pooler and reward.head_parameters == head
     assert reward.parameters == layers + embeddings + pooler + head and reward.rank is None
-    assert "a bert of its own, random weights; the base's" in str(found)
+    assert str(reward).startswith("a bert of its own, random weights; all ")
 
 
-def test_a_check_finds_what_does_not_fit(tmp_path):
-    def problems(*overrides):
-        return check(recipes.load("doubling_seed", *overrides, runs_dir=tmp_path)).problems
+def test_a_check_finds_what_does_not_fit(checkpoint, tmp_path):
+    def problems(scorer=OWN, **own):
+        return check(chat_recipe(tmp_path, checkpoint, reward_model=own, scorer=scorer, adapters=WITHOUT)).problems
 
-    assert problems("reward_head.num_labels=1") == (
-        "scorer.class_column — the model of section reward_model has 1 output(s) and scorer.class_column is 'style': a "
-        "score needs one output and no column, classes need the column that names the wanted one.",
-        *[p for p in problems("reward_head.num_labels=1") if p.startswith("data")],
+    config = {"model_type": "bert", "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1}
+    assert problems(dtype="float32", config=config) == ()
+    short = problems(dtype="float32", config={**config, "max_position_embeddings": 16})
+    assert len(short) == 1 and short[0].startswith("reward — the longest row comes to ")
+    assert "and reward_model has positions for 16 (max_position_embeddings)" in short[0]
+    classes = problems({**OWN, "class_column": "messages"}, dtype="float32", config=config)
+    assert classes == (
+        "scorer.class_column — the model of section reward_model has 1 output(s) and scorer.class_column is "
+        "'messages': a score needs one output and no column, classes need the column that names the wanted one.",
     )
-    (short,) = problems("reward_model.config.max_position_embeddings=16")
-    assert short.startswith("reward — the longest row comes to 17 tokens, and reward_model has positions for 16")
-    (unknown,) = problems("reward_model.config.hidden_dize=64")
-    assert unknown.startswith("reward_model")
-    (missing,) = problems("reward_model.config=null", f"reward_model.model={tmp_path}/no")
+    (missing,) = problems(dtype="float32", model="no/where")
     assert missing.startswith("reward_model.model — no base for a classifier could be loaded from")
 
 
@@ -128,6 +132,7 @@ def test_the_seed_demo_from_nothing(tmp_path):
     recipe = recipes.load("doubling_seed", *SMALL, runs_dir=tmp_path)
     result = stages.run(recipe, "reward")
     assert result["after"]["rows"] == 8 and len(result["after"]["accuracy_ci"]) == 2
+    stages.run(recipe, "sft")
     stages.run(recipe, "ppo")
     done = json.loads((recipe.stage_folder("ppo") / "result.json").read_text())
     trained = AutoModelForSequenceClassification.from_pretrained(recipe.stage_folder("reward") / "model").eval()
@@ -180,7 +185,8 @@ def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
     found = check(recipe)
     assert not found.problems, found.problems
     reward = next(role for role in found.roles if role.role == "reward")
-    assert (reward.rank is None) == whole and bool(reward.base_parameters) == whole
+    assert (reward.rank is None) == whole and reward.parameters > 0
+    stages.run(recipe, "reward")
     stages.run(recipe, "ppo")
     folder = recipe.stage_folder("reward") / "model"
     assert (folder / ("model.safetensors" if whole else "adapter_model.safetensors")).is_file()

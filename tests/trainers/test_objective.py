@@ -256,6 +256,12 @@ def test_any_of_the_base_s_stop_tokens_ends_a_response(tmp_path):
         ({"update_kl_limit": 0.0}, "update_kl_limit must be positive"),
         ({"short_response_penalty": 1.0}, "have an effect together only"),
         ({"min_response_length": 3}, "have an effect together only"),
+        ({"drop_short_responses": True}, "have an effect together only"),
+        (
+            {"drop_short_responses": True, "min_response_length": 2, "short_response_penalty": 1.0},
+            "short_response_penalty would have no effect with drop_short_responses",
+        ),
+        ({"loop": "trl", "drop_short_responses": True, "min_response_length": 2}, "trl has no drop_short_responses"),
         ({"value_learning_rate": -1.0}, "value_learning_rate must be 0 or more"),
         ({"score_clip": 0.0}, "score_clip must be positive"),
         ({"cliprange": 0.0}, "cliprange must be positive or null"),

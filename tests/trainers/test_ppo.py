@@ -8,11 +8,11 @@ from transformers import TrainerCallback, set_seed
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
 from tests.conftest import lora, shared_base, tiny_model
-from tests.tolerances import EXACT, RELATIVE
+from tests.tolerances import EXACT
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, doubling
 from toolkit.errors import DataError, RecipeError, RewardError, ToolkitError
-from toolkit.models import SharedBase
+from toolkit.models import Sequences, SharedBase, sequences
 from toolkit.reports import MetricsFile
 from toolkit.trainers.ppo import PPOTrainer
 
@@ -143,21 +143,68 @@ def test_sampling_follows_the_log_probabilities_that_the_update_uses(tmp_path):
     assert (counts - logprobs.squeeze(1).exp()).abs().max() < 0.03
 
 
-def test_padding_order_and_micro_batches_change_no_gradient(tmp_path):
+class LeftPadded(Sequences):
+    """The same rows with their padding before them."""
+
+    @property
+    def _gaps(self):
+        return (self.input_ids.shape[1] - self.lengths)[:, None]
+
+    @property
+    def attention_mask(self):
+        return torch.arange(self.input_ids.shape[1]) >= self._gaps
+
+    @property
+    def position_ids(self):
+        return (torch.arange(self.input_ids.shape[1]) - self._gaps).clamp(min=0)
+
+    @property
+    def response_positions(self):
+        return super().response_positions + self._gaps
+
+
+def left_padded(ours):
+    def lay_out(batch, rows):
+        right = Sequences.from_ids(
+            [batch.prompt_ids[i] for i in rows], [batch.response_ids[i] for i in rows], pad_token_id=0
+        )
+        width = right.input_ids.shape[1]
+        moved = [row.roll(width - int(n)) for row, n in zip(right.input_ids, right.lengths, strict=True)]
+        return LeftPadded(torch.stack(moved), right.prompt_lengths, right.response_lengths)
+
+    ours._sequences = lay_out
+
+
+def gradients(ours, order):
     responses = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
     scores = torch.tensor([1.0, -1.0, 0.5, 2.0])
-    found = []
-    for order, chunk in (([0, 1, 2, 3], 4), ([3, 1, 0, 2], 1)):
-        ours = trainer(tmp_path, local_rollout_forward_batch_size=chunk)
-        ours._prepare_training()
-        prompts = [dataset()[i]["input_ids"] for i in order]
-        batch = rollout([responses[i] for i in order], prompts)
-        experience = ours._make_experience(batch, scores[order])
-        ours.roles.train()
-        ours._backward_mini_batch(experience, [0, 1, 2, 3])
-        found.append([p.grad for p in ours.roles.parameters_of("policy")])
-    for a, b in zip(*found, strict=True):
-        assert (a - b).abs().max() < RELATIVE * b.abs().max()
+    ours._prepare_training()
+    batch = rollout([responses[i] for i in order], [PROMPTS[i] for i in order])
+    experience = ours._make_experience(batch, scores[order])
+    ours.roles.train()
+    ours._backward_mini_batch(experience, [0, 1, 2, 3])
+    return [p.grad for role in ("policy", "value") for p in ours.roles.parameters_of(role)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_padding_order_and_micro_batches_change_no_gradient(architecture, tmp_path, monkeypatch):
+    def made(**changes):
+        return trainer(tmp_path, shared_base(architecture=architecture), **changes)
+
+    expected = gradients(made(), [0, 1, 2, 3])
+    found = [gradients(made(local_rollout_forward_batch_size=1), [3, 1, 0, 2])]
+    found += [
+        gradients(made(per_device_train_batch_size=size, gradient_accumulation_steps=4 // size), [2, 0, 3, 1])
+        for size in (1, 2)
+    ]
+    left = made()
+    left_padded(left)
+    found.append(gradients(left, [0, 1, 2, 3]))
+    monkeypatch.setattr(sequences, "LENGTH_MULTIPLE", 48)  # four times as long as the longest row
+    found.append(gradients(made(), [0, 1, 2, 3]))
+    for other in found:
+        for a, b in zip(other, expected, strict=True):
+            assert (a - b).abs().max() < 1e-5 * b.abs().max()
 
 
 def test_gradients_are_clipped(tmp_path):

@@ -27,6 +27,8 @@ def test_trls_dead_fields_are_refused_each_with_a_reason():
     [
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"response_length": 0}, "response_length must be at least 1"),
+        ({"max_length": 0}, "max_length must be at least 1 or null, got 0"),
+        ({"loop": "trl", "max_length": 256}, "loop: trl has no max_length"),
         ({"gamma": 1.5}, "gamma must be between 0 and 1, got 1.5"),
         ({"num_mini_batches": 3}, "a batch of 4 .* cannot be divided into num_mini_batches = 3"),
         ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3, abs, full, got 'k4'"),

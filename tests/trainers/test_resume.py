@@ -13,7 +13,7 @@ import torch
 import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 from trl import RewardConfig, SFTConfig
 
 from tests.conftest import lora, randomize, tiny_model
@@ -21,7 +21,7 @@ from tests.trainers.helpers import count_reward, own_classifier
 from tests.trainers.helpers import trainer as ppo_trainer
 from toolkit.data import doubling
 from toolkit.errors import CheckpointError, RunInterrupted
-from toolkit.models import SharedBase, add_lora
+from toolkit.models import SharedBase, ValueModel, add_lora
 from toolkit.reports import MetricsFile
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.reward_model import reward_model_trainer
@@ -111,9 +111,30 @@ def ppo_shared_adaptive(folder: Path, **changes):
     return ppo(folder, **{**adaptive, "sample_with_replacement": True, **changes})
 
 
+def ppo_own_value(folder: Path, **changes):
+    """A critic on a base of its own, all of whose weights train, and an optimizer that keeps its state in 8 bits."""
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(r=64, **DROPOUT))  # large enough to be kept in 8 bits
+    base.add_role("reference")
+    base.add_role("reward", lora())
+    settings = tiny_model("gpt2").config
+    settings.num_labels = 1
+    base.place_value(ValueModel(AutoModelForSequenceClassification.from_config(settings), None))
+    randomize(base, "policy", "reward")
+    options = {"optim": "lion_8bit", "value_pooling": "response_mean", "learning_rate": 1e-3, "num_ppo_epochs": 2}
+    made = ppo_trainer(folder, base, **{**COMMON, **options, **changes})
+    made.add_callback(MetricsFile(folder / "metrics.jsonl"))
+    return made
+
+
+def ppo_gathered(folder: Path, **changes):
+    """Updates of three batches, from passes of four."""
+    return ppo(folder, **{"rollouts_per_update": 3, "num_ppo_epochs": 1, **changes})
+
+
 STAGES = (
     sft_model, sft_policy, reward_pairs, reward_classes, reward_model_lora, reward_model_classes, ppo,
-    ppo_shared_adaptive,
+    ppo_shared_adaptive, ppo_own_value,
 )  # fmt: skip
 
 
@@ -142,7 +163,7 @@ def disturb() -> None:
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize("stage", (*STAGES, ppo_gathered), ids=lambda stage: stage.__name__)
 def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
     whole = make(stage, tmp_path / "whole")
     start = weights(whole)
@@ -195,6 +216,29 @@ def test_a_signal_while_a_pass_ends_is_met_by_the_next_step(tmp_path):
     made.add_callback(AskInEvaluation())
     with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 5 of 6"):
         made.train()
+
+
+@pytest.mark.parametrize(("save_strategy", "still_due"), [("steps", [2, 3]), ("epoch", [3])])
+def test_what_is_due_at_the_end_of_a_pass_comes_once(save_strategy, still_due, tmp_path):
+    """Saved after an update in which a pass ends, before or with what is due at that end."""
+    ends = []
+
+    class Ends(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            ends.append(state.global_step)
+
+    def run(**arguments):
+        ends.clear()
+        made = make(ppo_gathered, tmp_path, max_steps=3, save_strategy=save_strategy)
+        made.add_callback(Ends())
+        made.train(**arguments)
+        return list(ends), weights(made)
+
+    whole, final = run()
+    assert whole == [2, 3]  # updates of 12 rows, passes of 16
+    rest, resumed = run(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert rest == still_due
+    assert_same(final, resumed)
 
 
 def test_a_signal_after_the_last_step_is_too_late_to_stop(tmp_path):

@@ -35,6 +35,11 @@ class PlacedDataLoader(DataLoader):
                 yield batch
         self._pass_began, self._drawn = None, 0
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the pass has given its last batch."""
+        return self._pass_began is not None and self._drawn == len(self)
+
     def state_dict(self) -> dict[str, Any]:
         """The place: `generator`, its state when the pass began (uint8), and `batches` drawn since."""
         began = self.generator.get_state() if self._pass_began is None else self._pass_began

@@ -39,9 +39,11 @@ from toolkit.functional.statistics import (
     whiten,
     wilson_interval,
 )
+from toolkit.functional.values import VALUE_POOLINGS, pool_values
 
 __all__ = [
     "KL_ESTIMATORS",
+    "VALUE_POOLINGS",
     "ClippedLoss",
     "FullKL",
     "Moments",
@@ -60,6 +62,7 @@ __all__ = [
     "masked_var",
     "penalize_missing_eos",
     "penalize_short",
+    "pool_values",
     "scale_to_unit_variance",
     "shape_rewards",
     "standard_error",

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 
-def shape_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:
+def shape_rewards(
+    scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float, token_scores: Tensor | None = None
+) -> Tensor:
     """Per-token rewards: −kl_coef · KL at every response token, plus the score at the last one.
 
     r_t = −β · KL_t + 1[t = last] · score    (Ziegler et al. 2019, arXiv 1909.08593, equation 2, with the
@@ -18,6 +20,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
         kl: (B, T), an estimate for each token.
         response_mask: bool (B, T), with at least one True in each row.
         kl_coef: β.
+        token_scores: (B, T), what a dense reward gives at each token besides; None for nothing.
 
     Returns:
         (B, T), 0 outside the mask.
@@ -32,7 +35,8 @@ def shape_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
     if not bool(response_mask.any(dim=1).all()):
         empty = (~response_mask.any(dim=1)).nonzero().flatten().tolist()
         raise ValueError(f"responses {empty} are empty; a score needs at least one token to stand at")
-    rewards = torch.where(response_mask, -kl_coef * kl, torch.zeros_like(kl))
+    at_each = -kl_coef * kl if token_scores is None else token_scores - kl_coef * kl
+    rewards = torch.where(response_mask, at_each, torch.zeros_like(kl))
     positions = torch.arange(kl.shape[1], device=kl.device)
     last = torch.where(response_mask, positions, -1).argmax(dim=1)  # (B,)
     return rewards + torch.nn.functional.one_hot(last, kl.shape[1]) * scores.to(kl.dtype).unsqueeze(1)

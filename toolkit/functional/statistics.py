@@ -1,10 +1,13 @@
 """Statistics over the tokens that a mask keeps."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
 
 _VARIANCE_FLOOR = 1e-8  # as in TRL's and OpenAI's whitening, so that advantages agree with theirs
 
@@ -92,7 +95,19 @@ def update_moments(moments: Moments, values: Tensor) -> Moments:
     return Moments(count, moments.mean + shift * number / count, deviations + shift**2 * moments.seen * number / count)
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
+def _mean_and_variance(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
+    """Those of `masked_mean` and `masked_var`, of the values of all processes together."""
+    _check_same_shape(values, mask)
+    add_up = reduce or (lambda sums: sums)
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    total, count = add_up(torch.stack([kept.sum(), mask.sum().to(values.dtype)]))
+    mean = total / count.clamp(min=1)
+    # From the deviations, and not from the sum of squares, which cancels where the mean is large.
+    deviations = torch.where(mask, values - mean, torch.zeros_like(values)).square().sum()
+    return mean, add_up(deviations) / (count - 1).clamp(min=1)
+
+
+def whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
     """Shift and scale to mean 0 and variance 1 over the mask: (values − mean) / √(var + 1e-8).
 
     Used for advantages (Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", detail
@@ -101,15 +116,18 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     Args:
         values: (B, T).
         mask: bool (B, T).
+        reduce: adds a tensor up over the processes that hold a part of the values each, all of which call this
+            function: mean and variance are then of all parts. None where there is one process.
 
     Returns:
         (B, T).
     """
-    scaled = (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + _VARIANCE_FLOOR)
+    mean, variance = _mean_and_variance(values, mask, reduce)
+    scaled = (values - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR)
     return torch.where(mask, scaled, torch.zeros_like(scaled))
 
 
-def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
+def scale_to_unit_variance(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
     """Scale to variance 1 over the mask and keep the mean where it is. Used for rewards.
 
     A reward's sign carries meaning that whitening would remove (the same paper, detail 16, where it
@@ -118,12 +136,13 @@ def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
     Args:
         values: (B, T).
         mask: bool (B, T).
+        reduce: as for `whiten`.
 
     Returns:
         (B, T).
     """
-    mean = masked_mean(values, mask)
-    scaled = (values - mean) * torch.rsqrt(masked_var(values, mask) + _VARIANCE_FLOOR) + mean
+    mean, variance = _mean_and_variance(values, mask, reduce)
+    scaled = (values - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR) + mean
     return torch.where(mask, scaled, torch.zeros_like(scaled))
 
 

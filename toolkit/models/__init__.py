@@ -1,9 +1,9 @@
 """One base model and the roles on it; knows transformers, peft and bitsandbytes.
 
 `base` loads the base, `roles` holds the adapters and switches them (nothing else does), `heads` and
-`forward` read values, scores and log-probabilities, `adapters` saves and loads PEFT folders, `merge` puts
-one into the base's weights, `views`
-shows roles to trainers that are not ours.
+`forward` read values, scores and log-probabilities, `value_model` is a value role with a base of its
+own, `adapters` saves and loads PEFT folders, `merge` puts one into the base's weights, `views` shows
+roles to trainers that are not ours.
 """
 
 from toolkit.models.adapters import load_role, load_weights, role_digest, save_role
@@ -35,6 +35,7 @@ from toolkit.models.memory import LENGTH_MULTIPLE, release_memory
 from toolkit.models.merge import Merged, merge_adapter
 from toolkit.models.roles import HEAD_ROLES, ROLES, SharedBase, missing_modules
 from toolkit.models.sequences import Sequences
+from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Sequences",
     "SharedBase",
     "TokenScoreView",
+    "ValueModel",
     "add_lora",
     "build_base",
     "check_same_tokenizer",
@@ -61,6 +63,7 @@ __all__ = [
     "load_classifier_weights",
     "load_role",
     "load_tokenizer",
+    "load_value_model",
     "load_weights",
     "merge_adapter",
     "missing_modules",

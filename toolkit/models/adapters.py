@@ -18,13 +18,14 @@ from peft import LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_mod
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from toolkit.errors import AdapterError
 from toolkit.models.roles import HEAD_ROLES, SharedBase, missing_modules
 
 ROLE_FILE = "role.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
-_HEAD_KEY = "base_model.model.score.weight"
+_HEAD_PREFIX = "base_model.model.score."
 
 
 def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: int, base_name: str) -> Path:
@@ -47,8 +48,11 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
     if head is not None:
         reads = "every response token" if role == "value" else "the last token that is not pad_token_id"
         about |= {"num_labels": head.out_features, "pad_token_id": pad_token_id, "head_reads": reads}
-    if head is not None and role == "value" and base.shares_value:
-        save_file({"weight": head.weight.detach().cpu().contiguous()}, folder / SHARED_HEAD_FILE)
+    if role == "value" and base.value_model is not None:
+        base.value_model.save(folder, base_name=base_name)
+    elif head is not None and role == "value" and base.shares_value:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+        save_file(state, folder / SHARED_HEAD_FILE)
     else:
         config = copy.deepcopy(base.adapter_config(role))
         config.inference_mode = True
@@ -59,7 +63,7 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         # "auto" would ask the hub whether the vocabulary grew; it cannot, the base is frozen.
         state = get_peft_model_state_dict(base.model, adapter_name=role, save_embedding_layers=False)
         if head is not None:
-            state[_HEAD_KEY] = head.weight
+            state |= {f"{_HEAD_PREFIX}{name}": tensor for name, tensor in head.state_dict().items()}
         state = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
         save_file(state, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
     (folder / ROLE_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -146,7 +150,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     if (folder / SHARED_HEAD_FILE).is_file():
         if role != "value":
             raise AdapterError(f'{folder} holds a value head on the policy\'s adapter; it cannot be the role "{role}".')
-        base.add_role("value", None, num_labels=_read(folder, SHARED_HEAD_FILE, base)["weight"].shape[0])
+        shared = _read(folder, SHARED_HEAD_FILE, base)
+        base.add_role("value", None, num_labels=shared["weight"].shape[0], head_bias="bias" in shared)
     else:
         config, state = _adapter_config(folder), _read(folder, SAFETENSORS_WEIGHTS_NAME, base)
         _, head = _split_head(state, role, folder)
@@ -156,7 +161,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
                 f"{folder}: the adapter belongs to another base: this one has no module {missing[0]} for it. "
                 "Check base.model."
             )
-        base.add_role(role, config, num_labels=None if head is None else head.shape[0])
+        labels = None if head is None else head["weight"].shape[0]
+        base.add_role(role, config, num_labels=labels, head_bias=head is not None and "bias" in head)
     load_weights(base, role, folder)
     return about
 
@@ -168,8 +174,12 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
         AdapterError: as for `load_role`.
     """
     folder = Path(folder)
+    if role == "value" and base.value_model is not None:
+        name = SAFETENSORS_WEIGHTS_NAME if base.value_model.lora is not None else SAFE_WEIGHTS_NAME
+        base.value_model.load(_read(folder, name, base), folder)
+        return
     if role == "value" and base.shares_value:
-        _set_head(base, role, _read(folder, SHARED_HEAD_FILE, base)["weight"], folder)
+        _set_head(base, role, _read(folder, SHARED_HEAD_FILE, base), folder)
         return
     adapter, head = _split_head(_read(folder, SAFETENSORS_WEIGHTS_NAME, base), role, folder)
     expected = set(get_peft_model_state_dict(base.model, adapter_name=role, save_embedding_layers=False))
@@ -192,25 +202,32 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
 
 def _split_head(
     state: dict[str, torch.Tensor], role: str, folder: Path
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
+    """The adapter's tensors, and the head's by their own names; None for a role without a head."""
     heads = {key: tensor for key, tensor in state.items() if ".score." in key}
+    adapter = {key: tensor for key, tensor in state.items() if key not in heads}
     if role not in HEAD_ROLES:
-        return {key: tensor for key, tensor in state.items() if key not in heads}, None
-    if len(heads) != 1:
+        return adapter, None
+    named = {key.rpartition(".")[2]: tensor for key, tensor in heads.items()}
+    if "weight" not in named or len(named) != len(heads):
         raise AdapterError(
             f'{folder}: role "{role}" needs one score head and the adapter holds {len(heads)}; a random head would '
             "give random scores. Train the role with toolkit or trl.RewardTrainer, or save it with "
             'modules_to_save=["score"].'
         )
-    return {key: tensor for key, tensor in state.items() if key not in heads}, next(iter(heads.values()))
+    return adapter, named
 
 
-def _set_head(base: SharedBase, role: str, weight: torch.Tensor, folder: Path) -> None:
-    head = base.head(role)
+def _set_head(base: SharedBase, role: str, state: dict[str, torch.Tensor], folder: Path) -> None:
+    head, weight = base.head(role), state["weight"]
     if head.weight.shape != weight.shape:
         raise AdapterError(
             f"{folder}: the head reads {weight.shape[1]} numbers a token and this base has {head.weight.shape[1]}; "
             "it belongs to another base. Check base.model."
         )
-    with torch.no_grad():
-        head.weight.copy_(weight)
+    if state.keys() != head.state_dict().keys():
+        raise AdapterError(
+            f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(head.state_dict())}. "
+            "Check value_head.bias."
+        )
+    head.load_state_dict(state)

@@ -10,6 +10,7 @@ from toolkit.functional import full_kl, token_logprobs, token_logprobs_and_entro
 from toolkit.models.heads import score_positions
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
+from toolkit.models.value_model import ValueModel
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:
@@ -17,7 +18,12 @@ def _scatter(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
-def _states_before_response_tokens(base: SharedBase, sequences: Sequences) -> Tensor:
+def _reads_values(base: SharedBase) -> SharedBase | ValueModel:
+    """What the value head stands on."""
+    return base if base.value_model is None else base.value_model
+
+
+def _states_before_response_tokens(base: SharedBase | ValueModel, sequences: Sequences) -> Tensor:
     """(N, H): the state from which each real response token is predicted, padding left out."""
     # Padding stands at its row's last position: lengths are rounded up, and GPT-2's and OPT's positions end.
     hidden = base.hidden_states(
@@ -50,7 +56,7 @@ def response_values(base: SharedBase, sequences: Sequences) -> Tensor:
 
     Call it in the role "value".
     """
-    states = _states_before_response_tokens(base, sequences)
+    states = _states_before_response_tokens(_reads_values(base), sequences)
     return _scatter(base.head("value")(states).squeeze(-1), sequences.response_mask)
 
 
@@ -59,7 +65,9 @@ def value_after_response(base: SharedBase, sequences: Sequences) -> Tensor:
 
     What a response that was only cut off would still have been worth. Call it in the role "value".
     """
-    hidden = base.hidden_states(sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids)
+    hidden = _reads_values(base).hidden_states(
+        sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids
+    )
     last = torch.where(sequences.response_mask, sequences.response_positions, -1).amax(dim=1)  # (B,)
     rows = torch.arange(last.shape[0], device=last.device)
     return base.head("value")(hidden[rows, last]).squeeze(-1)

@@ -1,24 +1,37 @@
 """Linear heads that read scores, values or classes off the hidden states."""
 
+import math
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
+HeadInit = Literal["normal", "orthogonal"]
+
 
 class ScoreHead(nn.Linear):
-    """A biasless linear layer in float32, whatever the base or an autocast region computes in.
+    """A linear layer in float32, whatever the base or an autocast region computes in.
 
-    The form is that of transformers' `*ForSequenceClassification.score`, so that a saved head loads there.
-    In bfloat16 neighbouring scores near 4 are 1/64 apart, too coarse to rank responses.
+    The form is that of transformers' `*ForSequenceClassification.score`, so that a saved head loads there; a bias,
+    which those do not have, is for values alone. In bfloat16 neighbouring scores near 4 are 1/64 apart, too coarse to
+    rank responses.
 
     Args:
         hidden_size: H.
         num_labels: 1 for a score or value, more for classes.
-        init_std: standard deviation of the initial weights.
+        init: of the weights: "normal" with standard deviation 0.02, or "orthogonal" with gain √2 (Saxe et al. 2014,
+            arXiv 1312.6120; the gain of OpenAI baselines and of PaLM-rlhf-pytorch's value head).
+        bias: whether there is one, starting at 0.
     """
 
-    def __init__(self, hidden_size: int, num_labels: int, *, init_std: float = 0.02):
-        super().__init__(hidden_size, num_labels, bias=False, dtype=torch.float32)
-        nn.init.normal_(self.weight, std=init_std)
+    def __init__(self, hidden_size: int, num_labels: int, *, init: HeadInit = "normal", bias: bool = False):
+        super().__init__(hidden_size, num_labels, bias=bias, dtype=torch.float32)
+        if init == "orthogonal":
+            nn.init.orthogonal_(self.weight, gain=math.sqrt(2))
+        else:
+            nn.init.normal_(self.weight, std=0.02)
+        if bias:
+            nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(..., H) of any floating type to float32 (..., num_labels)."""

@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base import neutral_generation_config, switch_off_dropout
-from toolkit.models.heads import ScoreHead
+from toolkit.models.heads import HeadInit, ScoreHead
+from toolkit.models.value_model import ValueModel
 
 ROLES = ("policy", "value", "reward", "reference")
 HEAD_ROLES = ("value", "reward")
@@ -43,7 +44,8 @@ class SharedBase(nn.Module):
     """A frozen causal language model that carries the roles policy, value, reward and reference.
 
     Each role has a LoRA adapter on the one base, but for a reference without an adapter (then it is the
-    base itself) and a value role that shares the policy's adapter. Value and reward have a `ScoreHead`.
+    base itself), a value role that shares the policy's adapter, and one with a base of its own (`place_value`). Value
+    and reward have a `ScoreHead`.
 
     Outside `role` no adapter is active. Inside it, exactly one role is:
 
@@ -69,6 +71,8 @@ class SharedBase(nn.Module):
         causal_lm.generation_config = neutral_generation_config(causal_lm.config)
         self.model: PreTrainedModel | PeftModel = causal_lm
         self.heads = nn.ModuleDict()
+        self.value_model: ValueModel | None = None
+        """Where the value role has a base of its own."""
         self._base: tuple[PreTrainedModel] = (causal_lm,)  # in a tuple, so that it is not registered twice
         self._adapter_of: dict[str, str | None] = {}
         self._adapter_parameters: dict[str, list[nn.Parameter]] = {}
@@ -128,14 +132,21 @@ class SharedBase(nn.Module):
     def adapter_config(self, role: str) -> LoraConfig:
         """The LoRA configuration of a role's own adapter."""
         adapter = self._adapter_of[self._known(role)]
+        if role == "value" and self.value_model is not None:
+            if self.value_model.lora is None:
+                raise AdapterError('role "value" has no adapter: all weights of its own base are trained.')
+            return self.value_model.lora
         if adapter is None:
             raise AdapterError(f'role "{role}" has no adapter of its own: it is the base with all adapters off.')
         return self.model.peft_config[adapter]
 
     def parameters_of(self, role: str) -> list[nn.Parameter]:
-        """The role's own parameters: its adapter's, unless it shares one, and its head's."""
+        """The role's own parameters: its adapter's, unless it shares one, or what trains of a base of its own; and its
+        head's."""
         adapter = self._adapter_of[self._known(role)]
         own = self._adapter_parameters[role] if adapter == role else []
+        if role == "value" and self.value_model is not None:
+            own = self.value_model.body_parameters
         return own + (list(self.heads[role].parameters()) if role in self.heads else [])
 
     def _known(self, role: str) -> str:
@@ -146,7 +157,15 @@ class SharedBase(nn.Module):
 
     # ------------------------------------------------------------------ adding roles
 
-    def add_role(self, role: str, config: LoraConfig | None = None, *, num_labels: int | None = None) -> None:
+    def add_role(
+        self,
+        role: str,
+        config: LoraConfig | None = None,
+        *,
+        num_labels: int | None = None,
+        head_init: HeadInit = "normal",
+        head_bias: bool = False,
+    ) -> None:
         """Add a role with a fresh adapter, and a fresh head where the role has one.
 
         Args:
@@ -154,6 +173,8 @@ class SharedBase(nn.Module):
             config: LoRA configuration. None gives the reference the base itself, and the value role the
                 policy's adapter.
             num_labels: outputs of the head; 1 if None.
+            head_init: how the head starts: see `ScoreHead`.
+            head_bias: whether the head has a bias.
 
         Raises:
             AdapterError: an unknown or second role, or a configuration that would change the shared base.
@@ -170,9 +191,21 @@ class SharedBase(nn.Module):
             self._add_adapter(role, config)
             self._adapter_of[role] = role
         if role in HEAD_ROLES:
-            self.heads[role] = ScoreHead(self.hidden_size, num_labels or 1).to(self.device)
+            head = ScoreHead(self.hidden_size, num_labels or 1, init=head_init, bias=head_bias)
+            self.heads[role] = head.to(self.device)
         self.train_roles(*self._trained)
         self._switch(self.active_role, force=True)
+
+    def place_value(self, model: ValueModel) -> None:
+        """Give the value role a base of its own, in place of an adapter on this one.
+
+        Raises:
+            AdapterError: there is a value role already.
+        """
+        if "value" in self._adapter_of:
+            raise AdapterError('this base already carries the role "value".')
+        self.value_model, self._adapter_of["value"], self.heads["value"] = model, None, model.head
+        self.train_roles(*self._trained)
 
     def _add_adapter(self, role: str, config: LoraConfig) -> None:
         if config.bias != "none" or config.modules_to_save or config.trainable_token_indices:
@@ -236,6 +269,8 @@ class SharedBase(nn.Module):
                 parameter.requires_grad_(adapter in trained_adapters)
         for role, head in self.heads.items():
             head.requires_grad_(role in self._trained)
+        for parameter in [] if self.value_model is None else self.value_model.body_parameters:
+            parameter.requires_grad_("value" in self._trained)
 
     # ------------------------------------------------------------------ switching
 
@@ -335,12 +370,16 @@ class SharedBase(nn.Module):
             # Deprecated in transformers 5.23 for a name that the lowest supported version lacks.
             warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")
             self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **options)
+            if self.value_model is not None:
+                self.value_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """Switch checkpointing off."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`gradient_checkpointing_disable` is deprecated")
             self.causal_lm.gradient_checkpointing_disable()
+            if self.value_model is not None:
+                self.value_model.gradient_checkpointing_disable()
 
     @property
     def is_gradient_checkpointing(self) -> bool:

@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from trl import pack_dataset
 
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.models import SharedBase, check_same_tokenizer, load_role
+from toolkit.models import SharedBase, check_same_tokenizer, load_role, load_weights
 from toolkit.models.base import load_config, outline, random_config, weight_bytes
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, UpdateFacts
@@ -38,7 +38,8 @@ from toolkit.rewards.classes import check_outputs
 from toolkit.rewards.function import check_function
 from toolkit.rewards.model import checked_length, checked_reads, read_checkpoint
 from toolkit.rewards.remote import read_token
-from toolkit.trainers.self_checks import check_dataset, check_tokenizer
+from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
+from toolkit.trainers.self_checks import check_dataset, check_room, check_tokenizer
 from toolkit.trainers.stock_ppo import check_trl_loop
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward"}
@@ -195,14 +196,23 @@ class _Check:
             self.starts[role] = f"fresh; the {stage} stage comes first" if stage and stage != role else "fresh"
 
     def _add_fresh(self, roles: SharedBase, role: str, config: LoraConfig, num_labels: int | None = None) -> None:
+        bias = role == "value" and self.recipe.value_head.bias
         with self.at(f"adapters.{role}"):
-            roles.add_role(role, config, num_labels=num_labels)
+            roles.add_role(role, config, num_labels=num_labels, head_bias=bias)
 
     def _add_value(self, roles: SharedBase, *, shared: bool) -> None:
         start, adapters = self.recipe.start.value, self.recipe.values.get("adapters", {})
-        if shared:
+        if self.recipe.value_model is not None:
+            with self.at("value_model"):
+                roles.place_value(assemble.value_model(self.recipe, roles))
+                self.starts["value"] = "on a base of its own"
+                if start is not None:
+                    with self.at("start.value"):
+                        load_weights(roles, "value", Path(start).expanduser())
+                    self.starts["value"] += f", from {start}"
+        elif shared:
             if "policy" in roles.roles:
-                roles.add_role("value")
+                roles.add_role("value", head_bias=self.recipe.value_head.bias)
             self.starts["value"] = "a head on the policy's adapter"
         elif start != "reward":
             self._add(roles, "value", start, None)
@@ -276,11 +286,14 @@ class _Check:
             head = sum(p.numel() for p in roles.heads[role].parameters()) if role in roles.heads else 0
             adapter = sum(p.numel() for p in own) - head
             saved = role == "reward" and self.recipe.start.reward
+            own_base = roles.value_model if role == "value" else None
+            layers = [m for m in (own_base or roles.model).modules() if isinstance(m, LoraLayer)]
+            whole = own_base is not None and own_base.lora is None
             yield RoleFacts(
                 role,
                 self.starts[role],
-                roles.adapter_config(role).r if adapter else None,
-                sum(role in layer.r for layer in roles.model.modules() if isinstance(layer, LoraLayer)),
+                roles.adapter_config(role).r if adapter and not whole else None,
+                sum(role in layer.r for layer in layers),
                 adapter,
                 head,
                 ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
@@ -308,7 +321,7 @@ class _Check:
                 if stage == "ppo":
                     self._check_loop(config)
                     self._check_prompts(train, config.rollout_batch_size)
-                    longest = max(longest, _longest(recipe.task.prompts("test"))) + config.response_length
+                    longest = self._longest_answered(max(longest, _longest(recipe.task.prompts("test"))), config)
                 elif stage == "sft":
                     facts["prepared"] = len(prepared)
                     # Positions go on over the rows that are wrapped into one.
@@ -353,6 +366,13 @@ class _Check:
                 with self.at_scorer(place, "prompt_column"):
                     assemble.check_prompt_column(self.recipe, scorer, prompts.column_names)
 
+    def _longest_answered(self, prompt: int, config: Any) -> int:
+        """Tokens of the longest prompt with its response."""
+        with self.at("ppo.max_length"):
+            check_room([prompt], config.max_length)
+        longest = prompt + config.response_length
+        return longest if config.max_length is None else min(longest, config.max_length)
+
     def _check_length(self, stage: str, longest: int) -> None:
         positions, whose = (self.base.positions if self.base else None), "the base"
         if model_section(stage, self.recipe.values) == "reward_model":
@@ -377,6 +397,8 @@ class _Check:
                         yield f"{section}: {task.report()}"
 
     def _notes(self) -> Iterator[str]:
+        if self.recipe.values.get("ppo", {}).get("rollout_do_sample") is False:
+            yield GREEDY_ROLLOUTS
         marker = self.recipe.folder / stages.RECIPE_FILE
         if marker.is_file() and marker.read_text(encoding="utf-8") != self.recipe.to_yaml():
             yield (
@@ -469,9 +491,10 @@ def _batches(stage: str, config: Any, rows: int) -> dict[str, Any]:
         by_epochs = math.ceil(config.num_train_epochs * math.ceil(rows / batch))
         steps = config.max_steps if config.max_steps > 0 else by_epochs
         return {"batch": batch, "batches": steps, "steps": steps}
+    rollout, batch = batch, config.update_batch_size
     updates, mini_batch = config.number_of_updates(rows), batch // config.num_mini_batches
     # TRL's own loop takes one step in each pass, whatever num_mini_batches (huggingface/trl#5645).
     steps = config.num_ppo_epochs * (config.num_mini_batches if config.loop == "toolkit" else 1)
     micro_batches = math.ceil(mini_batch / config.per_device_train_batch_size)
-    update = UpdateFacts(config.num_ppo_epochs, config.num_mini_batches, mini_batch, micro_batches, steps)
+    update = UpdateFacts(config.num_ppo_epochs, config.num_mini_batches, mini_batch, micro_batches, steps, rollout)
     return {"batch": batch, "batches": updates, "steps": updates * steps, "update": update}

@@ -27,8 +27,8 @@ class BaseFacts:
 class RoleFacts:
     """A role: where it starts, what it has of its own, and the stage that trains it, if one does.
 
-    `rank` is None where a role has no adapter of its own; `modules` counts the layers that its adapter is on.
-    `base_parameters` are those of a base of its own where all of it trains.
+    `rank` is None where a role has no adapter of its own, or trains all weights of a base of its own, which
+    `adapter_parameters` then counts; `modules` counts the layers that its adapter is on.
     """
 
     role: str
@@ -39,16 +39,16 @@ class RoleFacts:
     head_parameters: int = 0
     dtype: str = ""
     trained_by: str | None = None
-    base_parameters: int = 0
 
     @property
     def parameters(self) -> int:
         """Parameters that train."""
-        return self.base_parameters + self.adapter_parameters + self.head_parameters if self.trained_by else 0
+        return self.adapter_parameters + self.head_parameters if self.trained_by else 0
 
     def __str__(self) -> str:
         parts = [f"LoRA r={self.rank} on {self.modules} modules, {self.adapter_parameters:,}"] if self.rank else []
-        parts += [f"the base's {self.base_parameters:,}"] if self.base_parameters else []
+        if self.adapter_parameters and self.rank is None:
+            parts = [f"all {self.adapter_parameters:,} weights"]
         parts += [f"head {self.head_parameters:,}"] if self.head_parameters else []
         trains = f"{self.parameters:,} parameters train in {self.trained_by}" if self.trained_by else "is not trained"
         dtype = f" ({self.dtype})" if self.dtype else ""
@@ -59,7 +59,7 @@ class RoleFacts:
 class UpdateFacts:
     """One update of PPO: `epochs` times over `mini_batches` of `mini_batch` prompts, each in `micro_batches` parts.
 
-    `steps` are optimizer steps.
+    `steps` are optimizer steps. `rollout` prompts are answered at a time.
     """
 
     epochs: int
@@ -67,6 +67,7 @@ class UpdateFacts:
     mini_batch: int
     micro_batches: int
     steps: int
+    rollout: int
 
     def __str__(self) -> str:
         return (
@@ -114,7 +115,8 @@ class StageFacts:
         if self.update is None:
             lines.append(f"{self.batches:,} optimizer steps of {self.batch} rows; passes over them: {self.passes:.3g}")
         else:
-            lines.append(f"an update of {self.batch} prompts: {self.update}")
+            parts = f", answered {self.update.rollout} at a time" * (self.update.rollout < self.batch)
+            lines.append(f"an update of {self.batch} prompts{parts}: {self.update}")
             lines.append(
                 f"{self.batches:,} updates, {self.steps:,} optimizer steps, {self.episodes:,} episodes; "
                 f"passes over the prompts: {self.passes:.3g}"

@@ -20,10 +20,10 @@ from toolkit.models import (
 from toolkit.models.classifier import head_name
 from toolkit.recipes.facts import RoleFacts
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import OwnModelSection
+from toolkit.recipes.schema import RewardModelSection
 
 
-def quantization_of(section: OwnModelSection) -> BitsAndBytesConfig | None:
+def quantization_of(section: RewardModelSection) -> BitsAndBytesConfig | None:
     """The section's quantisation as its owner's object."""
     return None if section.quantization is None else BitsAndBytesConfig(**section.quantization)
 
@@ -45,21 +45,22 @@ def reward_model_config(recipe: Recipe) -> PreTrainedConfig:
     )
 
 
-def _arguments(section: OwnModelSection) -> dict[str, Any]:
+def _arguments(section: RewardModelSection) -> dict[str, Any]:
     return {"attn_implementation": section.attn_implementation, "trust_remote_code": section.trust_remote_code}
 
 
 def untrained_reward_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
     """The model of the section `reward_model` as its training begins, with LoRA where `adapters.reward` asks for it.
 
-    Where all weights train they are float32, and `dtype` is what is computed in.
+    Raises:
+        ModelError: it cannot be had, or its tokens are not the policy's.
     """
     section, adapted = recipe.reward_model, "reward" in recipe.values.get("adapters", {})
     model = load_classifier(
         reward_model_config(recipe),
         section.model,
         quantization=quantization_of(section),
-        dtype=section.dtype if adapted else "float32",
+        dtype=section.dtype,
         revision=section.revision,
         **_arguments(section),
     )
@@ -69,8 +70,7 @@ def untrained_reward_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
 def outlined_reward_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
     """The same on the meta device."""
     section, adapted = recipe.reward_model, "reward" in recipe.values.get("adapters", {})
-    dtype = section.dtype if adapted else "float32"
-    model = classifier_outline(reward_model_config(recipe), dtype=dtype, **_arguments(section))
+    model = classifier_outline(reward_model_config(recipe), dtype=section.dtype, **_arguments(section))
     if not adapted:
         return model
     with torch.device("meta"):
@@ -126,11 +126,10 @@ def own_model_facts(recipe: Recipe) -> OwnModelFacts:
             start,
             recipe.adapter("reward").r if adapted else None,
             sum(isinstance(layer, LoraLayer) for layer in model.modules()),
-            others if adapted else 0,
+            others,
             in_head,
             "float32",
             "reward",
-            0 if adapted else others,
         ),
         positions if isinstance(positions, int) else None,
     )

@@ -14,10 +14,12 @@ from toolkit.errors import RecipeError
 from toolkit.models import load_tokenizer
 from toolkit.recipes.schema import (
     BaseSection,
-    OwnModelSection,
     RewardHeadSection,
+    RewardModelSection,
     ScorerSection,
     StartSection,
+    ValueHeadSection,
+    ValueModelSection,
     check_recipe,
     model_section,
     stage_config,
@@ -80,13 +82,23 @@ class Recipe:
         return RewardHeadSection(**self.values.get("reward_head", {}))
 
     @property
-    def reward_model(self) -> OwnModelSection:
+    def reward_model(self) -> RewardModelSection:
         """Of a recipe that has the section."""
-        return OwnModelSection(**self.values["reward_model"])
+        return RewardModelSection(**self.values["reward_model"])
 
     def stage_dtype(self, stage: str) -> str:
         """The precision that a stage follows: of the base, or of the model that it trains on a base of its own."""
         return self.reward_model.dtype if model_section(stage, self.values) == "reward_model" else self.base.dtype
+
+    @property
+    def value_head(self) -> ValueHeadSection:
+        return ValueHeadSection(**self.values.get("value_head", {}))
+
+    @property
+    def value_model(self) -> ValueModelSection | None:
+        """The value role's own base; None where it has none."""
+        section = self.values.get("value_model")
+        return None if section is None else ValueModelSection(**section)
 
     def quantization(self) -> BitsAndBytesConfig | None:
         arguments = self.base.quantization

@@ -1,8 +1,9 @@
 """What a recipe may say: each section is its owner's own configuration class, checked before anything loads."""
 
 import inspect
+import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -21,7 +22,7 @@ from toolkit.rewards import PartSection
 from toolkit.rewards import ScorerSection as ScorerSection  # where recipes look for all sections
 from toolkit.rewards.function import beside
 from toolkit.rewards.section import section_problems
-from toolkit.trainers.ppo_config import PPOConfig, ignored_by_our_loop
+from toolkit.trainers.ppo_config import NOT_OFFERED, PPOConfig, ignored_by_our_loop
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,21 @@ class BaseSection:
 
 
 @dataclass(frozen=True)
-class OwnModelSection:
-    """Section `reward_model`: a base of its own with the tokenizer of `base`, in place of an adapter on the shared one.
+class RewardModelSection(BaseSection):
+    """Section `reward_model`: a base of its own for the reward, of the same tokens as the policy's.
+
+    The reward stage trains it as a sequence classifier: with `adapters.reward` that adapter and the head on it; without,
+    all its weights.
 
     Args:
         model: hub id or local folder.
-        config: in place of `model`, `model_type` and that configuration's arguments: a model with random weights.
-        quantization: arguments of transformers' `BitsAndBytesConfig`; an adapter is then needed.
-        dtype: of weights that are neither quantised nor trained, and what is computed in. What trains is float32.
+        config: in place of `model`, `model_type` and that configuration's arguments: random weights.
+        quantization: arguments of transformers' `BitsAndBytesConfig`.
+        dtype: of the weights that are not quantised; float32 where all are trained.
         revision: of a hub id.
         attn_implementation: as in transformers.
         trust_remote_code: run code that comes with the checkpoint.
     """
-
-    model: str | None = None
-    config: dict[str, Any] | None = None
-    quantization: dict[str, Any] | None = None
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    revision: str | None = None
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,13 +93,45 @@ class RewardHeadSection:
     num_labels: int = 1
 
 
+@dataclass(frozen=True)
+class ValueHeadSection:
+    """Section `value_head`: how a fresh head of the value role starts.
+
+    Args:
+        init: weights drawn with standard deviation 0.02, or orthogonal with gain √2.
+        bias: whether it has a bias, starting at 0.
+    """
+
+    init: Literal["normal", "orthogonal"] = "normal"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ValueModelSection(BaseSection):
+    """Section `value_model`: a base of its own for the value role, of the same tokens as the policy's.
+
+    With `adapters.value` it is frozen under that adapter; without, all its weights are trained.
+
+    Args:
+        model: hub id or local folder, of a language model or of a reward model.
+        config: in place of `model`, `model_type` and that configuration's arguments: random weights.
+        quantization: arguments of transformers' `BitsAndBytesConfig`.
+        dtype: of the weights that are not quantised; float32 where all are trained.
+        revision: of a hub id.
+        attn_implementation: as in transformers.
+        trust_remote_code: run code that comes with the checkpoint.
+    """
+
+
 STAGE_CLASSES: dict[str, type] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
 PLAIN_SECTIONS: dict[str, type] = {
     "base": BaseSection,
     "scorer": ScorerSection,
     "start": StartSection,
     "reward_head": RewardHeadSection,
-    "reward_model": OwnModelSection,
+    "reward_model": RewardModelSection,
+    "value_head": ValueHeadSection,
+    "value_model": ValueModelSection,
 }
 ADAPTER_ROLES = ("policy", "value", "reward")
 # `data` is for all stages; the other two, for one stage each, come before it.
@@ -187,19 +215,24 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     return f"Known: {', '.join(sorted(known))}." if len(known) <= 15 else ""
 
 
-def _owner_name(owner: type, place: str) -> str:
-    if owner is OwnModelSection:  # of several sections
-        return f"section {place}"
+def _words(name: str) -> str:
+    """`value_model` for ValueModel."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+def _owner_name(owner: type) -> str:
     package = _OWNERS.get(owner.__name__)
     return (
         f"{owner.__name__} ({package} {version(package)})"
         if package
-        else f"section {owner.__name__.removesuffix('Section').lower()}"
+        else f"section {_words(owner.__name__.removesuffix('Section'))}"
     )
 
 
-def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = ()) -> list[str]:
-    """Problems of one section: unknown keys and values of a wrong type."""
+def check_keys(
+    place: str, values: Any, owner: type, *, hidden: Sequence[str] = (), reasons: Mapping[str, str] | None = None
+) -> list[str]:
+    """Problems of one section: unknown keys, by `reasons` where it has one, and values of a wrong type."""
     if not isinstance(values, dict):
         return [f"{place} — a section with keys is needed, got {values!r}."]
     known = {name: hint for name, hint in owner_fields(owner).items() if name not in hidden}
@@ -209,9 +242,11 @@ def check_keys(place: str, values: Any, owner: type, *, hidden: Sequence[str] = 
         where = f"{place}.{key}"
         if key in SET_ELSEWHERE and key in hidden:
             problems.append(f"{where} — {SET_ELSEWHERE[key]}.")
+        elif key in (reasons or {}):
+            problems.append(f"{where} — {(reasons or {})[key]}.")
         elif key not in known:
             silent = " (and would ignore it without a word)" if owner is BitsAndBytesConfig else ""
-            unknown = f"{where} — {_owner_name(owner, place)} has no such field{silent}."
+            unknown = f"{where} — {_owner_name(owner)} has no such field{silent}."
             problems.append(f"{unknown} {suggestion(key, list(known))}".rstrip())
         elif not fits(value, known[key]):
             problem = f"{where} — {type_name(known[key])} is needed, got {value!r}."
@@ -260,12 +295,12 @@ def model_section(stage: str, values: dict[str, Any]) -> str:
 def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> list[str]:
     """Problems of a stage's section, its owner's own complaints included."""
     owner = STAGE_CLASSES[stage]
-    problems = check_keys(stage, values, owner, hidden=("output_dir", "seed"))
+    reasons = NOT_OFFERED if stage == "ppo" else None
+    problems = check_keys(stage, values, owner, hidden=("output_dir", "seed"), reasons=reasons)
     if stage == "ppo" and isinstance(values, dict) and values.get("loop", "toolkit") == "toolkit":
-        reasons = ignored_by_our_loop(values)
         problems += [
             f"ppo.{key} — would have no effect: {reason}."
-            for key, reason in reasons.items()
+            for key, reason in ignored_by_our_loop(values).items()
             if key not in SET_ELSEWHERE
         ]
     if stage == "sft" and isinstance(values, dict) and values.get("packing") and values.get("max_length", 0) is None:
@@ -398,6 +433,37 @@ def _check_base(base: dict[str, Any], values: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _check_value_model(section: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """Problems of the section `value_model` beyond its keys."""
+    problems = []
+    quantized = section.get("quantization") is not None
+    if quantized:
+        problems += _check_quantization("value_model.quantization", section["quantization"])
+    if (section.get("model") is None) == (section.get("config") is None):
+        problems.append("value_model — exactly one of model (a checkpoint) and config (random weights) is needed.")
+    if "value" not in _section(values, "adapters"):
+        dtype = section.get("dtype", ValueModelSection.dtype)
+        if quantized:
+            problems.append("adapters.value — is missing: 4-bit weights have no gradients, and so need an adapter.")
+        elif dtype != "float32":
+            problems.append(
+                f"value_model.dtype — float32 is needed where all weights are trained, got {dtype}: small steps would "
+                "round to nothing. Or give adapters.value."
+            )
+    elif section.get("config") is not None:
+        problems.append("adapters.value — would leave random weights (value_model.config) as they are. Remove it.")
+    ppo = _section(values, "ppo")
+    if "ppo" not in values:
+        problems.append("value_model — would have no effect: there is no section ppo.")
+    if ppo.get("value", "separate") == "shared":
+        problems.append("value_model — would have no effect: ppo.value is shared, so value is a head on the policy.")
+    if ppo.get("loop") == "trl":
+        problems.append("ppo.loop — trl runs the value role on the shared base, not on value_model. Use toolkit.")
+    if _section(values, "start").get("value") == "reward":
+        problems.append("start.value — is reward, whose adapter is on the shared base, and value_model another.")
+    return problems
+
+
 def check_recipe(values: dict[str, Any]) -> list[str]:
     """All problems of a resolved recipe; empty if there are none."""
     problems = [f"{key} — no such section. {suggestion(key, TOP_LEVEL)}" for key in values if key not in TOP_LEVEL]
@@ -409,6 +475,8 @@ def check_recipe(values: dict[str, Any]) -> list[str]:
             problems += check_scorer(values[name]) if owner is ScorerSection else check_keys(name, values[name], owner)
     if isinstance(values.get("base"), dict):
         problems += _check_base(values["base"], values)
+    if isinstance(values.get("value_model"), dict):
+        problems += _check_value_model(values["value_model"], values)
     for place in DATA_SECTIONS:
         if place in values:
             problems += check_data(values[place], place)
@@ -445,8 +513,10 @@ def _check_together(values: dict[str, Any]) -> list[str]:
             )
         if shared and start.get("value"):
             problems.append("start.value — would have no effect: ppo.value is shared.")
-        if not shared and "value" not in adapters and not start.get("value"):
+        if not shared and "value_model" not in values and "value" not in adapters and not start.get("value"):
             problems.append("adapters.value — is missing: ppo.value is separate. Add it, or set ppo.value to shared.")
+        if start.get("value") and "value_head" in values:
+            problems.append("value_head — would have no effect: the head starts as start.value says.")
         kind = scorer.get("kind", "adapter")
         if not needs_reward_role(scorer) and start.get("value") == "reward":
             problems.append(f"start.value — is reward, but with scorer.kind: {kind} there is no reward role.")
@@ -476,21 +546,28 @@ def _check_reward_model(values: dict[str, Any]) -> list[str]:
     ]
     if "reward_model" not in values:
         return [
-            f"{place}.model — belongs to scorer.kind: model, and is needed there (a folder or hub id), or the section "
-            "reward_model for one that the reward stage trains."
+            f"{place}.model — belongs to scorer.kind: model, and is needed there (a folder or hub id). Or add the section "
+            "reward_model, for a model that the reward stage trains."
             for place in unnamed
         ]
     own, problems = _section(values, "reward_model"), []
-    if own.get("quantization") is not None:
+    quantized = own.get("quantization") is not None
+    if quantized:
         problems += _check_quantization("reward_model.quantization", own["quantization"])
-        if "reward" not in adapters:
+    if "reward" not in adapters:
+        dtype = own.get("dtype", RewardModelSection.dtype)
+        if quantized:
             problems.append(
-                "adapters.reward — is missing: full fine-tuning of reward_model is refused, since quantised weights "
-                "have no gradients. Add it, or take reward_model.quantization away."
+                "adapters.reward — is missing: quantised weights have no gradients, and so need an adapter."
+            )
+        elif dtype != "float32":
+            problems.append(
+                f"reward_model.dtype — float32 is needed where all weights are trained, got {dtype}: small steps would "
+                "round to nothing. Or give adapters.reward."
             )
     if (own.get("model") is None) == (own.get("config") is None):
         problems.append("reward_model — exactly one of model (a checkpoint) and config (random weights) is needed.")
-    elif own.get("config") is not None and own.get("quantization") is not None:
+    elif own.get("config") is not None and quantized:
         problems.append("reward_model.quantization — would have no effect: random weights are not quantised.")
     elif own.get("config") is not None and "reward" in adapters:
         problems.append("adapters.reward — is not for reward_model.config: random weights have to train whole.")

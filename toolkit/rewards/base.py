@@ -11,10 +11,15 @@ from torch import Tensor
 from toolkit.data import Rollout
 from toolkit.errors import RewardError, ToolkitError
 from toolkit.rewards.awaiting import wait_for
+from toolkit.rewards.dense import DenseScores, Scores
+
+Answer = Tensor | Sequence[float] | DenseScores
 
 
 class Reward(Protocol):
     """Called with a rollout of B responses; returns B scores, as a tensor (B,) or any sequence of numbers.
+
+    Scores within responses, at tokens or at spans of the text, are returned as `DenseScores`.
 
     An `async def` will do: it is awaited, once for the whole rollout.
 
@@ -22,11 +27,11 @@ class Reward(Protocol):
     made of numbers, text, lists, dicts and tensors, is then part of every checkpoint.
     """
 
-    def __call__(self, rollout: Rollout) -> Tensor | Sequence[float] | Awaitable[Tensor | Sequence[float]]: ...
+    def __call__(self, rollout: Rollout) -> Answer | Awaitable[Answer]: ...
 
 
-def score_with(reward: Reward, rollout: Rollout) -> Tensor:
-    """The reward's scores of a rollout, float32 (B,) on the CPU.
+def score_with(reward: Reward, rollout: Rollout) -> Scores:
+    """The reward's scores of a rollout, float32 (B,) on the CPU, or dense ones.
 
     Raises:
         RewardError: the callback raised, with the place in its code, or returned what `check_scores` refuses.
@@ -45,12 +50,14 @@ def score_with(reward: Reward, rollout: Rollout) -> Tensor:
     return check_scores(scores, rollout)
 
 
-def check_scores(scores: Tensor | Sequence[float], rollout: Rollout) -> Tensor:
-    """The scores as float32 (B,) on the CPU.
+def check_scores(scores: Answer, rollout: Rollout) -> Scores:
+    """The scores as float32 (B,) on the CPU, or dense ones as `DenseScores.checked` makes them.
 
     Raises:
         RewardError: not one number for each response, or one that is not finite.
     """
+    if isinstance(scores, DenseScores):
+        return scores.checked(rollout)
     try:
         tensor = torch.as_tensor(scores, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError) as error:

@@ -3,19 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from toolkit.data import Rollout
 from toolkit.errors import RewardError
 from toolkit.rewards.base import Reward, score_with
+from toolkit.rewards.dense import Scores, total_scores, weighted_scores
 
 
 class WeightedSum:
     """Scores with Σᵢ weightᵢ · scoreᵢ over its parts.
 
-    After each call `last_parts` holds the scores of every part by name, float32 (B,), before the weights: the PPO
-    trainer logs their means as `score/<name>`. What parts have as a state is the sum's.
+    Where a part gives scores at tokens or spans, so does the sum. After each call `last_parts` holds the scores of
+    every part by name, float32 (B,), before the weights: the PPO trainer logs their means as `score/<name>`. What parts
+    have as a state is the sum's.
 
     Args:
         parts: rewards by name.
@@ -42,15 +43,15 @@ class WeightedSum:
         self.weights = {name: float((weights or {}).get(name, 1.0)) for name in parts}
         self.last_parts: dict[str, Tensor] = {}
 
-    def __call__(self, rollout: Rollout) -> Tensor:
-        scores = {}
+    def __call__(self, rollout: Rollout) -> Scores:
+        scores: dict[str, Scores] = {}
         for name, part in self.parts.items():
             try:
                 scores[name] = score_with(part, rollout)
             except RewardError as error:
                 raise RewardError(f'part "{name}" of the sum: {error}') from error
-        self.last_parts = scores
-        return torch.stack([self.weights[name] * scores[name] for name in scores]).sum(dim=0)
+        self.last_parts = {name: total_scores(part) for name, part in scores.items()}
+        return weighted_scores(list(scores.values()), [self.weights[name] for name in scores])
 
     def _changing(self) -> dict[str, Any]:
         """Parts with a state. The weights of a frozen network are none."""

@@ -7,6 +7,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from toolkit.data import Rollout, concatenate, select
+from toolkit.rewards import total_scores
 
 if TYPE_CHECKING:
     from toolkit.trainers.ppo import PPOTrainer
@@ -42,8 +43,8 @@ def best_of(trainer: "PPOTrainer", prompts: Dataset | list[dict[str, Any]], n: i
     with torch.no_grad():
         for start in range(0, len(rows), size):
             batch = trainer.data_collator(rows[start : start + size])
-            rollouts.append(trainer.generate(batch))
-            scores.append(trainer.score(batch, rollouts[-1]))
+            rollouts.append(trainer.generate(batch, do_sample=True))
+            scores.append(total_scores(trainer.score(batch, rollouts[-1])))
     candidates, table = concatenate(rollouts), torch.cat(scores).view(len(prompts), n)
     best = table.argmax(dim=1)
     return BestOf(candidates, table, select(candidates, [i * n + int(j) for i, j in enumerate(best)]))

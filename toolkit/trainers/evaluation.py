@@ -10,6 +10,7 @@ from torch import Tensor
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout, concatenate
 from toolkit.functional import kl_k1, standard_error
+from toolkit.rewards import total_scores
 
 if TYPE_CHECKING:
     from toolkit.trainers.ppo import PPOTrainer
@@ -37,7 +38,7 @@ def evaluate_rollout(trainer: "PPOTrainer", dataset: Dataset) -> tuple[dict[str,
             rollout = trainer.generate(batch, do_sample=trainer.args.eval_do_sample)
             logprobs, ref_logprobs, *_ = trainer.read_roles(rollout, values=False)
             rollouts.append(rollout)
-            scores.append(trainer.score(batch, rollout))
+            scores.append(total_scores(trainer.score(batch, rollout)))
             kls.append(kl_k1(logprobs, ref_logprobs).sum(dim=1))  # both are 0 outside the mask
             for name, part in trainer.score_parts().items():
                 parts[f"score/{name}"].append(part)

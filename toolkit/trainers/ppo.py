@@ -19,6 +19,7 @@ Details that decide whether it learns, and where they are:
     before the next one's exist.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,16 +27,17 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import GenerationConfig
 
-from toolkit.data import Rollout
+from toolkit.data import Rollout, select
 from toolkit.functional import (
     KL_ESTIMATORS,
+    ClippedLoss,
     adapt_kl_coef,
     clipped_value_loss,
     generalized_advantage_estimation,
     penalize_missing_eos,
     penalize_short,
+    pool_values,
     scale_to_unit_variance,
     shape_rewards,
     whiten,
@@ -50,13 +52,15 @@ from toolkit.models import (
     response_values,
     value_after_response,
 )
-from toolkit.rewards import check_scores, score_with
+from toolkit.rewards import DenseScores, Scores, check_scores, score_with, select_scores
+from toolkit.rewards.base import Answer
 from toolkit.trainers import self_checks
 from toolkit.trainers.best_of import BestOf, best_of
 from toolkit.trainers.evaluation import evaluate_rollout
 from toolkit.trainers.experience import Experience, RolesOnRollout, describe
 from toolkit.trainers.objective import PolicyTargets, policy_objective
 from toolkit.trainers.ppo_base import SharedBaseTrainer
+from toolkit.trainers.rollouts import NOTHING_LEFT, answer, kept_rows
 
 
 class PPOTrainer(SharedBaseTrainer):
@@ -70,7 +74,8 @@ class PPOTrainer(SharedBaseTrainer):
             scores = trainer.score(batch, responses)
             stats = trainer.step(batch, responses, scores)
 
-    `train()` is this loop plus logging, evaluation and checkpoints.
+    `train()` is this loop plus logging, evaluation and checkpoints. An update may be of several rollouts: `train()`
+    gathers `ppo.rollouts_per_update` of them, a loop of your own gives `step` those that it has joined.
 
     Args:
         args: the configuration.
@@ -91,42 +96,20 @@ class PPOTrainer(SharedBaseTrainer):
 
     # ------------------------------------------------------------------ rollout and score
 
-    def generate(self, batch: dict[str, Any], *, do_sample: bool = True) -> Rollout:
-        """Sample one response to each prompt of a batch.
+    def generate(self, batch: dict[str, Any], *, do_sample: bool | None = None) -> Rollout:
+        """One response to each prompt of a batch.
 
         Args:
             batch: from `dataloader`, or made by `PromptCollator`.
-            do_sample: False decodes greedily.
-        """
-        tokenizer = self.processing_class
-        config = GenerationConfig(
-            max_new_tokens=self.args.response_length,
-            do_sample=do_sample,
-            # The whole distribution is sampled, which is what the log-probabilities of the update are of.
-            **({"temperature": self.args.temperature, "top_k": 0, "top_p": 1.0} if do_sample else {}),
-            eos_token_id=self.stop_token_ids,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        device = self.roles.device
-        with self.roles.role("policy"), self.compute_loss_context_manager():
-            output = self.roles.generate(batch["input_ids"].to(device), batch["attention_mask"].to(device), config)
-        release_memory()
-        response_ids, ended = [], []
-        for row in output.tolist():
-            stop = next((i + 1 for i, token in enumerate(row) if token in self.stop_token_ids), 0)
-            response_ids.append(row[:stop] if stop else row)
-            ended.append(bool(stop))
-        return Rollout(
-            prompts=tokenizer.batch_decode(batch["prompt_ids"]),
-            responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
-            prompt_ids=batch["prompt_ids"],
-            response_ids=response_ids,
-            ended=ended,
-            columns=batch["columns"],
-        )
+            do_sample: whether it is sampled or decoded greedily; None for `ppo.rollout_do_sample`.
 
-    def score(self, batch: dict[str, Any], responses: Rollout) -> Tensor:
-        """One score for each response: float32 (B,).
+        Raises:
+            DataError: `ppo.max_length` leaves a prompt no room for a response.
+        """
+        return answer(self, batch, do_sample=self.args.rollout_do_sample if do_sample is None else do_sample)
+
+    def score(self, batch: dict[str, Any], responses: Rollout) -> Scores:
+        """One score for each response: float32 (B,); `DenseScores` from a reward that gives them.
 
         Raises:
             RewardError: the reward callback raised, or did not return one finite number each.
@@ -136,7 +119,7 @@ class PPOTrainer(SharedBaseTrainer):
 
     def score_parts(self) -> dict[str, Tensor]:
         """What each part of a weighted sum gave the rollout that was scored last, (B,) each."""
-        return getattr(self.reward, "last_parts", {})
+        return getattr(self.reward, "last_parts", {}) if self._gathered_parts is None else self._gathered_parts
 
     def best_of(self, prompts: Dataset | list[dict[str, Any]], n: int) -> BestOf:
         """Sample n responses to each prompt and keep the one that the reward scores highest; of equals the first.
@@ -149,40 +132,52 @@ class PPOTrainer(SharedBaseTrainer):
 
     # ------------------------------------------------------------------ one update
 
-    def step(self, batch: dict[str, Any], responses: Rollout, scores: Tensor | Sequence[float]) -> dict[str, float]:
+    def step(self, batch: dict[str, Any], responses: Rollout, scores: Answer) -> dict[str, float]:
         """One PPO update from a scored rollout.
 
         Args:
             batch: the prompts.
             responses: from `generate`.
-            scores: (B,), from `score` or anywhere else.
+            scores: (B,) or dense, from `score` or anywhere else.
 
         Returns:
             The metrics of the update.
         """
         self._prepare_training()
-        experience = self._make_experience(responses, check_scores(scores, responses))
-        stats = self._update(experience)
-        learning_rate = self.lr_scheduler.get_last_lr()[0]  # the one that this update used
+        scores = check_scores(scores, responses)
+        parts = {name: part for name, part in self.score_parts().items() if len(part) == len(responses)}
+        learning_rate = self.lr_scheduler.get_last_lr()[0]
+        kept = kept_rows(self.args, responses)
+        dropped = len(responses) - len(kept)
+        if kept:
+            parts = {name: part[kept] for name, part in parts.items()}
+            stats = self._learn(select(responses, kept), select_scores(scores, kept), parts)
+        else:
+            warnings.warn(NOTHING_LEFT, stacklevel=2)
+            stats = {"kl_coef": self.kl_coef, "optimizer_steps": 0.0}
+        if self.args.drop_short_responses:
+            stats["dropped_responses"] = float(dropped)
         self.lr_scheduler.step()
         self.state.global_step += 1
         self.state.episode += len(responses)
         self.state.epoch = self.state.episode / len(self.train_dataset)
+        return {**stats, "learning_rate": learning_rate}
+
+    def _learn(self, rollout: Rollout, scores: Scores, parts: dict[str, Tensor]) -> dict[str, float]:
+        """Optimizer steps from a scored rollout, and their metrics; `parts` are those of the scores, for the log."""
+        experience = self._make_experience(rollout, scores)
+        stats = self._update(experience)
         described = describe(experience, kl_coef=self.kl_coef)
         if self.score_shaper.active:
             described["shaped_score"] = float(experience.shaped_scores.mean())
-        parts = {
-            f"score/{name}": float(part.mean())
-            for name, part in self.score_parts().items()
-            if len(part) == len(responses)  # else a loop of its own has scored something else since
-        }
-        stats = {**described, **parts, "kl_coef": self.kl_coef, "learning_rate": learning_rate, **stats}
+        means = {f"score/{name}": float(part.mean()) for name, part in parts.items()}
+        stats = {**described, **means, "kl_coef": self.kl_coef, **stats}
         if self.args.kl_target is not None:
             self.kl_coef = adapt_kl_coef(
                 self.kl_coef,
                 described["kl"],
                 target=self.args.kl_target,
-                episodes=len(responses),
+                episodes=len(rollout),
                 horizon=self.args.kl_horizon,
             )
         return stats
@@ -253,6 +248,8 @@ class PPOTrainer(SharedBaseTrainer):
         if values and not self.roles.shares_value:
             with self.roles.role("value"):
                 old_values = response_values(self.roles, sequences)
+        if old_values is not None:
+            old_values = pool_values(old_values, sequences.response_mask, self.args.value_pooling)
         return logprobs, ref_logprobs, old_values, kl
 
     @torch.no_grad()
@@ -266,15 +263,17 @@ class PPOTrainer(SharedBaseTrainer):
                 release_memory()
         return found
 
-    def _make_experience(self, rollout: Rollout, scores: Tensor) -> Experience:
+    def _make_experience(self, rollout: Rollout, scores: Scores) -> Experience:
         args = self.args
         mask = torch.arange(max(rollout.lengths)) < torch.tensor(rollout.lengths).unsqueeze(1)
         full = args.kl_estimator == "full"
         logprobs, ref_logprobs, values, kl = self.read_roles(rollout, full_kl=full)
-        scores, shaped = self._penalized(scores, rollout), self._penalized(self.score_shaper(scores), rollout)
+        placed = self.score_shaper.place(scores, lambda values: self._penalized(values, rollout))
+        dense = scores.at_tokens(rollout, self.processing_class) if isinstance(scores, DenseScores) else None
         if not full:
             kl = KL_ESTIMATORS[args.kl_estimator](logprobs, ref_logprobs)
-        rewards = shape_rewards(shaped, kl, mask, kl_coef=self.kl_coef if args.kl_penalty_in == "reward" else 0.0)
+        kl_coef = self.kl_coef if args.kl_penalty_in == "reward" else 0.0
+        rewards = shape_rewards(placed.at_end, kl, mask, kl_coef=kl_coef, token_scores=dense)
         if args.whiten_rewards:
             rewards = scale_to_unit_variance(rewards, mask)
         final_values = self._values_after(rollout) if args.truncated_as == "bootstrap" else None
@@ -284,7 +283,17 @@ class PPOTrainer(SharedBaseTrainer):
         if args.whiten_advantages:
             advantages = whiten(advantages, mask)
         return Experience(
-            rollout, mask, logprobs, ref_logprobs, values, scores, shaped, kl, rewards, advantages, returns
+            rollout,
+            mask,
+            logprobs,
+            ref_logprobs,
+            values,
+            placed.logged,
+            placed.trained,
+            kl,
+            rewards,
+            advantages,
+            returns,
         )
 
     def _penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
@@ -313,11 +322,11 @@ class PPOTrainer(SharedBaseTrainer):
 
     def _mini_batches(self, rows: int) -> Iterator[list[int]]:
         """Rows of each optimizer step of an update: every pass divides them anew."""
-        size = rows // self.args.num_mini_batches
+        number = min(self.args.num_mini_batches, rows)
         for _ in range(self.args.num_ppo_epochs):
             order = torch.randperm(rows).tolist()
-            for start in range(0, size * self.args.num_mini_batches, size):
-                yield order[start : start + size]
+            for i in range(number):  # of equal size, but for one row where they do not divide
+                yield order[i * rows // number : (i + 1) * rows // number]
 
     def _optimize_mini_batch(
         self, experience: Experience, rows: list[int], kl_limit: float | None
@@ -364,7 +373,11 @@ class PPOTrainer(SharedBaseTrainer):
             )
         )
         targets = PolicyTargets(old_logprobs, ref_logprobs, advantages, mask)
-        clip = {"cliprange": args.cliprange_value, "count": count}
+
+        def value_loss(values: Tensor) -> ClippedLoss:
+            pooled = pool_values(values, mask, args.value_pooling)
+            return clipped_value_loss(pooled, old_values, returns, mask, cliprange=args.cliprange_value, count=count)
+
         with roles.role("policy"):
             with self.compute_loss_context_manager():
                 reading = read_policy(
@@ -377,7 +390,7 @@ class PPOTrainer(SharedBaseTrainer):
                 )
             loss, metrics = policy_objective(args, reading, targets, kl_coef=self.kl_coef, count=count)
             if reading.values is not None:
-                value = clipped_value_loss(reading.values, old_values, returns, mask, **clip)
+                value = value_loss(reading.values)
                 loss = loss + args.vf_coef * value.loss
             self._check_ratio_once(reading.logprobs.detach() - old_logprobs, mask)
             self.accelerator.backward(loss)
@@ -385,7 +398,7 @@ class PPOTrainer(SharedBaseTrainer):
             with roles.role("value"):
                 with self.compute_loss_context_manager():
                     values = response_values(roles, sequences)
-                value = clipped_value_loss(values, old_values, returns, mask, **clip)
+                value = value_loss(values)
                 self.accelerator.backward(args.vf_coef * value.loss)
         metrics |= {"value_loss": value.loss, "value_clip_fraction": value.clip_fraction}
         return {name: float(metric.detach()) for name, metric in metrics.items()}

@@ -3,9 +3,9 @@
 It is TRL's class by type, and transformers' `Trainer` by set-up; `ppo.py` adds what PPO is.
 """
 
-import itertools
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
@@ -28,8 +28,9 @@ from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role, stop_token_ids
 from toolkit.rewards import Reward
 from toolkit.trainers import self_checks
-from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.resume import ResumableTrainer
+from toolkit.trainers.rollouts import gather
 from toolkit.trainers.scores import ScoreShaper
 
 
@@ -58,6 +59,9 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
     ):
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
+        for prompts in (train_dataset, eval_dataset):
+            if args.max_length is not None and prompts is not None:
+                self_checks.check_room(map(len, prompts["input_ids"]), args.max_length)
         self_checks.check_tokenizer(processing_class, roles)
         roles.train_roles("policy", "value")
         collator = PromptCollator(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)
@@ -101,6 +105,9 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
             num_workers=args.dataloader_num_workers,
         )
         self.total_updates = args.number_of_updates(len(train_dataset))
+        self._pass: Iterator[dict[str, Any]] | None = None  # the one that batches come from
+        self._pass_is_over = False  # its last batch was drawn, and what is due at its end is not done
+        self._gathered_parts: dict[str, Tensor] | None = None
         self._ready = self._ratio_checked = self._gradients_checked = False
 
     # ------------------------------------------------------------------ set-up and self-checks
@@ -126,6 +133,8 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
     def _prepare_training(self) -> None:
         if self._ready:
             return
+        if not self.args.rollout_do_sample:
+            warnings.warn(GREEDY_ROLLOUTS, stacklevel=2)
         self.create_optimizer()
         self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
         self_checks.check_in_optimizer(self.roles, self.optimizer)
@@ -168,7 +177,7 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
             over = bool(self.load_checkpoint(checkpoint)["stopped_early"])
         args, state = self.args, self.state
         state.max_steps = self.total_updates
-        state.num_train_epochs = self.total_updates * args.rollout_batch_size / len(self.train_dataset)
+        state.num_train_epochs = self.total_updates * args.update_batch_size / len(self.train_dataset)
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
@@ -178,15 +187,16 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         metrics: dict[str, float] = {}
         while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
-            for batch in self.dataloader:
+            while not self._pass_is_over:
                 self.control = self.callback_handler.on_step_begin(args, state, self.control)
-                metrics = self._timed_step(batch)
+                metrics = self._timed_step()
                 self.control = self.callback_handler.on_step_end(args, state, self.control)
                 self._act(metrics)
                 if state.global_step >= self.total_updates or self.control.should_training_stop:
                     break
             if self._request.met:
                 break  # in the middle of a pass, whose end a resumed run will see
+            self._pass_is_over = False
             self.control = self.callback_handler.on_epoch_end(args, state, self.control)
             self._act(metrics)
         if args.load_best_model_at_end and state.best_model_checkpoint:
@@ -195,23 +205,39 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         self.control = self.callback_handler.on_train_end(args, state, self.control)
         return metrics
 
-    def _timed_step(self, batch: dict[str, Any]) -> dict[str, float]:
-        times = [time.perf_counter()]
-        rollout = self.generate(batch)
-        times.append(time.perf_counter())
-        scores = self.score(batch, rollout)
-        times.append(time.perf_counter())
-        metrics = self.step(batch, rollout, scores)
-        times.append(time.perf_counter())
-        rollout_seconds, score_seconds, step_seconds = (b - a for a, b in itertools.pairwise(times))
+    def _timed_step(self) -> dict[str, float]:
+        """An update, with the rollouts that it is from."""
+        gathered = gather(self)
+        self._gathered_parts = gathered.parts
+        started = time.perf_counter()
+        metrics = self.step(gathered.batch, gathered.rollout, gathered.scores)
+        seconds = time.perf_counter() - started
+        self._gathered_parts = None
         return {
             **metrics,
             "episode": self.state.episode,
-            "samples_per_second": len(rollout) / (times[-1] - times[0]),
-            "rollout_seconds": rollout_seconds,
-            "score_seconds": score_seconds,
-            "step_seconds": step_seconds,
+            "samples_per_second": len(gathered.rollout) / (gathered.rollout_seconds + gathered.score_seconds + seconds),
+            "rollout_seconds": gathered.rollout_seconds,
+            "score_seconds": gathered.score_seconds,
+            "step_seconds": seconds,
         }
+
+    def next_batch(self) -> dict[str, Any]:
+        """The next batch of prompts, of the next pass where one ends."""
+        if self._pass is None:
+            self._pass = iter(self.dataloader)
+        batch = next(self._pass, None)
+        if batch is None:  # a checkpoint of a loop of one's own, written at the very end of a pass
+            self._pass = iter(self.dataloader)
+            batch = next(self._pass)
+        if self.dataloader.is_drawn:
+            next(self._pass, None)  # lets the loader know
+            self._pass, self._pass_is_over = None, True
+        return batch
+
+    def after_rollout(self) -> None:
+        """Events of a batch that was answered and scored, with more to come before the update."""
+        self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
 
     def _act(self, metrics: dict[str, float]) -> None:
         """Do what the callbacks asked for: log, evaluate, save."""
@@ -296,6 +322,7 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
             "kl_coef": self.kl_coef,
             "scores": self.score_shaper.state_dict(),
             "dataloader": self.dataloader.state_dict(),
+            "pass_is_over": self._pass_is_over,
             "reward": None if self._changing_reward is None else self._changing_reward.state_dict(),
             "frozen": self._frozen(),
         }
@@ -315,6 +342,7 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         self.kl_coef = state["kl_coef"]
         self.score_shaper.load_state_dict(state["scores"])
         self.dataloader.load_state_dict(state["dataloader"])
+        self._pass, self._pass_is_over = None, state["pass_is_over"]
         if self._changing_reward is not None and state["reward"] is not None:
             self._changing_reward.load_state_dict(state["reward"])
 

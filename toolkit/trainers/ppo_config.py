@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from transformers.trainer_utils import IntervalStrategy
 from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
-from toolkit.functional import KL_ESTIMATORS
+from toolkit.functional import KL_ESTIMATORS, VALUE_POOLINGS
 
 # What our loop reads. Everything else that PPOConfig inherits would be ignored by it, and is refused.
 HONOURED = frozenset(
@@ -31,6 +31,7 @@ HONOURED = frozenset(
         "num_train_epochs",
         "max_steps",
         "total_episodes",
+        "rollouts_per_update",
         "num_ppo_epochs",
         "local_rollout_forward_batch_size",
         # the optimizer
@@ -68,6 +69,7 @@ HONOURED = frozenset(
         "dataloader_num_workers",
         # PPO
         "response_length",
+        "max_length",
         "temperature",
         "missing_eos_penalty",
         "whiten_rewards",
@@ -91,6 +93,7 @@ HONOURED = frozenset(
         "score_clip",
         "min_response_length",
         "short_response_penalty",
+        "drop_short_responses",
         "value_learning_rate",
         "value_weight_decay",
         "value_adam_beta1",
@@ -98,7 +101,9 @@ HONOURED = frozenset(
         "value_adam_epsilon",
         "loop",
         "value",
+        "value_pooling",
         "eval_do_sample",
+        "rollout_do_sample",
         "logprob_chunk_size",
         "kl_target",
         "kl_horizon",
@@ -124,6 +129,25 @@ INSTEAD = {
     "resume_from_checkpoint": "to resume is no part of a recipe: give RESUME=1 (--resume)",
 }
 
+# What a user of other generation code looks for, and why it is not to be had here. No fields: nothing could read them.
+_TRUNCATES = (
+    "is refused: the tokens that it keeps are those of the policy which samples, so that the new policy's ratio and "
+    "the KL to the reference would be of other distributions than the one sampled from. Lower ppo.temperature instead, "
+    "which all of them follow"
+)
+NOT_OFFERED = {
+    "top_k": _TRUNCATES,
+    "top_p": _TRUNCATES,
+    "min_p": _TRUNCATES,
+    "repetition_penalty": "is refused: it changes the distribution that is sampled, and not the log-probabilities that "
+    "are trained. Punish repetition in the reward instead (scorer.kind: function)",
+    "max_new_tokens": "is named response_length, as in TRL",
+}
+
+GREEDY_ROLLOUTS = (
+    "ppo.rollout_do_sample is false: each prompt gets the likeliest tokens alone, so that nothing is explored, and "
+    "ratio and advantages are of one deterministic answer, not of draws from the policy."
+)
 
 _OF_THE_VALUE_ROLE = (
     "value_learning_rate",
@@ -147,8 +171,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "at least 1": (
         lambda value: value >= 1,
         (
-            "response_length", "min_response_length", "num_ppo_epochs", "num_mini_batches", "logprob_chunk_size",
-            "kl_horizon", "early_stopping_patience",
+            "response_length", "max_length", "min_response_length", "num_ppo_epochs", "num_mini_batches",
+            "rollouts_per_update", "logprob_chunk_size", "kl_horizon", "early_stopping_patience",
         ),
     ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, ("gamma", "lam")),
@@ -159,19 +183,25 @@ _WORDS = {
     "loop": ("toolkit", "trl"),
     "truncated_as": ("terminal", "bootstrap"),
     "value": ("separate", "shared"),
+    "value_pooling": VALUE_POOLINGS,
 }
 
 # Terms and treatments that TRL's loop has no place for.
 _NOT_IN_TRL = (
+    "max_length",
+    "rollout_do_sample",
+    "rollouts_per_update",
     "kl_penalty_in",
     "old_policy_kl_coef",
     "update_kl_limit",
     "entropy_coef",
     "whiten_advantages",
     "truncated_as",
+    "value_pooling",
     "use_score_scaling",
     "score_clip",
     "short_response_penalty",
+    "drop_short_responses",
     "early_stopping_patience",
     *_OF_THE_VALUE_ROLE,
 )
@@ -181,10 +211,10 @@ _NOT_IN_TRL = (
 class PPOConfig(TRLPPOConfig):
     """TRL's `PPOConfig` and what it lacks.
 
-    A batch, the rollout of one update, is `per_device_train_batch_size × gradient_accumulation_steps`
-    prompts. It is divided into `num_mini_batches`, each of which is one optimizer step in each of
-    `num_ppo_epochs` passes; the forward passes of a step take `per_device_train_batch_size` rows at a time.
-    (In TRL 1.12 `num_mini_batches` does not change the number of steps: huggingface/trl#5645.)
+    A batch is `per_device_train_batch_size × gradient_accumulation_steps` prompts, which are answered together. The
+    rollout of one update is `rollouts_per_update` of them. It is divided into `num_mini_batches`, each of which is one
+    optimizer step in each of `num_ppo_epochs` passes; the forward passes of a step take `per_device_train_batch_size`
+    rows at a time. (In TRL 1.12 `num_mini_batches` does not change the number of steps: huggingface/trl#5645.)
 
     The number of updates is `max_steps`, or follows from `total_episodes` or `num_train_epochs`.
     """
@@ -200,9 +230,37 @@ class PPOConfig(TRLPPOConfig):
             "instead of two, and the value loss then also trains the policy's adapter)."
         },
     )
+    value_pooling: Literal["none", "response_mean", "prefix_mean"] = field(
+        default="none",
+        metadata={
+            "help": "Whether each response token has a value of its own, the mean over the whole response (which has "
+            "then seen all of it: a baseline of the response), or the mean up to itself."
+        },
+    )
     eval_do_sample: bool = field(
         default=False,
         metadata={"help": "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily."},
+    )
+    rollouts_per_update: int = field(
+        default=1,
+        metadata={
+            "help": "Batches of prompts that are answered and scored, one after another, before an update, which is "
+            "over all of them."
+        },
+    )
+    rollout_do_sample: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the responses that are trained on are sampled, or decoded greedily, which explores "
+            "nothing: a warning says so."
+        },
+    )
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of prompt and response together at which a response is cut, if response_length does not "
+            "cut it before; null for no such limit."
+        },
     )
     logprob_chunk_size: int = field(
         default=128,
@@ -270,10 +328,17 @@ class PPOConfig(TRLPPOConfig):
         default=None, metadata={"help": "Cut scores at plus and minus this, after scaling and before penalties."}
     )
     min_response_length: int = field(
-        default=1, metadata={"help": "Tokens, end included, below which short_response_penalty is taken."}
+        default=1, metadata={"help": "Tokens, end included, below which a response is punished or dropped."}
     )
     short_response_penalty: float | None = field(
         default=None, metadata={"help": "Taken from the score of a response shorter than min_response_length."}
+    )
+    drop_short_responses: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave responses shorter than min_response_length out of the update; they are counted as "
+            "dropped_responses, and all other metrics are of those that are left."
+        },
     )
     value_learning_rate: float | None = field(
         default=None, metadata={"help": "Of the value role's own parameters; null for learning_rate."}
@@ -316,18 +381,29 @@ class PPOConfig(TRLPPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         problems = self._out_of_range()
-        if self.num_mini_batches >= 1 and self.rollout_batch_size % self.num_mini_batches:
+        if self.num_mini_batches >= 1 and self.update_batch_size % self.num_mini_batches:
+            factors = "per_device_train_batch_size × gradient_accumulation_steps"
+            factors += " × rollouts_per_update" * (self.rollouts_per_update > 1)
             problems.append(
-                f"a batch of {self.rollout_batch_size} (per_device_train_batch_size × gradient_accumulation_steps) "
-                f"cannot be divided into num_mini_batches = {self.num_mini_batches}"
+                f"a batch of {self.update_batch_size} ({factors}) cannot be divided into num_mini_batches = "
+                f"{self.num_mini_batches}"
             )
         if self.kl_penalty_in == "loss" and self.kl_estimator == "k1":
             problems.append(
                 "kl_penalty_in: loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and "
                 "Munos 2025, arXiv 2506.09477): k2 or full for KL(policy, reference), k3 for KL(reference, policy)"
             )
-        if (self.min_response_length > 1) != (self.short_response_penalty is not None):
-            problems.append("min_response_length (2 or more) and short_response_penalty have an effect together only")
+        if self.value_pooling != "none" and self.truncated_as == "bootstrap":
+            problems.append(
+                "truncated_as: bootstrap needs the value after the last token, which value_pooling averages"
+            )
+        if (self.min_response_length > 1) != (self.short_response_penalty is not None or self.drop_short_responses):
+            problems.append(
+                "min_response_length (2 or more) and one of short_response_penalty and drop_short_responses have an "
+                "effect together only"
+            )
+        if self.short_response_penalty is not None and self.drop_short_responses:
+            problems.append("short_response_penalty would have no effect with drop_short_responses; give one")
         if self.use_score_norm and not self.use_score_scaling:
             problems.append("use_score_norm would have no effect without use_score_scaling")
         if self.early_stopping_patience is not None and (
@@ -389,15 +465,20 @@ class PPOConfig(TRLPPOConfig):
 
     @property
     def rollout_batch_size(self) -> int:
-        """Prompts of one update."""
+        """Prompts that are answered together."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def update_batch_size(self) -> int:
+        """Prompts of one update."""
+        return self.rollout_batch_size * self.rollouts_per_update
 
     def number_of_updates(self, rows: int) -> int:
         """Updates of a whole run over a data set of `rows` prompts, at least 1."""
         if self.max_steps > 0:
             return self.max_steps
         episodes = self.total_episodes or int(self.num_train_epochs * rows)
-        return max(1, episodes // self.rollout_batch_size)
+        return max(1, episodes // self.update_batch_size)
 
 
 def ignored_by_our_loop(keys: dict[str, Any]) -> dict[str, str]:

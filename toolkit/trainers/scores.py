@@ -1,11 +1,26 @@
 """From the scores of a reward to those that are trained on."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from toolkit.errors import RewardError
 from toolkit.functional import Moments, update_moments
+from toolkit.rewards import Scores
 from toolkit.trainers.ppo_config import PPOConfig
+
+
+class PlacedScores(NamedTuple):
+    """Scores of B responses, penalties included; (B,) each."""
+
+    logged: Tensor
+    """As the reward gave them."""
+    trained: Tensor
+    """Scaled and clipped."""
+    at_end: Tensor
+    """The share of `trained` that stands at the last token: all of it, unless the reward is dense."""
 
 
 class ScoreShaper:
@@ -35,6 +50,27 @@ class ScoreShaper:
             centre = self.moments.mean if args.use_score_norm else 0.0
             scores = (scores - centre) / self.moments.std
         return scores if args.score_clip is None else scores.clamp(-args.score_clip, args.score_clip)
+
+    def place(self, scores: Scores, penalize: Callable[[Tensor], Tensor]) -> "PlacedScores":
+        """Scores as they are logged, as they are trained on, and where.
+
+        Args:
+            scores: of B responses.
+            penalize: takes penalties from (B,) scores.
+
+        Raises:
+            RewardError: dense scores, with a setting that is for one number a response.
+        """
+        if isinstance(scores, Tensor):
+            shaped = penalize(self(scores))
+            return PlacedScores(penalize(scores), shaped, shaped)
+        if self.active:
+            raise RewardError(
+                "the reward gives scores within responses (DenseScores), and ppo.use_score_scaling and ppo.score_clip "
+                "are for one number a response. Leave them out, and scale in the reward."
+            )
+        total = penalize(scores.total)
+        return PlacedScores(total, total, penalize(torch.as_tensor(scores.scores)))
 
     def state_dict(self) -> dict[str, Any]:
         return self.moments._asdict()

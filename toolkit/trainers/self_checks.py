@@ -32,6 +32,24 @@ def check_dataset(dataset: Dataset, batch_size: int) -> None:
         )
 
 
+def check_room(prompt_lengths: Iterable[int], max_length: int | None) -> None:
+    """Each prompt leaves room for a response of at least one token.
+
+    Args:
+        prompt_lengths: tokens of each prompt.
+        max_length: of prompt and response together; None for no limit.
+
+    Raises:
+        DataError: one does not.
+    """
+    longest = max(prompt_lengths, default=0)
+    if max_length is not None and longest >= max_length:
+        raise DataError(
+            f"a prompt has {longest} tokens, and ppo.max_length: {max_length} leaves no room for a response. "
+            f"Shorten the prompts (data.max_prompt_length={max_length - 1} or less) or raise ppo.max_length."
+        )
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> None:
     """Tokenizer and model know the same tokens.
 
@@ -47,6 +65,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> Non
         raise SelfCheckError(
             f"the tokenizer has {len(tokenizer)} tokens and the base {rows} embeddings: they are not of one checkpoint."
         )
+    if base.value_model is not None:
+        theirs = base.value_model.backbone.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > theirs:
+            raise SelfCheckError(
+                f"the value model has {theirs} embeddings and the tokenizer {len(tokenizer)} tokens: it cannot read "
+                "all that the policy writes. Take a model of the same family."
+            )
     ids = base.config.eos_token_id
     stops = ids if isinstance(ids, list) else [ids]
     if ids is not None and tokenizer.eos_token_id not in stops:

@@ -1,0 +1,289 @@
+"""Questions that are answered with curves, two on the number-doubling demo and one on a chat model:
+
+    python -m benchmarks.demonstrations value   # a value head on the policy's adapter, or an adapter of its own?
+    python -m benchmarks.demonstrations kl      # how much reward does each way of holding the policy back buy?
+    python -m benchmarks.demonstrations critic base.model=/path/to/SmolLM2-135M-Instruct data.train=… data.validation=…
+                                                # a fresh critic, or one that starts as a copy of the reward?
+
+For each seed what comes before PPO is run once; every arm then runs PPO from there, with the same prompts. Arms that
+are finished are not repeated. Writes `benchmarks/results/DATE_demonstration_NAME.json`, the figure
+`docs/figures/NAME.svg` and the table in `docs/demonstrations.md`.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from matplotlib.figure import Figure
+
+from benchmarks.machine import machine
+from toolkit import recipes
+from toolkit.recipes import Recipe
+from toolkit.reports import read_jsonl_metrics, versions
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+PAGE = DOCS / "demonstrations.md"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting of PPO: a label for the figure and what it changes in the recipe's section `ppo`."""
+
+    label: str
+    ppo: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
+    """Adapters that it does not have."""
+    start: Mapping[str, str] = field(default_factory=dict)
+    """What it adds to the section `start`."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """Arms that are compared, and what they have in common: a recipe, the stages before PPO, settings of PPO."""
+
+    arms: Mapping[str, Arm]
+    seeds: tuple[int, ...]
+    updates: int
+    recipe: str = "doubling"
+    stages: tuple[str, ...] = ("sft", "reward")
+    common: Mapping[str, Any] = field(
+        default_factory=lambda: {"eval_steps": 5, "logging_steps": 5, "load_best_model_at_end": False}
+    )
+
+
+DEMONSTRATIONS = {
+    "value": Demonstration(
+        arms={
+            "separate": Arm("separate: an adapter of its own", {"value": "separate"}),
+            "shared": Arm("shared: a head on the policy's adapter", {"value": "shared"}, left_out=("value",)),
+        },
+        seeds=(0, 1, 2),
+        updates=50,
+    ),
+    "kl": Demonstration(
+        arms={
+            "none": Arm("nothing", {"kl_coef": 0.0}),
+            "k1-0.05": Arm("k1 in the reward, 0.05", {"kl_coef": 0.05}),
+            "k1-0.2": Arm("k1 in the reward, 0.2", {"kl_coef": 0.2}),
+            "k1-0.8": Arm("k1 in the reward, 0.8", {"kl_coef": 0.8}),
+            "k2-0.2": Arm("k2 in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "k2"}),
+            "k3-0.2": Arm("k3 in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "k3"}),
+            "abs-0.2": Arm("|log-ratio| in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "abs"}),
+            "full-0.2": Arm("full KL in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "full"}),
+            "adaptive": Arm("adaptive, towards 0.5 a response", {"kl_coef": 0.2, "kl_target": 0.5, "kl_horizon": 1000}),
+            "loss-k2": Arm("k2 in the loss, 0.2", {"kl_coef": 0.2, "kl_estimator": "k2", "kl_penalty_in": "loss"}),
+            "loss-k3": Arm("k3 in the loss, 0.2", {"kl_coef": 0.2, "kl_estimator": "k3", "kl_penalty_in": "loss"}),
+            "loss-full": Arm(
+                "full KL in the loss, 0.2", {"kl_coef": 0.2, "kl_estimator": "full", "kl_penalty_in": "loss"}
+            ),
+            "old": Arm("KL to the old policy, 0.5", {"kl_coef": 0.0, "old_policy_kl_coef": 0.5}),
+            "limit": Arm("an update ends at 0.02 a token", {"kl_coef": 0.0, "update_kl_limit": 0.02}),
+        },
+        seeds=(0,),
+        updates=50,
+    ),
+    "critic": Demonstration(
+        arms={
+            "fresh": Arm("fresh adapter and head", {}),
+            "reward": Arm("a copy of the reward role", {}, start={"value": "reward"}),
+        },
+        seeds=(0,),
+        updates=50,
+        recipe="smollm2_135m_lora",
+        stages=("reward",),
+        common={"lr_scheduler_type": "constant", "learning_rate": 1e-4, "response_length": 24},
+    ),
+}
+
+
+def _stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: str) -> None:
+    """One stage by the command line, in a process of its own."""
+    command = [sys.executable, "-m", "toolkit", stage, str(recipe), *overrides, "--run", run, "--runs-dir", str(runs)]
+    print(" ".join(["toolkit", *command[3:]]), flush=True)
+    subprocess.run(command, check=True)
+
+
+def _start(demonstration: Demonstration, seed: int, runs: Path, overrides: Sequence[str]) -> Recipe:
+    """What every arm of a seed begins with: a base and a trained reward."""
+    run, settings = f"{demonstration.recipe}-{seed}", (f"seed={seed}", *overrides)
+    for stage in demonstration.stages:
+        _stage(stage, demonstration.recipe, run, runs, *settings)
+    return recipes.load(demonstration.recipe, *settings, run=run, runs_dir=runs)
+
+
+def recipe_of_arm(start: Recipe, arm: Arm, demonstration: Demonstration) -> dict[str, Any]:
+    """The recipe's ppo stage alone, from what is there already."""
+    before = {*demonstration.stages, "reward_head"}
+    values = {key: value for key, value in start.values.items() if key not in before}
+    if start.base.model is None:
+        values["base"] = {"model": start.base_path, "dtype": start.base.dtype}
+    values["start"] = {"reward": str(start.stage_folder("reward") / "reward"), **arm.start}
+    values["adapters"] = {role: lora for role, lora in values["adapters"].items() if role not in arm.left_out}
+    # Nothing is saved on the way, and no checkpoint chosen: an arm ends where it ends.
+    choosing = ("metric_for_best_model", "save_steps", "save_total_limit")
+    kept = {key: value for key, value in values["ppo"].items() if key not in choosing}
+    changes = {"save_strategy": "no", "max_steps": demonstration.updates, **demonstration.common, **arm.ppo}
+    values["ppo"] = {**kept, **changes}
+    return values
+
+
+def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> dict[str, Any]:
+    demonstration = DEMONSTRATIONS[name]
+    run = f"{name}-{arm_name}-{seed}"
+    path = runs / f"{run}.yaml"
+    values = recipe_of_arm(start, demonstration.arms[arm_name], demonstration)
+    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    _stage("ppo", path, run, runs)
+    result = json.loads((runs / run / "ppo" / "result.json").read_text(encoding="utf-8"))
+    metrics = read_jsonl_metrics(runs / run / "ppo" / "metrics.jsonl")
+    curve = [
+        {"update": row["step"]} | {key.removeprefix("eval_"): v for key, v in row.items() if key.startswith("eval_")}
+        for row in metrics
+        if "eval_score" in row
+    ]
+    logged = {key: [[row["step"], row[key]] for row in metrics if key in row] for key in ("score", "value_loss")}
+    return {"before": result["before"], "after": result["after"], "curve": curve, **logged}
+
+
+def run(name: str, runs: Path, overrides: Sequence[str] = ()) -> Path:
+    """Run all arms of a demonstration and write its result.
+
+    Args:
+        name: of the demonstration.
+        runs: folder of the runs.
+        overrides: "section.key=value" for its recipe.
+
+    Returns:
+        The result's path.
+    """
+    demonstration = DEMONSTRATIONS[name]
+    runs.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, Any]] = {arm: {} for arm in demonstration.arms}
+    for seed in demonstration.seeds:
+        start = _start(demonstration, seed, runs, overrides)
+        for arm in demonstration.arms:
+            found[arm][str(seed)] = _run_arm(name, arm, seed, start, runs)
+    now = datetime.now(UTC)
+    result = {
+        "demonstration": name,
+        "date": now.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "versions": versions(),
+        "updates": demonstration.updates,
+        "arms": found,
+    }
+    path = HERE / "results" / f"{result['date']}_demonstration_{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------------- figure and table
+
+
+def _value_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    panels = (("exact_match", "right answers"), ("score", "score"), ("value_loss", "value loss"))
+    for i, (key, title) in enumerate(panels, 1):
+        axes = figure.add_subplot(1, 3, i)
+        for colour, (arm, described) in zip(("C0", "C1"), demonstration.arms.items(), strict=True):
+            for seed, one in enumerate(found[arm].values()):
+                points = one["value_loss"] if key == "value_loss" else [[p["update"], p[key]] for p in one["curve"]]
+                axes.plot(*zip(*points, strict=True), color=colour, lw=1.2, label=described.label if not seed else None)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("updates", fontsize=9)
+        axes.grid(alpha=0.3)
+        if key == "value_loss":
+            axes.set_yscale("log")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    return figure
+
+
+def _critic_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for i, (key, title) in enumerate((("score", "score of the rollouts"), ("value_loss", "value loss")), 1):
+        axes = figure.add_subplot(1, 2, i)
+        for arm, described in demonstration.arms.items():
+            one = next(iter(found[arm].values()))
+            axes.plot(*zip(*one[key], strict=True), lw=1.2, label=described.label)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("updates", fontsize=9)
+        axes.grid(alpha=0.3)
+    figure.axes[1].set_yscale("log")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    return figure
+
+
+def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    styles = ("-", "--", ":")
+    for i, (arm, described) in enumerate(demonstration.arms.items()):
+        points = [(p["kl"], p["score"]) for p in next(iter(found[arm].values()))["curve"]]
+        axes.plot(*zip(*points, strict=True), styles[i // 5], marker=".", lw=1.2, label=described.label)
+    axes.set_xlabel("KL(policy, reference) a response, held-out prompts")
+    axes.set_ylabel("score")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    return figure
+
+
+def _mean(found: Mapping[str, Any], key: str) -> str:
+    values = [one["after"][key] for one in found.values()]
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    return f"{statistics.mean(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+
+
+def _table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
+    columns = {"exact_match": "right answers", "score": "score", "kl": "KL a response"}
+    measured = next(iter(next(iter(found.values())).values()))["after"]
+    columns = {key: title for key, title in columns.items() if key in measured}
+    lines = [f"| | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
+    for arm, described in demonstration.arms.items():
+        lines.append(f"| {described.label} | " + " | ".join(_mean(found[arm], key) for key in columns) + " |")
+    return "\n".join(lines)
+
+
+_FIGURES = {"value": _value_figure, "kl": _kl_figure, "critic": _critic_figure}
+
+
+def show(path: Path) -> None:
+    """Draw the figure of a result and put its table into the page."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    name = result["demonstration"]
+    demonstration = DEMONSTRATIONS[name]
+    figure = _FIGURES[name](demonstration, result["arms"])
+    (DOCS / "figures").mkdir(exist_ok=True)
+    figure.savefig(DOCS / "figures" / f"{name}.svg", metadata={"Date": None})
+    text = PAGE.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}: made by benchmarks.demonstrations -->", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    where = f"{result['machine']['processor']}, {result['machine']['threads']} thread(s), {result['date']}"
+    PAGE.write_text(
+        f"{before}{begin}\n{_table(demonstration, result['arms'])}\n\n{where}.\n{end}{after}", encoding="utf-8"
+    )
+
+
+def main(
+    name: Annotated[str, typer.Argument(help="value, kl or critic")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for its recipe")] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demonstrations"),
+) -> None:
+    """Run a demonstration, draw its figure and fill its table."""
+    if name not in DEMONSTRATIONS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DEMONSTRATIONS)}")
+    show(run(name, runs_dir, overrides or ()))
+
+
+if __name__ == "__main__":
+    typer.run(main)

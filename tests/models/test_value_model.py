@@ -1,0 +1,174 @@
+"""The value role on a base of its own."""
+
+import pytest
+import torch
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
+from tests.conftest import ARCHITECTURES, SPECIAL, lora, shared_base, tiny_model
+from tests.tolerances import EXACT
+from toolkit.data import doubling
+from toolkit.errors import AdapterError, ModelError
+from toolkit.models import (
+    ScoreHead,
+    Sequences,
+    SharedBase,
+    ValueModel,
+    load_value_model,
+    load_weights,
+    response_values,
+    save_role,
+    value_after_response,
+)
+
+PROMPTS, RESPONSES = [[1, 4, 9], [1, 30, 31, 32]], [[7, 8, 2], [5, 2]]
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def checkpoint(request, tmp_path):
+    """A language model's folder with its tokenizer."""
+    tiny_model(request.param).save_pretrained(tmp_path / "lm")
+    doubling.tokenizer().save_pretrained(tmp_path / "lm")
+    return str(tmp_path / "lm")
+
+
+def placed(model: ValueModel) -> SharedBase:
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    base.place_value(model)
+    base.train_roles("policy", "value")
+    return base
+
+
+def sequences():
+    return Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0, device=torch.device("cpu"))
+
+
+def randomized(model: ValueModel) -> ValueModel:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in [*(model.body_parameters if model.lora else []), *model.head.parameters()]:
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "all weights"])
+def test_saved_it_is_what_transformers_loads_and_reads_alike(checkpoint, adapter, tmp_path):
+    made = load_value_model(checkpoint, doubling.tokenizer(), lora=lora() if adapter else None, dtype="float32")
+    base = placed(randomized(made))
+    with base.role("value"), torch.no_grad():
+        ours, after = response_values(base, sequences()), value_after_response(base, sequences())
+    folder = save_role(base, "value", tmp_path / "value", pad_token_id=0, base_name=checkpoint)
+    kind = AutoPeftModelForSequenceClassification if adapter else AutoModelForSequenceClassification
+    plain = kind.from_pretrained(str(folder), num_labels=1).eval()
+    # A classifier reads one place: the last token of what it is given that is no padding.
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        for t in range(len(response) + 1):
+            ids = torch.tensor([prompt + response[:t]])
+            with torch.no_grad():
+                expected = plain(input_ids=ids).logits.item()
+            found = ours[row, t] if t < len(response) else after[row]
+            assert found.item() == pytest.approx(expected, abs=1e-5)
+    assert ours[1, 2] == 0  # outside the mask
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "all weights"])
+def test_round_trip(checkpoint, adapter, tmp_path):
+    settings = {"lora": lora() if adapter else None, "dtype": "float32", "head_bias": True}
+    base = placed(randomized(load_value_model(checkpoint, doubling.tokenizer(), **settings)))
+    save_role(base, "value", tmp_path / "value", pad_token_id=0, base_name=checkpoint)
+    other = placed(load_value_model(checkpoint, doubling.tokenizer(), **settings))
+    load_weights(other, "value", tmp_path / "value")
+    assert len(base.parameters_of("value")) > 2
+    for one, two in zip(base.parameters_of("value"), other.parameters_of("value"), strict=True):
+        assert torch.equal(one, two)
+    wrong = placed(load_value_model(checkpoint, doubling.tokenizer(), **{**settings, "head_bias": False}))
+    with pytest.raises(AdapterError, match="belongs to another model: 1 of its weights do not fit, .*score.bias first"):
+        load_weights(wrong, "value", tmp_path / "value")
+
+
+def test_it_starts_as_a_copy_of_a_reward_model(tmp_path):
+    tiny_model("opt").save_pretrained(tmp_path / "lm")
+    reward = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=1)
+    reward.save_pretrained(tmp_path / "reward")
+    doubling.tokenizer().save_pretrained(tmp_path / "reward")
+    made = load_value_model(str(tmp_path / "reward"), doubling.tokenizer(), lora=None, dtype="float32")
+    assert torch.equal(made.head.weight, reward.score.weight)
+    torch.testing.assert_close(
+        made.backbone.decoder.layers[0].fc1.weight, reward.model.decoder.layers[0].fc1.weight, **EXACT
+    )
+
+
+def test_only_its_own_parameters_train_and_the_policy_s_gradient_is_untouched():
+    made = ValueModel(small("gpt2"), lora())
+    base = placed(made)
+    assert {id(p) for p in base.parameters_of("value")} == {id(p) for p in made.parameters() if p.requires_grad}
+    with base.role("value"):
+        response_values(base, sequences()).sum().backward()
+    assert all(p.grad is not None for p in base.parameters_of("value"))
+    assert all(p.grad is None for p in base.parameters_of("policy"))
+    base.train_roles("policy")
+    assert not any(p.requires_grad for p in made.parameters())
+
+
+def small(architecture):
+    """A classifier on random weights, with its head."""
+    config = tiny_model(architecture).config
+    config.num_labels = 1
+    torch.manual_seed(1)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def test_what_reads_both_ways_is_refused():
+    torch.manual_seed(0)
+    bert = BertForSequenceClassification(
+        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=1,
+                   **SPECIAL)
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="BertForSequenceClassification has no head `score`"):
+        ValueModel(bert, None)
+    bert.score = bert.classifier  # with one, it still sees what comes
+    with pytest.raises(ModelError, match="reads both ways"):
+        ValueModel(bert, None)
+
+
+def test_other_tokens_are_refused(tmp_path):
+    tokenizer = doubling.tokenizer()
+    tiny_model().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer.add_tokens(["more"])
+    with pytest.raises(ModelError, match="the 42 tokens of .* are not the 43 of the policy"):
+        load_value_model(str(tmp_path), tokenizer, lora=None)
+    with pytest.raises(ModelError, match='no checkpoint could be loaded from "nowhere"'):
+        load_value_model("nowhere", tokenizer, lora=None)
+
+
+def test_a_head_starts_orthogonal_with_gain_root_two():
+    torch.manual_seed(0)
+    head = ScoreHead(64, 1, init="orthogonal", bias=True)
+    assert head.weight.norm().item() == pytest.approx(2**0.5, abs=1e-5)  # one row: its length is the gain
+    assert torch.equal(head.bias.detach(), torch.zeros(1))
+    rows = ScoreHead(64, 3, init="orthogonal").weight
+    torch.testing.assert_close(rows @ rows.T, 2 * torch.eye(3), rtol=0.0, atol=1e-5)
+    assert ScoreHead(64, 1).bias is None
+    assert ScoreHead(4096, 1).weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("value", ["separate", "shared"])
+def test_a_bias_of_the_value_head_is_kept(value, tmp_path):
+    from toolkit.models import load_role
+
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    base.add_role("value", lora() if value == "separate" else None, head_bias=True)
+    with torch.no_grad():
+        base.head("value").bias.fill_(3.0)
+    save_role(base, "value", tmp_path, pad_token_id=0, base_name="tiny")
+    other = SharedBase(tiny_model())
+    other.add_role("policy", lora())
+    load_role(other, "value", tmp_path)
+    assert other.head("value").bias.item() == 3.0
+    load_weights(other, "value", tmp_path)
+    with pytest.raises(AdapterError, match="the head has bias and weight, and the role weight"):
+        load_weights(shared_base(value=value), "value", tmp_path)

@@ -1,0 +1,181 @@
+"""What limits a response, and what becomes of the responses before the update."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from transformers import set_seed
+
+from tests.conftest import shared_base
+from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
+from toolkit.data import PromptCollator, concatenate, doubling
+from toolkit.errors import DataError
+from toolkit.rewards import WeightedSum
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
+
+BATCH = [{"input_ids": ids, "number": i} for i, ids in enumerate(PROMPTS)]  # of 4, 6, 3 and 5 tokens
+
+
+def test_prompt_and_response_together_have_a_limit(tmp_path):
+    ours = trainer(tmp_path, reward=count_reward(7), max_length=8, response_length=4)
+    asked = []
+
+    def generated(ids, mask, generation):
+        asked.append(generation.max_new_tokens)
+        return torch.tensor([[5, 6, 7, 8], [9, 9, 2, 0], [9, 9, 9, 2], [5, 5, 2, 0]])
+
+    ours.roles.generate = generated
+    found = ours.generate(PromptCollator(0)(BATCH))
+    assert asked == [4]
+    # Room for 4, 2, 5 (but no more than response_length) and 3: the second row's end comes one token too late.
+    assert found.response_ids == [[5, 6, 7, 8], [9, 9], [9, 9, 9, 2], [5, 5, 2]]
+    assert found.ended == [False, False, True, True]
+    assert found.responses[1] == doubling.tokenizer().decode([9, 9])
+
+
+def test_no_more_is_generated_than_the_longest_limit(tmp_path):
+    ours = trainer(tmp_path, reward=count_reward(7), max_length=8, response_length=100)
+    lengths = []
+    original = ours.roles.generate
+    ours.roles.generate = lambda *args: lengths.append(original(*args).shape[1]) or original(*args)
+    ours.stop_token_ids = [41]  # hardly ever
+    found = ours.generate(PromptCollator(0)(BATCH))
+    assert lengths == [5] and [len(p) + len(r) for p, r in zip(PROMPTS, found.response_ids, strict=True)] == [8] * 4
+    assert ours.train()["length"] <= 5
+
+
+def test_a_prompt_without_room_is_refused(tmp_path):
+    said = "a prompt has 6 tokens, and ppo.max_length: 6 leaves no room for a response. Shorten the prompts"
+    with pytest.raises(DataError, match=said):
+        trainer(tmp_path, max_length=6)
+    short = dataset().filter(lambda ids: len(ids) < 6, input_columns="input_ids")
+    arguments = config(tmp_path, max_length=6), doubling.tokenizer(), shared_base(), count_reward(7), short
+    with pytest.raises(DataError, match=said):
+        PPOTrainer(*arguments, dataset(1), callbacks=[])  # held-out prompts are answered, too
+    with pytest.raises(DataError, match=said):
+        PPOTrainer(*arguments, callbacks=[]).best_of(dataset(1), 2)
+
+
+def test_greedy_rollouts_are_allowed_and_warned_about_once(tmp_path):
+    ours = trainer(tmp_path, reward=count_reward(7), rollout_do_sample=False, max_steps=3)
+    batch = PromptCollator(0)(BATCH)
+    first = ours.generate(batch)
+    assert first.response_ids == ours.generate(batch).response_ids == ours.generate(batch, do_sample=False).response_ids
+    with torch.no_grad(), ours.roles.role("policy"):
+        for prompt, response in zip(PROMPTS, first.response_ids, strict=True):
+            logits = ours.roles(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(dim=-1).tolist() == response
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours.train()
+        ours.train()
+    said = [str(w.message) for w in caught if "rollout_do_sample" in str(w.message)]
+    assert said == [GREEDY_ROLLOUTS] and "nothing is explored" in said[0]
+    many = ours.best_of(dataset(1), 8).candidates.response_ids  # samples, as its name says
+    assert any(len({tuple(ids) for ids in many[8 * i : 8 * i + 8]}) > 1 for i in range(4))
+
+
+def test_sampled_rollouts_warn_of_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*rollout_do_sample")
+        trainer(tmp_path, reward=count_reward(7), max_steps=1).train()
+
+
+RESPONSES = [[12, 13, 2], [2], [20, 30, 21, 2], [2]]
+SCORES = torch.tensor([1.0, 50.0, 0.5, -50.0])
+DROP = {"drop_short_responses": True, "min_response_length": 2}
+
+
+def weights(ours):
+    return {name: p.detach().clone() for name, p in ours.roles.named_parameters() if p.requires_grad}
+
+
+def test_short_responses_are_dropped_as_if_they_had_never_been(tmp_path):
+    dropped, alone = (trainer(tmp_path, shared_base(), use_score_scaling=True, **settings) for settings in (DROP, {}))
+    for ours, rows in ((dropped, [0, 1, 2, 3]), (alone, [0, 2])):
+        torch.manual_seed(0)
+        answers = rollout([RESPONSES[i] for i in rows], [PROMPTS[i] for i in rows])
+        ours.stats = ours.step({}, answers, SCORES[rows])
+    expected = {**alone.stats, "dropped_responses": 2.0}
+    assert dropped.stats == pytest.approx(expected)
+    assert dropped.stats["score"] == 0.75 and dropped.stats["length"] == 3.5
+    for name, weight in weights(alone).items():
+        assert torch.equal(weight, weights(dropped)[name]), name
+    assert dropped.state.episode == 4  # all of them were answered and scored
+
+
+def test_what_is_left_is_divided_into_mini_batches(tmp_path):
+    ours = trainer(tmp_path, shared_base(), num_mini_batches=4, num_ppo_epochs=2, **DROP)
+    seen = []
+    original = ours._backward_mini_batch
+    ours._backward_mini_batch = lambda experience, rows: seen.append(sorted(rows)) or original(experience, rows)
+    assert ours.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 4
+    assert [sorted(seen[:2]), sorted(seen[2:])] == [[[0], [1]]] * 2
+    sizes = [len(part) for part in ours._mini_batches(7)]
+    assert sorted(sizes[:4]) == [1, 2, 2, 2] and sum(sizes) == 14
+
+
+def test_an_update_with_nothing_left_changes_nothing_and_says_so(tmp_path):
+    ours = trainer(tmp_path, shared_base(), kl_target=6.0, **DROP)
+    ours._prepare_training()
+    before = weights(ours)
+    with pytest.warns(UserWarning, match="all responses of an update were shorter than ppo.min_response_length"):
+        stats = ours.step({}, rollout([[2]] * 4), torch.ones(4))
+    assert stats == {"kl_coef": 0.1, "optimizer_steps": 0.0, "dropped_responses": 4.0, "learning_rate": 1e-3}
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(ours).items())
+    assert ours.state.global_step == 1 and ours.state.episode == 4
+    assert ours.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 1
+
+
+def test_an_update_is_from_all_rollouts_that_were_gathered(tmp_path):
+    """Three batches of four an update, from passes of four batches: the second update takes two of the next pass."""
+    settings = {"rollouts_per_update": 3, "num_mini_batches": 2, "num_ppo_epochs": 2, "max_steps": 3}
+    found, metrics, numbers = [], [], []
+    for by_hand in (False, True):
+        set_seed(0)
+        torch.manual_seed(0)
+        ours = trainer(tmp_path, shared_base(fresh=True), **settings)
+        if by_hand:
+            batches = itertools.chain.from_iterable(ours.dataloader for _ in itertools.count())
+            for _ in range(3):
+                gathered = [next(batches) for _ in range(3)]
+                responses = [ours.generate(batch) for batch in gathered]
+                scores = torch.cat([ours.score(*both) for both in zip(gathered, responses, strict=True)])
+                metrics.append(ours.step({}, concatenate(responses), scores))
+                numbers += [n for batch in gathered for n in batch["columns"]["number"]]
+        else:
+            metrics.append(ours.train())
+        assert ours.state.episode == 36 and ours.state.epoch == 36 / 16
+        found.append(weights(ours))
+    assert sorted(numbers[:16]) == sorted(numbers[16:32]) == list(range(16))
+    assert metrics[0].items() >= metrics[-1].items() and metrics[0]["optimizer_steps"] == 4
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
+def test_an_update_may_take_more_than_a_pass_and_logs_parts_over_all(tmp_path):
+    lengths = []
+
+    def length(r):
+        lengths.extend(r.lengths)
+        return r.lengths
+
+    both = WeightedSum({"length": length, "one": lambda r: [1.0] * len(r)}, {"one": 0.0})
+    ours = trainer(tmp_path, shared_base(), both, rollouts_per_update=5, sample_with_replacement=True, max_steps=1)
+    metrics = ours.train()
+    assert len(lengths) == 20 and ours.state.global_step == 1
+    assert metrics["score/length"] == metrics["score"] == pytest.approx(sum(lengths) / 20)
+
+
+def test_the_number_of_updates_counts_all_prompts_of_one(tmp_path):
+    args = config(tmp_path, rollouts_per_update=3, max_steps=-1, total_episodes=50)
+    assert (args.rollout_batch_size, args.update_batch_size, args.number_of_updates(100)) == (4, 12, 4)
+    assert config(tmp_path, rollouts_per_update=3, num_mini_batches=6).num_mini_batches == 6
+    with pytest.raises(ValueError, match=r"a batch of 12 .* × rollouts_per_update\) cannot be divided into .* = 5"):
+        config(tmp_path, rollouts_per_update=3, num_mini_batches=5)
+    with pytest.raises(ValueError, match="rollouts_per_update must be at least 1, got 0"):
+        config(tmp_path, rollouts_per_update=0)
+    with pytest.raises(ValueError, match="loop: trl has no rollouts_per_update"):
+        config(tmp_path, rollouts_per_update=2, loop="trl")

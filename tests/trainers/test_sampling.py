@@ -1,0 +1,67 @@
+"""What is sampled is what is trained: the checkpoint's own generation settings never reach a rollout."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from tests.conftest import lora, randomize, tiny_model
+from tests.trainers.helpers import PROMPTS, count_reward, trainer
+from toolkit.data import PromptCollator
+from toolkit.models import SharedBase
+
+# What checkpoints come with, each strong enough to be seen.
+OWN_SETTINGS = {
+    "top_k": 1,
+    "top_p": 0.01,
+    "min_p": 0.99,
+    "typical_p": 0.01,
+    "epsilon_cutoff": 0.5,
+    "temperature": 0.01,
+    "repetition_penalty": 9.0,
+    "no_repeat_ngram_size": 1,
+    "min_new_tokens": 6,
+    "num_beams": 3,
+    "suppress_tokens": list(range(3, 36)),
+    "bad_words_ids": [[token] for token in range(3, 36)],
+    "begin_suppress_tokens": list(range(3, 36)),
+    "sequence_bias": [[[7], 50.0]],
+    "forced_eos_token_id": 9,
+}
+
+
+def sampling_base(**own):
+    model = tiny_model()
+    model.generation_config = GenerationConfig(**own)
+    base = SharedBase(model)
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    base.add_role("value", lora())
+    return randomize(base, "policy")
+
+
+def answers(base, folder, do_sample):
+    ours = trainer(folder, base, count_reward(7), temperature=1.0)
+    torch.manual_seed(0)
+    rows = [{"input_ids": ids, "number": 0} for ids in PROMPTS] * 4
+    return ours.generate(PromptCollator(0)(rows), do_sample=do_sample).response_ids
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_no_setting_of_the_checkpoint_changes_what_is_sampled(do_sample, tmp_path):
+    plain = answers(sampling_base(), tmp_path, do_sample)
+    for name, value in OWN_SETTINGS.items():
+        assert answers(sampling_base(**{name: value}), tmp_path, do_sample) == plain, name
+
+
+def test_each_of_these_settings_would_change_it(tmp_path):
+    """So that the test above can fail: put back after the base has been made, they do reach the samples."""
+    plain = {do_sample: answers(sampling_base(), tmp_path, do_sample) for do_sample in (True, False)}
+    for name, value in OWN_SETTINGS.items():
+        if name in ("top_k", "top_p", "temperature"):
+            continue  # which every rollout gives by itself, too
+        changed = False
+        for do_sample in (True, False):
+            base = sampling_base()
+            base.causal_lm.generation_config = GenerationConfig(**{name: value})
+            changed = changed or answers(base, tmp_path, do_sample) != plain[do_sample]
+        assert changed, name

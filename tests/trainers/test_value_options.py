@@ -1,0 +1,176 @@
+"""Values that are pooled, or read off a base of their own; optimizers by name."""
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests.conftest import lora, randomize, tiny_model
+from tests.tolerances import FP32, RELATIVE
+from tests.trainers.helpers import PROMPTS, config, rollout, trainer
+from toolkit.errors import SelfCheckError
+from toolkit.models import SharedBase, ValueModel
+
+RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
+SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+
+def classifier(architecture="gpt2"):
+    """A random decoder with a head, that is not the policy's base."""
+    settings = tiny_model(architecture).config
+    settings.num_labels = 1
+    torch.manual_seed(5)
+    return AutoModelForSequenceClassification.from_config(settings).eval()
+
+
+def base_with(model: ValueModel) -> SharedBase:
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    base.add_role("reward", lora())
+    base.place_value(model)
+    return randomize(base, "policy", "reward")
+
+
+def value_loss_and_gradient(ours, experience):
+    metrics = ours._backward_mini_batch(experience, [0, 1, 2, 3])
+    return metrics["value_loss"], [p.grad.clone() for p in ours.roles.parameters_of("value")]
+
+
+def assert_alike(ours, theirs):
+    for one, two in zip(ours, theirs, strict=True):
+        assert (one - two).abs().max() <= RELATIVE * max(two.abs().max(), 1e-6)
+
+
+def rows_of(values_at):
+    """Values of each response's tokens, one unpadded row at a time, by `values_at(ids)` for all positions."""
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        every = values_at(torch.tensor([prompt + response]))
+        yield every[len(prompt) - 1 : len(prompt) + len(response) - 1]
+
+
+@pytest.mark.parametrize("value", ["separate", "shared"])
+@pytest.mark.parametrize("pooling", ["response_mean", "prefix_mean"])
+def test_pooled_values_and_their_loss(pooling, value, tmp_path):
+    ours = trainer(tmp_path, value=value, value_pooling=pooling, cliprange_value=None, vf_coef=1.0, kl_coef=0.0)
+    ours._prepare_training()
+    experience = ours._make_experience(rollout(RESPONSES), SCORES)
+
+    def pooled(values):
+        if pooling == "response_mean":
+            return values.mean().expand(len(values))
+        return torch.stack([values[: t + 1].mean() for t in range(len(values))])
+
+    def literal():
+        role = "policy" if value == "shared" else "value"
+        with ours.roles.role(role):
+            head = ours.roles.head("value")
+            yield from map(pooled, rows_of(lambda ids: head(ours.roles.hidden_states(ids, None))[0, :, 0]))
+
+    expected = list(literal())
+    for row, values in enumerate(expected):
+        torch.testing.assert_close(experience.old_values[row, : len(values)], values.detach(), **FP32)
+        # At the last token the advantage is score − value, and so the return is the score, whatever λ.
+        assert experience.returns[row, len(values) - 1].item() == pytest.approx(SCORES[row].item(), abs=1e-5)
+    returns = torch.cat([experience.returns[row, : len(v)] for row, v in enumerate(expected)])
+    loss = 0.5 * (torch.cat(expected) - returns).square().mean()
+    found, gradient = value_loss_and_gradient(ours, experience)
+    assert found == pytest.approx(loss.item(), rel=1e-4)
+    ours.optimizer.zero_grad()
+    if value == "separate":
+        assert_alike(gradient, torch.autograd.grad(loss, ours.roles.parameters_of("value")))
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "all weights"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_value_model_is_trained_as_its_own_formula_says(adapter, checkpointing, tmp_path):
+    made = ValueModel(classifier(), lora() if adapter else None)
+    with torch.no_grad():
+        for parameter in made.head.parameters():
+            parameter.mul_(20)
+    ours = trainer(tmp_path, base_with(made), vf_coef=0.5, cliprange_value=None, gradient_checkpointing=checkpointing)
+    ours._prepare_training()
+    ours.roles.train()  # without dropout all that changes is whether layers are recomputed
+    assert made.backbone.is_gradient_checkpointing == checkpointing
+    experience = ours._make_experience(rollout(RESPONSES), SCORES)
+
+    def values_at(ids):
+        return made.head(made.backbone(input_ids=ids).last_hidden_state)[0, :, 0]
+
+    expected = list(rows_of(values_at))
+    for row, values in enumerate(expected):
+        torch.testing.assert_close(experience.old_values[row, : len(values)], values.detach(), **FP32)
+    returns = torch.cat([experience.returns[row, : len(v)] for row, v in enumerate(expected)])
+    loss = 0.5 * (torch.cat(expected) - returns).square().mean()
+    found, gradient = value_loss_and_gradient(ours, experience)
+    assert found == pytest.approx(loss.item(), rel=1e-4)
+    assert_alike(gradient, torch.autograd.grad(0.5 * loss, ours.roles.parameters_of("value")))
+
+
+def test_every_weight_of_a_value_model_learns(tmp_path):
+    made = ValueModel(classifier(), None)
+    before = [p.detach().clone() for p in made.parameters()]
+    ours = trainer(tmp_path, base_with(made), learning_rate=1e-2, max_steps=4, vf_coef=1.0, temperature=1.0)
+    frozen = [p.detach().clone() for p in ours.roles.causal_lm.get_input_embeddings().parameters()]
+    ours.train()
+    moved = [not torch.equal(a, b) for a, b in zip(before, made.parameters(), strict=True)]
+    assert all(moved)  # every weight of the critic, embeddings and positions included
+    assert torch.equal(frozen[0], ours.roles.causal_lm.get_input_embeddings().weight)
+    ours.save_model(str(tmp_path / "out"))
+    assert (tmp_path / "out" / "value" / "model.safetensors").is_file()
+
+
+def test_a_cut_response_goes_on_with_the_value_model_s_value(tmp_path):
+    made = ValueModel(classifier(), None)
+    ours = trainer(tmp_path, base_with(made), truncated_as="bootstrap")
+    found = ours._values_after(rollout(RESPONSES))
+    with torch.no_grad():
+        states = made.backbone(input_ids=torch.tensor([PROMPTS[1] + RESPONSES[1]])).last_hidden_state
+        expected = made.head(states)[0, -1, 0]
+    torch.testing.assert_close(found, torch.tensor([0.0, expected.item(), 0.0, 0.0]), **FP32)
+    with pytest.raises(ValueError, match="bootstrap needs the value after the last token"):
+        config(tmp_path, truncated_as="bootstrap", value_pooling="prefix_mean")
+
+
+def test_a_value_model_of_too_few_tokens_is_found(tmp_path):
+    made = classifier()
+    made.resize_token_embeddings(20)
+    with pytest.raises(SelfCheckError, match="the value model has 20 embeddings and the tokenizer 42 tokens"):
+        trainer(tmp_path, base_with(ValueModel(made, None)))
+
+
+@pytest.mark.parametrize(
+    ("optim", "name", "states", "paged"),
+    [
+        ("lion_32bit", "Lion", {torch.float32}, False),
+        ("lion_8bit", "Lion", {torch.uint8}, False),
+        ("paged_lion_8bit", "Lion", {torch.uint8}, True),
+        ("adamw_8bit", "AdamW", {torch.uint8}, False),
+        ("paged_adamw_32bit", "AdamW", {torch.float32}, True),
+        ("paged_adamw_8bit", "AdamW", {torch.uint8}, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_optimizers_by_name(optim, name, states, paged, tmp_path):
+    base = SharedBase(tiny_model(size=64))
+    base.add_role("policy", lora(r=64))  # bitsandbytes keeps tensors of fewer than 4096 numbers in 32 bits
+    base.add_role("reference")
+    base.add_role("value", lora())
+    base.add_role("reward", lora())
+    randomize(base, "policy", "value", "reward")
+    ours = trainer(tmp_path, base, optim=optim, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.0)
+    ours._prepare_training()
+    experience = ours._make_experience(rollout(RESPONSES), SCORES)
+    ours._backward_mini_batch(experience, [0, 1, 2, 3])
+    parameter = max(ours.roles.parameters_of("policy"), key=torch.numel)
+    gradient, before = parameter.grad.clone(), parameter.detach().clone()
+    ours.optimizer.step()
+    inner = ours.optimizer.optimizer
+    assert (type(inner).__module__.partition(".")[0], type(inner).__name__) == ("bitsandbytes", name)
+    assert bool(getattr(inner, "is_paged", False)) == paged
+    assert {inner.state[parameter]["state1"].dtype} == states
+    # From nothing both take one learning rate in the direction of each gradient's sign: Lion by its formula
+    # (Chen et al. 2023, arXiv 2302.06675, algorithm 2), Adam since m̂ / √v̂ is g / |g|.
+    clear = gradient.abs() > 1e-5
+    step = (parameter.detach() - before)[clear] / -1e-3
+    assert clear.any()
+    torch.testing.assert_close(step, gradient[clear].sign(), rtol=0.0, atol=0.02)
