@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from peft import PeftConfig
 from transformers import AutoModelForSequenceClassification, OPTConfig, OPTForCausalLM, OPTModel
 
-from tests.recipes.helpers import byte_tokenizer, chat_recipe
+from tests.recipes.helpers import PAIRS, byte_tokenizer, chat_recipe
 from toolkit import recipes
 from toolkit.errors import RecipeError
 from toolkit.recipes import assemble, stages
@@ -209,6 +210,27 @@ def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
         assert not check(other).problems
         again = score_with(assemble.make_reward(other, None, 0, 8), _rollout(prompt, response, {}))
         torch.testing.assert_close(again, scores)
+
+
+def test_the_recipe_of_two_opts(opts, tmp_path):
+    pairs = [f"data.{split}={PAIRS}" for split in ("train", "validation")]
+    small = [
+        f"base.model={opts / 'actor'}", f"reward_model.model={opts / 'small'}", f"value_model.model={opts / 'small'}",
+        "base.dtype=float32", "adapters.policy.r=4", "reward.max_steps=1", "reward.gradient_accumulation_steps=1",
+        "ppo.max_steps=1", "ppo.per_device_train_batch_size=2", "ppo.gradient_accumulation_steps=1",
+        "ppo.response_length=4", "ppo.num_ppo_epochs=1", "data.max_train_rows=6", "data.max_validation_rows=2",
+        "reward.gradient_checkpointing=false", "ppo.gradient_checkpointing=false",
+    ]  # fmt: skip
+    recipe = recipes.load("opt_hh_rlhf", *pairs, *small, runs_dir=tmp_path)
+    assert not check(recipe).problems
+    stages.run(recipe, "reward")
+    stages.run(recipe, "ppo")
+    folder = recipe.stage_folder("ppo") / "policy"
+    assert set(PeftConfig.from_pretrained(folder).target_modules) == {
+        "q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2",
+    }  # fmt: skip
+    shipped = recipes.load("opt_hh_rlhf").adapter("policy")
+    assert (shipped.r, shipped.lora_alpha) == (128, 128)
 
 
 def test_a_reward_model_with_another_tokenizer_is_refused(opts, checkpoint, tmp_path):

@@ -53,8 +53,8 @@ class BaseSection:
 class RewardModelSection(BaseSection):
     """Section `reward_model`: a base of its own for the reward, of the same tokens as the policy's.
 
-    The reward stage trains it as a sequence classifier: with `adapters.reward` that adapter and the head on it; without,
-    all its weights.
+    The reward stage trains it as a sequence classifier: with `adapters.reward` that adapter and the head on it,
+    without all its weights.
 
     Args:
         model: hub id or local folder.
@@ -546,8 +546,8 @@ def _check_reward_model(values: dict[str, Any]) -> list[str]:
     ]
     if "reward_model" not in values:
         return [
-            f"{place}.model — belongs to scorer.kind: model, and is needed there (a folder or hub id). Or add the section "
-            "reward_model, for a model that the reward stage trains."
+            f"{place}.model — belongs to scorer.kind: model, and is needed there (a folder or hub id). Or add the "
+            "section reward_model, for a model that the reward stage trains."
             for place in unnamed
         ]
     own, problems = _section(values, "reward_model"), []
@@ -557,9 +557,7 @@ def _check_reward_model(values: dict[str, Any]) -> list[str]:
     if "reward" not in adapters:
         dtype = own.get("dtype", RewardModelSection.dtype)
         if quantized:
-            problems.append(
-                "adapters.reward — is missing: quantised weights have no gradients, and so need an adapter."
-            )
+            problems.append("adapters.reward — is missing: quantised weights have no gradients and so need an adapter.")
         elif dtype != "float32":
             problems.append(
                 f"reward_model.dtype — float32 is needed where all weights are trained, got {dtype}: small steps would "
