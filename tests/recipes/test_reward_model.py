@@ -43,7 +43,7 @@ SMALL = (
         ),
         (
             {"reward_model": {"model": "m", "quantization": NF4}, "adapters": WITHOUT},
-            "adapters.reward — is missing: quantised weights have no gradients, and so need an adapter.",
+            "adapters.reward — is missing: quantised weights have no gradients and so need an adapter.",
         ),
         (
             {"reward_model": {"model": "m", "quantization": {"load_in_4bits": True}}},
