@@ -444,7 +444,7 @@ def _check_value_model(section: dict[str, Any], values: dict[str, Any]) -> list[
     if "value" not in _section(values, "adapters"):
         dtype = section.get("dtype", ValueModelSection.dtype)
         if quantized:
-            problems.append("adapters.value — is missing: 4-bit weights have no gradients and so need an adapter.")
+            problems.append("adapters.value — is missing: 4-bit weights have no gradients, and so need an adapter.")
         elif dtype != "float32":
             problems.append(
                 f"value_model.dtype — float32 is needed where all weights are trained, got {dtype}: small steps would "
