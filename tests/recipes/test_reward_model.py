@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from peft import PeftConfig
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, OPTConfig, OPTForCausalLM, OPTModel
 
 from tests.recipes.helpers import PAIRS, byte_tokenizer, chat_recipe
 from toolkit import recipes
 from toolkit.errors import RecipeError
+from toolkit.models import Sequences, value_after_response
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.check import check
 from toolkit.recipes.own_model import own_model_facts
@@ -64,6 +66,20 @@ SMALL = (
         (
             {"scorer": {**OWN, "model": "m", "reads": "tokens", "prompt_column": "p"}},
             "scorer.prompt_column — would have no effect: the policy's own tokens are read.",
+        ),
+        (
+            {"reward_model": {"model": "m"}, "scorer": OWN, "start": {"value": "reward"}},
+            "adapters.value — would have no effect: the value role starts with the adapter of the reward.",
+        ),
+        (
+            {
+                "reward_model": {**BERT, "dtype": "float32"},
+                "reward_head": {"num_labels": 3},
+                "adapters": WITHOUT,
+                "scorer": {**OWN, "class_column": "c"},
+                "start": {"value": "reward"},
+            },
+            "start.value — is reward, whose head has several outputs, and a value is one number.",
         ),
         (
             {"scorer": {"kind": "sum", "parts": {"own": OWN}}},
@@ -180,13 +196,18 @@ def opts(tmp_path_factory):
 def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
     base = {"model": str(opts / "actor"), "dtype": "float32"}
     own = {"model": str(opts / ("small" if whole else "actor")), "dtype": "float32"}
+    adapters = {"policy": LORA} | ({} if whole else {"reward": LORA})
     recipe = chat_recipe(
-        tmp_path, "", base=base, reward_model=own, scorer=OWN, adapters=WITHOUT | ({} if whole else {"reward": LORA})
+        tmp_path, "", base=base, reward_model=own, scorer=OWN, adapters=adapters, start={"value": "reward"}
     )
+    assert stages.prerequisites(recipe, "ppo") == ["reward"]
     found = check(recipe)
     assert not found.problems, found.problems
-    reward = next(role for role in found.roles if role.role == "reward")
+    reward, value = (next(role for role in found.roles if role.role == name) for name in ("reward", "value"))
     assert (reward.rank is None) == whole and reward.parameters > 0
+    assert value.parameters == reward.parameters and "a copy of the reward model" in value.start
+    with pytest.raises(RecipeError, match="model is missing: the reward stage has to train the reward model first"):
+        assemble.ppo_roles(recipe)
     stages.run(recipe, "reward")
     stages.run(recipe, "ppo")
     folder = recipe.stage_folder("reward") / "model"
@@ -203,6 +224,13 @@ def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
         states = plain.model(torch.tensor([[*prompt, *response]])).last_hidden_state
         assert states.shape[-1] == (32 if whole else 16)
         torch.testing.assert_close(scores[0], plain.score(states[0, -1])[0], rtol=1e-4, atol=1e-5)
+    # The critic begins as the reward: before it is trained, what it says after a response is the response's score.
+    roles, _ = assemble.ppo_roles(recipe)
+    after = value_after_response(roles, Sequences.from_ids([prompt], [response], pad_token_id=0))
+    torch.testing.assert_close(after.detach(), scores, rtol=1e-4, atol=1e-5)
+    saved = recipe.stage_folder("ppo") / "value" / ("model.safetensors" if whole else "adapter_model.safetensors")
+    started = load_file(folder / saved.name)
+    assert any(not torch.equal(tensor, started[name]) for name, tensor in load_file(saved).items())  # it has learnt
     if whole:
         # The trained model scores another run, too, by the tokens or by its own text.
         named = {"kind": "model", "model": str(folder), "reads": "tokens", "dtype": "float32"}
@@ -215,7 +243,7 @@ def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
 def test_the_recipe_of_two_opts(opts, tmp_path):
     pairs = [f"data.{split}={PAIRS}" for split in ("train", "validation")]
     small = [
-        f"base.model={opts / 'actor'}", f"reward_model.model={opts / 'small'}", f"value_model.model={opts / 'small'}",
+        f"base.model={opts / 'actor'}", f"reward_model.model={opts / 'small'}",
         "base.dtype=float32", "adapters.policy.r=4", "reward.max_steps=1", "reward.gradient_accumulation_steps=1",
         "ppo.max_steps=1", "ppo.per_device_train_batch_size=2", "ppo.gradient_accumulation_steps=1",
         "ppo.response_length=4", "ppo.num_ppo_epochs=1", "data.max_train_rows=6", "data.max_validation_rows=2",

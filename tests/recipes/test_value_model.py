@@ -121,7 +121,7 @@ def test_a_trained_critic_comes_back(tmp_path, checkpoints):
         ),
         (
             {"value_model": {"model": "m", "dtype": "float32"}, "start": {"value": "reward"}},
-            "start.value — is reward, whose adapter is on the shared base, and value_model another.",
+            "start.value — is reward, whose base is not that of value_model. Remove one of them.",
         ),
         ({"value_model": {"model": "m", "dtype": "float32"}, "ppo": None}, "value_model — would have no effect: there"),
         ({"value_head": {"init": "zero"}}, "value_head.init — 'normal' or 'orthogonal' is needed, got 'zero'."),

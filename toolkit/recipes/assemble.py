@@ -10,15 +10,13 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback, s
 from toolkit.errors import RecipeError
 from toolkit.models import (
     SharedBase,
-    ValueModel,
     build_base,
     check_same_tokenizer,
     load_base,
     load_role,
-    load_value_model,
-    load_weights,
 )
 from toolkit.recipes.own_model import trained_reward_model, untrained_reward_model
+from toolkit.recipes.own_value import has_own_value, place_value_model
 from toolkit.recipes.recipe import Recipe
 from toolkit.reports import MetricsFile, ProgressBar
 from toolkit.rewards import (
@@ -158,40 +156,12 @@ def ppo_roles(recipe: Recipe) -> tuple[SharedBase, int]:
     return roles, pad_token_id
 
 
-def value_model(recipe: Recipe, roles: SharedBase) -> ValueModel:
-    """The value role's own base, on the device of the shared one: on the meta device names and shapes alone.
-
-    Raises:
-        ModelError: it cannot be had, or its tokens are not the policy's.
-    """
-    section, head = recipe.value_model, recipe.value_head
-    assert section is not None
-    # The embeddings of a base may have more rows than its tokenizer has tokens.
-    config = None if section.config is None else {"vocab_size": roles.config.vocab_size, **section.config}
-    return load_value_model(
-        section.model,
-        recipe.tokenizer,
-        config=config,
-        lora=recipe.adapter("value") if "value" in recipe.values.get("adapters", {}) else None,
-        head_init=head.init,
-        head_bias=head.bias,
-        quantization=None if section.quantization is None else BitsAndBytesConfig(**section.quantization),
-        dtype=section.dtype,
-        revision=section.revision,
-        attn_implementation=section.attn_implementation,
-        trust_remote_code=section.trust_remote_code,
-        device=roles.device,
-    )
-
-
 def _add_value(recipe: Recipe, roles: SharedBase) -> None:
     """The value role: a head on the policy's adapter, an adapter of its own, or a base of its own."""
     start = recipe.start.value
     head: dict[str, Any] = {"head_init": recipe.value_head.init, "head_bias": recipe.value_head.bias}
-    if recipe.value_model is not None:
-        roles.place_value(value_model(recipe, roles))
-        if start is not None:
-            load_weights(roles, "value", Path(start).expanduser())
+    if has_own_value(recipe):
+        place_value_model(recipe, roles)
     elif recipe.values["ppo"].get("value", "separate") == "shared":
         roles.add_role("value", **head)
     elif start not in (None, "reward"):

@@ -26,11 +26,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from trl import pack_dataset
 
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.models import SharedBase, check_same_tokenizer, load_role, load_weights
+from toolkit.models import SharedBase, check_same_tokenizer, load_role
 from toolkit.models.base import load_config, outline, random_config, weight_bytes
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, UpdateFacts
 from toolkit.recipes.own_model import OwnModelFacts, own_model_facts
+from toolkit.recipes.own_value import has_own_value, place_value_model
 from toolkit.recipes.recipe import Recipe
 from toolkit.recipes.schema import STAGE_CLASSES, TOP_LEVEL, model_section
 from toolkit.rewards import RewardAdapter, ScorerSection
@@ -202,14 +203,9 @@ class _Check:
 
     def _add_value(self, roles: SharedBase, *, shared: bool) -> None:
         start, adapters = self.recipe.start.value, self.recipe.values.get("adapters", {})
-        if self.recipe.value_model is not None:
-            with self.at("value_model"):
-                roles.place_value(assemble.value_model(self.recipe, roles))
-                self.starts["value"] = "on a base of its own"
-                if start is not None:
-                    with self.at("start.value"):
-                        load_weights(roles, "value", Path(start).expanduser())
-                    self.starts["value"] += f", from {start}"
+        if has_own_value(self.recipe):
+            with self.at("start.value" if start is not None else "value_model"):
+                self.starts["value"] = place_value_model(self.recipe, roles)
         elif shared:
             if "policy" in roles.roles:
                 roles.add_role("value", head_bias=self.recipe.value_head.bias)

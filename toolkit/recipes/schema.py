@@ -460,7 +460,19 @@ def _check_value_model(section: dict[str, Any], values: dict[str, Any]) -> list[
     if ppo.get("loop") == "trl":
         problems.append("ppo.loop — trl runs the value role on the shared base, not on value_model. Use toolkit.")
     if _section(values, "start").get("value") == "reward":
-        problems.append("start.value — is reward, whose adapter is on the shared base, and value_model another.")
+        problems.append("start.value — is reward, whose base is not that of value_model. Remove one of them.")
+    return problems
+
+
+def _check_copied_reward(values: dict[str, Any]) -> list[str]:
+    """Problems of a value role that starts as a copy of the section `reward_model`."""
+    problems, adapters = [], _section(values, "adapters")
+    if _section(values, "reward_head").get("num_labels", 1) != 1:
+        problems.append("start.value — is reward, whose head has several outputs, and a value is one number.")
+    if {"reward", "value"} <= adapters.keys():
+        problems.append("adapters.value — would have no effect: the value role starts with the adapter of the reward.")
+    if _section(values, "ppo").get("loop") == "trl":
+        problems.append("ppo.loop — trl runs the value role on the shared base, not on a copy of reward_model.")
     return problems
 
 
@@ -518,7 +530,10 @@ def _check_together(values: dict[str, Any]) -> list[str]:
         if start.get("value") and "value_head" in values:
             problems.append("value_head — would have no effect: the head starts as start.value says.")
         kind = scorer.get("kind", "adapter")
-        if not needs_reward_role(scorer) and start.get("value") == "reward":
+        copied = start.get("value") == "reward"
+        if copied and "reward_model" in values:
+            problems += _check_copied_reward(values)
+        elif copied and not needs_reward_role(scorer):
             problems.append(f"start.value — is reward, but with scorer.kind: {kind} there is no reward role.")
         if kind == "sum" and ppo.get("loop") == "trl":
             problems.append("ppo.loop — trl scores with the reward adapter alone, not with a sum. Use toolkit.")

@@ -18,6 +18,7 @@ from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, Toolkit
 from toolkit.models import PolicyView
 from toolkit.recipes.assemble import MAKERS, make_meter
 from toolkit.recipes.child import run_stage
+from toolkit.recipes.own_value import copies_reward_model
 from toolkit.recipes.recipe import Recipe
 from toolkit.recipes.schema import model_section
 from toolkit.reports import (
@@ -66,7 +67,7 @@ def prerequisites(recipe: Recipe, stage: str) -> list[str]:
                 "Add one, name a trained adapter with start.reward=FOLDER, or score by something else (scorer.kind)."
             )
         needed.append("reward")
-    elif stage == "ppo" and recipe.scorer.needs_reward_model:
+    elif stage == "ppo" and (recipe.scorer.needs_reward_model or copies_reward_model(recipe)):
         needed.append("reward")
     return needed
 
