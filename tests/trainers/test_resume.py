@@ -127,7 +127,7 @@ def disturb() -> None:
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
 
 
-@pytest.mark.parametrize("stage", (*STAGES, ppo_gathered), ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
 def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
     whole = make(stage, tmp_path / "whole")
     start = weights(whole)
