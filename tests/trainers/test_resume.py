@@ -163,7 +163,7 @@ def disturb() -> None:
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
 
 
-@pytest.mark.parametrize("stage", (*STAGES, ppo_gathered), ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
 def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
     whole = make(stage, tmp_path / "whole")
     start = weights(whole)
@@ -246,6 +246,22 @@ def test_a_signal_after_the_last_step_is_too_late_to_stop(tmp_path):
     made.add_callback(AskAtTheEnd())
     assert made.train()["score"] is not None
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_signal_saves_where_only_the_best_would_be_saved(tmp_path):
+    """transformers' strategy "best" overrules a wish to save wherever an evaluation is due at the same step."""
+
+    class Ask(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    best = {"save_strategy": "best", "metric_for_best_model": "eval_loss", "greater_is_better": True}  # it falls
+    made = make(sft_policy, tmp_path, eval_strategy="steps", eval_steps=1, **best)
+    made.add_callback(Ask())
+    with pytest.raises(RunInterrupted, match="everything is saved in .*checkpoint-3"):
+        made.train()
+    assert (tmp_path / "checkpoint-3").is_dir() and made.state.best_global_step == 1
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)

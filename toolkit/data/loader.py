@@ -40,6 +40,10 @@ class PlacedDataLoader(DataLoader):
         """Whether the pass has given its last batch."""
         return self._pass_began is not None and self._drawn == len(self)
 
+    def end_pass(self) -> None:
+        """Leave the rest of the pass out: the place is the beginning of the next one."""
+        self._pass_began, self._drawn = None, 0
+
     def state_dict(self) -> dict[str, Any]:
         """The place: `generator`, its state when the pass began (uint8), and `batches` drawn since."""
         began = self.generator.get_state() if self._pass_began is None else self._pass_began

@@ -28,13 +28,14 @@ def evaluate_rollout(trainer: "PPOTrainer", dataset: Dataset) -> tuple[dict[str,
         log-ratios to the reference; an estimate of the KL divergence where responses are sampled), `length`,
         `eos_share`, and the metrics given to the constructor; then the rollout and its scores (N,).
     """
-    size = trainer.args.per_device_eval_batch_size
     rollouts, scores, kls = [], [], []
     parts: dict[str, list[Tensor]] = defaultdict(list)
     with kept_random_states(), torch.no_grad():
+        loader = trainer.get_eval_dataloader(dataset)
+        batches = iter(loader)  # which draws a number
+        trainer.callback_handler.eval_dataloader = loader
         torch.manual_seed(trainer.args.seed)
-        for start in range(0, len(dataset), size):
-            batch = trainer.data_collator([dataset[i] for i in range(start, min(start + size, len(dataset)))])
+        for batch in batches:
             rollout = trainer.generate(batch, do_sample=trainer.args.eval_do_sample)
             logprobs, ref_logprobs, *_ = trainer.read_roles(rollout, values=False)
             rollouts.append(rollout)
@@ -42,6 +43,8 @@ def evaluate_rollout(trainer: "PPOTrainer", dataset: Dataset) -> tuple[dict[str,
             kls.append(kl_k1(logprobs, ref_logprobs).sum(dim=1))  # both are 0 outside the mask
             for name, part in trainer.score_parts().items():
                 parts[f"score/{name}"].append(part)
+            handler = trainer.callback_handler
+            trainer.control = handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
     whole, all_scores = concatenate(rollouts), torch.cat(scores)
     metrics = {
         "score": float(all_scores.mean()),

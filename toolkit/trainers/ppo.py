@@ -160,7 +160,7 @@ class PPOTrainer(SharedBaseTrainer):
         self.lr_scheduler.step()
         self.state.global_step += 1
         self.state.episode += len(responses)
-        self.state.epoch = self.state.episode / len(self.train_dataset)
+        self.state.epoch = self.state.episode / self.prompts_of_a_pass
         return {**stats, "learning_rate": learning_rate}
 
     def _learn(self, rollout: Rollout, scores: Scores, parts: dict[str, Tensor]) -> dict[str, float]:
@@ -343,7 +343,9 @@ class PPOTrainer(SharedBaseTrainer):
         parameters = [p for role in self.roles.trained_roles for p in self.roles.parameters_of(role)]
         if self.args.max_grad_norm:
             totals["grad_norm"] = float(self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm))
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         self.optimizer.zero_grad()
         return totals
 

@@ -108,6 +108,8 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         self._pass: Iterator[dict[str, Any]] | None = None  # the one that batches come from
         self._pass_is_over = False  # its last batch was drawn, and what is due at its end is not done
         self._gathered_parts: dict[str, Tensor] | None = None
+        self._last_metrics: dict[str, float] = {}
+        self._last_logged = 0
         self._ready = self._ratio_checked = self._gradients_checked = False
 
     # ------------------------------------------------------------------ set-up and self-checks
@@ -176,34 +178,39 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         if checkpoint is not None:
             over = bool(self.load_checkpoint(checkpoint)["stopped_early"])
         args, state = self.args, self.state
+        began = state.global_step
         state.max_steps = self.total_updates
-        state.num_train_epochs = self.total_updates * args.update_batch_size / len(self.train_dataset)
+        state.num_train_epochs = self.total_updates * args.update_batch_size / self.prompts_of_a_pass
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.callback_handler.train_dataloader = self.dataloader
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
-        if args.eval_on_start and self.eval_dataset is not None and checkpoint is None:
+        if args.eval_on_start and checkpoint is None:
             self.evaluate()
-        metrics: dict[str, float] = {}
         while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
             while not self._pass_is_over:
                 self.control = self.callback_handler.on_step_begin(args, state, self.control)
-                metrics = self._timed_step()
+                self._last_metrics = self._timed_step()
                 self.control = self.callback_handler.on_step_end(args, state, self.control)
-                self._act(metrics)
+                self._act()
                 if state.global_step >= self.total_updates or self.control.should_training_stop:
+                    break
+                if self.control.should_epoch_stop:
+                    self.dataloader.end_pass()
+                    self._pass = None
                     break
             if self._request.met:
                 break  # in the middle of a pass, whose end a resumed run will see
             self._pass_is_over = False
             self.control = self.callback_handler.on_epoch_end(args, state, self.control)
-            self._act(metrics)
+            self._act()
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load_best_model()
         self.is_in_train = False
         self.control = self.callback_handler.on_train_end(args, state, self.control)
-        return metrics
+        return self._last_metrics if state.global_step > began else {}
 
     def _timed_step(self) -> dict[str, float]:
         """An update, with the rollouts that it is from."""
@@ -239,19 +246,24 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         """Events of a batch that was answered and scored, with more to come before the update."""
         self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
 
-    def _act(self, metrics: dict[str, float]) -> None:
+    def _act(self) -> None:
         """Do what the callbacks asked for: log, evaluate, save."""
-        if self.control.should_log:
-            self.control.should_log = False
-            self.log(dict(metrics))
+        if self.control.should_log and self.state.global_step > self._last_logged:
+            self._last_logged = self.state.global_step
+            self.log(dict(self._last_metrics))
         best = False
-        if self.control.should_evaluate and self.eval_dataset is not None:
+        if self.control.should_evaluate:
             self.control.should_evaluate = False
             best = self._determine_best_metric(self.evaluate(), trial=None)
         if self.control.should_save or (best and self.args.save_strategy == "best"):
             self.control.should_save = False
             self.save_checkpoint()
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    @property
+    def prompts_of_a_pass(self) -> int:
+        """Prompts that are answered before the next pass over them begins; the last ones may not fill a batch."""
+        return len(self.dataloader) * self.args.rollout_batch_size
 
     # ------------------------------------------------------------------ evaluation
 
@@ -323,6 +335,8 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
             "scores": self.score_shaper.state_dict(),
             "dataloader": self.dataloader.state_dict(),
             "pass_is_over": self._pass_is_over,
+            "metrics": self._last_metrics,
+            "last_logged": self._last_logged,
             "reward": None if self._changing_reward is None else self._changing_reward.state_dict(),
             "frozen": self._frozen(),
         }
@@ -343,6 +357,7 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
         self.score_shaper.load_state_dict(state["scores"])
         self.dataloader.load_state_dict(state["dataloader"])
         self._pass, self._pass_is_over = None, state["pass_is_over"]
+        self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
         if self._changing_reward is not None and state["reward"] is not None:
             self._changing_reward.load_state_dict(state["reward"])
 

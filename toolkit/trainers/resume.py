@@ -192,6 +192,10 @@ class ResumableTrainer(Trainer):
         with kept_random_states():
             return super().evaluate(*arguments, **named)
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Whether to save under the strategy "best", which overrules the wish to save of whoever asked to stop."""
+        return super()._determine_best_metric(metrics, trial) or self._request.met
+
     # ------------------------------------------------------------------ writing
 
     def _folder_of(self, step: int) -> Path:
