@@ -3,7 +3,8 @@
     python -m benchmarks.reward_arms --job job.json --output answer.json
 
 All arms of a seed start as the same function: each adapter's B is zero, its A and the head come from the seed and the
-name of their place. They get the same token ids in the same order, and the same settings of `trl.RewardTrainer`.
+name of their place. They get the same token ids in the same order, and but for the loss the same settings of
+`trl.RewardTrainer`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
-from trl import RewardConfig
+from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
 from benchmarks.contenders import lora, nf4, seed_adapter, seed_head
@@ -29,6 +31,7 @@ from toolkit.models import SharedBase, load_base, load_tokenizer
 from toolkit.reports import peak_memory_gb
 from toolkit.rewards import read_sequences
 from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.reward_config import RewardConfig
 
 
 @dataclass(frozen=True)
@@ -120,14 +123,17 @@ def _figures(chosen: Tensor, rejected: Tensor, trained: dict[str, Any]) -> dict[
     return {"margins": [round(float(margin), 6) for margin in chosen - rejected], **trained}
 
 
-def ours(job: Job, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, folder: str) -> dict[str, Any]:
+def ours(
+    job: Job, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, folder: str, *, loss: str = "bradley_terry"
+) -> dict[str, Any]:
     """Our reward role on the NF4 base."""
     roles = SharedBase(load_base(job.model, quantization=nf4(), dtype="bfloat16"))
     roles.add_role("reward", lora())
     own = [(name.replace(".reward.", "."), p) for name, p in roles.model.named_parameters() if ".reward." in name]
     seed_adapter(own, f"reward {job.seed}")
     seed_head(roles.head("reward").weight, f"reward {job.seed}")
-    trainer = reward_trainer(RewardConfig(**settings(job, folder)), tokenizer, roles, pairs.train, callbacks=[])
+    args = RewardConfig(**settings(job, folder), loss=loss)
+    trainer = reward_trainer(args, tokenizer, roles, pairs.train, callbacks=[])
     trained = _trained(trainer)
     with trainer.compute_loss_context_manager():
         chosen, rejected = (
@@ -157,7 +163,10 @@ def plain_trl(job: Job, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, folder
         if ".score." in name:  # the original of the head, and PEFT's trained copy of it
             seed_head(parameter, f"reward {job.seed}")
     trainer = TRLRewardTrainer(
-        model=model, args=RewardConfig(**settings(job, folder)), train_dataset=pairs.train, processing_class=tokenizer
+        model=model,
+        args=TRLRewardConfig(**settings(job, folder)),
+        train_dataset=pairs.train,
+        processing_class=tokenizer,
     )
     trained = _trained(trainer)
     model.eval()
@@ -172,6 +181,7 @@ def plain_trl(job: Job, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, folder
 ARMS: dict[str, Callable[[Job, Pairs, PreTrainedTokenizerBase, str], dict[str, Any]]] = {
     "trl-bf16": plain_trl,
     "ours-nf4": ours,
+    "ours-nf4-token-level": partial(ours, loss="token_level"),
 }
 
 

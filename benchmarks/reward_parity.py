@@ -37,7 +37,7 @@ from toolkit.reports import versions, write_json
 # interval of a difference is about 3 points to either side, so that a loss of the margin's size would be seen.
 MARGIN = 0.05
 # (first, second): what is compared with what.
-COMPARISONS = (("ours-nf4", "trl-bf16"),)
+COMPARISONS = (("ours-nf4", "trl-bf16"), ("ours-nf4-token-level", "ours-nf4"), ("ours-nf4-token-level", "trl-bf16"))
 _ROOT = Path(__file__).parents[1]
 
 Step = Callable[[str, Job], dict[str, Any]]
@@ -116,7 +116,7 @@ def resumed(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     earlier = json.loads(path.read_text(encoding="utf-8"))
     other = [key for key in ("model", "settings", "versions", "machine") if earlier[key] != fresh[key]]
     if other:
-        raise BenchmarkError(f"{path} is of another {' and '.join(other)}. Name another file with --output.")
+        raise BenchmarkError(f"{path} differs from this run in {' and '.join(other)}. Name another file with --output.")
     return earlier
 
 

@@ -17,6 +17,7 @@ from toolkit.models.forward import (
     response_logprobs_and_values,
     response_values,
     sequence_logits,
+    token_logits,
     value_after_response,
 )
 from toolkit.models.heads import ScoreHead, score_positions
@@ -58,5 +59,6 @@ __all__ = [
     "score_positions",
     "sequence_logits",
     "stop_token_ids",
+    "token_logits",
     "value_after_response",
 ]

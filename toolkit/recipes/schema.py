@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
-from trl import RewardConfig, SFTConfig
+from trl import SFTConfig
 
 from toolkit.data import TASKS
 from toolkit.rewards import PartSection
@@ -22,6 +22,7 @@ from toolkit.rewards import ScorerSection as ScorerSection  # where recipes look
 from toolkit.rewards.function import beside
 from toolkit.rewards.section import section_problems
 from toolkit.trainers.ppo_config import PPOConfig, ignored_by_our_loop
+from toolkit.trainers.reward_config import RewardConfig
 
 
 @dataclass(frozen=True)
@@ -429,6 +430,11 @@ def _check_together(values: dict[str, Any]) -> list[str]:
         problems.append(
             f"adapters.policy — is missing: the sft stage trains it. Full fine-tuning of the base is refused: {why}."
         )
+    if (
+        _section(values, "reward").get("loss") == "token_level"
+        and _section(values, "reward_head").get("num_labels", 1) != 1
+    ):
+        problems.append("reward.loss — token_level is of pairs, and reward_head.num_labels says classes. Remove one.")
     if "reward" in values and "reward" not in adapters:
         problems.append("adapters.reward — is missing: the reward stage trains it.")
     return problems
