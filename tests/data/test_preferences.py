@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.recipes.helpers import byte_tokenizer
 from toolkit.data import LabelledCollator, Preferences, PromptCollator, doubling, pad_rows, sources
-from toolkit.data.preferences import parse_dialogue
+from toolkit.data.dialogues import parse_dialogue
 from toolkit.errors import DataError
 
 TEMPLATE = (
@@ -71,7 +71,7 @@ def test_rows_left_out_are_counted_by_reason(tmp_path, chat_tokenizer):
         {"chosen": "\n\nHuman: 1\n\nAssistant: " + "5" * 40, "rejected": "\n\nHuman: 1\n\nAssistant: 3"},
         {"chosen": "\n\nHuman: 1\n\nAssistant: 2", "rejected": "\n\nHuman: 9\n\nAssistant: 3"},
         {"chosen": "\n\nHuman: 1\n\nAssistant:", "rejected": "\n\nHuman: 1\n\nAssistant: 3"},
-        {"chosen": "nonsense", "rejected": "nonsense"},
+        {"chosen": "\n\nHuman: 1", "rejected": "nonsense"},
         "\n",
         {"chosen": "\n\nAssistant: 1", "rejected": "\n\nAssistant: 2"},
     ]
@@ -84,7 +84,7 @@ def test_rows_left_out_are_counted_by_reason(tmp_path, chat_tokenizer):
         "a response over 20 tokens": 1,
         "chosen and rejected have different prompts": 1,
         "an empty response": 1,
-        'not a dialogue: it does not begin with "\\n\\nHuman: "': 1,
+        "not a dialogue: its last turn is not the assistant's": 1,
         "an empty prompt": 1,
     }
     equal = f"1 × chosen and rejected are equal (first: {path}, line 2), 1 × "
@@ -161,9 +161,9 @@ def test_limits_on_rows_and_unique_prompts(tmp_path, chat_tokenizer):
     [
         ([PAIR, '{"chosen": \n'], r"pairs.jsonl, line 2: not valid JSON"),
         (["[1]\n"], r"line 1: a JSON object is needed, this is a list"),
-        ([{"chosen": "x"}], r'line 1: column "rejected" is missing or no text; present: chosen'),
+        ([{"chosen": "x"}], r'line 1: column "rejected" is missing, or neither text nor messages; present: chosen'),
         ([], r"data.train: no row can be used \(the file is empty\). Mend .*pairs.jsonl, or name another source"),
-        ([{"chosen": "a", "rejected": "a"}], r"no row can be used \(1 × not a dialogue"),
+        ([{"chosen": "a", "rejected": "a"}], r"no row can be used \(1 × chosen and rejected are equal"),
     ],
 )
 def test_bad_files(rows, message, tmp_path, chat_tokenizer):

@@ -426,10 +426,8 @@ def test_the_examples_of_conversations_and_token_ids(tokenizer):
 
 def test_every_file_in_data_has_a_test_and_a_line_in_its_readme():
     listed = (DATA / "README.md").read_text(encoding="utf-8")
-    tested = (Path(__file__).read_text(encoding="utf-8")) + Path(__file__).with_name("test_preferences.py").read_text(
-        "utf-8"
-    )
+    tested = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     names = [entry.name for entry in DATA.iterdir() if entry.name != "README.md"]
-    assert len(names) == 10
+    assert len(names) == 12
     for name in names:
         assert f"`{name}" in listed and name in tested, name

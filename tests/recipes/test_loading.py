@@ -120,12 +120,15 @@ def test_three_mistakes_one_error(tmp_path):
             {"base": {"model": "m", "quantisation": {}}},
             "base.quantisation — section base has no such field. Did you mean quantization?",
         ),
-        ({"data": {"task": "poetry"}}, "data.task — one of doubling, preferences, prompts is needed, got 'poetry'."),
+        ({"data": {"task": "poetry"}}, "data.task — one of doubling, preferences, demonstrations, prompts is needed"),
         (
             {"data": {"task": "doubling", "tset_size": 3}},
             "data.tset_size — section doubling has no such field. Did you mean test_size?",
         ),
-        ({"reward_data": {"task": "poetry"}}, "reward_data.task — one of doubling, preferences, prompts is needed"),
+        (
+            {"reward_data": {"task": "poetry"}},
+            "reward_data.task — one of doubling, preferences, demonstrations, prompts",
+        ),
         ({"reward_data": {"task": "doubling", "sed": 1}}, "reward_data.sed — section doubling has no such field."),
         ({"sft_data": {"task": "doubling"}}, "sft_data — would have no effect: there is no section sft."),
         ({"ppo": {"kl_estimator": "k5"}}, "ppo.kl_estimator — 'k1' or 'k2' or 'k3' or 'abs' or 'full' is needed, got"),

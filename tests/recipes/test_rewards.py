@@ -20,7 +20,7 @@ from toolkit.errors import RecipeError, RewardError
 from toolkit.models import SharedBase, load_base, save_role
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.check import check
-from toolkit.recipes.schema import check_scorer, with_reward_files
+from toolkit.recipes.schema import check_recipe, check_scorer, with_reward_files
 from toolkit.rewards import RemoteReward, RewardAdapter, RewardModel, WeightedSum, score_with
 
 REMOTE = {"kind": "remote", "url": "http://127.0.0.1:1/"}
@@ -303,7 +303,9 @@ def test_the_recipes_of_the_page_are_right():
     kinds = {block["scorer"]["kind"] for block in blocks}
     assert kinds == {"function", "model", "remote", "sum"}
     for block in blocks:
-        assert block.keys() == {"scorer"} and check_scorer(block["scorer"]) == []
+        assert check_scorer(block["scorer"]) == []
+        if block.keys() != {"scorer"}:
+            assert "reward_model" in block and check_recipe({**block, "data": {"task": "doubling"}}) == []
 
 
 def test_the_python_of_the_page_is_right():

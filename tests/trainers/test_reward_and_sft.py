@@ -1,18 +1,22 @@
+import math
+
 import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from trl import RewardConfig, SFTConfig
 from trl import RewardTrainer as TRLRewardTrainer
+from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
-from tests.conftest import lora, tiny_model
+from tests.conftest import lora, randomize, tiny_model
+from tests.models.test_base import NF4
 from tests.tolerances import EXACT
 from toolkit.data import doubling
 from toolkit.errors import DataError
-from toolkit.models import SharedBase, load_role
+from toolkit.models import SharedBase, load_base, load_role, sequence_logits
 from toolkit.trainers.reward import evaluate_reward, reward_trainer
+from toolkit.trainers.reward_config import RewardConfig
 from toolkit.trainers.sft import sft_trainer
 
 COMMON = {
@@ -85,6 +89,88 @@ def test_the_view_trains_as_a_plain_sequence_classifier_would(tmp_path):
     plain.train()
     for p, q in zip(theirs, mine, strict=True):
         torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5)
+
+
+def ragged_pairs():
+    rows = [([1, 4, 5, 6, 2], [1, 4, 7, 2]), ([1, 8, 2], [1, 9, 9, 9, 2]), ([1, 4, 4, 2], [1, 4, 2])]
+    chosen, rejected = zip(*rows, strict=True)
+    return Dataset.from_dict({"chosen_ids": list(chosen), "rejected_ids": list(rejected), "margin": [0.0, 1.0, 0.5]})
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_the_token_level_loss_reads_each_token_of_a_rows_own_sequence(pad_is_eos, tmp_path):
+    """Against one unpadded forward pass a sequence, and the definition token by token."""
+    base, tokenizer = randomize(reward_base(), "reward"), doubling.tokenizer()
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    args = RewardConfig(
+        output_dir=str(tmp_path), loss="token_level", center_rewards_coefficient=0.1, gradient_checkpointing=False,
+        max_length=None, **COMMON,
+    )  # fmt: skip
+    trainer = reward_trainer(args, tokenizer, base, ragged_pairs(), callbacks=[])
+    inputs = next(iter(trainer.get_train_dataloader()))
+    values = {}
+    for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        ids = row[mask.bool()].tolist()
+        ids = ids[:-1] if pad_is_eos else ids  # the score is read at the last token that is not padding's
+        with torch.no_grad(), base.role("reward"):
+            hidden = base.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
+            values[tuple(ids)] = (ids, base.head("reward")(hidden)[0, :, 0].tolist())
+    rows = list(values.values())
+    expected, centring = [], []
+    for (a, v), (b, w), margin in zip(rows[:3], rows[3:], inputs["margin"].tolist(), strict=True):
+        last = max(len(a), len(b)) - 1
+        start = next(t for t in range(last + 1) if a[t : t + 1] != b[t : t + 1])
+        terms = [math.log1p(math.exp(-(v[min(t, len(v) - 1)] - w[min(t, len(w) - 1)] - margin))) for t in
+                 range(start, last + 1)]  # fmt: skip
+        expected.append(sum(terms) / len(terms))
+        centring.append((v[-1] + w[-1]) ** 2)
+    loss = trainer.compute_loss(trainer.model, inputs)
+    assert loss.requires_grad
+    assert float(loss.detach()) == pytest.approx(sum(expected) / 3 + 0.1 * sum(centring) / 3, abs=1e-5)
+    margin = sum(v[-1] - w[-1] for (_, v), (_, w) in zip(rows[:3], rows[3:], strict=True)) / 3
+    assert trainer._metrics["train"]["margin"] == [pytest.approx(margin, abs=1e-5)]  # as TRL counts it
+
+
+def test_the_token_level_loss_learns_pairs(tmp_path):
+    base, tokenizer = reward_base(), doubling.tokenizer()
+    args = RewardConfig(
+        output_dir=str(tmp_path), loss="token_level", max_steps=30, gradient_checkpointing=False, max_length=None,
+        **COMMON,
+    )  # fmt: skip
+    reward_trainer(args, tokenizer, base, pairs(), callbacks=[]).train()
+    after = evaluate_reward(base, pairs(16), pad_token_id=0, batch_size=8)
+    assert after["accuracy"] == 1.0 and after["margin"] > 1
+    with pytest.raises(ValueError, match="loss: bradley_terry or token_level is needed, got 'hinge'"):
+        RewardConfig(output_dir=str(tmp_path), loss="hinge", **COMMON)
+
+
+def test_margins_reach_trls_loss(tmp_path):
+    base, tokenizer = randomize(reward_base(), "reward"), doubling.tokenizer()
+    args = RewardConfig(output_dir=str(tmp_path), gradient_checkpointing=False, max_length=None, **COMMON)
+    trainer = reward_trainer(args, tokenizer, base, ragged_pairs(), callbacks=[])
+    inputs = next(iter(trainer.get_train_dataloader()))
+    scores = sequence_logits(base, inputs["input_ids"], inputs["attention_mask"], pad_token_id=0).squeeze(1)
+    apart = (scores[:3] - scores[3:] - inputs["margin"]).tolist()
+    expected = sum(math.log1p(math.exp(-difference)) for difference in apart) / 3
+    assert float(trainer.compute_loss(trainer.model, inputs).detach()) == pytest.approx(expected, abs=1e-5)
+
+
+def test_adapter_and_head_stay_in_float32_on_a_quantised_base(tmp_path):
+    """TRL casts what it trains to bfloat16 there, where AdamW's small steps round to nothing."""
+    tiny_model(size=64).save_pretrained(tmp_path / "base")
+    base = SharedBase(load_base(str(tmp_path / "base"), quantization=NF4))
+    base.add_role("reward", lora())
+    args = RewardConfig(
+        output_dir=str(tmp_path), max_steps=2, gradient_checkpointing=False, max_length=None,
+        **{**COMMON, "bf16": True, "learning_rate": 1e-5},
+    )  # fmt: skip
+    trainer = reward_trainer(args, doubling.tokenizer(), base, pairs(), callbacks=[])
+    head = base.head("reward").weight.detach().clone()
+    trainer.train()
+    assert {p.dtype for p in base.parameters_of("reward")} == {torch.float32}
+    moved = (base.head("reward").weight.detach() - head).abs()
+    assert bool((moved > 0).all()) and float(moved.max()) < 1e-4  # steps that bfloat16 would have lost
 
 
 def test_classes_are_trained_by_transformers_trainer(tmp_path):

@@ -5,7 +5,6 @@ import torch
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
-from trl import RewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
 from tests.conftest import lora
@@ -16,6 +15,7 @@ from toolkit.errors import DataError, ModelError
 from toolkit.models import add_lora, classifier_config, load_classifier, load_classifier_weights
 from toolkit.rewards import RewardModel, read_sequences, score_with
 from toolkit.trainers.reward import evaluate_reward
+from toolkit.trainers.reward_config import RewardConfig
 from toolkit.trainers.reward_model import reward_model_trainer
 
 COMMON = {
@@ -104,6 +104,34 @@ def by_hand(model, kind, row, same):
         return model.classifier(torch.tanh(model.bert.pooler.dense(first)))[0]
     position = len(row) - (2 if same == "pad eos" else 1)
     return model.score(model.model(torch.tensor([row])).last_hidden_state[0, position])[0]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_loss_at_every_token_is_that_of_a_loop_over_pairs(adapted, tmp_path):
+    """With OPT's bos == eos, which stands at position 0, too; read in each unpadded row by itself."""
+    tokenizer = tokenizer_where("bos eos")
+    model = own_classifier("opt", tokenizer=tokenizer)
+    model = add_lora(model, lora()) if adapted else model
+    args = RewardConfig(output_dir=str(tmp_path), loss="token_level", **{**COMMON, "max_steps": 2})
+    pairs = data(tokenizer, 1)
+    made = reward_model_trainer(args, tokenizer, model, pairs, pairs, callbacks=[])
+    model.eval()
+    batch = made.data_collator([pairs[i] for i in range(3)])
+    loss = made.compute_loss(model, batch)
+    inner = model.get_base_model() if adapted else model
+    terms = []
+    for chosen, rejected in zip(pairs["chosen_ids"], pairs["rejected_ids"], strict=True):
+        values = [
+            inner.score(inner.model(torch.tensor([row])).last_hidden_state)[0, :, 0] for row in (chosen, rejected)
+        ]
+        start = next(i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+        steps = range(start, max(len(chosen), len(rejected)))
+        held = [[value[min(t, len(value) - 1)] for t in steps] for value in values]
+        terms.append(sum(-torch.nn.functional.logsigmoid(a - b) for a, b in zip(*held, strict=True)) / len(steps))
+    torch.testing.assert_close(loss, sum(terms) / 3, **FP32)
+    made.train()
+    with pytest.raises(ModelError, match="reward.loss: token_level reads the head at every token, and that of a Bert"):
+        reward_model_trainer(args, tokenizer, own_classifier("bert"), pairs, callbacks=[])
 
 
 def test_all_weights_train_as_trl_trains_them(tmp_path):

@@ -1,11 +1,13 @@
 """Data sets and collators; knows datasets and a tokenizer.
 
 A task gives the rows of each stage and the metrics of a rollout: `doubling` makes its own, `preferences`
-reads pairs in hh-rlhf's form, `prompts` reads prompts in any form that `sources` knows.
+reads pairs in hh-rlhf's form and TRL's, `demonstrations` answers to imitate, `prompts` prompts, from any source that
+`sources` knows.
 """
 
 from toolkit.data.chat import messages_of_row
 from toolkit.data.collators import LabelledCollator, PromptCollator, pad_rows
+from toolkit.data.demonstrations import Demonstrations
 from toolkit.data.digest import data_digest
 from toolkit.data.doubling import Doubling
 from toolkit.data.loader import PlacedDataLoader
@@ -14,10 +16,16 @@ from toolkit.data.prompts import Prompts
 from toolkit.data.rollouts import Rollout, concatenate, select
 from toolkit.data.sources import read_rows
 
-TASKS: dict[str, type] = {"doubling": Doubling, "preferences": Preferences, "prompts": Prompts}
+TASKS: dict[str, type] = {
+    "doubling": Doubling,
+    "preferences": Preferences,
+    "demonstrations": Demonstrations,
+    "prompts": Prompts,
+}
 
 __all__ = [
     "TASKS",
+    "Demonstrations",
     "Doubling",
     "LabelledCollator",
     "PlacedDataLoader",

@@ -13,10 +13,11 @@ class Unusable(Exception):
 
 
 class LeftOut:
-    """The rows that each split did without: `(place, reason)` in the order of the file."""
+    """The rows that each split did without: `(place, reason)` in the order of the file; and where the others stood."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[tuple[str, str]]] = {}
+        self.kept: dict[str, list[str]] = {}
 
     def usable(
         self,
@@ -39,11 +40,12 @@ class LeftOut:
         Raises:
             DataError: no row can be used.
         """
-        self.rows[split] = []
+        self.rows[split], self.kept[split] = [], []
         kept: list[dict[str, Any]] = []
         for place, row in rows:
             try:
                 kept.append(encode(place, row))
+                self.kept[split].append(place)
             except Unusable as reason:
                 self.rows[split].append((place, str(reason)))
             if limit is not None and len(kept) == limit:

@@ -1,45 +1,24 @@
-"""Preference pairs in the form of hh-rlhf: `chosen` and `rejected`, each a whole dialogue.
+"""Preference pairs for the reward stage, their better answers for sft, and their prompts for PPO.
 
-The prompt of a pair is all up to and with the last `Assistant:`, which both sides share. Rows that cannot
-be used are left out, counted by reason, and reported with their place: never dropped in silence.
+Rows that cannot be used are left out, counted by reason, and reported with their place: never dropped in silence.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.chat import chat_prompt, chat_prompt_ids
 from toolkit.data.left_out import LeftOut, ReportsLeftOut, Unusable
+from toolkit.data.pairs import read_pair
+from toolkit.data.parts import check_parts, draw_parts
 from toolkit.data.rollouts import Rollout
 from toolkit.data.sources import Row, check_hub_settings, has_splits, read_rows
+from toolkit.data.turns import TurnEncoder
 from toolkit.errors import DataError
-
-_TURN = re.compile(r"\n\nHuman: |\n\nAssistant:")
-_ROLES = {"\n\nHuman: ": "user", "\n\nAssistant:": "assistant"}
-
-
-def parse_dialogue(text: str) -> list[dict[str, str]]:
-    """`"\\n\\nHuman: a\\n\\nAssistant: b"` to messages with `role` and `content`.
-
-    Raises:
-        ValueError: the text does not begin with a turn, or its last turn is not the assistant's.
-    """
-    marks = list(_TURN.finditer(text))
-    if not marks or text[: marks[0].start()].strip():
-        raise ValueError('it does not begin with "\\n\\nHuman: "')
-    ends = [mark.start() for mark in marks[1:]] + [len(text)]
-    messages = [
-        {"role": _ROLES[mark.group()], "content": text[mark.end() : end].strip()}
-        for mark, end in zip(marks, ends, strict=True)
-    ]
-    if messages[-1]["role"] != "assistant":
-        raise ValueError("its last turn is not the assistant's")
-    return messages
 
 
 @dataclass(frozen=True)
@@ -47,7 +26,7 @@ class Preferences(ReportsLeftOut):
     """Pairs for the reward stage, their chosen responses for sft, and their prompts for PPO.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: with a chat template, unless `chat` is off.
         train: file, folder or hub id, as `toolkit.data.sources` reads them.
         validation: likewise; None takes the `test` split of a hub id or a saved `DatasetDict`.
         subset: `data_dir` of a hub id, for example "harmless-base".
@@ -56,6 +35,13 @@ class Preferences(ReportsLeftOut):
         max_response_length: tokens of a response, end of sequence included; likewise.
         max_train_rows: at most so many pairs for training, the first that fit. None takes all.
         max_validation_rows: likewise for validation.
+        parts: how many of the training pairs each of the stages `sft`, `reward` and `ppo` gets: disjoint, pairs with
+            the same prompt together, drawn with `seed`. A stage that is not named gets what is left over. None gives
+            every stage all pairs.
+        seed: of that draw.
+        chat: a conversation is written in the tokenizer's chat template, and a prompt that is text becomes a message of
+            the user. False writes conversations in hh-rlhf's own form and takes text as it is, with the special tokens
+            that the tokenizer adds.
         system: a system message before each dialogue; None gives none, and "" an empty one, which keeps a
             template's own default system message away.
     """
@@ -69,17 +55,17 @@ class Preferences(ReportsLeftOut):
     max_response_length: int = 256
     max_train_rows: int | None = None
     max_validation_rows: int | None = None
+    parts: dict[str, int] | None = None
+    seed: int = 0
+    chat: bool = True
     system: str | None = None
     _left_out: LeftOut = field(default_factory=LeftOut, init=False, repr=False, compare=False)
     _unit: ClassVar[str] = "pairs"
 
     def __post_init__(self) -> None:
         check_hub_settings(self.train, self.validation, subset=self.subset, name=self.name)
-        if self.tokenizer.chat_template is None:
-            raise DataError(
-                "the tokenizer has no chat template, and dialogues need one. Use an instruction-tuned checkpoint, "
-                "or set chat_template in its tokenizer_config.json."
-            )
+        _ = self._turns  # what does not fit is found before anything is read
+        check_parts(self.parts)
 
     def _rows(self, split: str) -> tuple[str, Iterator[Row]]:
         """The split's source and its rows."""
@@ -90,35 +76,27 @@ class Preferences(ReportsLeftOut):
 
     def _encode(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
         """A tokenised pair; raises `Unusable` with the reason why it cannot be one."""
-        for column in ("chosen", "rejected"):
-            if not isinstance(row.get(column), str):
-                raise DataError(f'{place}: column "{column}" is missing or no text; present: {", ".join(row)}.')
-        try:
-            chosen, rejected = parse_dialogue(row["chosen"]), parse_dialogue(row["rejected"])
-        except ValueError as error:
-            raise Unusable(f"not a dialogue: {error}") from error
-        if chosen[:-1] != rejected[:-1]:
-            raise Unusable("chosen and rejected have different prompts")
-        if not chosen[:-1]:
-            raise Unusable("an empty prompt")
-        if not chosen[-1]["content"] or not rejected[-1]["content"]:
-            raise Unusable("an empty response")
-        if chosen[-1] == rejected[-1]:
-            raise Unusable("chosen and rejected are equal")
-        prompt = chat_prompt(self.tokenizer, chosen[:-1], self.system)
-        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        if len(prompt_ids) > self.max_prompt_length:
+        pair = read_pair(place, row)
+        prompt = self._turns.prompt(pair.prompt)
+        if len(prompt.ids) > self.max_prompt_length:
             raise Unusable(f"a prompt over {self.max_prompt_length} tokens")
-        # A response is tokenised alone and ends as a sampled one does, so that the reward is trained at
-        # the very position where it is read in PPO. A chat template would add a newline after the end.
-        responses = {}
-        for name, messages in (("chosen", chosen), ("rejected", rejected)):
-            ids = self.tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
-            responses[name] = [*ids, self.tokenizer.eos_token_id]
-        if max(map(len, responses.values())) > self.max_response_length:
+        chosen, rejected = (self._turns.answer(text, prompt) for text in (pair.chosen, pair.rejected))
+        if chosen == rejected:
+            raise Unusable("chosen and rejected are equal")
+        if max(len(chosen), len(rejected)) > self.max_response_length:
             raise Unusable(f"a response over {self.max_response_length} tokens")
-        encoded = {f"{name}_ids": prompt_ids + ids for name, ids in responses.items()}
-        return {"input_ids": prompt_ids, "prompt": prompt, "messages": chosen[:-1], **encoded}
+        found: dict[str, Any] = {
+            "input_ids": prompt.ids,
+            "prompt": prompt.text,
+            "chosen_ids": prompt.ids + chosen,
+            "rejected_ids": prompt.ids + rejected,
+        }
+        found |= {} if prompt.messages is None else {"messages": prompt.messages}
+        return found if pair.margin is None else {**found, "margin": pair.margin}
+
+    @cached_property
+    def _turns(self) -> TurnEncoder:
+        return TurnEncoder(self.tokenizer, self.chat, self.system)
 
     @cached_property
     def _splits(self) -> dict[str, list[dict[str, Any]]]:
@@ -128,10 +106,38 @@ class Preferences(ReportsLeftOut):
             splits[split] = self._left_out.usable(split, rows, self._encode, source=source, limit=limit)
         return splits
 
+    @cached_property
+    def _drawn(self) -> dict[str, list[int]]:
+        """Training rows by stage."""
+        return draw_parts([row["prompt"] for row in self._splits["train"]], self.parts, seed=self.seed)
+
+    def _rows_of(self, stage: str, split: str) -> list[int]:
+        if split != "train" or self.parts is None:
+            return list(range(len(self._splits[split])))
+        rows = self._drawn[stage]
+        if not rows:
+            raise DataError(
+                f"data.parts takes all {len(self._splits['train'])} pairs and leaves none for the {stage} stage. Name "
+                f"a number for it with data.parts.{stage}=…."
+            )
+        return rows
+
+    def _encoded(self, stage: str, split: str) -> list[dict[str, Any]]:
+        rows = self._splits[split]
+        return [rows[number] for number in self._rows_of(stage, split)]
+
+    def row_places(self, stage: str) -> list[dict[str, str]]:
+        """Which rows of the sources a stage has, with the keys `split` and `place`."""
+        return [
+            {"split": split, "place": self._left_out.kept[split][number]}
+            for split in self._splits
+            for number in self._rows_of(stage, split)
+        ]
+
     @property
     def chats(self) -> bool:
         """Whether prompts are conversations, to which what was said before belongs."""
-        return True
+        return self.chat
 
     def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """A conversation as a prompt.
@@ -139,13 +145,18 @@ class Preferences(ReportsLeftOut):
         Raises:
             DataError: the chat template refuses it.
         """
-        return chat_prompt_ids(self.tokenizer, messages, self.system)
+        return self._turns.asked(messages)
 
     def pairs(self, split: str) -> Dataset:
-        """Tokenised pairs for `trl.RewardTrainer`; columns `chosen_ids`, `rejected_ids`."""
-        return Dataset.from_list(
-            [{key: row[key] for key in ("chosen_ids", "rejected_ids")} for row in self._splits[split]]
-        )
+        """Tokenised pairs for `trl.RewardTrainer`; columns `chosen_ids`, `rejected_ids`.
+
+        And `margin`, 0 where a row has none, if any row of the split has one.
+        """
+        rows = self._encoded("reward", split)
+        columns = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
+        if any("margin" in row for row in rows):
+            return Dataset.from_dict({**columns, "margin": [row.get("margin", 0.0) for row in rows]})
+        return Dataset.from_dict(columns)
 
     def demonstrations(self, split: str) -> Dataset:
         """Prompts with their chosen responses, which alone are part of the loss; columns `input_ids`, `labels`."""
@@ -155,18 +166,20 @@ class Preferences(ReportsLeftOut):
                     "input_ids": row["chosen_ids"],
                     "labels": [-100] * len(row["input_ids"]) + row["chosen_ids"][len(row["input_ids"]) :],
                 }
-                for row in self._splits[split]
+                for row in self._encoded("sft", split)
             ]
         )
 
     def prompts(self, split: str) -> Dataset:
-        """Prompts; columns `input_ids`, `prompt`, `messages`. Each prompt once, however many pairs have it.
+        """Prompts; columns `input_ids`, `prompt`, and `messages` if any is a conversation.
 
-        "test" is "validation": a preference file has no third part.
+        Each prompt once, however many pairs have it. "test" is "validation": a preference file has no third part.
         """
-        rows = self._splits["train" if split == "train" else "validation"]
-        unique = {row["prompt"]: {key: row[key] for key in ("input_ids", "prompt", "messages")} for row in rows}
-        return Dataset.from_list(list(unique.values()))
+        rows = self._encoded("ppo", "train" if split == "train" else "validation")
+        unique = list({row["prompt"]: row for row in rows}.values())
+        present = set(chain.from_iterable(unique))
+        names = [name for name in ("input_ids", "prompt", "messages") if name in present]
+        return Dataset.from_list([{name: row.get(name) for name in names} for row in unique])
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """None of its own: what counts is the reward's score."""

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import PROMPT_COLUMNS, chat_prompt, checked_messages
+from toolkit.data.dialogues import dialogue_prompt, is_dialogue, parse_prompt
 from toolkit.data.left_out import Unusable
 from toolkit.errors import DataError
 
@@ -53,7 +54,7 @@ class PromptEncoder:
             messages, prompt = None, str(self.tokenizer.decode(input_ids))
         else:
             messages = self._messages(place, kind, value)
-            prompt = value if messages is None else chat_prompt(self.tokenizer, messages, self.system)
+            prompt = self._text(value, messages)
             input_ids = self.tokenizer.encode(prompt, add_special_tokens=not self.chat)
         if not input_ids:
             raise Unusable("an empty prompt")
@@ -110,4 +111,14 @@ class PromptEncoder:
             raise Unusable(f"a {kind} that is no text")
         if not value.strip():
             raise Unusable("an empty prompt")
+        if is_dialogue(value):
+            try:
+                return parse_prompt(value)
+            except ValueError as error:
+                raise Unusable(f"a dialogue that cannot be a prompt: {error}") from error
         return [{"role": "user", "content": value}] if self.chat else None
+
+    def _text(self, value: Any, messages: list[dict[str, Any]] | None) -> str:
+        if messages is None:
+            return str(value)
+        return chat_prompt(self.tokenizer, messages, self.system) if self.chat else dialogue_prompt(messages)

@@ -41,8 +41,9 @@ class Prompts(ReportsLeftOut):
         seed: draws the rows to hold out.
         columns: where the prompt is, if the source has other names: `prompt`, `messages` or `input_ids` to the
             source's column. Columns that it does not name are then no prompts.
-        chat: text becomes a message of the user in the tokenizer's chat template. False takes it as it is, with the
-            special tokens that the tokenizer adds.
+        chat: text becomes a message of the user in the tokenizer's chat template, and a dialogue in hh-rlhf's form a
+            conversation. False takes it as it is, with the special tokens that the tokenizer adds and, after a
+            dialogue, the `Assistant:` that asks for the answer.
         system: a system message before each prompt that has none; None gives none, and "" an empty one, which keeps
             a template's own default system message away.
         max_prompt_length: tokens of a prompt; longer ones are left out.
@@ -103,10 +104,14 @@ class Prompts(ReportsLeftOut):
         held_out = self._drawn(every["input_ids"][:])
         self._left_out.rows["validation"] = []
         rest = [row for row in range(len(every)) if row not in held_out]
-        return {
-            "train": every.select(rest[: self.max_train_rows]),
-            "validation": every.select(sorted(held_out)[: self.max_validation_rows]),
-        }
+        rows = {"train": rest[: self.max_train_rows], "validation": sorted(held_out)[: self.max_validation_rows]}
+        places = self._left_out.kept["train"]
+        self._left_out.kept |= {split: [places[row] for row in chosen] for split, chosen in rows.items()}
+        return {split: every.select(chosen) for split, chosen in rows.items()}
+
+    def row_places(self, stage: str) -> list[dict[str, str]]:
+        """Which rows of the sources are in which split, with the keys `split` and `place`; the same for any stage."""
+        return [{"split": split, "place": place} for split in self._splits for place in self._left_out.kept[split]]
 
     def _drawn(self, prompts: list[list[int]]) -> set[int]:
         """Rows to hold out. Those with the same prompt go together: none is both trained on and held out."""

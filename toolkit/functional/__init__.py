@@ -28,6 +28,7 @@ from toolkit.functional.best_of import best_of_kl_bound, expected_best
 from toolkit.functional.kl import KL_ESTIMATORS, FullKL, adapt_kl_coef, full_kl, kl_abs, kl_k1, kl_k2, kl_k3
 from toolkit.functional.logprobs import token_logprobs, token_logprobs_and_entropy
 from toolkit.functional.losses import ClippedLoss, clipped_policy_loss, clipped_value_loss
+from toolkit.functional.preferences import bradley_terry_loss, first_differences, token_level_preference_loss
 from toolkit.functional.rewards import penalize_missing_eos, penalize_short, shape_rewards
 from toolkit.functional.statistics import (
     Moments,
@@ -49,9 +50,11 @@ __all__ = [
     "Moments",
     "adapt_kl_coef",
     "best_of_kl_bound",
+    "bradley_terry_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
     "expected_best",
+    "first_differences",
     "full_kl",
     "generalized_advantage_estimation",
     "kl_abs",
@@ -66,6 +69,7 @@ __all__ = [
     "scale_to_unit_variance",
     "shape_rewards",
     "standard_error",
+    "token_level_preference_loss",
     "token_logprobs",
     "token_logprobs_and_entropy",
     "update_moments",

@@ -10,9 +10,11 @@ from toolkit.models.adapters import load_role, load_weights, role_digest, save_r
 from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config, stop_token_ids
 from toolkit.models.classifier import (
     add_lora,
+    check_reads_tokens,
     check_same_tokenizer,
     classifier_config,
     classifier_outline,
+    classifier_token_scores,
     head_in_float32,
     load_classifier,
     load_classifier_weights,
@@ -28,6 +30,7 @@ from toolkit.models.forward import (
     response_logprobs_and_values,
     response_values,
     sequence_logits,
+    token_logits,
     value_after_response,
 )
 from toolkit.models.heads import ScoreHead, score_positions
@@ -54,9 +57,11 @@ __all__ = [
     "ValueModel",
     "add_lora",
     "build_base",
+    "check_reads_tokens",
     "check_same_tokenizer",
     "classifier_config",
     "classifier_outline",
+    "classifier_token_scores",
     "head_in_float32",
     "load_base",
     "load_classifier",
@@ -80,6 +85,7 @@ __all__ = [
     "score_positions",
     "sequence_logits",
     "stop_token_ids",
+    "token_logits",
     "train_in_float32",
     "value_after_response",
 ]

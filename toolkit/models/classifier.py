@@ -190,6 +190,34 @@ def head_name(model: nn.Module) -> str:
     )
 
 
+def check_reads_tokens(model: PreTrainedModel | PeftModel) -> None:
+    """Nothing, if the head of a classifier can be read at every token.
+
+    Raises:
+        ModelError: it is read off the whole sequence, as BERT's is.
+    """
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if head_name(inner) != "score":
+        raise ModelError(
+            f"reward.loss: token_level reads the head at every token, and that of a {type(inner).__name__} reads the "
+            "whole sequence at once. Use bradley_terry, or a decoder such as Llama, OPT or GPT-2."
+        )
+
+
+def classifier_token_scores(model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The head of a decoder with one output at every token: float32 (B, L).
+
+    Args:
+        model: passes `check_reads_tokens`.
+        input_ids: int64 (B, L), padded on the right.
+        attention_mask: (B, L), 1 at real tokens.
+    """
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    states = inner.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    scores: Tensor = inner.score(states)
+    return scores.squeeze(-1)
+
+
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """A LoRA adapter on the classifier, whose head trains with it; both in float32, the base frozen.
 

@@ -194,10 +194,19 @@ def sequence_logits(
         pad_token_id: the one that the head was trained with: see `score_positions`.
         role: the role whose adapter and head are read.
     """
-    # Both padding sides get the positions that an unpadded row has.
-    position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    with base.role(role):
-        hidden = base.hidden_states(input_ids, attention_mask, position_ids=position_ids)
+    hidden = _hidden_states_of(base, input_ids, attention_mask, role)
     positions = score_positions(input_ids, attention_mask, pad_token_id)
     rows = torch.arange(input_ids.shape[0], device=input_ids.device)
     return base.head(role)(hidden[rows, positions])
+
+
+def token_logits(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, role: str = "reward") -> Tensor:
+    """The role's head at every token: float32 (B, L, num_labels). For the arguments see `sequence_logits`."""
+    return base.head(role)(_hidden_states_of(base, input_ids, attention_mask, role))
+
+
+def _hidden_states_of(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, role: str) -> Tensor:
+    # Both padding sides get the positions that an unpadded row has.
+    position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    with base.role(role):
+        return base.hidden_states(input_ids, attention_mask, position_ids=position_ids)

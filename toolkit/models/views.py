@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-from toolkit.models.forward import sequence_logits
+from toolkit.models.forward import sequence_logits, token_logits
 from toolkit.models.roles import SharedBase
 
 
@@ -89,9 +89,21 @@ class SequenceClassifierView(nn.Module):
         self.base.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, use_cache: bool | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        margin: Tensor | None = None,
+        every_token: bool = False,
     ) -> SequenceClassifierOutput:
-        """Logits (B, num_labels), and the cross-entropy with `labels` (B,) if they are given."""
+        """Logits (B, num_labels), and the cross-entropy with `labels` (B,) if they are given.
+
+        With `every_token` the logits are (B, L, num_labels). TRL hands over all columns of a batch, and those that
+        belong to its loss (`use_cache`, `margin`) are not read here.
+        """
+        if every_token:
+            return SequenceClassifierOutput(logits=token_logits(self.base, input_ids, attention_mask))
         logits = sequence_logits(self.base, input_ids, attention_mask, pad_token_id=self.pad_token_id)
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)

@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from toolkit.errors import RecipeError
 from toolkit.models import (
     add_lora,
+    check_reads_tokens,
     classifier_config,
     classifier_outline,
     head_in_float32,
@@ -110,6 +111,8 @@ def own_model_facts(recipe: Recipe) -> OwnModelFacts:
         ModelError: as for `reward_model_config`, or an adapter that does not fit.
     """
     section, model = recipe.reward_model, outlined_reward_model(recipe)
+    if recipe.values.get("reward", {}).get("loss") == "token_level":
+        check_reads_tokens(model)
     adapted = isinstance(model, PeftModel)
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, TrainingArguments
-from trl import RewardConfig, SFTConfig
+from trl import RewardConfig as TRLRewardConfig
+from trl import SFTConfig
 from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
 from toolkit.data import TASKS
@@ -26,6 +27,7 @@ from toolkit.recipes.schema import (
 )
 from toolkit.recipes.show import as_yaml, owner_defaults, top_level_defaults
 from toolkit.trainers.ppo_config import HONOURED, PPOConfig, ignored_by_our_loop
+from toolkit.trainers.reward_config import RewardConfig
 
 _HEADER = """\
 # Recipe reference
@@ -64,7 +66,7 @@ _ELSEWHERE = {
         f"{_DOCS}/transformers/main_classes/quantization#transformers.BitsAndBytesConfig",
     ),
     "sft": _Elsewhere(SFTConfig, "TRL's", f"{_DOCS}/trl/sft_trainer#trl.SFTConfig"),
-    "reward": _Elsewhere(RewardConfig, "TRL's", f"{_DOCS}/trl/reward_trainer#trl.RewardConfig"),
+    "reward": _Elsewhere(TRLRewardConfig, "TRL's", f"{_DOCS}/trl/reward_trainer#trl.RewardConfig"),
 }
 
 
@@ -159,6 +161,8 @@ def reference() -> str:
             lines += [str(_ELSEWHERE["lora"]), ""]
     for name in ("sft", "reward"):
         lines += [f"## {name}", "", str(_ELSEWHERE[name]), ""]
+    own = [name for name in owner_fields(RewardConfig) if name not in owner_fields(TRLRewardConfig)]
+    lines += ["### reward: from the toolkit", "", *table(RewardConfig, own), ""]
     lines += _ppo_section()
     return "\n".join(lines).rstrip() + "\n"
 

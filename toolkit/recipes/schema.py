@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
-from trl import RewardConfig, SFTConfig
+from trl import SFTConfig
 
 from toolkit.data import TASKS
 from toolkit.rewards import PartSection
@@ -23,6 +23,7 @@ from toolkit.rewards import ScorerSection as ScorerSection  # where recipes look
 from toolkit.rewards.function import beside
 from toolkit.rewards.section import section_problems
 from toolkit.trainers.ppo_config import NOT_OFFERED, PPOConfig, ignored_by_our_loop
+from toolkit.trainers.reward_config import RewardConfig
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class BaseSection:
 class RewardModelSection(BaseSection):
     """Section `reward_model`: a base of its own for the reward, of the same tokens as the policy's.
 
-    The reward stage trains it as a sequence classifier: with `adapters.reward` that adapter and the head on it,
-    without all its weights.
+    The reward stage trains it as a sequence classifier: all its weights, or with `adapters.reward` that adapter and the
+    head.
 
     Args:
         model: hub id or local folder.
@@ -544,6 +545,11 @@ def _check_together(values: dict[str, Any]) -> list[str]:
         problems.append(
             f"adapters.policy — is missing: the sft stage trains it. Full fine-tuning of the base is refused: {why}."
         )
+    if (
+        _section(values, "reward").get("loss") == "token_level"
+        and _section(values, "reward_head").get("num_labels", 1) != 1
+    ):
+        problems.append("reward.loss — token_level is of pairs, and reward_head.num_labels says classes. Remove one.")
     if "reward" in values and "reward" not in adapters and "reward_model" not in values:
         problems.append("adapters.reward — is missing: the reward stage trains it.")
     return problems + _check_reward_model(values)

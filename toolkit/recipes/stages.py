@@ -16,7 +16,7 @@ from rich.console import Console
 from toolkit.checkpoints import checkpoint_folders, newest_whole, step_of
 from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.models import PolicyView
-from toolkit.recipes.assemble import MAKERS, make_meter
+from toolkit.recipes.assemble import MAKERS, make_meter, stage_dataset
 from toolkit.recipes.child import run_stage
 from toolkit.recipes.own_value import copies_reward_model
 from toolkit.recipes.recipe import Recipe
@@ -37,6 +37,7 @@ from toolkit.reports import (
 )
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import evaluate_reward
+from toolkit.trainers.sft import cut_rows
 
 RECIPE_FILE = "recipe.yaml"
 BEFORE_FILE = "before.json"
@@ -221,6 +222,7 @@ def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | 
     task = recipe.task_of(stage)
     if hasattr(task, "report"):
         console.print(f"data: {task.report()}", highlight=False, soft_wrap=True)
+    cut = _report_cuts(recipe, trainer.args, console) if stage == "sft" else {}
     measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo}[stage]
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     kept = read_json(folder / BEFORE_FILE)
@@ -247,6 +249,9 @@ def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | 
     if hasattr(task, "left_out_rows"):
         result["left_out"] = {split: dict(reasons) for split, reasons in task.left_out.items()}
         write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
+        write_jsonl(folder / "rows.jsonl", task.row_places(stage))
+    if cut:
+        result["cut"] = cut
     samples = sample_rows(answers_before, answers_after) if answers_before and answers_after else []
     if samples:
         write_jsonl(folder / "samples.jsonl", samples)
@@ -256,6 +261,23 @@ def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | 
     print_result(console, result)
     console.print(f"report: {report}", highlight=False, soft_wrap=True)
     return result
+
+
+def _report_cuts(recipe: Recipe, args: Any, console: Console) -> dict[str, dict[str, int]]:
+    """Rows of the sft stage that `sft.max_length` cuts, by split: TRL cuts them without a word."""
+    found = {}
+    for split in ("train", "validation"):
+        rows = stage_dataset(recipe, "sft", "demonstrations", split)
+        cut = cut_rows(rows, args)
+        if cut:
+            found[split] = cut
+            console.print(
+                f"data: {split}: {cut['cut']} of {len(rows)} rows are cut to sft.max_length ({args.max_length}); "
+                f"{cut['without_loss']} of them lose all that the loss is taken of, and are left out",
+                highlight=False,
+                soft_wrap=True,
+            )
+    return found
 
 
 def figures(

@@ -1,8 +1,8 @@
 """The reward stage: train the role "reward" on pairs, or on classes.
 
-Scalar rewards are trained by TRL's `RewardTrainer` (Bradley–Terry: −log σ(r_chosen − r_rejected), Ouyang et al.
-2022, arXiv 2203.02155, equation 1), classes by transformers' `Trainer` with cross-entropy. Both see the role as a
-sequence classifier, read at the same position as in PPO.
+Scalar rewards are trained by TRL's `RewardTrainer`, with its Bradley–Terry loss or with one at every token, classes by
+transformers' `Trainer` with cross-entropy. Both see the role as a sequence classifier, read at the same position as
+in PPO.
 """
 
 from pathlib import Path
@@ -12,17 +12,26 @@ import torch
 from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
-from trl import RewardConfig
+from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
 from toolkit.data import LabelledCollator
 from toolkit.errors import DataError
-from toolkit.functional import wilson_interval
-from toolkit.models import SequenceClassifierView, SharedBase, load_weights, release_memory, save_role
+from toolkit.functional import first_differences, token_level_preference_loss, wilson_interval
+from toolkit.models import (
+    SequenceClassifierView,
+    SharedBase,
+    load_weights,
+    release_memory,
+    save_role,
+    score_positions,
+)
 from toolkit.rewards import Judge, read_sequences
 from toolkit.trainers.resume import ResumableTrainer
+from toolkit.trainers.reward_config import RewardConfig
 
 
 class _SavesRole(ResumableTrainer):
@@ -49,11 +58,49 @@ class _SavesRole(ResumableTrainer):
         load_weights(self.model.base, "reward", folder / "reward")
 
 
-class RewardTrainer(_SavesRole, TRLRewardTrainer):
+class PairTrainer(TRLRewardTrainer):
+    """TRL's `RewardTrainer` with a loss at every token, too."""
+
+    def token_scores(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """The head at every token: float32 (B, L)."""
+        raise NotImplementedError
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's Bradley–Terry loss, or the token-level one with TRL's centring and metrics."""
+        if not (isinstance(self.args, RewardConfig) and self.args.loss == "token_level"):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        values = self.token_scores(model, ids, mask)  # (2B, L)
+        ends = score_positions(ids, mask, self.processing_class.pad_token_id)  # (2B,)
+        scores = values.gather(1, ends.unsqueeze(1))  # (2B, 1)
+        outputs = SequenceClassifierOutput(logits=scores)
+        with torch.no_grad():  # for accuracy, margin and the rest of what it logs
+            super().compute_loss(lambda **_: outputs, inputs)
+        chosen_ends, rejected_ends = ends.chunk(2)
+        bounds = {"chosen_ends": chosen_ends, "rejected_ends": rejected_ends}
+        loss = token_level_preference_loss(
+            *values.chunk(2),
+            starts=first_differences(*ids.chunk(2), **bounds),
+            margin=inputs.get("margin", 0.0),
+            **bounds,
+        )
+        if self.args.center_rewards_coefficient is not None:
+            chosen, rejected = scores.squeeze(1).chunk(2)
+            loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class RewardTrainer(_SavesRole, PairTrainer):
     """TRL's `RewardTrainer` on the shared base. Nothing is sent anywhere, and the head stays in float32."""
 
     def _send_telemetry(self) -> None:
         """TRL reports architecture and GPU of each run; the toolkit does not."""
+
+    def token_scores(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = model(input_ids=input_ids, attention_mask=attention_mask, every_token=True).logits
+        return scores.squeeze(-1)
 
 
 class ClassTrainer(_SavesRole):
@@ -75,7 +122,7 @@ def check_columns(dataset: Dataset, outputs: int) -> None:
 
 
 def reward_trainer(
-    args: RewardConfig,
+    args: TRLRewardConfig,
     processing_class: PreTrainedTokenizerBase,
     roles: SharedBase,
     train_dataset: Dataset,
@@ -87,7 +134,7 @@ def reward_trainer(
     """A trainer for the role "reward", which `roles` carries with its head.
 
     Args:
-        args: TRL's configuration, also for classes.
+        args: TRL's configuration or ours, also for classes.
         processing_class: tokenizer.
         roles: the shared base. Its reward role is made trainable, alone.
         train_dataset: `chosen_ids` and `rejected_ids` for a scalar head, `input_ids` and `labels` for classes.

@@ -13,13 +13,20 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
-from trl import RewardConfig
-from trl import RewardTrainer as TRLRewardTrainer
+from trl import RewardConfig as TRLRewardConfig
 
 from toolkit.data import LabelledCollator
-from toolkit.models import load_classifier_weights, release_memory, save_classifier, train_in_float32
+from toolkit.models import (
+    check_reads_tokens,
+    classifier_token_scores,
+    load_classifier_weights,
+    release_memory,
+    save_classifier,
+    train_in_float32,
+)
 from toolkit.trainers.resume import ResumableTrainer
-from toolkit.trainers.reward import check_columns
+from toolkit.trainers.reward import PairTrainer, check_columns
+from toolkit.trainers.reward_config import RewardConfig
 
 
 class _SavesModel(ResumableTrainer):
@@ -43,11 +50,15 @@ class _SavesModel(ResumableTrainer):
         load_classifier_weights(self.model, folder / "model")
 
 
-class PairModelTrainer(_SavesModel, TRLRewardTrainer):
+class PairModelTrainer(_SavesModel, PairTrainer):
     """TRL's `RewardTrainer` on a model of its own. Nothing is sent anywhere."""
 
     def _send_telemetry(self) -> None:
         """TRL reports architecture and GPU of each run; the toolkit does not."""
+
+    def token_scores(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        with self.accelerator.autocast():  # which is around the forward pass of the whole model alone
+            return classifier_token_scores(self.accelerator.unwrap_model(model), input_ids, attention_mask)
 
 
 class ClassModelTrainer(_SavesModel):
@@ -55,7 +66,7 @@ class ClassModelTrainer(_SavesModel):
 
 
 def reward_model_trainer(
-    args: RewardConfig,
+    args: TRLRewardConfig,
     processing_class: PreTrainedTokenizerBase,
     model: PreTrainedModel | PeftModel,
     train_dataset: Dataset,
@@ -66,7 +77,7 @@ def reward_model_trainer(
     """A trainer for a sequence classifier on a base of its own.
 
     Args:
-        args: TRL's configuration, also for classes.
+        args: TRL's configuration or ours, also for classes.
         processing_class: the policy's tokenizer, whose ids the data sets hold.
         model: all its weights are trained, or those of its adapter and head.
         train_dataset: `chosen_ids` and `rejected_ids` for one output, `input_ids` and `labels` for classes.
@@ -75,7 +86,10 @@ def reward_model_trainer(
 
     Raises:
         DataError: the columns do not fit the head.
+        ModelError: a loss at every token, and the model is no decoder.
     """
+    if isinstance(args, RewardConfig) and args.loss == "token_level":
+        check_reads_tokens(model)
     classes = model.config.num_labels > 1
     check_columns(train_dataset, model.config.num_labels)
     common: dict[str, Any] = {

@@ -58,6 +58,29 @@ class SFTTrainer(ResumableTrainer, TRLSFTTrainer):
             load_weights(self.roles, "policy", folder / "policy")
 
 
+def cut_rows(dataset: Dataset, args: SFTConfig) -> dict[str, int]:
+    """How many rows TRL will cut to `max_length`, and how many of these lose every token of the loss and are left out.
+
+    Args:
+        dataset: `input_ids`, and `labels` or none.
+        args: TRL's configuration. Rows that are wrapped into others are divided, and none is cut.
+
+    Returns:
+        `cut` and `without_loss`; empty where no row is cut.
+    """
+    limit = args.max_length
+    if limit is None or (args.packing and args.packing_strategy != "bfd"):
+        return {}
+    long = dataset.filter(lambda ids: len(ids) > limit, input_columns="input_ids")
+    if not len(long):
+        return {}
+    lost = 0
+    if "labels" in long.column_names and not args.packing:
+        kept = slice(limit) if args.truncation_mode == "keep_start" else slice(-limit, None)
+        lost = sum(all(label == -100 for label in labels[kept]) for labels in long["labels"])
+    return {"cut": len(long), "without_loss": lost}
+
+
 def sft_trainer(
     args: SFTConfig,
     processing_class: PreTrainedTokenizerBase,

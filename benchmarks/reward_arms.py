@@ -1,0 +1,218 @@
+"""One arm of `benchmarks.reward_parity` in a process of its own: a reward is trained, then it judges held-out pairs.
+
+    python -m benchmarks.reward_arms --job job.json --output answer.json
+
+All arms of a seed start as the same function: each adapter's B is zero, its A and the head come from the seed and the
+name of their place. They get the same token ids in the same order, and but for the loss the same settings of
+`trl.RewardTrainer`.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from trl import RewardConfig as TRLRewardConfig
+from trl import RewardTrainer as TRLRewardTrainer
+
+from benchmarks.contenders import lora, nf4, seed_adapter, seed_head
+from toolkit.data import Preferences, pad_rows
+from toolkit.models import SharedBase, load_base, load_tokenizer
+from toolkit.reports import peak_memory_gb
+from toolkit.rewards import read_sequences
+from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.reward_config import RewardConfig
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an arm is to do.
+
+    Args:
+        model: folder of the checkpoint.
+        train: file of pairs. The first that fit are trained on, the others are held out.
+        validation: file of pairs, all held out.
+        seed: of the order of the pairs and of the start.
+        pairs: number of training pairs.
+        batch_size: pairs of a step.
+        learning_rate: at its highest.
+        max_prompt_length: tokens.
+        max_response_length: tokens.
+    """
+
+    model: str
+    train: str
+    validation: str
+    seed: int
+    pairs: int
+    batch_size: int
+    learning_rate: float
+    max_prompt_length: int
+    max_response_length: int
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Tokenised pairs to train on and others to judge: none of the latter has the prompt of one of the former."""
+
+    train: Dataset
+    held_out: Dataset
+
+
+def split_pairs(job: Job, tokenizer: PreTrainedTokenizerBase) -> Pairs:
+    """The pairs of a job; the same for all seeds and arms."""
+    task = Preferences(
+        tokenizer,
+        job.train,
+        job.validation,
+        max_prompt_length=job.max_prompt_length,
+        max_response_length=job.max_response_length,
+        system="",
+    )
+    rows: list[dict[str, list[int]]] = []
+    prompts: list[tuple[int, ...]] = []
+    for split in ("train", "validation"):
+        rows += task.pairs(split).select_columns(["chosen_ids", "rejected_ids"]).to_list()
+        for shown in task.demonstrations(split):
+            prompts.append(tuple(shown["input_ids"][: shown["labels"].count(-100)]))
+    seen = set(prompts[: job.pairs])
+    held_out = [row for row, prompt in zip(rows[job.pairs :], prompts[job.pairs :], strict=True) if prompt not in seen]
+    return Pairs(Dataset.from_list(rows[: job.pairs]), Dataset.from_list(held_out))
+
+
+def settings(job: Job, folder: str) -> dict[str, Any]:
+    """Arguments of `RewardConfig`, the same for all arms."""
+    return {
+        "output_dir": folder,
+        "seed": job.seed,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": job.batch_size,
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 4,
+        "max_length": None,
+        "pad_to_multiple_of": 8,
+        "gradient_checkpointing": False,
+        "bf16": True,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 4,
+        "disable_tqdm": True,
+    }
+
+
+def _trained(trainer: Any) -> dict[str, Any]:
+    started = time.perf_counter()
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {"seconds": time.perf_counter() - started, "losses": losses}
+
+
+def _figures(chosen: Tensor, rejected: Tensor, trained: dict[str, Any]) -> dict[str, Any]:
+    return {"margins": [round(float(margin), 6) for margin in chosen - rejected], **trained}
+
+
+def ours(
+    job: Job, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, folder: str, *, loss: str = "bradley_terry"
+) -> dict[str, Any]:
+    """Our reward role on the NF4 base."""
+    roles = SharedBase(load_base(job.model, quantization=nf4(), dtype="bfloat16"))
+    roles.add_role("reward", lora())
+    own = [(name.replace(".reward.", "."), p) for name, p in roles.model.named_parameters() if ".reward." in name]
+    seed_adapter(own, f"reward {job.seed}")
+    seed_head(roles.head("reward").weight, f"reward {job.seed}")
+    args = RewardConfig(**settings(job, folder), loss=loss)
+    trainer = reward_trainer(args, tokenizer, roles, pairs.train, callbacks=[])
+    trained = _trained(trainer)
+    with trainer.compute_loss_context_manager():
+        chosen, rejected = (
+            read_sequences(roles, pairs.held_out[name], pad_token_id=tokenizer.pad_token_id, batch_size=job.batch_size)
+            for name in ("chosen_ids", "rejected_ids")
+        )
+    return _figures(chosen.squeeze(1), rejected.squeeze(1), trained)
+
+
+@torch.no_grad()
+def _scores(model: Any, rows: Sequence[Sequence[int]], pad_token_id: int, batch_size: int) -> Tensor:
+    scores = torch.zeros(len(rows))
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    for start in range(0, len(rows), batch_size):
+        part = order[start : start + batch_size]
+        ids, mask = pad_rows([rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=8)
+        scores[part] = model(input_ids=ids, attention_mask=mask).logits.squeeze(1).float()
+    return scores
+
+
+def plain_trl(job: Job, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, folder: str) -> dict[str, Any]:
+    """`trl.RewardTrainer` with a PEFT classifier on the bf16 base, as its users have it."""
+    model = AutoModelForSequenceClassification.from_pretrained(job.model, num_labels=1, dtype=torch.bfloat16)
+    model = get_peft_model(model, lora("SEQ_CLS"))
+    seed_adapter(model.named_parameters(), f"reward {job.seed}")
+    for name, parameter in model.named_parameters():
+        if ".score." in name:  # the original of the head, and PEFT's trained copy of it
+            seed_head(parameter, f"reward {job.seed}")
+    trainer = TRLRewardTrainer(
+        model=model,
+        args=TRLRewardConfig(**settings(job, folder)),
+        train_dataset=pairs.train,
+        processing_class=tokenizer,
+    )
+    trained = _trained(trainer)
+    model.eval()
+    with trainer.compute_loss_context_manager():
+        chosen, rejected = (
+            _scores(model, pairs.held_out[name], tokenizer.pad_token_id, job.batch_size)
+            for name in ("chosen_ids", "rejected_ids")
+        )
+    return _figures(chosen, rejected, trained)
+
+
+ARMS: dict[str, Callable[[Job, Pairs, PreTrainedTokenizerBase, str], dict[str, Any]]] = {
+    "trl-bf16": plain_trl,
+    "ours-nf4": ours,
+    "ours-nf4-token-level": partial(ours, loss="token_level"),
+}
+
+
+def run_arm(arm: str, job: Job) -> dict[str, Any]:
+    """Train one arm and judge the held-out pairs.
+
+    Returns:
+        `margins` (score of chosen less that of rejected, one a held-out pair), `losses` and `seconds` of training,
+        `memory_gb`.
+    """
+    tokenizer = load_tokenizer(job.model)
+    with tempfile.TemporaryDirectory() as folder:
+        found = ARMS[arm](job, split_pairs(job, tokenizer), tokenizer, folder)
+    return {"arm": arm, "seed": job.seed, **found, "memory_gb": peak_memory_gb()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arm", choices=ARMS, required=True)
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    job = Job(**json.loads(args.job.read_text(encoding="utf-8")))
+    args.output.write_text(json.dumps(run_arm(args.arm, job)) + "\n", encoding="utf-8")
+
+
+def write_job(job: Job, path: Path) -> Path:
+    """Write a job for `main`."""
+    path.write_text(json.dumps(asdict(job)) + "\n", encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    main()

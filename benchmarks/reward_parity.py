@@ -1,0 +1,196 @@
+"""Our reward adapter on the NF4 base against plain `trl.RewardTrainer` on bf16, pair by pair.
+
+    python -m benchmarks.reward_parity --model /path/to/SmolLM2-135M-Instruct \\
+        --train pairs.jsonl --validation held_out.jsonl --seeds 0 1 2
+
+Each arm of each seed is trained on the same pairs in the same order, in a process of its own, and then judges the same
+held-out pairs. The result goes to `benchmarks/results/<date>_reward.json` after every arm, or to the file that
+`--output` names; a file that is there already is gone on with, so that arms which are done are not run again.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.machine import machine
+from benchmarks.paired import compare
+from benchmarks.reward_arms import ARMS, Job, write_job
+from benchmarks.run import about_model
+from benchmarks.table import RESULTS
+from toolkit.errors import ToolkitError
+from toolkit.reports import versions, write_json
+
+# Stated before any arm was run. Training on so few pairs lifts the accuracy some 10 points over a coin, so that an arm
+# within 5 points has kept at least half of what training gives; and with some 300 held-out pairs and three seeds the
+# interval of a difference is about 3 points to either side, so that a loss of the margin's size would be seen.
+MARGIN = 0.05
+# (first, second): what is compared with what.
+COMPARISONS = (("ours-nf4", "trl-bf16"), ("ours-nf4-token-level", "ours-nf4"), ("ours-nf4-token-level", "trl-bf16"))
+_ROOT = Path(__file__).parents[1]
+
+Step = Callable[[str, Job], dict[str, Any]]
+
+
+def arm_in_process(arm: str, job: Job) -> dict[str, Any]:
+    """Run one arm in a process of its own.
+
+    Raises:
+        BenchmarkError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given, output = write_job(job, Path(folder) / "job.json"), Path(folder) / "answer.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.reward_arms", "--arm", arm, "--job", str(given), "--output", output],
+            cwd=_ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
+            raise BenchmarkError(f"the arm {arm} of seed {job.seed} failed: {said[-1].strip()}")
+        return json.loads(output.read_text(encoding="utf-8"))
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def settings_of(job: Job) -> dict[str, Any]:
+    """What decides an arm's result besides model and seed; files by their contents."""
+    found = {name: value for name, value in asdict(job).items() if name not in ("model", "seed")}
+    return {**found, "train": _digest(job.train), "validation": _digest(job.validation)}
+
+
+def comparisons(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every comparison for which some seeds have both arms.
+
+    Args:
+        arms: from `benchmarks.reward_arms.run_arm`.
+    """
+    margins = {(arm["arm"], arm["seed"]): arm["margins"] for arm in arms}
+    found = []
+    for first, second in COMPARISONS:
+        seeds = [seed for name, seed in sorted(margins) if name == first and (second, seed) in margins]
+        if seeds:
+            pair = ([margins[name, seed] for seed in seeds] for name in (first, second))
+            found.append({"first": first, "second": second, "seeds": seeds, **compare(*pair, margin=MARGIN)})
+    return found
+
+
+def new_result(job: Job) -> dict[str, Any]:
+    """A result without arms."""
+    return {
+        "kind": "reward",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "model": about_model(job.model),
+        "settings": settings_of(job),
+        "arms": [],
+        "comparisons": [],
+    }
+
+
+def resumed(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
+    """The result at `path` to go on with, or `fresh` where there is none.
+
+    Raises:
+        BenchmarkError: that one is of another model, other pairs or other settings.
+    """
+    if not path.is_file():
+        return fresh
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    other = [key for key in ("model", "settings", "versions", "machine") if earlier[key] != fresh[key]]
+    if other:
+        raise BenchmarkError(f"{path} differs from this run in {' and '.join(other)}. Name another file with --output.")
+    return earlier
+
+
+def run(
+    job: Job, *, seeds: Sequence[int], arms: Sequence[str], output: Path, console: Console, step: Step = arm_in_process
+) -> dict[str, Any]:
+    """Run every arm of every seed that the result does not have yet; saved after each.
+
+    Args:
+        job: of any seed.
+        seeds: of the runs.
+        arms: names in `ARMS`.
+        output: the result's file.
+        console: for a line about each arm.
+        step: runs an arm.
+    """
+    result = resumed(output, new_result(job))
+    done = {(arm["arm"], arm["seed"]) for arm in result["arms"]}
+    for seed in seeds:
+        for name in arms:
+            if (name, seed) in done:
+                continue
+            found = step(name, Job(**{**asdict(job), "seed": seed}))
+            right = sum(margin > 0 for margin in found["margins"]) / len(found["margins"])
+            console.print(f"seed {seed} {name}: accuracy {right:.3f}, {found['seconds']:.0f} s", highlight=False)
+            result["arms"].append(found)
+            result["comparisons"] = comparisons(result["arms"])
+            output.parent.mkdir(parents=True, exist_ok=True)
+            write_json(output, result)
+    return result
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """A comparison in one sentence."""
+    accuracy, loss = found["accuracy"], found["log_loss"]
+    (low, high), (loss_low, loss_high) = accuracy["interval"], loss["interval"]
+    word = "non-inferior" if found["non_inferior"] else "not shown to be non-inferior"
+    return (
+        f"{found['first']} against {found['second']}: accuracy {accuracy['first']:.3f} against "
+        f"{accuracy['second']:.3f}, difference {accuracy['difference']:+.3f} ({low:+.3f} to {high:+.3f}), {word} by a "
+        f"margin of {found['margin']:.2f}; log-loss {loss['difference']:+.4f} ({loss_low:+.4f} to {loss_high:+.4f})"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder of a chat checkpoint, such as SmolLM2-135M-Instruct")
+    parser.add_argument("--train", required=True, help="file of pairs; those that are not trained on are held out")
+    parser.add_argument("--validation", required=True, help="file of held-out pairs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
+    parser.add_argument("--pairs", type=int, default=192, help="training pairs")
+    parser.add_argument("--batch-size", type=int, default=8, help="pairs of a step")
+    parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--max-prompt-length", type=int, default=80, help="tokens")
+    parser.add_argument("--max-response-length", type=int, default=64, help="tokens")
+    parser.add_argument("--output", type=Path, help="file of the result; one that is there is gone on with")
+    args = parser.parse_args()
+    progress = Console(stderr=True)
+    # Arms run in the repository's folder.
+    paths = (str(Path(path).expanduser().resolve()) for path in (args.model, args.train, args.validation))
+    limits = (args.max_prompt_length, args.max_response_length)
+    job = Job(*paths, args.seeds[0], args.pairs, args.batch_size, args.learning_rate, *limits)
+    output = args.output or RESULTS / f"{datetime.now(UTC):%Y-%m-%d}_reward.json"
+    try:
+        result = run(job, seeds=args.seeds, arms=args.arms, output=output, console=progress)
+    except ToolkitError as error:
+        progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
+        return 1
+    for found in result["comparisons"]:
+        print(verdict(found))
+    progress.print(f"result: {output}", highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The forms of a preference pair, of a dialogue and of a demonstration, each read to the same tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.helpers import byte_tokenizer
+from toolkit.data import Demonstrations, Preferences, Prompts, doubling
+from toolkit.data.left_out import Unusable
+from toolkit.data.pairs import Pair, read_pair
+from toolkit.data.parts import draw_parts
+from toolkit.errors import DataError
+
+DATA = Path(__file__).parents[2] / "data"
+ASKED = [{"role": "user", "content": "Capital?"}]
+
+
+def said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+HH = "\n\nHuman: Capital?\n\nAssistant:"
+SAME_PAIR = [
+    {"chosen": f"{HH} Paris.", "rejected": f"{HH} Rome."},
+    {"chosen": ASKED + said("Paris."), "rejected": ASKED + said("Rome.")},
+    {"prompt": ASKED, "chosen": said("Paris."), "rejected": said("Rome.")},
+    {"prompt": ASKED, "chosen": "Paris.", "rejected": "Rome."},
+    {"prompt": HH, "chosen": "Paris.", "rejected": "Rome."},
+    {"prompt": "\n\nHuman: Capital?", "chosen": said("Paris."), "rejected": said("Rome.")},
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("row", SAME_PAIR)
+def test_conversational_forms(row):
+    assert read_pair("x", row) == Pair(ASKED, "Paris.", "Rome.")
+    assert read_pair("x", {**row, "margin": 2}).margin == 2.0
+
+
+def test_forms_of_text():
+    explicit = {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}
+    assert read_pair("x", explicit) == Pair("1 + 1 =", " 2", " 3")
+    implicit = {"chosen": "It is 1 + 1 = 22 ok", "rejected": "It is 1 + 1 = 23 ok"}
+    # The common beginning ends between words: "2" is not taken out of "22" and "23".
+    assert read_pair("x", implicit) == Pair("It is 1 + 1 =", " 22 ok", " 23 ok")
+    longer = {"chosen": "a b c", "rejected": "a b"}
+    assert read_pair("x", longer) == Pair("a", " b c", " b")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"chosen": "Paris.", "rejected": "Rome."}, "texts that begin with no common words, and no column prompt"),
+        ({"chosen": "a", "rejected": said("b")}, "one of chosen and rejected is text, the other messages"),
+        ({"chosen": [], "rejected": said("b")}, "an empty response"),
+        ({"chosen": ASKED + said(" "), "rejected": ASKED + said("b")}, "an empty response"),
+        ({"chosen": ASKED + said("a"), "rejected": ASKED + said("a")}, "chosen and rejected are equal"),
+        ({"chosen": said("a"), "rejected": said("b")}, "an empty prompt"),
+        ({"chosen": ASKED, "rejected": ASKED + said("b")}, "its last turn is not the assistant's"),
+        ({"chosen": [{"role": "assistant"}], "rejected": said("b")}, "a message that is no object with role and"),
+        ({"chosen": [*ASKED, *ASKED, *said("a")], "rejected": ASKED + said("b")}, "different prompts"),
+        ({"prompt": ASKED, "chosen": ASKED + said("a"), "rejected": said("b")}, "an answer of 2 messages beside its"),
+        ({"prompt": " ", "chosen": "a", "rejected": "b"}, "an empty prompt"),
+        ({"prompt": f"{HH} Done.", "chosen": "a", "rejected": "b"}, "a prompt that is no dialogue: its last turn is"),
+        ({**SAME_PAIR[0], "margin": "much"}, "a margin that is no finite number"),
+        ({**SAME_PAIR[0], "margin": True}, "a margin that is no finite number"),
+        ({**SAME_PAIR[0], "margin": float("nan")}, "a margin that is no finite number"),
+    ],
+)
+def test_pairs_that_cannot_be_used(row, reason):
+    with pytest.raises(Unusable, match=reason):
+        read_pair("x", row)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": 1, "rejected": "b"}, r'line 2: column "chosen" is missing, or neither text nor messages'),
+        (
+            {"prompt": 1, "chosen": "a", "rejected": "b"},
+            r'line 2: column "prompt" is neither text nor .*, but int',
+        ),
+    ],
+)
+def test_columns_of_another_kind_name_the_line(row, message, tmp_path):
+    path = write(tmp_path / "x.jsonl", [SAME_PAIR[0], row])
+    with pytest.raises(DataError, match=message):
+        Preferences(byte_tokenizer(), path, path).pairs("train")
+
+
+def test_every_form_is_tokenised_alike_and_margins_come_along(tmp_path):
+    tokenizer = byte_tokenizer()
+    rows = [{**row, "margin": 0.5} for row in SAME_PAIR[:2]] + SAME_PAIR[2:]
+    path = write(tmp_path / "x.jsonl", rows)
+    pairs = Preferences(tokenizer, path, path).pairs("train")
+    assert [tokenizer.decode(ids) for ids in pairs["chosen_ids"]] == ["<s>Capital?</s><s>Paris.</s>"] * len(rows)
+    assert pairs["margin"] == [0.5, 0.5, 0, 0, 0, 0]
+    without = Preferences(tokenizer, (other := write(tmp_path / "y.jsonl", SAME_PAIR)), other).pairs("train")
+    assert without.column_names == ["chosen_ids", "rejected_ids"]
+
+
+# ---------------------------------------------------------------------- without a chat template
+
+
+def plain(tokenizer):
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def test_the_plain_form_is_hh_rlhfs_own_text(tmp_path):
+    tokenizer = plain(byte_tokenizer())
+    turns = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Capital?\n\nAssistant:"
+    rows = [
+        {"chosen": f"{turns} Paris.", "rejected": f"{turns} Rome."},
+        {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"},
+    ]
+    path = write(tmp_path / "x.jsonl", rows)
+    task = Preferences(tokenizer, path, path, chat=False)
+    pairs = task.pairs("train")
+    assert tokenizer.decode(pairs[0]["chosen_ids"]) == f"{turns} Paris.</s>"
+    assert tokenizer.decode(pairs[1]["rejected_ids"]) == "1 + 1 = 3</s>"
+    prompts = task.prompts("train")
+    assert prompts["prompt"] == [turns, "1 + 1 ="] and prompts["messages"][1] is None and not task.chats
+    assert tokenizer.decode(task.prompt_ids(ASKED)) == HH
+    shown = task.demonstrations("train")[0]
+    assert tokenizer.decode([token for token in shown["labels"] if token != -100]) == " Paris.</s>"
+
+
+def test_plain_or_chat_is_said_and_not_guessed(tmp_path):
+    path = write(tmp_path / "x.jsonl", SAME_PAIR)
+    with pytest.raises(DataError, match=r"no chat template, and dialogues need one.*set data.chat=false for hh-rlhf's"):
+        Preferences(plain(byte_tokenizer()), path, path)
+    with pytest.raises(DataError, match=r"data.system has no effect with data.chat=false"):
+        Preferences(byte_tokenizer(), path, path, chat=False, system="x")
+    system = [{"role": "system", "content": "Be brief."}, *ASKED]
+    path = write(tmp_path / "y.jsonl", [SAME_PAIR[0], {"prompt": system, "chosen": "a", "rejected": "b"}])
+    task = Preferences(plain(byte_tokenizer()), path, path, chat=False)
+    assert len(task.pairs("train")) == 1
+    assert task.left_out["train"] == {"a message of the system, which the plain form has no name for": 1}
+
+
+# ---------------------------------------------------------------------- prompts that are dialogues
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_dialogues_as_prompts_in_a_column_of_another_name(chat):
+    tokenizer = byte_tokenizer() if chat else plain(byte_tokenizer())
+    source = str(DATA / "dialogue_prompts.jsonl")
+    task = Prompts(tokenizer, source, columns={"prompt": "promtp"}, validation_size=2, chat=chat)
+    assert len(task.prompts("train")) + len(task.prompts("test")) == 12 and not task.left_out_rows()
+    found = {row["prompt"] for split in ("train", "test") for row in task.prompts(split)}
+    if chat:
+        assert "<s>Name a planet.</s><s>Saturn.</s><s>Does it have rings?</s><s>" in found
+        messages = [row["messages"] for row in task.prompts("train")]
+        assert {message["role"] for row in messages for message in row} == {"user", "assistant"}
+    else:
+        # The last turn is asked for, as it stands before every response of a preference pair.
+        assert "\n\nHuman: What is 7 times 8?\n\nAssistant:" in found
+
+
+def test_a_dialogue_that_was_answered_is_no_prompt(tmp_path):
+    path = write(tmp_path / "x.jsonl", [{"prompt": HH}, {"prompt": f"{HH} Paris."}])
+    task = Prompts(byte_tokenizer(), path, path)
+    assert task.prompts("train")["prompt"] == ["<s>Capital?</s><s>"]
+    assert task.left_out["train"] == {"a dialogue that cannot be a prompt: its last turn is the assistant's": 1}
+
+
+# ---------------------------------------------------------------------- demonstrations
+
+
+def test_demonstrations_in_every_form():
+    tokenizer = byte_tokenizer()
+    source = str(DATA / "demonstrations.jsonl")
+    task = Demonstrations(tokenizer, source, source, max_validation_rows=2)
+    rows = task.demonstrations("train")
+    read = [
+        (tokenizer.decode(row["input_ids"]), tokenizer.decode([t for t in row["labels"] if t != -100])) for row in rows
+    ]
+    assert read[1][0] == "<s>Name a river.</s><s>The Loire.</s><s>And one that is longer?</s><s>The Danube.</s>"
+    assert read[1][1] == "The Danube.</s>"
+    assert read[3] == ("<s>What is the opposite of cold?</s><s>Hot.</s>", "Hot.</s>")
+    assert read[4] == ("<s>Which planet has rings?</s><s>Saturn.</s>", "Saturn.</s>")
+    assert read[5][0].startswith("<s>Who wrote Faust?</s><s>Goethe did.</s><s>In which language?</s><s>In German.")
+    assert read[6][0] == read[6][1] and read[6][0].endswith("the dough holds.</s>")
+    assert len(task.demonstrations("validation")) == 2 and task.report().startswith("train: 8 demonstrations | ")
+    assert task.row_places("sft")[9] == {"split": "validation", "place": f"{source}, line 2"}
+
+
+def test_demonstrations_that_cannot_be_used(tmp_path):
+    rows = [
+        {"messages": ASKED}, {"messages": said("a")}, {"messages": "a"}, {"prompt": "a", "completion": " "},
+        {"text": " "}, {"text": 1}, {"text": "good"},
+    ]  # fmt: skip
+    path = write(tmp_path / "x.jsonl", rows)
+    task = Demonstrations(byte_tokenizer(), path, path)
+    assert len(task.demonstrations("train")) == 1
+    assert task.left_out["train"] == {
+        "its last turn is not the assistant's": 1, "an empty prompt": 1, "messages that are no list": 1,
+        "an empty response": 1, "an empty text": 1, "a text that is no text": 1,
+    }  # fmt: skip
+    path = write(tmp_path / "y.jsonl", [{"prompt": "a"}])
+    with pytest.raises(DataError, match=r"line 1: a demonstration is in the column messages, .*; present: prompt"):
+        Demonstrations(byte_tokenizer(), path, path).demonstrations("train")
+    with pytest.raises(DataError, match="data.validation is missing"):
+        Demonstrations(byte_tokenizer(), path)
+    with pytest.raises(DataError, match="has no chat template"):
+        Demonstrations(doubling.tokenizer(), path, path)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def test_parts_are_disjoint_and_drawn_by_seed(tmp_path):
+    rows = [
+        {"prompt": f"question {number // 2}", "chosen": f"a{number}", "rejected": "b"} for number in range(40)
+    ]  # each prompt twice
+    path = write(tmp_path / "x.jsonl", rows)
+
+    def drawn(seed, **parts):
+        task = Preferences(byte_tokenizer(), path, path, parts=parts, seed=seed)
+        return task, {stage: [row["place"] for row in task.row_places(stage) if row["split"] == "train"] for stage in
+                      ("sft", "reward", "ppo")}  # fmt: skip
+
+    task, places = drawn(0, reward=24, ppo=8)
+    assert [len(places[stage]) for stage in ("sft", "reward", "ppo")] == [8, 24, 8]
+    assert len({place for stage in places.values() for place in stage}) == 40
+    assert len(task.pairs("train")) == 24 and len(task.prompts("train")) == 4 and len(task.demonstrations("train")) == 8
+    texts = [byte_tokenizer().decode(ids) for ids in task.pairs("train")["chosen_ids"]]
+    shared = {text.split("</s>")[0] for text in texts} & {prompt.split("</s>")[0] for prompt in
+                                                         task.prompts("train")["prompt"]}  # fmt: skip
+    assert not shared
+    assert len(task.pairs("validation")) == 40
+    assert drawn(0, reward=24, ppo=8)[1] == places != drawn(1, reward=24, ppo=8)[1]
+
+
+def test_parts_that_do_not_fit(tmp_path):
+    path = write(tmp_path / "x.jsonl", [SAME_PAIR[0], {"prompt": "b", "chosen": "c", "rejected": "d"}])
+
+    def task(**parts):
+        return Preferences(byte_tokenizer(), path, path, parts=parts)
+
+    with pytest.raises(DataError, match=r'data.parts: no stage is called "rewards". Did you mean reward\?'):
+        task(rewards=1)
+    with pytest.raises(DataError, match=r"data.parts.ppo: a whole number from 1 is needed, got 0"):
+        task(ppo=0)
+    with pytest.raises(DataError, match=r"asks for 2 for reward, 1 for ppo, and there are 2 usable pairs"):
+        task(reward=2, ppo=1).pairs("train")
+    with pytest.raises(DataError, match=r"takes all 2 pairs and leaves none for the sft stage. .*data.parts.sft=…"):
+        task(reward=1, ppo=1).demonstrations("train")
+    with pytest.raises(DataError, match=r"data.parts.ppo: 1 pairs are asked for, and 0 are left, since pairs with the"):
+        draw_parts(["a", "b", "b"], {"reward": 2, "ppo": 1}, seed=next(
+            seed for seed in range(20) if len(draw_parts(["a", "b", "b"], {"reward": 2}, seed=seed)["reward"]) == 3
+        ))  # fmt: skip
