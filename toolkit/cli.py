@@ -129,6 +129,16 @@ _stage(
     "Train policy and value with PPO; stages that it needs and that are missing run first.",
     "toolkit ppo llama3_8b_lora base.model=/models/Llama-3.1-8B-Instruct ppo.kl_coef=0.1 --run more-kl",
 )
+_stage(
+    "collect",
+    "Sample responses to the training prompts and score them, for the q stage or for other tools.",
+    "toolkit collect doubling_q collect.samples_per_prompt=2",
+)
+_stage(
+    "q",
+    "Learn Q-values from rated responses, without sampling any; stages that it needs and that are missing run first.",
+    "toolkit q doubling_q q.gamma=1.0",
+)
 
 
 # ---------------------------------------------------------------------- recipes

@@ -17,8 +17,9 @@ from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base import neutral_generation_config, switch_off_dropout
 from toolkit.models.heads import ScoreHead
 
-ROLES = ("policy", "value", "reward", "reference")
+ROLES = ("policy", "value", "reward", "reference", "q", "q_target")
 HEAD_ROLES = ("value", "reward")
+Q_ROLES = ("q", "q_target")
 # The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
 _INITS_OF_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
 
@@ -40,7 +41,7 @@ class _InRole:
 
 
 class SharedBase(nn.Module):
-    """A frozen causal language model that carries the roles policy, value, reward and reference.
+    """A frozen causal language model that carries the roles policy, value, reward and reference, or those of Q.
 
     Each role has a LoRA adapter on the one base, but for a reference without an adapter (then it is the
     base itself) and a value role that shares the policy's adapter. Value and reward have a `ScoreHead`.
@@ -146,7 +147,14 @@ class SharedBase(nn.Module):
 
     # ------------------------------------------------------------------ adding roles
 
-    def add_role(self, role: str, config: LoraConfig | None = None, *, num_labels: int | None = None) -> None:
+    def add_role(
+        self,
+        role: str,
+        config: LoraConfig | None = None,
+        *,
+        num_labels: int | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
         """Add a role with a fresh adapter, and a fresh head where the role has one.
 
         Args:
@@ -154,6 +162,7 @@ class SharedBase(nn.Module):
             config: LoRA configuration. None gives the reference the base itself, and the value role the
                 policy's adapter.
             num_labels: outputs of the head; 1 if None.
+            head: what a Q role reads its logits with, whose parameters are the role's own; None for nothing.
 
         Raises:
             AdapterError: an unknown or second role, or a configuration that would change the shared base.
@@ -171,6 +180,8 @@ class SharedBase(nn.Module):
             self._adapter_of[role] = role
         if role in HEAD_ROLES:
             self.heads[role] = ScoreHead(self.hidden_size, num_labels or 1).to(self.device)
+        elif head is not None:
+            self.heads[role] = head.to(self.device)
         self.train_roles(*self._trained)
         self._switch(self.active_role, force=True)
 
@@ -335,6 +346,12 @@ class SharedBase(nn.Module):
             # Deprecated in transformers 5.23 for a name that the lowest supported version lacks.
             warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")
             self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **options)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The name that transformers' `Trainer` uses from 5.23 on."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
         """Switch checkpointing off."""

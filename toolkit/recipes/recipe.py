@@ -14,6 +14,7 @@ from toolkit.errors import RecipeError
 from toolkit.models import load_tokenizer
 from toolkit.recipes.schema import (
     BaseSection,
+    CollectSection,
     RewardHeadSection,
     ScorerSection,
     StartSection,
@@ -76,6 +77,10 @@ class Recipe:
     @property
     def reward_head(self) -> RewardHeadSection:
         return RewardHeadSection(**self.values.get("reward_head", {}))
+
+    @property
+    def collect(self) -> CollectSection:
+        return CollectSection(**self.values.get("collect", {}))
 
     def quantization(self) -> BitsAndBytesConfig | None:
         arguments = self.base.quantization
@@ -175,6 +180,15 @@ class Recipe:
 
         made_for = self if reward is None else self._scored_by(reward)
         return stages.prepared(made_for, "ppo", resume=resume, overwrite=overwrite, reward=reward)
+
+    def q_trainer(self, *, resume: bool = False, overwrite: bool = False) -> "Trainer":
+        """A `QTrainer`, which is transformers' `Trainer`; prerequisites are run first.
+
+        For `resume` and `overwrite` see `ppo_trainer`.
+        """
+        from toolkit.recipes import stages
+
+        return stages.prepared(self, "q", resume=resume, overwrite=overwrite)
 
     def _scored_by(self, reward: Reward) -> "Recipe":
         """The same recipe with a scorer of kind "function"; the run records the function's name."""
