@@ -282,7 +282,7 @@ def chat(
 
 @app.command(
     "eval",
-    help="Measure a trained policy on its held-out prompts: score, KL, lengths and the recipe's own metrics.",
+    help="Measure a trained policy (or what Q answers) on its held-out prompts: score, KL, lengths and the recipe's own metrics.",
     epilog="Example: toolkit eval doubling data.test_size=5000",
 )
 def evaluate(
@@ -291,7 +291,7 @@ def evaluate(
     with _errors(debug):
         from toolkit.recipes import finished
 
-        finished.evaluate(finished.open_run(run, *(overrides or ()), runs_dir=runs_dir))
+        finished.evaluate(finished.open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True))
 
 
 @app.command(

@@ -17,17 +17,20 @@ class QBound(nn.Module):
     Args:
         lowest: of all returns.
         highest: of all returns.
+        scale: at first. A language model's logits are some tens apart, and σ is flat where it has to tell them apart.
+        bias: at first. A negative one begins with low Q-values, from which rewards and Monte-Carlo returns raise what
+            is good; high ones would have to come down token by token, behind a target that follows slowly.
 
     Raises:
         ValueError: the bounds are not in order.
     """
 
-    def __init__(self, *, lowest: float = 0.0, highest: float = 1.0):
+    def __init__(self, *, lowest: float = 0.0, highest: float = 1.0, scale: float = 0.2, bias: float = -5.0):
         super().__init__()
         if not lowest < highest:
             raise ValueError(f"the lowest return ({lowest}) must be below the highest ({highest})")
-        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.tensor([scale], dtype=torch.float32))
+        self.bias = nn.Parameter(torch.tensor([bias], dtype=torch.float32))
         self.lowest, self.highest = lowest, highest
 
     def forward(self, logits: Tensor) -> Tensor:

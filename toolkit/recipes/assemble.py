@@ -279,14 +279,22 @@ def rated_dataset(recipe: Recipe) -> Any:
     return task.rated("train")
 
 
-def make_q_trainer(recipe: Recipe) -> QTrainer:
-    """The q stage: rated responses to train on, and the recipe's prompts and scorer to measure answers with."""
+def make_q_trainer(recipe: Recipe, *, output_dir: Path | None = None) -> QTrainer:
+    """The q stage: rated responses to train on, and the recipe's prompts and scorer to measure answers with.
+
+    With an output folder it is one that only measures, and leaves the stage's own files as they are.
+    """
     set_seed(recipe.seed)
-    config = trainer_config(recipe, "q")
+    config = trainer_config(recipe, "q", **({} if output_dir is None else {"output_dir": output_dir}))
     dataset = rated_dataset(recipe)
     roles = SharedBase(base_model(recipe))
-    bounds = {"lowest": config.lowest_return, "highest": config.highest_return}
-    add_q_roles(roles, recipe.adapter("q"), bound=QBound(**bounds) if config.bound == "sigmoid" else None)
+    bound = QBound(
+        lowest=config.lowest_return,
+        highest=config.highest_return,
+        scale=config.bound_scale,
+        bias=config.bound_bias,
+    )
+    add_q_roles(roles, recipe.adapter("q"), bound=bound if config.bound == "sigmoid" else None)
     add_reference(recipe, roles)
     pad_token_id = add_scoring_role(recipe, roles)
     return QTrainer(
@@ -298,7 +306,7 @@ def make_q_trainer(recipe: Recipe) -> QTrainer:
         reward=make_reward(recipe, roles, pad_token_id, config.per_device_eval_batch_size),
         metrics=recipe.task.metrics,
         base_name=recipe.base_path,
-        callbacks=_callbacks(recipe, "q"),
+        callbacks=_callbacks(recipe, "q") if output_dir is None else [],
     )
 
 

@@ -74,6 +74,15 @@ class QConfig(TrainingArguments):
             "lowest_return and highest_return."
         },
     )
+    bound_scale: float = field(
+        default=0.2, metadata={"help": "With bound: sigmoid, the scale of the logits at first; it is learned."}
+    )
+    bound_bias: float = field(
+        default=-5.0,
+        metadata={
+            "help": "With bound: sigmoid, the bias at first; it is learned. A negative one begins with low Q-values."
+        },
+    )
     truncated_as: Literal["terminal", "bootstrap"] = field(
         default="terminal",
         metadata={
