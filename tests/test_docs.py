@@ -34,8 +34,13 @@ SMALL = {
     "llama3_8b_lora": [*_pairs("reward_data"), *_REWARD, *_PPO[:2], "data.validation_size=4"],
     "llama3_8b_lora_fast": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2"],
 }  # fmt: skip
+SMALL["doubling_q"] = [
+    "sft.max_steps=2", "q.max_steps=2", "q.eval_steps=1", "q.save_steps=1", "q.per_device_train_batch_size=8",
+    "collect.max_prompts=20", "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1",
+]  # fmt: skip
 SMALL["mine"] = SMALL["llama3_8b_lora"]
-STAGES = ("sft", "reward", "ppo", "check", "show")
+STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "show")
+FROM_NOTHING = ("doubling", "doubling_q")
 
 
 def commands(page: Path) -> list[str]:
@@ -71,7 +76,9 @@ def run(words: list[str], desk: Path) -> None:
     words = [f"base.model={model}" if word.startswith("base.model=") else word for word in words]
     name = Path(words[1]).stem if len(words) > 1 else ""
     if words[0] in STAGES and name in SMALL:
-        small = [*SMALL[name], f"base.model={model}"] if name != "doubling" else SMALL[name]  # in place of the hub's
+        small = (
+            [*SMALL[name], f"base.model={model}"] if name not in FROM_NOTHING else SMALL[name]
+        )  # in place of the hub's
         overrides = [override for override in small if override.split("=")[0] not in " ".join(words[2:])]
         end = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         words = [*words[:end], *overrides, *words[end:]]

@@ -282,7 +282,7 @@ def chat(
 
 @app.command(
     "eval",
-    help="Measure a trained policy (or what Q answers) on its held-out prompts: score, KL, lengths and the recipe's own metrics.",
+    help="Measure a trained policy, or the answers by Q, on its held-out prompts: score, KL, lengths, own metrics.",
     epilog="Example: toolkit eval doubling data.test_size=5000",
 )
 def evaluate(
