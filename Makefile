@@ -2,6 +2,7 @@
 # make ppo RECIPE=smollm2_135m_lora MODEL=/path/to/checkpoint SET="ppo.kl_coef=0.1 seed=1" RUN=my-run
 # make ppo RESUME=1                          go on with a run that was stopped, with the arguments that it had
 # make sft | reward                          an earlier stage alone, with the same arguments
+# make q RECIPE=doubling_q                   offline Q-learning; make collect: the rated responses that it learns from
 # make show | validate RECIPE=name           the recipe as resolved | checked without loading weights (toolkit check)
 # make chat | generate | eval RUN=my-run     talk to a trained policy | its answers to held-out prompts | its figures
 # make export RUN=my-run OUTPUT=folder       its adapter; MERGE=1 for a whole checkpoint
@@ -24,7 +25,7 @@ arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRIT
             $(if $(filter-out 0,$(RESUME)),--resume)
 run = "$(or $(RUN),$(RECIPE))"
 
-.PHONY: help env sft reward ppo show validate chat generate eval export recipes test lint types check format docs wheel \
+.PHONY: help env sft reward ppo collect q show validate chat generate eval export recipes test lint types check format docs wheel \
         bench bench-gpu clean
 
 help:
@@ -37,7 +38,7 @@ $(BIN)/.installed: pyproject.toml constraints.txt
 
 env: $(BIN)/.installed
 
-sft reward ppo: $(BIN)/.installed
+sft reward ppo collect q: $(BIN)/.installed
 	@$(BIN)/toolkit $@ $(arguments)
 
 show: $(BIN)/.installed

@@ -39,8 +39,13 @@ SMALL = {
     "llama3_8b_lora": [*_pairs("reward_data"), *_REWARD, *_PPO[:2], "data.validation_size=4"],
     "llama3_8b_lora_fast": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2"],
 }  # fmt: skip
+SMALL["doubling_q"] = [
+    "sft.max_steps=2", "q.max_steps=2", "q.eval_steps=1", "q.save_steps=1", "q.per_device_train_batch_size=8",
+    "collect.max_prompts=20", "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1",
+]  # fmt: skip
 SMALL["mine"] = SMALL["llama3_8b_lora"]
-STAGES = ("sft", "reward", "ppo", "check", "show")
+STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "show")
+FROM_NOTHING = ("doubling", "doubling_q")
 
 
 def commands(page: Path) -> list[str]:

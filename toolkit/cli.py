@@ -129,6 +129,16 @@ _stage(
     "Train policy and value with PPO; stages that it needs and that are missing run first.",
     "toolkit ppo llama3_8b_lora base.model=/models/Llama-3.1-8B-Instruct ppo.kl_coef=0.1 --run more-kl",
 )
+_stage(
+    "collect",
+    "Sample responses to the training prompts and score them, for the q stage or for other tools.",
+    "toolkit collect doubling_q collect.samples_per_prompt=2",
+)
+_stage(
+    "q",
+    "Learn Q-values from rated responses, without sampling any; stages that it needs and that are missing run first.",
+    "toolkit q doubling_q q.gamma=1.0",
+)
 
 
 # ---------------------------------------------------------------------- recipes
@@ -272,7 +282,7 @@ def chat(
 
 @app.command(
     "eval",
-    help="Measure a trained policy on its held-out prompts: score, KL, lengths and the recipe's own metrics.",
+    help="Measure a trained policy, or the answers by Q, on its held-out prompts: score, KL, lengths, own metrics.",
     epilog="Example: toolkit eval doubling data.test_size=5000",
 )
 def evaluate(
@@ -281,7 +291,7 @@ def evaluate(
     with _errors(debug):
         from toolkit.recipes import finished
 
-        finished.evaluate(finished.open_run(run, *(overrides or ()), runs_dir=runs_dir))
+        finished.evaluate(finished.open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True))
 
 
 @app.command(

@@ -21,8 +21,10 @@ from tests.trainers.helpers import count_reward, own_classifier
 from tests.trainers.helpers import trainer as ppo_trainer
 from toolkit.data import doubling
 from toolkit.errors import CheckpointError, RunInterrupted
-from toolkit.models import SharedBase, ValueModel, add_lora
+from toolkit.models import QBound, SharedBase, ValueModel, add_lora, add_q_roles
 from toolkit.reports import MetricsFile
+from toolkit.trainers.q_config import QConfig
+from toolkit.trainers.q_learning import QTrainer
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.reward_model import reward_model_trainer
 from toolkit.trainers.sft import sft_trainer
@@ -132,9 +134,28 @@ def ppo_gathered(folder: Path, **changes):
     return ppo(folder, **{"rollouts_per_update": 3, "num_ppo_epochs": 1, **changes})
 
 
+def q(folder: Path, **changes):
+    base = SharedBase(tiny_model())
+    add_q_roles(base, lora(**DROPOUT), bound=QBound())
+    base.add_role("reference")
+    data = rows(
+        {
+            "prompt_ids": lambda m: [1, *m[:2]],
+            "response_ids": lambda m: [*m[2:], 2],
+            "rewards": lambda m: [None, 0.0, m[3] / 50],
+            "ended": lambda m: True,
+        },
+        11,
+    )
+    settings = {**COMMON, "bound": "sigmoid", "target_decay": 0.7, "response_length": 3, **changes}
+    prompts = Dataset.from_dict({"input_ids": [[1, 20], [1, 30, 31]]})
+    return QTrainer(QConfig(output_dir=str(folder), **settings), doubling.tokenizer(), base, data, prompts,
+                    reward=count_reward(2), callbacks=[MetricsFile(folder / "metrics.jsonl")])  # fmt: skip
+
+
 STAGES = (
     sft_model, sft_policy, reward_pairs, reward_classes, reward_model_lora, reward_model_classes, ppo,
-    ppo_shared_adaptive, ppo_own_value,
+    ppo_shared_adaptive, ppo_own_value, q,
 )  # fmt: skip
 
 
@@ -145,7 +166,9 @@ def make(stage, folder: Path, **changes):
 
 
 def weights(made) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in made.model.named_parameters() if p.requires_grad}
+    # The target of Q is not trained, and moves all the same.
+    every = made.model.named_parameters()
+    return {name: p.detach().clone() for name, p in every if p.requires_grad or "q_target" in name}
 
 
 def metrics(folder: Path) -> list[dict]:

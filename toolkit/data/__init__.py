@@ -1,8 +1,8 @@
 """Data sets and collators; knows datasets and a tokenizer.
 
 A task gives the rows of each stage and the metrics of a rollout: `doubling` makes its own, `preferences`
-reads pairs in hh-rlhf's form and TRL's, `demonstrations` answers to imitate, `prompts` prompts, from any source that
-`sources` knows.
+reads pairs in hh-rlhf's form and TRL's, `demonstrations` answers to imitate, `prompts` prompts, `rated` responses with
+rewards, from any source that `sources` knows.
 """
 
 from toolkit.data.chat import messages_of_row
@@ -13,6 +13,7 @@ from toolkit.data.doubling import Doubling
 from toolkit.data.loader import PlacedDataLoader
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Prompts
+from toolkit.data.rated import RatedCollator, RatedResponses, check_rated
 from toolkit.data.rollouts import Rollout, concatenate, select
 from toolkit.data.sources import read_rows
 
@@ -21,6 +22,7 @@ TASKS: dict[str, type] = {
     "preferences": Preferences,
     "demonstrations": Demonstrations,
     "prompts": Prompts,
+    "rated": RatedResponses,
 }
 
 __all__ = [
@@ -32,7 +34,10 @@ __all__ = [
     "Preferences",
     "PromptCollator",
     "Prompts",
+    "RatedCollator",
+    "RatedResponses",
     "Rollout",
+    "check_rated",
     "concatenate",
     "data_digest",
     "messages_of_row",

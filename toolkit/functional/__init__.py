@@ -1,4 +1,4 @@
-"""The mathematics of PPO as pure functions of tensors; knows torch alone.
+"""The mathematics of PPO and Q-learning as pure functions of tensors; knows torch alone.
 
 No function changes its arguments, moves a device or reads a configuration. Gradients flow through
 everything: the caller detaches what is to be constant.
@@ -18,6 +18,8 @@ Vocabulary, here, in metric names and in the docs:
 | `approx_kl` | estimate of KL(old policy, new policy) over an update |
 | `clip_fraction` | share of response tokens where the clipped branch of a loss is the active one |
 | `response_mask` | True at each response token that counts, its end-of-sequence token included |
+| `q`, `state_values` | Q of each response token that was taken, and the largest Q of the state before it |
+| `reward_mask` | True at each response token after which a reward was given, whatever its sign |
 
 Dimensions: `B` batch, `T` response tokens, `P` prompt tokens, `L` prompt and response, `N` any number
 of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
@@ -29,6 +31,17 @@ from toolkit.functional.kl import KL_ESTIMATORS, FullKL, adapt_kl_coef, full_kl,
 from toolkit.functional.logprobs import token_logprobs, token_logprobs_and_entropy
 from toolkit.functional.losses import ClippedLoss, clipped_policy_loss, clipped_value_loss
 from toolkit.functional.preferences import bradley_terry_loss, first_differences, token_level_preference_loss
+from toolkit.functional.q_learning import (
+    TokenQ,
+    best_q_values,
+    bounded_q,
+    conservative_loss,
+    monte_carlo_returns,
+    q_policy_logprobs,
+    q_targets,
+    td_loss,
+    token_q_values,
+)
 from toolkit.functional.rewards import penalize_missing_eos, penalize_short, shape_rewards
 from toolkit.functional.statistics import (
     Moments,
@@ -48,11 +61,15 @@ __all__ = [
     "ClippedLoss",
     "FullKL",
     "Moments",
+    "TokenQ",
     "adapt_kl_coef",
     "best_of_kl_bound",
+    "best_q_values",
+    "bounded_q",
     "bradley_terry_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "conservative_loss",
     "expected_best",
     "first_differences",
     "full_kl",
@@ -63,15 +80,20 @@ __all__ = [
     "kl_k3",
     "masked_mean",
     "masked_var",
+    "monte_carlo_returns",
     "penalize_missing_eos",
     "penalize_short",
     "pool_values",
+    "q_policy_logprobs",
+    "q_targets",
     "scale_to_unit_variance",
     "shape_rewards",
     "standard_error",
+    "td_loss",
     "token_level_preference_loss",
     "token_logprobs",
     "token_logprobs_and_entropy",
+    "token_q_values",
     "update_moments",
     "whiten",
     "wilson_interval",

@@ -4,7 +4,8 @@ A policy or reference folder is what `PeftModel.from_pretrained` loads. A value 
 head as `score` beside the LoRA weights, as `trl.RewardTrainer` and PEFT save it, so that
 `AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=…)` loads it. `role.json` beside
 them says which role it is and where the head is read. A value head on the policy's adapter is saved alone,
-as `value_head.safetensors`.
+as `value_head.safetensors`. A Q role is a plain adapter; what bounds its Q-values is beside it in
+`q_bound.safetensors`.
 """
 
 import copy
@@ -21,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from toolkit.errors import AdapterError
-from toolkit.models.roles import HEAD_ROLES, SharedBase, missing_modules
+from toolkit.models.q_head import Q_BOUND_FILE, QBound
+from toolkit.models.roles import HEAD_ROLES, Q_ROLES, SharedBase, missing_modules
 
 ROLE_FILE = "role.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
@@ -44,7 +46,8 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {"role": role}
-    head = base.head(role) if role in base.heads else None
+    head = base.head(role) if role in HEAD_ROLES and role in base.heads else None
+    _save_bound(base, role, folder)
     if head is not None:
         reads = "every response token" if role == "value" else "the last token that is not pad_token_id"
         about |= {"num_labels": head.out_features, "pad_token_id": pad_token_id, "head_reads": reads}
@@ -162,7 +165,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
                 "Check base.model."
             )
         labels = None if head is None else head["weight"].shape[0]
-        base.add_role(role, config, num_labels=labels, head_bias=head is not None and "bias" in head)
+        bound = QBound.load(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
+        base.add_role(role, config, num_labels=labels, head_bias=head is not None and "bias" in head, head=bound)
     load_weights(base, role, folder)
     return about
 
@@ -198,6 +202,28 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
         ) from error
     if head is not None:
         _set_head(base, role, head, folder)
+    if role in Q_ROLES:
+        _load_bound(base, role, folder)
+
+
+def _save_bound(base: SharedBase, role: str, folder: Path) -> None:
+    """What bounds a Q role's values; a file of an earlier one does not stay beside an adapter without."""
+    if role in Q_ROLES:
+        (folder / Q_BOUND_FILE).unlink(missing_ok=True)
+        bound = base.heads[role] if role in base.heads else None  # noqa: SIM401  (a ModuleDict has no get)
+        if isinstance(bound, QBound):
+            bound.save(folder)
+
+
+def _load_bound(base: SharedBase, role: str, folder: Path) -> None:
+    ours, theirs = role in base.heads, (folder / Q_BOUND_FILE).is_file()
+    if ours != theirs:
+        kinds = {True: "between bounds", False: "without bounds"}
+        raise AdapterError(
+            f"{folder}: its Q-values are {kinds[theirs]}, and those of this role {kinds[ours]}: set q.bound."
+        )
+    if ours:
+        base.heads[role].load_state_dict(QBound.load(folder).state_dict())
 
 
 def _split_head(

@@ -18,8 +18,9 @@ from toolkit.models.base import neutral_generation_config, switch_off_dropout
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.value_model import ValueModel
 
-ROLES = ("policy", "value", "reward", "reference")
+ROLES = ("policy", "value", "reward", "reference", "q", "q_target")
 HEAD_ROLES = ("value", "reward")
+Q_ROLES = ("q", "q_target")
 # The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
 _INITS_OF_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
 
@@ -41,7 +42,7 @@ class _InRole:
 
 
 class SharedBase(nn.Module):
-    """A frozen causal language model that carries the roles policy, value, reward and reference.
+    """A frozen causal language model that carries the roles policy, value, reward and reference, or those of Q.
 
     Each role has a LoRA adapter on the one base, but for a reference without an adapter (then it is the
     base itself), a value role that shares the policy's adapter, and one with a base of its own (`place_value`). Value
@@ -165,6 +166,7 @@ class SharedBase(nn.Module):
         num_labels: int | None = None,
         head_init: HeadInit = "normal",
         head_bias: bool = False,
+        head: nn.Module | None = None,
     ) -> None:
         """Add a role with a fresh adapter, and a fresh head where the role has one.
 
@@ -175,6 +177,7 @@ class SharedBase(nn.Module):
             num_labels: outputs of the head; 1 if None.
             head_init: how the head starts: see `ScoreHead`.
             head_bias: whether the head has a bias.
+            head: what a Q role reads its logits with, whose parameters are the role's own; None for nothing.
 
         Raises:
             AdapterError: an unknown or second role, or a configuration that would change the shared base.
@@ -192,6 +195,7 @@ class SharedBase(nn.Module):
             self._adapter_of[role] = role
         if role in HEAD_ROLES:
             head = ScoreHead(self.hidden_size, num_labels or 1, init=head_init, bias=head_bias)
+        if head is not None:
             self.heads[role] = head.to(self.device)
         self.train_roles(*self._trained)
         self._switch(self.active_role, force=True)
@@ -372,6 +376,12 @@ class SharedBase(nn.Module):
             self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **options)
             if self.value_model is not None:
                 self.value_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The name that transformers' `Trainer` uses from 5.23 on."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
         """Switch checkpointing off."""

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel, TrainerCallback, set_seed
 
+from toolkit.data import RatedResponses
 from toolkit.errors import RecipeError
 from toolkit.models import (
+    QBound,
     SharedBase,
+    add_q_roles,
     build_base,
     check_same_tokenizer,
     load_base,
@@ -18,6 +21,7 @@ from toolkit.models import (
 from toolkit.recipes.own_model import trained_reward_model, untrained_reward_model
 from toolkit.recipes.own_value import has_own_value, place_value_model
 from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.schema import DATA_SECTIONS
 from toolkit.reports import MetricsFile, ProgressBar
 from toolkit.rewards import (
     RemoteReward,
@@ -30,6 +34,7 @@ from toolkit.rewards import (
 )
 from toolkit.rewards.model import PROMPT_COLUMNS
 from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.q_learning import QTrainer
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.reward_model import reward_model_trainer
 from toolkit.trainers.sft import sft_trainer
@@ -48,7 +53,8 @@ def stage_dataset(recipe: Recipe, stage: str, kind: str, split: str) -> Any:
     if make is None:
         section = recipe.data_section(stage)
         task = recipe.values[section]["task"]
-        ways = f" Give the stage data of its own in the section {stage}_data." if stage != "ppo" else ""
+        own = f"{stage}_data"
+        ways = f" Give the stage data of its own in the section {own}." if own in DATA_SECTIONS else ""
         raise RecipeError(f'{section}.task: "{task}" has no {kind} data, which the {stage} stage needs.{ways}')
     return make(split)
 
@@ -139,19 +145,25 @@ def add_reference(recipe: Recipe, roles: SharedBase) -> None:
         load_role(roles, "reference", start)
 
 
+def add_scoring_role(recipe: Recipe, roles: SharedBase) -> int:
+    """The reward role, where the scorer reads it; and the pad token that its head reads with."""
+    pad_token_id = int(recipe.tokenizer.pad_token_id)
+    if recipe.scorer.needs_reward_role:
+        about = load_role(roles, "reward", recipe.start.reward or recipe.stage_folder("reward") / "reward")
+        pad_token_id = about.get("pad_token_id", pad_token_id)
+    return pad_token_id
+
+
 def ppo_roles(recipe: Recipe) -> tuple[SharedBase, int]:
     """The shared base with all roles of the ppo stage, and the pad token that the reward head reads with."""
     roles = SharedBase(base_model(recipe))
-    pad_token_id = recipe.tokenizer.pad_token_id
     start = _policy_folder(recipe)
     if start is None:
         roles.add_role("policy", recipe.adapter("policy"))
     else:
         load_role(roles, "policy", start)
     add_reference(recipe, roles)
-    if recipe.scorer.needs_reward_role:
-        about = load_role(roles, "reward", recipe.start.reward or recipe.stage_folder("reward") / "reward")
-        pad_token_id = about.get("pad_token_id", pad_token_id)
+    pad_token_id = add_scoring_role(recipe, roles)
     _add_value(recipe, roles)
     return roles, pad_token_id
 
@@ -295,8 +307,54 @@ def make_meter(recipe: Recipe, roles: SharedBase, pad_token_id: int, *, output_d
     )
 
 
+RESPONSES_FILE = "responses.jsonl"  # of the collect stage
+
+
+def rated_dataset(recipe: Recipe) -> Any:
+    """The rated responses that the q stage learns from: those that the recipe names, or those that were collected."""
+    if "q_data" in recipe.values:
+        return stage_dataset(recipe, "q", "rated", "train")
+    collected = recipe.stage_folder("collect") / RESPONSES_FILE
+    # Whatever was collected is used: its lengths were limited when it was.
+    unlimited = 2**31
+    task = RatedResponses(recipe.tokenizer, str(collected), max_prompt_length=unlimited, max_response_length=unlimited)
+    return task.rated("train")
+
+
+def make_q_trainer(recipe: Recipe, *, output_dir: Path | None = None) -> QTrainer:
+    """The q stage: rated responses to train on, and the recipe's prompts and scorer to measure answers with.
+
+    With an output folder it is one that only measures, and leaves the stage's own files as they are.
+    """
+    set_seed(recipe.seed)
+    config = trainer_config(recipe, "q", **({} if output_dir is None else {"output_dir": output_dir}))
+    dataset = rated_dataset(recipe)
+    roles = SharedBase(base_model(recipe))
+    bound = QBound(
+        lowest=config.lowest_return,
+        highest=config.highest_return,
+        scale=config.bound_scale,
+        bias=config.bound_bias,
+    )
+    add_q_roles(roles, recipe.adapter("q"), bound=bound if config.bound == "sigmoid" else None)
+    add_reference(recipe, roles)
+    pad_token_id = add_scoring_role(recipe, roles)
+    return QTrainer(
+        config,
+        recipe.tokenizer,
+        roles,
+        dataset,
+        stage_dataset(recipe, "collect", "prompts", "validation"),
+        reward=make_reward(recipe, roles, pad_token_id, config.per_device_eval_batch_size),
+        metrics=recipe.task.metrics,
+        base_name=recipe.base_path,
+        callbacks=_callbacks(recipe, "q") if output_dir is None else [],
+    )
+
+
 MAKERS: dict[str, Callable[..., Any]] = {
     "sft": make_sft_trainer,
     "reward": make_reward_trainer,
     "ppo": make_ppo_trainer,
+    "q": make_q_trainer,
 }

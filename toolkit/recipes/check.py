@@ -25,8 +25,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from trl import pack_dataset
 
+from toolkit.data import check_rated
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.models import SharedBase, check_same_tokenizer, load_role
+from toolkit.models import QBound, SharedBase, add_q_roles, check_same_tokenizer, load_role
 from toolkit.models.base import load_config, outline, random_config, weight_bytes
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, UpdateFacts
@@ -40,10 +41,12 @@ from toolkit.rewards.function import check_function
 from toolkit.rewards.model import checked_length, checked_reads, read_checkpoint
 from toolkit.rewards.remote import read_token
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
+from toolkit.trainers.q_learning import check_returns
 from toolkit.trainers.self_checks import check_dataset, check_room, check_tokenizer
 from toolkit.trainers.stock_ppo import check_trl_loop
 
-_TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward"}
+_TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
+_READ_LOGITS = {"reward", "ppo", "collect", "q"}  # sections whose stages need the base's logits
 # Settings by which models of transformers scale or cap what comes from lm_head. None and 1 change nothing.
 _LOGIT_SETTINGS = (
     "final_logit_softcapping",  # Gemma
@@ -155,7 +158,7 @@ class _Check:
                 getattr(config, "max_position_embeddings", None),
             )
             # Roles need the logits; pretraining alone does not.
-            if base.model is not None or {"reward", "ppo"} & recipe.values.keys():
+            if base.model is not None or _READ_LOGITS & recipe.values.keys():
                 _check_logit_settings(config)
         if base.model is not None and Path(base.model).is_dir():
             for problem in _weight_file_problems(Path(base.model)):
@@ -176,11 +179,17 @@ class _Check:
         if ppo is not None or sft_of_checkpoint:
             self._add(roles, "policy", start.policy, "sft" if sft_of_checkpoint else None)
         trains_role = "reward" in recipe.values and "reward_model" not in recipe.values
-        if trains_role or (ppo is not None and recipe.scorer.needs_reward_role):
+        answers = {"ppo", "collect", "q"} & recipe.values.keys()
+        if trains_role or (answers and recipe.scorer.needs_reward_role):
             self._add(roles, "reward", start.reward, "reward", num_labels=recipe.reward_head.num_labels)
             self._check_adapter_scorers(roles)
         if ppo is not None:
             self._add_value(roles, shared=ppo.get("value", "separate") == "shared")
+        if "q" in recipe.values and "q" in recipe.values.get("adapters", {}):
+            with self.at("adapters.q"):
+                bounded = recipe.values["q"].get("bound") == "sigmoid"
+                add_q_roles(roles, recipe.adapter("q"), bound=QBound() if bounded else None)
+                self.starts |= {"q": "fresh", "q_target": "a moving average of q"}
 
     def _add(
         self, roles: SharedBase, role: str, named: str | None, stage: str | None, *, num_labels: int | None = None
@@ -293,9 +302,9 @@ class _Check:
                 adapter,
                 head,
                 ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
-                None if saved else _TRAINED_BY[role],
+                None if saved else _TRAINED_BY.get(role),
             )
-        if "ppo" in self.recipe.values:
+        if {"ppo", "q"} & self.recipe.values.keys():
             adapted = self.recipe.start.policy or ("sft" in self.recipe.values and self.recipe.base.model is not None)
             yield RoleFacts("reference", "a frozen copy of where the policy starts" if adapted else "the base itself")
 
@@ -304,6 +313,8 @@ class _Check:
     def _stage(self, stage: str) -> StageFacts | None:
         """Read the stage's data and work out its batches; None where a problem is in the way."""
         recipe = self.recipe
+        if stage == "q":
+            return self._q_stage()
         section, kind = recipe.data_section(stage), {"sft": "demonstrations", "ppo": "prompts"}.get(stage)
         kind = kind or ("pairs" if recipe.reward_head.num_labels == 1 else "labelled")
         state = self._state(stage)
@@ -325,6 +336,32 @@ class _Check:
                     longest = _longest(prepared) if wrapped else min(longest, config.max_length or longest)
                 self._check_length(stage, longest)
                 return StageFacts(stage, state, len(train), len(held_out), longest, **facts)
+        return None
+
+    def _q_stage(self) -> StageFacts | None:
+        """The rated responses that are there, or as many as will be collected."""
+        recipe, state = self.recipe, self._state("q")
+        with self.at("data"):
+            held_out = assemble.stage_dataset(recipe, "collect", "prompts", "validation")
+            prompts = assemble.stage_dataset(recipe, "collect", "prompts", "train")
+            longest = max(_longest(held_out), _longest(recipe.task.prompts("test")))
+            with self.at("q_data" if "q_data" in recipe.values else "q"):
+                config = assemble.trainer_config(recipe, "q")
+                longest += config.response_length
+                if "q_data" in recipe.values or stages.finished(recipe, "collect") is not None:
+                    rated = assemble.rated_dataset(recipe)
+                    check_rated(rated)
+                    check_returns(rated, config)
+                    rows = len(rated)
+                    longest = max(longest, *(len(p) + len(r) for p, r in zip(
+                        rated["prompt_ids"], rated["response_ids"], strict=True)))  # fmt: skip
+                else:
+                    settings = recipe.collect
+                    used = min(len(prompts), settings.max_prompts or len(prompts))
+                    rows = used * settings.samples_per_prompt
+                    longest = max(longest, _longest(prompts) + settings.response_length)
+                self._check_length("q", longest)
+                return StageFacts("q", state, rows, len(held_out), longest, **_batches("q", config, rows))
         return None
 
     def _state(self, stage: str) -> str:
@@ -386,7 +423,7 @@ class _Check:
         """What tasks that read files say about their rows."""
         for stage in STAGE_CLASSES:
             section = self.recipe.data_section(stage)
-            if stage in self.recipe.values and (stage == "ppo" or section != "data"):
+            if stage in self.recipe.values and (stage in ("ppo", "q") or section != "data"):
                 with self.at(section):
                     task = self.recipe.task_of(stage)
                     if hasattr(task, "report"):

@@ -18,13 +18,14 @@ from toolkit.reports import Answers, read_result, sample_rows, samples_table, wr
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
 
 
-def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs") -> Recipe:
+def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False) -> Recipe:
     """The recipe of a run whose policy is trained.
 
     Args:
         run: its name, or its folder.
         overrides: "section.key=value", for example other held-out prompts.
         runs_dir: folder of all runs.
+        by_q: whether a run whose q stage has finished will do, too.
 
     Raises:
         RecipeError: there is no such run, or its ppo stage has not finished.
@@ -35,6 +36,13 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs") -> Recipe
         there = f"There are {', '.join(others)}." if others else "There is none yet: make ppo trains one."
         raise RecipeError(f'no run "{run}" in {folder.parent}. {there}')
     recipe = load(folder / stages.RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
+    if answers_by_q(recipe):
+        if by_q:
+            return recipe
+        raise RecipeError(
+            f'the run "{folder.name}" has Q-values and no policy of its own, which this command needs. '
+            f"Measure its answers with toolkit eval {folder.name}"
+        )
     if read_result(recipe.stage_folder("ppo")) is None:
         raise RecipeError(
             f'the run "{folder.name}" has no trained policy: its ppo stage has not finished. '
@@ -42,6 +50,12 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs") -> Recipe
             f"--runs-dir {folder.parent} --resume"
         )
     return recipe
+
+
+def answers_by_q(recipe: Recipe) -> bool:
+    """Whether what the run has trained are Q-values, and no policy."""
+    trained = {stage for stage in ("ppo", "q") if read_result(recipe.stage_folder(stage)) is not None}
+    return trained == {"q"}
 
 
 def policy_folder(recipe: Recipe) -> Path:
@@ -63,14 +77,20 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
     started = time.perf_counter()
     folder = recipe.stage_folder("eval")
     folder.mkdir(exist_ok=True)
-    roles, pad_token_id = assemble.ppo_roles(recipe)
-    meter = assemble.make_meter(recipe, roles, pad_token_id, output_dir=folder)
     prompts = recipe.task.prompts("test")
     if hasattr(recipe.task, "report"):
         console.print(f"data: {recipe.task.report()}", highlight=False, soft_wrap=True)
-    before, rollout_before, scores_before = meter.evaluate_rollout(prompts)
-    load_weights(roles, "policy", policy_folder(recipe))
-    after, rollout_after, scores_after = meter.evaluate_rollout(prompts)
+    if answers_by_q(recipe):
+        trainer = assemble.make_q_trainer(recipe, output_dir=folder)
+        before, rollout_before, scores_before = trainer.evaluate_rollout(prompts, by_q=False)
+        trainer.load_saved(recipe.stage_folder("q"))
+        after, rollout_after, scores_after = trainer.evaluate_rollout(prompts)
+    else:
+        roles, pad_token_id = assemble.ppo_roles(recipe)
+        meter = assemble.make_meter(recipe, roles, pad_token_id, output_dir=folder)
+        before, rollout_before, scores_before = meter.evaluate_rollout(prompts)
+        load_weights(roles, "policy", policy_folder(recipe))
+        after, rollout_after, scores_after = meter.evaluate_rollout(prompts)
     result = stages.figures(recipe, "eval", started, before, after)
     samples = sample_rows(Answers.of(rollout_before, scores_before), Answers.of(rollout_after, scores_after))
     write_jsonl(folder / "samples.jsonl", samples)

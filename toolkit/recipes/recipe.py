@@ -14,6 +14,7 @@ from toolkit.errors import RecipeError
 from toolkit.models import load_tokenizer
 from toolkit.recipes.schema import (
     BaseSection,
+    CollectSection,
     RewardHeadSection,
     RewardModelSection,
     ScorerSection,
@@ -99,6 +100,10 @@ class Recipe:
         """The value role's own base; None where it has none."""
         section = self.values.get("value_model")
         return None if section is None else ValueModelSection(**section)
+
+    @property
+    def collect(self) -> CollectSection:
+        return CollectSection(**self.values.get("collect", {}))
 
     def quantization(self) -> BitsAndBytesConfig | None:
         arguments = self.base.quantization
@@ -198,6 +203,15 @@ class Recipe:
 
         made_for = self if reward is None else self._scored_by(reward)
         return stages.prepared(made_for, "ppo", resume=resume, overwrite=overwrite, reward=reward)
+
+    def q_trainer(self, *, resume: bool = False, overwrite: bool = False) -> "Trainer":
+        """A `QTrainer`, which is transformers' `Trainer`; prerequisites are run first.
+
+        For `resume` and `overwrite` see `ppo_trainer`.
+        """
+        from toolkit.recipes import stages
+
+        return stages.prepared(self, "q", resume=resume, overwrite=overwrite)
 
     def _scored_by(self, reward: Reward) -> "Recipe":
         """The same recipe with a scorer of kind "function"; the run records the function's name."""

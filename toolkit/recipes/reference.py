@@ -27,6 +27,7 @@ from toolkit.recipes.schema import (
 )
 from toolkit.recipes.show import as_yaml, owner_defaults, top_level_defaults
 from toolkit.trainers.ppo_config import HONOURED, PPOConfig, ignored_by_our_loop
+from toolkit.trainers.q_config import IGNORED, QConfig
 from toolkit.trainers.reward_config import RewardConfig
 
 _HEADER = """\
@@ -66,6 +67,9 @@ _ELSEWHERE = {
         f"{_DOCS}/transformers/main_classes/quantization#transformers.BitsAndBytesConfig",
     ),
     "sft": _Elsewhere(SFTConfig, "TRL's", f"{_DOCS}/trl/sft_trainer#trl.SFTConfig"),
+    "q": _Elsewhere(
+        TrainingArguments, "transformers'", f"{_DOCS}/transformers/main_classes/trainer#transformers.TrainingArguments"
+    ),
     "reward": _Elsewhere(TRLRewardConfig, "TRL's", f"{_DOCS}/trl/reward_trainer#trl.RewardConfig"),
 }
 
@@ -149,6 +153,20 @@ def _ppo_section() -> Iterator[str]:
         yield f"| {', '.join(f'`{name}`' for name in names)} | {_cell(_sentence(reason))} |"
 
 
+def _q_section() -> Iterator[str]:
+    yield from ("## q", "", inspect.getdoc(QConfig) or "", "")
+    inherited = owner_fields(TrainingArguments)
+    yield from (
+        "### q: from the toolkit",
+        "",
+        *table(QConfig, [n for n in owner_fields(QConfig) if n not in inherited]),
+    )
+    yield from ("", "### q: from transformers", "", str(_ELSEWHERE["q"]), "", "Of these are refused, having no effect:")
+    yield from ("", "| field | why |", "|---|---|")
+    for name, reason in {**IGNORED, **SET_ELSEWHERE}.items():
+        yield f"| `{name}` | {_cell(_sentence(reason))} |"
+
+
 def reference() -> str:
     """All sections of a recipe as markdown."""
     lines = [_HEADER.format(**top_level_defaults()), ""]
@@ -163,7 +181,7 @@ def reference() -> str:
         lines += [f"## {name}", "", str(_ELSEWHERE[name]), ""]
     own = [name for name in owner_fields(RewardConfig) if name not in owner_fields(TRLRewardConfig)]
     lines += ["### reward: from the toolkit", "", *table(RewardConfig, own), ""]
-    lines += _ppo_section()
+    lines += [*_ppo_section(), "", *_q_section()]
     return "\n".join(lines).rstrip() + "\n"
 
 

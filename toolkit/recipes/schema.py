@@ -23,6 +23,8 @@ from toolkit.rewards import ScorerSection as ScorerSection  # where recipes look
 from toolkit.rewards.function import beside
 from toolkit.rewards.section import section_problems
 from toolkit.trainers.ppo_config import NOT_OFFERED, PPOConfig, ignored_by_our_loop
+from toolkit.trainers.q_config import IGNORED as IGNORED_BY_Q
+from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.reward_config import RewardConfig
 
 
@@ -124,7 +126,26 @@ class ValueModelSection(BaseSection):
     """
 
 
-STAGE_CLASSES: dict[str, type] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+@dataclass(frozen=True)
+class CollectSection:
+    """Section `collect`: responses to the training prompts, sampled where the policy starts and scored by `scorer`.
+
+    Args:
+        samples_per_prompt: responses to each prompt.
+        max_prompts: the first so many prompts; null for all.
+        temperature: of sampling.
+        response_length: tokens of a response, its end included.
+        batch_size: responses sampled at a time.
+    """
+
+    samples_per_prompt: int = 1
+    max_prompts: int | None = None
+    temperature: float = 1.0
+    response_length: int = 53
+    batch_size: int = 64
+
+
+STAGE_CLASSES: dict[str, type] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "q": QConfig}
 PLAIN_SECTIONS: dict[str, type] = {
     "base": BaseSection,
     "scorer": ScorerSection,
@@ -133,10 +154,11 @@ PLAIN_SECTIONS: dict[str, type] = {
     "reward_model": RewardModelSection,
     "value_head": ValueHeadSection,
     "value_model": ValueModelSection,
+    "collect": CollectSection,
 }
-ADAPTER_ROLES = ("policy", "value", "reward")
-# `data` is for all stages; the other two, for one stage each, come before it.
-DATA_SECTIONS = ("data", "sft_data", "reward_data")
+ADAPTER_ROLES = ("policy", "value", "reward", "q")
+# `data` is for all stages; the others, for one stage each, come before it.
+DATA_SECTIONS = ("data", "sft_data", "reward_data", "q_data")
 TOP_LEVEL = ("about", "seed", *DATA_SECTIONS, "adapters", *PLAIN_SECTIONS, *STAGE_CLASSES)
 # Set by the run, not by a recipe.
 SET_ELSEWHERE = {
@@ -304,6 +326,8 @@ def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> lis
             for key, reason in ignored_by_our_loop(values).items()
             if key not in SET_ELSEWHERE
         ]
+    if stage == "q" and isinstance(values, dict):
+        problems += [f"q.{key} — would have no effect: {IGNORED_BY_Q[key]}." for key in values if key in IGNORED_BY_Q]
     if stage == "sft" and isinstance(values, dict) and values.get("packing") and values.get("max_length", 0) is None:
         problems.append("sft.max_length — a whole number is needed with sft.packing, got None: rows are packed to it.")
     build = partial(stage_config, stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
@@ -499,7 +523,34 @@ def check_recipe(values: dict[str, Any]) -> list[str]:
         if stage in values:
             dtype = _section(values, model_section(stage, values)).get("dtype", BaseSection.dtype)
             problems += check_stage(stage, values[stage], base_dtype=dtype)
-    return problems + _check_together(values)
+    return problems + _check_collect(_section(values, "collect")) + _check_together(values) + _check_q(values)
+
+
+def _check_q(values: dict[str, Any]) -> list[str]:
+    """Problems between the section `q` and others."""
+    adapted = "q" in _section(values, "adapters")
+    if "q" not in values:
+        return ["adapters.q — would have no effect: there is no section q."] if adapted else []
+    problems = [] if adapted else ["adapters.q — is missing: the q stage trains it."]
+    if "q_data" not in values and "collect" not in values:
+        problems.append("q — has nothing to learn from: give rated responses (q_data), or sample them (collect).")
+    if "q_data" in values and "collect" in values:
+        problems.append("collect — would have no effect: q_data names the responses.")
+    return problems
+
+
+def _check_collect(collect: dict[str, Any]) -> list[str]:
+    """Numbers of the section `collect` that cannot be; those of a wrong type are noted elsewhere."""
+    least = {"samples_per_prompt": 1, "max_prompts": 1, "response_length": 1, "batch_size": 1}
+    problems = [
+        f"collect.{key} — a number from {minimum} is needed, got {collect[key]}."
+        for key, minimum in least.items()
+        if isinstance(collect.get(key), int) and collect[key] < minimum
+    ]
+    temperature = collect.get("temperature", 1.0)
+    if isinstance(temperature, (int, float)) and not temperature > 0:
+        problems.append(f"collect.temperature — a number above 0 is needed, got {temperature}.")
+    return problems
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -514,30 +565,9 @@ def _check_together(values: dict[str, Any]) -> list[str]:
         for place in DATA_SECTIONS[1:]
         if place in values and place.removesuffix("_data") not in values
     ]
-    adapters, scorer, start = (_section(values, name) for name in ("adapters", "scorer", "start"))
-    ppo = _section(values, "ppo")
+    adapters = _section(values, "adapters")
     if "ppo" in values:
-        shared = ppo.get("value", "separate") == "shared"
-        if "policy" not in adapters and not start.get("policy"):
-            problems.append("adapters.policy — is missing: PPO trains it.")
-        if shared and "value" in adapters:
-            problems.append(
-                "adapters.value — would have no effect: ppo.value is shared, so value has the policy's adapter."
-            )
-        if shared and start.get("value"):
-            problems.append("start.value — would have no effect: ppo.value is shared.")
-        if not shared and "value_model" not in values and "value" not in adapters and not start.get("value"):
-            problems.append("adapters.value — is missing: ppo.value is separate. Add it, or set ppo.value to shared.")
-        if start.get("value") and "value_head" in values:
-            problems.append("value_head — would have no effect: the head starts as start.value says.")
-        kind = scorer.get("kind", "adapter")
-        copied = start.get("value") == "reward"
-        if copied and "reward_model" in values:
-            problems += _check_copied_reward(values)
-        elif copied and not needs_reward_role(scorer):
-            problems.append(f"start.value — is reward, but with scorer.kind: {kind} there is no reward role.")
-        if kind == "sum" and ppo.get("loop") == "trl":
-            problems.append("ppo.loop — trl scores with the reward adapter alone, not with a sum. Use toolkit.")
+        problems += _check_roles_of_ppo(values)
     if "sft" in values and "policy" not in adapters and _section(values, "base").get("model") is not None:
         why = (
             "4-bit weights have no gradients" if _section(values, "base").get("quantization") else "all roles share it"
@@ -553,6 +583,34 @@ def _check_together(values: dict[str, Any]) -> list[str]:
     if "reward" in values and "reward" not in adapters and "reward_model" not in values:
         problems.append("adapters.reward — is missing: the reward stage trains it.")
     return problems + _check_reward_model(values)
+
+
+def _check_roles_of_ppo(values: dict[str, Any]) -> list[str]:
+    """Problems between the section `ppo` and those that say where its roles come from."""
+    adapters, scorer, start, ppo = (_section(values, name) for name in ("adapters", "scorer", "start", "ppo"))
+    problems = []
+    shared = ppo.get("value", "separate") == "shared"
+    if "policy" not in adapters and not start.get("policy"):
+        problems.append("adapters.policy — is missing: PPO trains it.")
+    if shared and "value" in adapters:
+        problems.append(
+            "adapters.value — would have no effect: ppo.value is shared, so value has the policy's adapter."
+        )
+    if shared and start.get("value"):
+        problems.append("start.value — would have no effect: ppo.value is shared.")
+    if not shared and "value_model" not in values and "value" not in adapters and not start.get("value"):
+        problems.append("adapters.value — is missing: ppo.value is separate. Add it, or set ppo.value to shared.")
+    if start.get("value") and "value_head" in values:
+        problems.append("value_head — would have no effect: the head starts as start.value says.")
+    kind = scorer.get("kind", "adapter")
+    copied = start.get("value") == "reward"
+    if copied and "reward_model" in values:
+        problems += _check_copied_reward(values)
+    elif copied and not needs_reward_role(scorer):
+        problems.append(f"start.value — is reward, but with scorer.kind: {kind} there is no reward role.")
+    if kind == "sum" and ppo.get("loop") == "trl":
+        problems.append("ppo.loop — trl scores with the reward adapter alone, not with a sum. Use toolkit.")
+    return problems
 
 
 def _check_reward_model(values: dict[str, Any]) -> list[str]:

@@ -16,8 +16,9 @@ from rich.console import Console
 from toolkit.checkpoints import checkpoint_folders, newest_whole, step_of
 from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.models import PolicyView
-from toolkit.recipes.assemble import MAKERS, make_meter, stage_dataset
+from toolkit.recipes.assemble import MAKERS, RESPONSES_FILE, make_meter, stage_dataset
 from toolkit.recipes.child import run_stage
+from toolkit.recipes.collecting import collect, partial_file
 from toolkit.recipes.own_value import copies_reward_model
 from toolkit.recipes.recipe import Recipe
 from toolkit.recipes.schema import model_section
@@ -41,6 +42,8 @@ from toolkit.trainers.sft import cut_rows
 
 RECIPE_FILE = "recipe.yaml"
 BEFORE_FILE = "before.json"
+STAGES = (*MAKERS, "collect")
+_ANSWERING = ("ppo", "collect", "q")  # stages in which responses are scored, from where the policy starts
 
 
 def prerequisites(recipe: Recipe, stage: str) -> list[str]:
@@ -49,27 +52,29 @@ def prerequisites(recipe: Recipe, stage: str) -> list[str]:
     Raises:
         RecipeError: one of them is needed, and the recipe does not say how to run it.
     """
-    if stage not in MAKERS:
-        raise RecipeError(f'no stage "{stage}"; the stages are {", ".join(MAKERS)}.')
+    if stage not in STAGES:
+        raise RecipeError(f'no stage "{stage}"; the stages are {", ".join(STAGES)}.')
     if stage not in recipe.values:
         raise RecipeError(f'{recipe.name}: the recipe has no section "{stage}", so this stage has nothing to run.')
     needed = []
     if (
         stage != "sft"
         and "sft" in recipe.values
-        and (recipe.base.model is None or (stage == "ppo" and not recipe.start.policy))
+        and (recipe.base.model is None or (stage in _ANSWERING and not recipe.start.policy))
         and model_section(stage, recipe.values) == "base"
     ):
         needed.append("sft")
-    if stage == "ppo" and recipe.scorer.needs_reward_role and not recipe.start.reward:
+    if stage in _ANSWERING and recipe.scorer.needs_reward_role and not recipe.start.reward:
         if "reward" not in recipe.values:
             raise RecipeError(
-                f'{recipe.name}: stage "ppo" needs a trained reward role, and the recipe has no section "reward". '
+                f'{recipe.name}: stage "{stage}" needs a trained reward role, and the recipe has no section "reward". '
                 "Add one, name a trained adapter with start.reward=FOLDER, or score by something else (scorer.kind)."
             )
         needed.append("reward")
-    elif stage == "ppo" and (recipe.scorer.needs_reward_model or copies_reward_model(recipe)):
+    elif (stage in _ANSWERING and recipe.scorer.needs_reward_model) or (stage == "ppo" and copies_reward_model(recipe)):
         needed.append("reward")
+    if stage == "q" and "collect" in recipe.values:
+        needed.append("collect")
     return needed
 
 
@@ -121,6 +126,11 @@ def _refuse_to_lose(folder: Path, stage: str) -> None:
             "Go on with RESUME=1 (--resume, resume=True), or begin anew with OVERWRITE=1 (--overwrite, "
             "overwrite=True)."
         )
+    if partial_file(folder).is_file():
+        raise RecipeError(
+            f"{folder} holds responses of a collect stage that was not finished. Go on with RESUME=1 (--resume, "
+            "resume=True), or begin anew with OVERWRITE=1 (--overwrite, overwrite=True)."
+        )
 
 
 def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
@@ -167,7 +177,7 @@ def run(
 
     Args:
         recipe: the recipe, bound to its run folder.
-        stage: "sft", "reward" or "ppo".
+        stage: one of `STAGES`.
         overwrite: repeat a finished stage; delete a run of another recipe in the same folder.
         resume: go on from the newest whole checkpoint of each unfinished stage; from the beginning where none is.
         console: for what a person reads; standard output if None.
@@ -196,7 +206,21 @@ def run(
         )
     _run_prerequisites(recipe, stage, overwrite=overwrite, resume=resume)
     claim(recipe, stage, overwrite=overwrite, resume=resume)
+    if stage == "collect":
+        return _run_collect(recipe, console)
     return _run_alone(recipe, stage, console, _to_resume(recipe, stage, console) if resume else None)
+
+
+def _run_collect(recipe: Recipe, console: Console) -> dict[str, Any]:
+    """Sample and score responses; there is nothing to train, and so nothing before."""
+    started, folder = time.perf_counter(), recipe.stage_folder("collect")
+    collected = collect(recipe, folder / RESPONSES_FILE)
+    result = figures(recipe, "collect", started, {}, collected)
+    write_result(folder, result)
+    shown = ", ".join(f"{key} {value:.4g}" for key, value in result["after"].items())
+    console.print(f"collect took {result['seconds']:.0f} s: {shown}", highlight=False, soft_wrap=True)
+    console.print(f"responses: {folder / RESPONSES_FILE}", highlight=False, soft_wrap=True)
+    return result
 
 
 def _to_resume(recipe: Recipe, stage: str, console: Console) -> Path | None:
@@ -223,7 +247,7 @@ def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | 
     if hasattr(task, "report"):
         console.print(f"data: {task.report()}", highlight=False, soft_wrap=True)
     cut = _report_cuts(recipe, trainer.args, console) if stage == "sft" else {}
-    measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo}[stage]
+    measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo, "q": _measure_q}[stage]
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     kept = read_json(folder / BEFORE_FILE)
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
@@ -310,6 +334,13 @@ def _measure_ppo(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers 
     if not isinstance(trainer, PPOTrainer):
         trainer = _meter(recipe, trainer)
     metrics, rollout, scores = trainer.evaluate_rollout(recipe.task.prompts("test"))
+    return metrics, Answers.of(rollout, scores)
+
+
+def _measure_q(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers | None]:
+    """Before training it is the reference that answers, decoded in the same way."""
+    prompts = recipe.task.prompts("test")
+    metrics, rollout, scores = trainer.evaluate_rollout(prompts, by_q=trainer.state.global_step > 0)
     return metrics, Answers.of(rollout, scores)
 
 

@@ -1,0 +1,186 @@
+"""The collect stage: responses sampled where the policy starts, scored, and written for the q stage and other tools.
+
+Each line of the file is a JSON object: `prompt_ids`, `response_ids`, `prompt` and `response` as text, `rewards` (one
+entry a token of the response, null where no reward is given: here the score, at the last token), and `ended`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
+
+from toolkit.checkpoints import stop_requests
+from toolkit.data import PromptCollator, Rollout
+from toolkit.errors import RunInterrupted, ToolkitError
+from toolkit.functional import standard_error
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, stop_token_ids
+from toolkit.recipes import assemble
+from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.schema import CollectSection
+from toolkit.rewards import DenseScores, Scores, score_with
+
+
+def partial_file(folder: Path) -> Path:
+    """What stands in a stage's folder while responses are collected."""
+    return folder / f"{assemble.RESPONSES_FILE}.partial"
+
+
+def collect(recipe: Recipe, path: Path) -> dict[str, float]:
+    """Sample and score responses to the recipe's training prompts.
+
+    Batch after batch is added to a partial file beside `path`, which takes its name at the end. Where there is one,
+    what it lacks is added. Each batch has a seed of its own, so that the file is the same however often it was stopped.
+
+    Args:
+        recipe: with a section `collect`.
+        path: JSON Lines file to write; its folder is there.
+
+    Returns:
+        `responses`, mean `score` with `score_se`, `length` and `eos_share`.
+
+    Raises:
+        RunInterrupted: a signal asked to stop; what was collected is saved.
+        RewardError: the reward raised, or did not return one finite number each.
+        ToolkitError: the file cannot be written.
+    """
+    settings = recipe.collect
+    prompts = assemble.stage_dataset(recipe, "collect", "prompts", "train")
+    number = min(len(prompts), settings.max_prompts or len(prompts)) * settings.samples_per_prompt
+    starts = range(0, number, settings.batch_size)
+    partial = partial_file(path.parent)
+    try:
+        done = _whole_batches(partial, settings.batch_size)
+        with partial.open("a", encoding="utf-8") as file, stop_requests() as request:
+            sampler = _Sampler(recipe, settings) if done < len(starts) else None
+            for batch in _shown(range(done, len(starts)), f"{recipe.run} collect"):
+                assert sampler is not None
+                rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
+                set_seed(recipe.seed * 1_000_003 + batch)
+                sampled = sampler.sample([prompts[row // settings.samples_per_prompt] for row in rows])
+                file.writelines(
+                    json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(*sampled, sampler.tokenizer)
+                )
+                file.flush()
+                if request.received is not None and batch + 1 < len(starts):
+                    raise RunInterrupted(
+                        f"collect stopped by {request.received.name} after {rows.stop:,} of {number:,} responses; they "
+                        f"are saved in {partial}.",
+                        request.received,
+                    )
+        partial.replace(path)
+    except OSError as error:
+        raise ToolkitError(f"{path}: cannot be written ({error.strerror}). Make room, then resume.") from error
+    return _figures(path)
+
+
+def _shown(batches: range, title: str) -> Iterator[int]:
+    """A bar on a terminal, as training has one."""
+    console = Console(file=sys.stderr)
+    yield from track(batches, description=title, console=console, disable=not console.is_terminal, transient=True)
+
+
+def _whole_batches(partial: Path, size: int) -> int:
+    """Batches that a partial file holds; what a kill left of another is cut off."""
+    if not partial.is_file():
+        return 0
+    lines = [line for line in partial.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    whole = len(lines) // size
+    partial.write_text("".join(lines[: whole * size]), encoding="utf-8")
+    return whole
+
+
+class _Sampler:
+    """The base with the role that responses are sampled in, and the scorer."""
+
+    def __init__(self, recipe: Recipe, settings: CollectSection):
+        self.recipe, self.tokenizer, self.roles = recipe, recipe.tokenizer, SharedBase(assemble.base_model(recipe))
+        assemble.add_reference(recipe, self.roles)
+        pad_token_id = assemble.add_scoring_role(recipe, self.roles)
+        self.reward = assemble.make_reward(recipe, self.roles, pad_token_id, settings.batch_size)
+        self.collator = PromptCollator(self.tokenizer.pad_token_id, multiple=LENGTH_MULTIPLE)
+        self.stops = stop_token_ids(self.roles.config, self.tokenizer)
+        self.config = GenerationConfig(
+            max_new_tokens=settings.response_length,
+            do_sample=True,
+            temperature=settings.temperature,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=self.stops,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def sample(self, rows: list[dict[str, Any]]) -> tuple[Rollout, Scores]:
+        """One response to each prompt, and its score."""
+        batch, device = self.collator(rows), self.roles.device
+        dtype = getattr(torch, self.recipe.base.dtype)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
+            with self.roles.role("reference"):
+                output = self.roles.generate(
+                    batch["input_ids"].to(device), batch["attention_mask"].to(device), self.config
+                )
+            rollout = self._rollout(batch, output)
+            with torch.no_grad():
+                scores = score_with(self.reward, rollout)
+        release_memory()
+        return rollout, scores
+
+    def _rollout(self, batch: dict[str, Any], output: Tensor) -> Rollout:
+        response_ids, ended = [], []
+        for row in output.tolist():
+            stop = next((i + 1 for i, token in enumerate(row) if token in self.stops), 0)
+            response_ids.append(row[:stop] if stop else row)
+            ended.append(bool(stop))
+        return Rollout(
+            prompts=self.tokenizer.batch_decode(batch["prompt_ids"]),
+            responses=self.tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+            prompt_ids=batch["prompt_ids"],
+            response_ids=response_ids,
+            ended=ended,
+            columns=batch["columns"],
+        )
+
+
+def _lines(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    for i, rewards in enumerate(_rewards(rollout, scores, tokenizer)):
+        yield {
+            "prompt_ids": list(rollout.prompt_ids[i]),
+            "response_ids": list(rollout.response_ids[i]),
+            "prompt": rollout.prompts[i],
+            "response": rollout.responses[i],
+            "rewards": rewards,
+            "ended": rollout.ended[i],
+        }
+
+
+def _rewards(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[float | None]]:
+    """An entry a token, None where no reward was given; the response's own score stands at its last one."""
+    if not isinstance(scores, DenseScores):
+        for length, score in zip(rollout.lengths, scores.tolist(), strict=True):
+            yield [None] * (length - 1) + [score]
+        return
+    at_tokens, at_end = scores.at_tokens(rollout, tokenizer).tolist(), torch.as_tensor(scores.scores).tolist()
+    tokens = scores.tokens or [[]] * len(rollout)
+    for i, length in enumerate(rollout.lengths):
+        every = len(tokens[i]) > 0
+        row = [reward if every or reward else None for reward in at_tokens[i][:length]]
+        yield [*row[:-1], (row[-1] or 0.0) + at_end[i]]
+
+
+def _figures(path: Path) -> dict[str, float]:
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    scores = torch.tensor([sum(reward or 0.0 for reward in row["rewards"]) for row in rows])
+    return {
+        "responses": len(rows),
+        "score": float(scores.mean()),
+        "score_se": standard_error(scores),
+        "length": sum(len(row["response_ids"]) for row in rows) / len(rows),
+        "eos_share": sum(row["ended"] for row in rows) / len(rows),
+    }
