@@ -38,13 +38,13 @@ RESULT = Path(__file__).parent / "results" / "stitching.json"
 class Task:
     """The questions, the logs and what each whole answer is worth."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, questions: int = QUESTIONS):
         generator = torch.Generator().manual_seed(seed)
         self.rows: list[dict[str, Any]] = []
         self.prompts: list[list[int]] = []
         self.worth: list[dict[tuple[int, ...], float]] = []
         starts = torch.randperm(100, generator=generator).tolist()
-        for question in range(QUESTIONS):
+        for question in range(questions):
             prompt = [1, 4 + starts[question] // 10, 4 + starts[question] % 10]
             m, n, p, g, x, y, k = (torch.randperm(20, generator=generator)[:7] + 16).tolist()
             self.prompts.append(prompt)
@@ -141,9 +141,9 @@ def learn_q(task: Task, steps: int) -> dict[str, float]:
     return task.measure(answers.tolist())
 
 
-def run(seed: int, steps: int) -> dict[str, dict[str, float]]:
+def run(seed: int, steps: int, questions: int = QUESTIONS) -> dict[str, dict[str, float]]:
     """What the three reach, and the best that any single response to a question is worth."""
-    task = Task(seed)
+    task = Task(seed, questions)
     single = [row["rewards"][-1] for row in task.rows if row["prompt_ids"] in task.prompts]
     return {
         "best_single_response": {"worth": max(single), "best_share": 0.0},

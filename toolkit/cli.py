@@ -198,10 +198,11 @@ def show_recipe(recipe: RecipeArgument = "doubling", overrides: Overrides = None
 def _speaker(run: str, runs_dir: Path, max_new_tokens: int | None, temperature: float, seed: int) -> "Speaker":
     from transformers import set_seed
 
-    from toolkit.recipes import finished, talk
+    from toolkit.recipes import finished, q_talk, talk
 
-    recipe = finished.open_run(run, runs_dir=runs_dir)
-    speaker = talk.Speaker.of_run(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
+    recipe = finished.open_run(run, runs_dir=runs_dir, by_q=True)
+    kind = q_talk.QSpeaker if finished.answers_by_q(recipe) else talk.Speaker
+    speaker = kind.of_run(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
     set_seed(seed)
     return speaker
 

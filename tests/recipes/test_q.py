@@ -1,5 +1,7 @@
 """The stages collect and q by their real entry points, on models small enough for a few seconds."""
 
+import contextlib
+import io
 import json
 import signal
 
@@ -9,6 +11,9 @@ from tests.recipes.helpers import chat_recipe, command_here
 from toolkit import recipes
 from toolkit.errors import RecipeError, RunInterrupted
 from toolkit.recipes import collecting, stages
+from toolkit.recipes.finished import open_run
+from toolkit.recipes.q_talk import QSpeaker
+from toolkit.recipes.talk import converse
 
 SMALL = (
     "sft.max_steps=2", "q.max_steps=2", "q.eval_steps=1", "q.logging_steps=1", "q.save_steps=1",
@@ -69,9 +74,26 @@ def test_a_finished_run_can_be_measured_and_says_what_it_is_not(run):
     again = json.loads((folder / "runs/doubling_q/eval/result.json").read_text())
     assert again["before"] == first["before"] and again["after"] == first["after"]
     assert (folder / "runs/doubling_q/q/metrics.jsonl").read_text()
-    for command in ("generate", "chat", "export"):
-        done = command_here(command, "doubling_q", *(["out"] if command == "export" else []), cwd=folder)
+    for command in (["export", "doubling_q", "out"], ["generate", "doubling_q", "--num-samples", "2"]):
+        done = command_here(*command, cwd=folder)
         assert done.returncode == 1 and "has Q-values and no policy of its own" in done.stderr, command
+
+
+def test_a_finished_run_answers(run):
+    folder, _ = run
+    written = folder / "answers.jsonl"
+    done = command_here("generate", "doubling_q", "--compare", "--number", "8", "--output", str(written), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
+    samples = [json.loads(x) for x in (folder / "runs/doubling_q/q/samples.jsonl").read_text("utf-8").splitlines()]
+    assert [row["policy"] for row in rows] == [row["after"] for row in samples]  # both greedy
+    assert [row["reference"] for row in rows] == [row["before"] for row in samples]
+    speaker = QSpeaker.of_run(open_run("doubling_q", runs_dir=folder / "runs", by_q=True), temperature=0.0)
+    said, shown = [], io.StringIO()
+    lines = iter(["S小写:5487x2=", "/quit"])
+    with contextlib.redirect_stdout(shown):
+        converse(speaker, read=lambda prompt: next(lines), write=said.append)
+    assert shown.getvalue().strip() == speaker.answer([speaker.prompt_ids([{"content": "S小写:5487x2="}])])[0].strip()
 
 
 def test_check_counts_what_will_be_collected_and_what_was(run, monkeypatch):

@@ -1,6 +1,7 @@
 """Answers by Q: the token with the largest Q, or a sample of the reference weighted by exp(Q/τ)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ def generate_by_q(
     pad_token_id: int,
     temperature: float | None,
     by_q: bool = True,
+    streamer: Any = None,
 ) -> Tensor:
     """Continue left-padded prompts token by token.
 
@@ -75,6 +77,7 @@ def generate_by_q(
         temperature: τ, None for greedy.
         by_q: False leaves Q out, and answers as the reference does: sampled at temperature 1, or greedily. What there
             is to compare with.
+        streamer: as in transformers: shown the prompt, then each token of a single row as it comes.
 
     Returns:
         int64 (B, T), T the longest response.
@@ -84,15 +87,21 @@ def generate_by_q(
     tokens, mask = input_ids, attention_mask
     done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     responses = []
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     with base.in_eval_mode():
         readers = [_Reader(base, role) for role in roles]
         for _ in range(max_new_tokens):
             states = {reader.role: reader.read(tokens, mask) for reader in readers}
             following = _next_tokens(base, states, temperature).masked_fill(done, pad_token_id)
             responses.append(following)
+            if streamer is not None:
+                streamer.put(following.cpu())
             done = done | torch.isin(following, stops)
             if bool(done.all()):
                 break
             tokens = following.unsqueeze(1)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    if streamer is not None:
+        streamer.end()
     return torch.stack(responses, dim=1)

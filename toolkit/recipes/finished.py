@@ -40,8 +40,8 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         if by_q:
             return recipe
         raise RecipeError(
-            f'the run "{folder.name}" has Q-values and no policy of its own, which this command needs. '
-            f"Measure its answers with toolkit eval {folder.name}"
+            f'the run "{folder.name}" has Q-values and no policy of its own, which this needs. Its answers are '
+            f"shown by toolkit generate {folder.name} and chat, and measured by eval."
         )
     if read_result(recipe.stage_folder("ppo")) is None:
         raise RecipeError(
