@@ -25,6 +25,14 @@ of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
 
 from toolkit.functional.advantages import generalized_advantage_estimation
 from toolkit.functional.best_of import best_of_kl_bound, expected_best
+from toolkit.functional.calibration import (
+    CalibrationBin,
+    average_ranks,
+    calibration_bins,
+    expected_calibration_error,
+    pearson_correlation,
+    spearman_correlation,
+)
 from toolkit.functional.kl import KL_ESTIMATORS, FullKL, adapt_kl_coef, full_kl, kl_abs, kl_k1, kl_k2, kl_k3
 from toolkit.functional.logprobs import token_logprobs, token_logprobs_and_entropy
 from toolkit.functional.losses import ClippedLoss, clipped_policy_loss, clipped_value_loss
@@ -43,15 +51,19 @@ from toolkit.functional.statistics import (
 
 __all__ = [
     "KL_ESTIMATORS",
+    "CalibrationBin",
     "ClippedLoss",
     "FullKL",
     "Moments",
     "adapt_kl_coef",
+    "average_ranks",
     "best_of_kl_bound",
     "bradley_terry_loss",
+    "calibration_bins",
     "clipped_policy_loss",
     "clipped_value_loss",
     "expected_best",
+    "expected_calibration_error",
     "first_differences",
     "full_kl",
     "generalized_advantage_estimation",
@@ -61,10 +73,12 @@ __all__ = [
     "kl_k3",
     "masked_mean",
     "masked_var",
+    "pearson_correlation",
     "penalize_missing_eos",
     "penalize_short",
     "scale_to_unit_variance",
     "shape_rewards",
+    "spearman_correlation",
     "standard_error",
     "token_level_preference_loss",
     "token_logprobs",
