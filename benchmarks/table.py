@@ -76,7 +76,8 @@ def terminal_table(size: str, found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, its columns but the first aligned to the right."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -89,7 +90,8 @@ def _size_title(size: str, work: Mapping[str, Any]) -> str:
     )
 
 
-def _where(result: Mapping[str, Any]) -> str:
+def where(result: Mapping[str, Any]) -> str:
+    """Date, machine and versions of a result."""
     machine = result["machine"]
     gpu = f", {machine['gpu']} with {machine['gpu_memory_gb']:.0f} GB" if "gpu" in machine else ""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -107,14 +109,14 @@ def _rounds(found: Mapping[str, Any]) -> str:
 def _cpu(result: Mapping[str, Any]) -> str:
     model, updates = result["model"], result["arguments"]["updates"]
     parts = [
-        f"{_where(result)} Model: {model['architecture']} of {model['parameters'] / 1e6:.1f} million parameters. "
+        f"{where(result)} Model: {model['architecture']} of {model['parameters'] / 1e6:.1f} million parameters. "
         f"{updates} measured update{'s' * (updates > 1)} of each contender in a round."
     ]
     for size, found in result["sizes"].items():
         fastest = CONTENDERS[found["summary"]["fastest_stock"]].label
         verdicts = "\n".join(f"- {bar_line(bar)}" for bar in found["bars"])
         title = f"**{_size_title(size, found['work'])}; {_rounds(found)}**"
-        parts += [title, _markdown(_COLUMNS, _rows(found))]
+        parts += [title, markdown(_COLUMNS, _rows(found))]
         parts += [f"The fastest stock form: {fastest}.", verdicts]
     return "\n\n".join(parts)
 
@@ -150,13 +152,13 @@ def gpu_rows(result: Mapping[str, Any]) -> tuple[Sequence[str], list[list[str]]]
 def _gpu(result: Mapping[str, Any]) -> str:
     model, work = result["model"], result["work"]
     about = (
-        f"{_where(result)} Model: a Llama of {model['parameters'] / 1e9:.2f} billion parameters with random weights, "
+        f"{where(result)} Model: a Llama of {model['parameters'] / 1e9:.2f} billion parameters with random weights, "
         f"hidden size {model['hidden_size']}, {model['layers']} layers, in NF4: {model['weights_gb']:.2f} GB. "
         f"{work['rollouts']} rollouts, prompts of {work['prompt_tokens']} tokens, responses of "
         f"{work['response_tokens']}, {work['epochs']} epochs, micro-batch {work['micro_batch']}; medians of "
         f"{result['arguments']['updates']} updates."
     )
-    return "\n\n".join([about, _markdown(*gpu_rows(result))])
+    return "\n\n".join([about, markdown(*gpu_rows(result))])
 
 
 _SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {"cpu": _cpu, "gpu": _gpu}

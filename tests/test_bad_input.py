@@ -164,7 +164,7 @@ CASES = {
     ),
     "an infinite reward": (llama("scorer.function=rewards_for_test:endless"), "the reward gave inf to the response"),
     "a stage that the recipe lacks": (
-        ["sft", "smollm2_135m_lora"],
+        ["sft", "llama3_8b_lora"],
         'the recipe has no section "sft", so this stage has nothing to run',
     ),
     "data that a stage lacks": (

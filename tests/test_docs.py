@@ -34,7 +34,10 @@ SMALL = {
         "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8",
         "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
     ],
-    "smollm2_135m_lora": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=1"],
+    "smollm2_135m_lora": [
+        *_pairs("data"), "sft.max_steps=1", "sft.per_device_train_batch_size=2", *_REWARD, *_PPO,
+        "ppo.gradient_accumulation_steps=1",
+    ],
     "actor_critic_lora": [*_pairs("data"), *_REWARD, *_PPO, "ppo.num_mini_batches=2"],
     "llama3_8b_lora": [*_pairs("reward_data"), *_REWARD, *_PPO[:2], "data.validation_size=4"],
     "llama3_8b_lora_fast": [*_pairs("data"), *_REWARD, *_PPO, "ppo.gradient_accumulation_steps=2"],
@@ -77,7 +80,9 @@ def desk(tmp_path_factory):
 
 def run(words: list[str], desk: Path) -> None:
     adapter, model = desk / "runs/llama3_8b_lora/reward/reward", desk / "model"
-    words = [f"start.reward={adapter}" if word.startswith("start.reward=") else word for word in words]
+    # A path that an earlier command of the page has made is kept.
+    named = [word for word in words if word.startswith("start.reward=") and not Path(word.partition("=")[2]).is_dir()]
+    words = [f"start.reward={adapter}" if word in named else word for word in words]
     words = [f"base.model={model}" if word.startswith("base.model=") else word for word in words]
     name = Path(words[1]).stem if len(words) > 1 else ""
     if words[0] in STAGES and name in SMALL:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import reward_arms, reward_parity
+from benchmarks import reward_arms, reward_parity, reward_table
 from benchmarks.errors import BenchmarkError
 from benchmarks.paired import bootstrap, compare, correctness, log_loss, mcnemar
 from benchmarks.reward_arms import ARMS, Job
@@ -128,3 +128,19 @@ def test_an_arm_in_a_process_of_its_own_that_fails_says_which(job, monkeypatch):
     monkeypatch.setattr(reward_parity.sys, "executable", "false")
     with pytest.raises(BenchmarkError, match="the arm ours-nf4 of seed 0 failed: nothing was said"):
         reward_parity.arm_in_process("ours-nf4", job)
+
+
+def test_the_table_is_made_from_the_result(job, tmp_path):
+    console = Console(file=io.StringIO())
+    output = tmp_path / "2026-01-01_reward.json"
+    reward_parity.run(
+        job, seeds=[0], arms=("trl-bf16", "ours-nf4"), output=output, console=console,
+        step=lambda arm, one: {**answer(arm, one), "memory_gb": {"resident": 1.5}},
+    )  # fmt: skip
+    page = "a\n<!-- reward results -->\nold\n<!-- end of reward results -->\nb"
+    found = reward_table.filled(page, tmp_path)
+    assert "| trl-bf16 | 0 | 0.500 | 0.000 | 1 | 1.50 |" in found and "old" not in found  # right, wrong and a tie
+    assert "| ours-nf4 | 0 | 0.667 | 0.100 | 1 | 1.50 |" in found and "McNemar p 1.00" in found
+    assert reward_table.filled(page, tmp_path / "none").splitlines()[2] == "No result yet."
+    with pytest.raises(ValueError, match="lacks the markers"):
+        reward_table.filled("", tmp_path)

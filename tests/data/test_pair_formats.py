@@ -101,7 +101,8 @@ def test_every_form_is_tokenised_alike_and_margins_come_along(tmp_path):
     assert [tokenizer.decode(ids) for ids in pairs["chosen_ids"]] == ["<s>Capital?</s><s>Paris.</s>"] * len(rows)
     assert pairs["margin"] == [0.5, 0.5, 0, 0, 0, 0]
     without = Preferences(tokenizer, (other := write(tmp_path / "y.jsonl", SAME_PAIR)), other).pairs("train")
-    assert without.column_names == ["chosen_ids", "rejected_ids"]
+    assert without.column_names == ["chosen_ids", "rejected_ids", "prompt_length"]
+    assert without["prompt_length"][:] == [len(tokenizer.encode("<s>Capital?</s><s>"))] * len(rows)
 
 
 # ---------------------------------------------------------------------- without a chat template

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.recipes.helpers import byte_tokenizer, chat_recipe, command, command_here
+from tests.recipes.helpers import PAIRS, REPOSITORY, byte_tokenizer, chat_recipe, command, command_here
 from toolkit import recipes
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.recipes import stages
+from toolkit.recipes import finished, stages
 
 SMALL_DOUBLING = (
     "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8", "ppo.eval_steps=1",
@@ -113,9 +113,26 @@ def test_reward_and_ppo_on_a_real_nf4_base(value, tmp_path, checkpoint):
     reward = stages.run(recipe, "reward")
     assert reward["after"]["rows"] == 6 and len(reward["after"]["accuracy_ci"]) == 2
     assert reward["left_out"] == {"train": {}, "validation": {}}
+    folder = recipe.stage_folder("reward")
+    scores = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    wrong = [json.loads(line) for line in (folder / "errors.jsonl").read_text().splitlines()]
+    right = sum(row["chosen_score"] > row["rejected_score"] for row in scores)
+    assert len(scores) == 6 and right / 6 == pytest.approx(reward["after"]["accuracy"])
+    assert len(wrong) == sum(row["chosen_score"] < row["rejected_score"] for row in scores)
+    assert scores[0]["chosen"] == "Paris." and scores[0]["chosen_length"] == len("Paris.") + 1  # with its end
+    assert scores[0]["prompt"] == "<s>What is the capital of France?</s><s>"
+    assert reward["judgement"]["length"]["equal"].keys() == {"pairs", "accuracy", "accuracy_ci"}
+    assert "Held-out pairs" in (folder / "report.html").read_text()
     result = stages.run(recipe, "ppo")
     assert result["after"].keys() == {"score", "score_se", "kl", "length", "eos_share"}
     assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3)
+    if value == "separate":  # judged by the reward of another seed than the one that it was trained against
+        other = chat_recipe(tmp_path, checkpoint, "seed=1", *overrides, adapters=adapters, name="other")
+        stages.run(other, "reward")
+        named = f"start.reward={other.stage_folder('reward') / 'reward'}"
+        again = finished.evaluate(finished.open_run("chat", named, runs_dir=tmp_path / "runs"))
+        assert again["after"]["length"] == result["after"]["length"]  # the same answers
+        assert again["before"]["score"] != result["before"]["score"]
     saved = "adapter_model.safetensors" if value == "separate" else "value_head.safetensors"
     assert (recipe.stage_folder("ppo") / "value" / saved).is_file()
 
@@ -190,9 +207,11 @@ def test_prerequisites(tmp_path, checkpoint):
     assert stages.prerequisites(doubling, "ppo") == ["sft", "reward"]
     assert stages.prerequisites(doubling, "reward") == ["sft"]
     assert stages.prerequisites(doubling, "sft") == []
-    assert stages.prerequisites(recipes.load("smollm2_135m_lora"), "ppo") == ["reward"]
+    assert stages.prerequisites(recipes.load("smollm2_135m_lora"), "ppo") == ["sft", "reward"]
+    assert stages.prerequisites(recipes.load("smollm2_135m_lora"), "reward") == []
+    assert stages.prerequisites(recipes.load("llama3_8b_lora"), "ppo") == ["reward"]
     with pytest.raises(RecipeError, match='the recipe has no section "sft"'):
-        stages.prerequisites(recipes.load("smollm2_135m_lora"), "sft")
+        stages.prerequisites(recipes.load("llama3_8b_lora"), "sft")
     with pytest.raises(RecipeError, match='no stage "pretrain"; the stages are sft, reward, ppo'):
         stages.prerequisites(doubling, "pretrain")
     lacking = chat_recipe(tmp_path, checkpoint, reward=None)
@@ -212,3 +231,27 @@ def test_a_task_without_the_data_of_a_stage(tmp_path, checkpoint):
     recipe = chat_recipe(tmp_path, checkpoint, reward_head={"num_labels": 3})
     with pytest.raises(RecipeError, match='data.task: "preferences" has no labelled data'):
         stages.run(recipe, "reward")
+
+
+def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):
+    data = REPOSITORY / "data"
+    sft_data = {"task": "demonstrations", "train": str(data / "demonstrations.jsonl")}
+    sft = {"max_steps": 1, "max_length": 30, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    pairs = {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS), "max_validation_rows": 2}
+    recipe = chat_recipe(
+        tmp_path, checkpoint, data={**pairs, "parts": {"reward": 16, "ppo": 8}},
+        sft_data={**sft_data, "validation": sft_data["train"]}, sft=sft,
+    )  # fmt: skip
+    lengths = [len(ids) for ids in recipe.task_of("sft").demonstrations("train")["input_ids"]]
+    kept = [[x for x in labels[:30] if x != -100] for labels in recipe.task_of("sft").demonstrations("train")["labels"]]
+    result = stages.run(recipe, "sft")
+    cut = sum(length > 30 for length in lengths)
+    assert 0 < cut < 8
+    expected = {"cut": cut, "without_loss": sum(not labels for labels in kept)}
+    assert expected["without_loss"] > 0 and result["cut"] == {"train": expected, "validation": expected}
+    said = f"train: {cut} of 8 rows are cut to sft.max_length (30); {expected['without_loss']} of them lose all that"
+    assert said in capsys.readouterr().out
+    stages.run(recipe, "reward")
+    rows = [json.loads(line) for line in (recipe.stage_folder("reward") / "rows.jsonl").read_text().splitlines()]
+    assert [row["split"] for row in rows].count("train") == 16 and len(rows) == 18
+    assert rows[-1] == {"split": "validation", "place": f"{PAIRS}, line 2"}

@@ -148,12 +148,13 @@ class Preferences(ReportsLeftOut):
         return self._turns.asked(messages)
 
     def pairs(self, split: str) -> Dataset:
-        """Tokenised pairs for `trl.RewardTrainer`; columns `chosen_ids`, `rejected_ids`.
+        """Tokenised pairs for `trl.RewardTrainer`; columns `chosen_ids`, `rejected_ids`, `prompt_length` (tokens).
 
         And `margin`, 0 where a row has none, if any row of the split has one.
         """
         rows = self._encoded("reward", split)
-        columns = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
+        columns: dict[str, Any] = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
+        columns["prompt_length"] = [len(row["input_ids"]) for row in rows]
         if any("margin" in row for row in rows):
             return Dataset.from_dict({**columns, "margin": [row.get("margin", 0.0) for row in rows]})
         return Dataset.from_dict(columns)

@@ -27,6 +27,14 @@ of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
 
 from toolkit.functional.advantages import generalized_advantage_estimation
 from toolkit.functional.best_of import best_of_kl_bound, expected_best
+from toolkit.functional.calibration import (
+    CalibrationBin,
+    average_ranks,
+    calibration_bins,
+    expected_calibration_error,
+    pearson_correlation,
+    spearman_correlation,
+)
 from toolkit.functional.kl import KL_ESTIMATORS, FullKL, adapt_kl_coef, full_kl, kl_abs, kl_k1, kl_k2, kl_k3
 from toolkit.functional.logprobs import token_logprobs, token_logprobs_and_entropy
 from toolkit.functional.losses import ClippedLoss, clipped_policy_loss, clipped_value_loss
@@ -58,19 +66,23 @@ from toolkit.functional.values import VALUE_POOLINGS, pool_values
 __all__ = [
     "KL_ESTIMATORS",
     "VALUE_POOLINGS",
+    "CalibrationBin",
     "ClippedLoss",
     "FullKL",
     "Moments",
     "TokenQ",
     "adapt_kl_coef",
+    "average_ranks",
     "best_of_kl_bound",
     "best_q_values",
     "bounded_q",
     "bradley_terry_loss",
+    "calibration_bins",
     "clipped_policy_loss",
     "clipped_value_loss",
     "conservative_loss",
     "expected_best",
+    "expected_calibration_error",
     "first_differences",
     "full_kl",
     "generalized_advantage_estimation",
@@ -81,6 +93,7 @@ __all__ = [
     "masked_mean",
     "masked_var",
     "monte_carlo_returns",
+    "pearson_correlation",
     "penalize_missing_eos",
     "penalize_short",
     "pool_values",
@@ -88,6 +101,7 @@ __all__ = [
     "q_targets",
     "scale_to_unit_variance",
     "shape_rewards",
+    "spearman_correlation",
     "standard_error",
     "td_loss",
     "token_level_preference_loss",

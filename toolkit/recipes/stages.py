@@ -23,7 +23,10 @@ from toolkit.recipes.own_value import copies_reward_model
 from toolkit.recipes.recipe import Recipe
 from toolkit.recipes.schema import model_section
 from toolkit.reports import (
+    ERRORS_FILE,
+    SCORES_FILE,
     Answers,
+    judgement,
     peak_memory_gb,
     read_json,
     read_jsonl_metrics,
@@ -31,13 +34,14 @@ from toolkit.reports import (
     sample_rows,
     samples_table,
     versions,
+    worst_errors,
     write_json,
     write_jsonl,
     write_report,
     write_result,
 )
 from toolkit.trainers.ppo import PPOTrainer
-from toolkit.trainers.reward import evaluate_reward
+from toolkit.trainers.reward import evaluate_reward, judge_pairs, pair_figures
 from toolkit.trainers.sft import cut_rows
 
 RECIPE_FILE = "recipe.yaml"
@@ -280,7 +284,13 @@ def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | 
     if samples:
         write_jsonl(folder / "samples.jsonl", samples)
         console.print(samples_table(samples))
-    report = write_report(folder, result, read_jsonl_metrics(folder / "metrics.jsonl"), samples, recipe.to_yaml())
+    judged = trainer.judged if stage == "reward" else ()
+    if judged:
+        result["judgement"] = judgement(judged)
+        write_jsonl(folder / SCORES_FILE, judged)
+        write_jsonl(folder / ERRORS_FILE, worst_errors(judged))
+    metrics = read_jsonl_metrics(folder / "metrics.jsonl")
+    report = write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
     write_result(folder, result)
     print_result(console, result)
     console.print(f"report: {report}", highlight=False, soft_wrap=True)
@@ -325,9 +335,13 @@ def _measure_sft(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers 
 
 
 def _measure_reward(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers | None]:
-    pad_token_id, size = recipe.tokenizer.pad_token_id, trainer.args.per_device_eval_batch_size
+    judge, rows = trainer.judge, trainer.eval_dataset
+    read = {"pad_token_id": recipe.tokenizer.pad_token_id, "batch_size": trainer.args.per_device_eval_batch_size}
     with trainer.compute_loss_context_manager():
-        return evaluate_reward(trainer.judge, trainer.eval_dataset, pad_token_id=pad_token_id, batch_size=size), None
+        if recipe.reward_head.num_labels > 1:
+            return evaluate_reward(judge, rows, **read), None
+        trainer.judged = judge_pairs(judge, rows, recipe.tokenizer, **read)
+    return pair_figures(trainer.judged), None
 
 
 def _measure_ppo(recipe: Recipe, trainer: Any) -> tuple[dict[str, Any], Answers | None]:

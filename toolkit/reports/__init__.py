@@ -1,5 +1,6 @@
 """What a run leaves behind and shows: metrics, samples, result, report page, progress. Knows no trainer."""
 
+from toolkit.reports.judged import ERRORS_FILE, SCORES_FILE, JudgedPair, judgement, worst_errors
 from toolkit.reports.metrics import MetricsFile, read_jsonl_metrics
 from toolkit.reports.page import write_report
 from toolkit.reports.progress import ProgressBar
@@ -7,9 +8,13 @@ from toolkit.reports.result import peak_memory_gb, read_json, read_result, versi
 from toolkit.reports.samples import Answers, sample_rows, samples_table, write_jsonl
 
 __all__ = [
+    "ERRORS_FILE",
+    "SCORES_FILE",
     "Answers",
+    "JudgedPair",
     "MetricsFile",
     "ProgressBar",
+    "judgement",
     "peak_memory_gb",
     "read_json",
     "read_jsonl_metrics",
@@ -17,6 +22,7 @@ __all__ = [
     "sample_rows",
     "samples_table",
     "versions",
+    "worst_errors",
     "write_json",
     "write_jsonl",
     "write_report",

@@ -8,6 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from toolkit.reports.judged import JudgedPair
+from toolkit.reports.judged_page import judged_section
+
 REPORT_FILE = "report.html"
 _CURVES = (
     "score", "kl", "length", "eos_share", "policy_loss", "value_loss", "approx_kl", "clip_fraction",
@@ -77,6 +80,7 @@ def write_report(
     metrics: Sequence[dict[str, Any]],
     samples: Sequence[dict[str, Any]],
     recipe: str,
+    judged: Sequence[JudgedPair] = (),
 ) -> Path:
     """Write the page.
 
@@ -86,6 +90,7 @@ def write_report(
         metrics: rows of the metrics file.
         samples: rows of `sample_rows`; may be empty.
         recipe: the resolved recipe as YAML.
+        judged: held-out pairs of a reward, on which `result["judgement"]` is; may be empty.
 
     Returns:
         The path of the page.
@@ -95,7 +100,8 @@ def write_report(
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f"<h1>{title}</h1><p>seed {result['seed']} · {result['seconds']:.0f} s · peak memory {memory}</p>"
-        f"{_before_after(result)}{_curves(metrics)}{_samples(samples)}"
+        f"{_before_after(result)}{judged_section(result['judgement'], judged) if judged else ''}"
+        f"{_curves(metrics)}{_samples(samples)}"
         f"<h2>Recipe</h2><pre>{html.escape(recipe)}</pre>"
         f"<small>{html.escape(', '.join(f'{k} {v}' for k, v in result['versions'].items()))}</small></html>\n"
     )

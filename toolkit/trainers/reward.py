@@ -5,6 +5,7 @@ transformers' `Trainer` with cross-entropy. Both see the role as a sequence clas
 in PPO.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from toolkit.models import (
     save_role,
     score_positions,
 )
+from toolkit.reports import JudgedPair
 from toolkit.rewards import Judge, read_sequences
 from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.reward_config import RewardConfig
@@ -38,6 +40,8 @@ class _SavesRole(ResumableTrainer):
     """Saves and loads the reward role as a PEFT folder where `Trainer` would take the whole view."""
 
     role_arguments: dict[str, Any]
+    judged: Sequence[JudgedPair] = ()
+    """Held-out pairs as they were last judged."""
 
     @property
     def judge(self) -> SharedBase:
@@ -169,6 +173,61 @@ def reward_trainer(
     return trainer
 
 
+def judge_pairs(
+    roles: Judge, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, pad_token_id: int, batch_size: int
+) -> list[JudgedPair]:
+    """Both scores of each pair, with its texts and the lengths of its responses.
+
+    Args:
+        roles: what scores, with one output: a base that carries the role "reward", or a classifier.
+        dataset: `chosen_ids` and `rejected_ids`, and `prompt_length`; without that column the prompt is what both
+            begin with.
+        tokenizer: turns ids into text.
+        pad_token_id: see `toolkit.models.score_positions`.
+        batch_size: sequences a forward pass.
+    """
+    sides = {side: dataset[f"{side}_ids"][:] for side in ("chosen", "rejected")}
+    read = {"pad_token_id": pad_token_id, "batch_size": batch_size}
+    scores = {side: read_sequences(roles, ids, **read).squeeze(1).tolist() for side, ids in sides.items()}
+    if "prompt_length" in dataset.column_names:
+        prompts = dataset["prompt_length"][:]
+    else:
+        prompts = [_shared_beginning(*pair) for pair in zip(*sides.values(), strict=True)]
+    judged = []
+    for row, length in enumerate(prompts):
+        pair: JudgedPair = {"prompt": tokenizer.decode(sides["chosen"][row][:length])}
+        for side, ids in sides.items():
+            response = ids[row][length:]
+            pair[side] = tokenizer.decode(response, skip_special_tokens=True)
+            pair[f"{side}_score"], pair[f"{side}_length"] = scores[side][row], len(response)
+        judged.append(pair)
+    return judged
+
+
+def _shared_beginning(chosen: Sequence[int], rejected: Sequence[int]) -> int:
+    same = [a == b for a, b in zip(chosen, rejected, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+def pair_figures(judged: Sequence[JudgedPair]) -> dict[str, Any]:
+    """Accuracy on pairs with its 95 % interval, loss, and mean margin.
+
+    Args:
+        judged: from `judge_pairs`.
+
+    Returns:
+        As `evaluate_reward` for pairs.
+    """
+    margin = torch.tensor([pair["chosen_score"] - pair["rejected_score"] for pair in judged])
+    figures = {"loss": float(-nn.functional.logsigmoid(margin).mean()), "margin": float(margin.mean())}
+    return _with_accuracy(int((margin > 0).sum()), len(judged), figures)
+
+
+def _with_accuracy(right: int, rows: int, figures: dict[str, float]) -> dict[str, Any]:
+    low, high = wilson_interval(right, rows)
+    return {"accuracy": right / rows, "accuracy_ci": [low, high], **figures, "rows": rows}
+
+
 def evaluate_reward(roles: Judge, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
     """Accuracy of the reward role on held-out rows, with its 95 % interval, and the loss.
 
@@ -187,11 +246,7 @@ def evaluate_reward(roles: Judge, dataset: Dataset, *, pad_token_id: int, batch_
         logits = read_sequences(roles, dataset["input_ids"], **read)
         labels = torch.tensor(dataset["labels"])
         right = int((logits.argmax(dim=1) == labels).sum())
-        figures = {"loss": float(nn.functional.cross_entropy(logits, labels))}
-    else:
-        chosen = read_sequences(roles, dataset["chosen_ids"], **read).squeeze(1)
-        margin = chosen - read_sequences(roles, dataset["rejected_ids"], **read).squeeze(1)
-        right = int((margin > 0).sum())
-        figures = {"loss": float(-nn.functional.logsigmoid(margin).mean()), "margin": float(margin.mean())}
-    low, high = wilson_interval(right, len(dataset))
-    return {"accuracy": right / len(dataset), "accuracy_ci": [low, high], **figures, "rows": len(dataset)}
+        return _with_accuracy(right, len(dataset), {"loss": float(nn.functional.cross_entropy(logits, labels))})
+    chosen, rejected = (read_sequences(roles, dataset[f"{side}_ids"], **read) for side in ("chosen", "rejected"))
+    scores = zip(chosen.squeeze(1).tolist(), rejected.squeeze(1).tolist(), strict=True)
+    return pair_figures([{"chosen_score": better, "rejected_score": worse} for better, worse in scores])

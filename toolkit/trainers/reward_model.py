@@ -4,6 +4,7 @@ The losses are those of `toolkit.trainers.reward`: Bradley–Terry by TRL's `Rew
 transformers' `Trainer`. The model reads the ids of the policy's tokenizer, as in PPO.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from toolkit.models import (
     save_classifier,
     train_in_float32,
 )
+from toolkit.reports import JudgedPair
 from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.reward import PairTrainer, check_columns
 from toolkit.trainers.reward_config import RewardConfig
@@ -31,6 +33,9 @@ from toolkit.trainers.reward_config import RewardConfig
 
 class _SavesModel(ResumableTrainer):
     """Saves and loads the model as a checkpoint folder of its own beside the state of the run."""
+
+    judged: Sequence[JudgedPair] = ()
+    """Held-out pairs as they were last judged."""
 
     @property
     def judge(self) -> PreTrainedModel | PeftModel:

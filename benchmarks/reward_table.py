@@ -1,0 +1,63 @@
+"""The table of `docs/reward_stage.md`, made from the newest result of `benchmarks.reward_parity`.
+
+python -m benchmarks.reward_table
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reward_parity import verdict
+from benchmarks.table import RESULTS, markdown, newest, where
+
+PAGE = Path(__file__).parents[1] / "docs" / "reward_stage.md"
+_BEGIN, _END = "<!-- reward results -->\n", "<!-- end of reward results -->"
+
+
+def _row(arm: Mapping[str, Any]) -> list[str]:
+    margins = arm["margins"]
+    right = sum(1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins)
+    return [
+        arm["arm"],
+        str(arm["seed"]),
+        f"{right / len(margins):.3f}",
+        f"{sum(margins) / len(margins):.3f}",
+        f"{arm['seconds']:.0f}",
+        f"{arm['memory_gb']['resident']:.2f}",
+    ]
+
+
+def section(result: Mapping[str, Any] | None) -> str:
+    """What stands between the markers."""
+    if result is None or not result["arms"]:
+        return "No result yet."
+    settings, arms = result["settings"], sorted(result["arms"], key=lambda arm: (arm["seed"], arm["arm"]))
+    about = (
+        f"{where(result)} Model: {result['model']['architecture']} of {result['model']['parameters'] / 1e6:.1f} "
+        f"million parameters. {settings['pairs']} training pairs, {settings['batch_size']} a step, and "
+        f"{len(arms[0]['margins'])} held-out pairs."
+    )
+    columns = ("arm", "seed", "accuracy", "mean margin", "training s", "peak GB")
+    verdicts = "\n".join(
+        f"- seeds {', '.join(map(str, found['seeds']))}: {verdict(found)}; McNemar p "
+        f"{', '.join(format(one['p'], '.2f') for one in found['mcnemar'])}"
+        for found in result["comparisons"]
+    )
+    return "\n\n".join([about, markdown(columns, [_row(arm) for arm in arms]), verdicts])
+
+
+def filled(page: str, folder: Path = RESULTS) -> str:
+    """The page with its table anew from the results in a folder.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    before, begin, rest = page.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError("the page lacks the markers of the reward results")
+    return f"{before}{begin}{section(newest('reward', folder))}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
