@@ -130,12 +130,28 @@ def test_every_key_that_the_migration_page_names_exists():
             assert rest in owner_fields(owners[section]), key
 
 
-def test_every_test_that_the_options_page_names_exists():
-    text = (REPOSITORY / "docs" / "ppo_options.md").read_text(encoding="utf-8")
+def named_tests(page: str) -> list[tuple[str, str]]:
+    """The tests that a page names; all of them exist."""
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[a-z_/]+\.py)::(test_[a-z_0-9]+)`", text)
-    assert len(named) > 20
     for path, test in named:
         assert f"def {test}(" in (REPOSITORY / path).read_text(encoding="utf-8"), f"{path}::{test}"
+    return named
+
+
+def test_every_fault_of_trl_has_a_row_and_its_tests_exist():
+    assert len(named_tests("trl_faults.md")) > 30
+    text = (REPOSITORY / "docs" / "trl_faults.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| F(\d+) \| (.+?) \| (.+?) \| (.+?) \|$", text, flags=re.MULTILINE)
+    assert [int(number) for number, *_ in rows] == list(range(1, 34))
+    for number, _, ours, held in rows:
+        ways = ("Not inherited", "Does not apply", "Deliberate", "In part")
+        assert ours.startswith(ways) and ("`tests/" in held or not ours.startswith("Not inherited")), number
+
+
+def test_every_test_that_the_options_page_names_exists():
+    text = (REPOSITORY / "docs" / "ppo_options.md").read_text(encoding="utf-8")
+    assert len(named_tests("ppo_options.md")) > 20
     fields = {
         name for row in re.findall(r"^\| (`.+?) \|", text, flags=re.MULTILINE) for name in re.findall(r"`(\w+)", row)
     }
