@@ -141,6 +141,11 @@ def test_three_mistakes_one_error(tmp_path):
             {"q": {}, "collect": {}, "q_data": {"task": "rated", "train": "x.jsonl"}},
             "collect — would have no effect: q_",
         ),
+        ({"q": {"bound_bias": 1.0}}, "q.bound_bias — would have no effect: it belongs to q.bound: sigmoid."),
+        (
+            {"q": {"decoding_temperature": 0.5}},
+            "q.decoding_temperature — would have no effect: it belongs",
+        ),
         ({"q": {"gama": 1}}, "has no such field. Did you mean gamma?"),
         ({"q": {"gamma": 2.0}}, "q — gamma must be from 0 to 1, got 2.0"),
         ({"q": {"neftune_noise_alpha": 1.0}}, "q.neftune_noise_alpha — would have no effect: states and targets have"),

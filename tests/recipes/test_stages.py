@@ -85,7 +85,9 @@ def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):
 
 def test_errors_are_one_line_and_debug_shows_more(tmp_path):
     done = command_here("ppo", "doublin", cwd=tmp_path)
-    assert done.returncode == 1 and done.stderr.startswith('RecipeError: no recipe "doublin". Did you mean doubling?')
+    assert done.returncode == 1 and done.stderr.startswith(
+        'RecipeError: no recipe "doublin". Did you mean doubling or doubling_q?'
+    )
     assert "Traceback" not in done.stderr
     assert "Traceback" in command("ppo", "doublin", "--debug", cwd=tmp_path).stderr
     (tmp_path / "file").write_text("")

@@ -258,10 +258,10 @@ def best_q_values(hidden: Tensor, q_head: Callable[[Tensor], Tensor], *, chunk_s
 def q_policy_logprobs(q: Tensor, ref_logprobs: Tensor, *, temperature: float) -> Tensor:
     """log π(v | s) with π ∝ π_ref · exp((Q − V) / τ): likely under the reference, and good by Q.
 
-    V(s) = Σ_v π_ref(v | s) Q(s, v), so that Q − V is the advantage over the reference. Snell et al. 2022, "Offline RL
-    for Natural Language Generation with Implicit Language Q Learning", arXiv 2206.11871, section 4.3, with β = 1/τ and
-    an expectile in V's place. Within one state V is a constant, and falls out when π is normalised: whichever V is
-    taken, and none, π is the same. It is KL(π, π_ref) at weight τ against the mean of Q that π solves.
+    V(s) = Σ_v π_ref(v | s) Q(s, v), so that Q − V is the advantage over the reference. This is the decoding of Snell et
+    al. 2022, "Offline RL for Natural Language Generation with Implicit Language Q Learning", arXiv 2206.11871, with
+    β = 1/τ and an expectile in V's place. Within one state V is a constant, and falls out when π is normalised:
+    whichever V is taken, and none, π is the same. π maximises the mean of Q − τ · KL(π, π_ref) in each state.
 
     Args:
         q: (..., V).

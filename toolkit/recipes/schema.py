@@ -534,6 +534,17 @@ def _check_q(values: dict[str, Any]) -> list[str]:
     problems = [] if adapted else ["adapters.q — is missing: the q stage trains it."]
     if "q_data" not in values and "collect" not in values:
         problems.append("q — has nothing to learn from: give rated responses (q_data), or sample them (collect).")
+    q = _section(values, "q")
+    of_one_choice = (
+        ("bound", "sigmoid", ("highest_return", "bound_scale", "bound_bias")),
+        ("decoding", "sample", ("decoding_temperature",)),
+    )
+    for choice, needed, names in of_one_choice:
+        problems += [
+            f"q.{name} — would have no effect: it belongs to q.{choice}: {needed}."
+            for name in names
+            if name in q and q.get(choice) != needed
+        ]
     if "q_data" in values and "collect" in values:
         problems.append("collect — would have no effect: q_data names the responses.")
     return problems
