@@ -67,7 +67,18 @@ def fresh_precision():
 
 
 @pytest.mark.usefixtures("fresh_precision")
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(
+                strict=True, reason="compute_loss_context_manager of transformers 5.23 is empty: there is no autocast"
+            ),
+        ),
+        False,
+    ],
+)
 def test_every_pass_runs_in_the_precision_that_was_asked_for(asked, tmp_path):
     """F6: TRL's accelerator does not hear of bf16."""
     base, seen = shared_base(), []
