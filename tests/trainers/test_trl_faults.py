@@ -70,12 +70,7 @@ def fresh_precision():
 @pytest.mark.parametrize(
     "asked",
     [
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                strict=True, reason="compute_loss_context_manager of transformers 5.23 is empty: there is no autocast"
-            ),
-        ),
+        True,
         False,
     ],
 )

@@ -137,6 +137,13 @@ class ResumableTrainer(Trainer):
         self._count_resumption()
         return TrainOutput(state.global_step, 0.0, {})
 
+    # ------------------------------------------------------------------ precision
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """The autocast region that `bf16` or `fp16` asks for. transformers leaves it to accelerate's wrapper around the
+        forward pass of the whole model, and the forward passes here are of its parts."""
+        return self.accelerator.autocast()
+
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
