@@ -86,7 +86,7 @@ def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):
 def test_errors_are_one_line_and_debug_shows_more(tmp_path):
     done = command_here("ppo", "doublin", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith(
-        'RecipeError: no recipe "doublin". Did you mean doubling or doubling_q?'
+        'RecipeError: no recipe "doublin". Did you mean doubling or doubling_q or doubling_seed?'
     )
     assert "Traceback" not in done.stderr
     assert "Traceback" in command("ppo", "doublin", "--debug", cwd=tmp_path).stderr

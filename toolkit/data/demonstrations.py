@@ -102,10 +102,6 @@ class Demonstrations(ReportsLeftOut):
             splits[split] = self._left_out.usable(split, rows, self._encode, source=source, limit=limit)
         return splits
 
-    def row_places(self, stage: str) -> list[dict[str, str]]:
-        """Which rows of the sources are in which split, with the keys `split` and `place`; the same for any stage."""
-        return [{"split": split, "place": place} for split in self._splits for place in self._left_out.kept[split]]
-
     def demonstrations(self, split: str) -> Dataset:
         """Columns `input_ids` and `labels`, −100 where a token is not part of the loss."""
         return Dataset.from_list(self._splits[split])

@@ -99,6 +99,10 @@ class ReportsLeftOut:
         """Every row left out, with the keys `split`, `place` and `reason`."""
         return self._left_out.as_rows()
 
+    def row_places(self, stage: str) -> list[dict[str, str]]:
+        """Which rows of the sources are in which split, with the keys `split` and `place`; the same for any stage."""
+        return [{"split": split, "place": place} for split in self._splits for place in self._left_out.kept[split]]
+
     def report(self) -> str:
         """One line on how many rows each split has, and how many were left out for which reason, first where."""
         return " | ".join(

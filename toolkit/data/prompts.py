@@ -109,10 +109,6 @@ class Prompts(ReportsLeftOut):
         self._left_out.kept |= {split: [places[row] for row in chosen] for split, chosen in rows.items()}
         return {split: every.select(chosen) for split, chosen in rows.items()}
 
-    def row_places(self, stage: str) -> list[dict[str, str]]:
-        """Which rows of the sources are in which split, with the keys `split` and `place`; the same for any stage."""
-        return [{"split": split, "place": place} for split in self._splits for place in self._left_out.kept[split]]
-
     def _drawn(self, prompts: list[list[int]]) -> set[int]:
         """Rows to hold out. Those with the same prompt go together: none is both trained on and held out."""
         groups: dict[tuple[int, ...], list[int]] = {}

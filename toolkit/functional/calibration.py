@@ -26,6 +26,7 @@ def calibration_bins(probabilities: Tensor, outcomes: Tensor, *, bins: int = 10)
         bins: number of bins.
 
     Example:
+        >>> import torch
         >>> calibration_bins(torch.tensor([0.1, 0.3, 0.9]), torch.tensor([0.0, 1.0, 1.0]), bins=2)[0].observed
         0.5
     """
@@ -54,6 +55,7 @@ def pearson_correlation(first: Tensor, second: Tensor) -> float:
     """Linear correlation of two quantities (N,). 0 where one of them does not vary.
 
     Example:
+        >>> import torch
         >>> round(pearson_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0])), 4)
         0.5
     """
@@ -66,6 +68,7 @@ def average_ranks(values: Tensor) -> Tensor:
     """Ranks from 1 of `values` (N,), float64; equal values share the mean of their ranks.
 
     Example:
+        >>> import torch
         >>> average_ranks(torch.tensor([7.0, 1.0, 7.0]))
         tensor([2.5000, 1.0000, 2.5000], dtype=torch.float64)
     """
@@ -80,6 +83,7 @@ def spearman_correlation(first: Tensor, second: Tensor) -> float:
     Spearman 1904, with the mean rank at ties. 0 where one of them does not vary.
 
     Example:
+        >>> import torch
         >>> round(spearman_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 8.0, 9.0])), 4)
         1.0
     """

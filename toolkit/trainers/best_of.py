@@ -1,16 +1,13 @@
-"""Several responses to each prompt, and the best of them by the trainer's reward."""
+"""Several responses to each prompt, and the best of them by a reward."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from toolkit.data import Rollout, concatenate, select
-from toolkit.rewards import total_scores
-
-if TYPE_CHECKING:
-    from toolkit.trainers.ppo import PPOTrainer
 
 
 class BestOf(NamedTuple):
@@ -24,13 +21,20 @@ class BestOf(NamedTuple):
     """B responses."""
 
 
-def best_of(trainer: "PPOTrainer", prompts: Dataset | list[dict[str, Any]], n: int) -> BestOf:
+def best_of(
+    prompts: Dataset | list[dict[str, Any]],
+    n: int,
+    *,
+    sample: Callable[[list[dict[str, Any]]], tuple[Rollout, Tensor]],
+    batch_size: int,
+) -> BestOf:
     """Sample n responses to each prompt and keep the one that the reward scores highest; of equals the first.
 
     Args:
-        trainer: samples at its temperature, `per_device_eval_batch_size` responses at a time, and scores.
         prompts: rows with `input_ids`, and the columns that the reward needs.
         n: at least 1.
+        sample: a response to each of B rows, and their scores (B,).
+        batch_size: responses sampled at a time.
 
     Raises:
         ValueError: n is less than 1, or there are no prompts.
@@ -38,13 +42,9 @@ def best_of(trainer: "PPOTrainer", prompts: Dataset | list[dict[str, Any]], n: i
     if n < 1 or len(prompts) == 0:
         raise ValueError(f"best_of needs at least one prompt and one sample; got {len(prompts)} prompts and n = {n}")
     rows = [prompts[i // n] for i in range(len(prompts) * n)]
-    size = trainer.args.per_device_eval_batch_size
-    rollouts, scores = [], []
     with torch.no_grad():
-        for start in range(0, len(rows), size):
-            batch = trainer.data_collator(rows[start : start + size])
-            rollouts.append(trainer.generate(batch, do_sample=True))
-            scores.append(total_scores(trainer.score(batch, rollouts[-1])))
-    candidates, table = concatenate(rollouts), torch.cat(scores).view(len(prompts), n)
-    best = table.argmax(dim=1)
-    return BestOf(candidates, table, select(candidates, [i * n + int(j) for i, j in enumerate(best)]))
+        sampled = [sample(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
+    candidates = concatenate([rollout for rollout, _ in sampled])
+    scores = torch.cat([part for _, part in sampled]).view(len(prompts), n)
+    best = scores.argmax(dim=1)
+    return BestOf(candidates, scores, select(candidates, [i * n + int(j) for i, j in enumerate(best)]))

@@ -52,7 +52,7 @@ from toolkit.models import (
     response_values,
     value_after_response,
 )
-from toolkit.rewards import DenseScores, Scores, check_scores, score_with, select_scores
+from toolkit.rewards import DenseScores, Scores, check_scores, score_with, select_scores, total_scores
 from toolkit.rewards.base import Answer
 from toolkit.trainers import self_checks
 from toolkit.trainers.best_of import BestOf, best_of
@@ -128,7 +128,13 @@ class PPOTrainer(SharedBaseTrainer):
             prompts: rows with `input_ids`, and the columns that the reward needs.
             n: at least 1.
         """
-        return best_of(self, prompts, n)
+
+        def sample(rows: list[dict[str, Any]]) -> tuple[Rollout, Tensor]:
+            batch = self.data_collator(rows)
+            rollout = self.generate(batch, do_sample=True)
+            return rollout, total_scores(self.score(batch, rollout))
+
+        return best_of(prompts, n, sample=sample, batch_size=self.args.per_device_eval_batch_size)
 
     # ------------------------------------------------------------------ one update
 

@@ -11,7 +11,7 @@ Chebotar et al. 2023, "Q-Transformer", arXiv 2309.10150, with tokens in the plac
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -253,7 +253,13 @@ class QTrainer(ResumableTrainer):
         """
         if self.args.decoding == "greedy" and n > 1:
             raise ToolkitError("q.decoding is greedy, so that all answers to a prompt are the same: set it to sample.")
-        return best_of(cast(Any, _Answers(self)), prompts, n)
+
+        def sample(rows: list[dict[str, Any]]) -> tuple[Rollout, Tensor]:
+            batch = self.data_collator_of_prompts(rows)
+            rollout = self.generate(batch)
+            return rollout, self.score(batch, rollout)
+
+        return best_of(prompts, n, sample=sample, batch_size=self.args.per_device_eval_batch_size)
 
     @torch.no_grad()
     def evaluate_rollout(self, dataset: Dataset, *, by_q: bool = True) -> tuple[dict[str, float], Rollout, Tensor]:
@@ -345,14 +351,6 @@ class QTrainer(ResumableTrainer):
         """Put back what `own_state` gave."""
         super().load_own_state(state)
         self._sums = state["sums"]
-
-
-class _Answers:
-    """What `best_of` needs of a trainer."""
-
-    def __init__(self, trainer: QTrainer):
-        self.args, self.generate, self.score = trainer.args, trainer.generate, trainer.score
-        self.data_collator = trainer.data_collator_of_prompts
 
 
 def check_returns(dataset: Dataset, args: QConfig) -> None:
