@@ -1,11 +1,15 @@
+import re
+
 import pytest
 import torch
 from transformers import BertConfig, BertModel, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
 
 from tests.conftest import ARCHITECTURES, lora, randomize, tiny_model
 from tests.tolerances import RELATIVE
+from toolkit.data import doubling
 from toolkit.errors import ModelError
 from toolkit.models import Sequences, SharedBase, build_base, load_base, load_tokenizer, response_logprobs
+from toolkit.models.base import random_config
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -103,3 +107,26 @@ def test_tokenizer_without_eos_is_refused(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="has no eos_token"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "gpt2", "n_layr": 2},
+            "base.config.n_layr: a model of type gpt2 has no such setting. Did you mean n_l",
+        ),
+        (
+            {"model_type": "bert", "hidden_dize": 8},
+            "base.config.hidden_dize: a model of type bert has no such setting.",
+        ),
+        ({"model_type": "llama", "zzz": 8}, "base.config.zzz: a model of type llama has no such setting. Remove it."),
+    ],
+)
+def test_a_mistyped_setting_of_a_random_model_is_found(config, message):
+    with pytest.raises(ModelError, match=re.escape(message)):
+        random_config(config, doubling.tokenizer())
+
+
+def test_other_names_of_a_setting_are_known():
+    assert random_config({"model_type": "gpt2", "hidden_size": 8, "num_labels": 3}, doubling.tokenizer()).n_embd == 8

@@ -1,6 +1,8 @@
 """Load the base model that all roles share, or build one with random weights."""
 
+import inspect
 import math
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -128,8 +131,9 @@ def random_config(
         place: where a recipe says it, for messages.
 
     Raises:
-        ModelError: transformers knows no such `model_type`, or refuses an argument.
+        ModelError: transformers knows no such `model_type` or setting of it, or refuses an argument.
     """
+    _check_settings(config, place)
     arguments = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -141,6 +145,26 @@ def random_config(
         return AutoConfig.for_model(**arguments)
     except (TypeError, ValueError, KeyError) as error:
         raise ModelError(f"{place}: transformers cannot build this model: {error}") from error
+
+
+# Taken by every configuration, or turned into another setting of it, without standing in its signature.
+_COMMON_SETTINGS = ("model_type", "num_labels", "rope_theta", "rope_scaling")
+
+
+def _check_settings(config: dict[str, Any], place: str) -> None:
+    """transformers takes any key: a mistyped one would be kept, and the default used, without a word."""
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return  # `AutoConfig` says so
+    owner = CONFIG_MAPPING[kind]
+    known = [*inspect.signature(owner).parameters, *owner.attribute_map, *_COMMON_SETTINGS]
+    for key in config:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.6)
+            raise ModelError(
+                f"{place}.{key}: a model of type {kind} has no such setting."
+                + (f" Did you mean {near[0]}?" if near else " Remove it.")
+            )
 
 
 def build_base(
