@@ -60,7 +60,7 @@ recipes: $(BIN)/.installed
 	@$(BIN)/toolkit recipes
 
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .
