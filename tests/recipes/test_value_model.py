@@ -46,7 +46,7 @@ def test_a_check_counts_what_trains(tmp_path, checkpoints):
     # q: 32 → 32; v: 32 → half of it, since keys and values have half the heads; the head has no bias here.
     assert value(report).parameters == 2 * (64 + 48) + 32 and (value(report).rank, value(report).modules) == (2, 2)
     report = check(made(tmp_path, large, value_model={"model": "nowhere", "dtype": "float32"}))
-    assert report.problems[0].startswith('value_model.model — no checkpoint could be loaded from "nowhere"')
+    assert report.problems[0].startswith('value_model.model — no base for a classifier could be loaded from "nowhere"')
 
 
 def test_a_run_with_a_critic_of_random_weights_and_one_that_starts_from_it(tmp_path, checkpoints, monkeypatch):

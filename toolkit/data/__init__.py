@@ -14,7 +14,7 @@ from toolkit.data.loader import PlacedDataLoader
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Prompts
 from toolkit.data.rated import RatedCollator, RatedResponses, check_rated
-from toolkit.data.rollouts import Rollout, concatenate, select
+from toolkit.data.rollouts import Rollout, concatenate, rollout_of, select
 from toolkit.data.sources import read_rows
 
 TASKS: dict[str, type] = {
@@ -43,5 +43,6 @@ __all__ = [
     "messages_of_row",
     "pad_rows",
     "read_rows",
+    "rollout_of",
     "select",
 ]

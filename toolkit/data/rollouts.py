@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -32,6 +34,40 @@ class Rollout:
     def lengths(self) -> list[int]:
         """Tokens of each response, its stop token included."""
         return [len(ids) for ids in self.response_ids]
+
+
+def rollout_of(
+    batch: Mapping[str, Any],
+    generated: Sequence[Sequence[int]],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+    limits: Sequence[int] | None = None,
+) -> Rollout:
+    """What generation gave for a batch, each response cut after its first stop token.
+
+    Args:
+        batch: the prompts, from `PromptCollator`.
+        generated: for each prompt the tokens that came after it.
+        tokenizer: of the policy.
+        stop_token_ids: tokens that end a response.
+        limits: tokens that each response may have; None for as many as there are.
+    """
+    response_ids, ended = [], []
+    for row, limit in zip(generated, limits or [len(row) for row in generated], strict=True):
+        # All rows go on to the longest limit of a batch: what one says before its own does not depend on what follows.
+        own = list(row[:limit])
+        stop = next((i + 1 for i, token in enumerate(own) if token in stop_token_ids), 0)
+        response_ids.append(own[:stop] if stop else own)
+        ended.append(bool(stop))
+    return Rollout(
+        prompts=tokenizer.batch_decode(batch["prompt_ids"]),
+        responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+        prompt_ids=batch["prompt_ids"],
+        response_ids=response_ids,
+        ended=ended,
+        columns=batch["columns"],
+    )
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:

@@ -66,7 +66,7 @@ def classifier_config(
         try:
             found = AutoConfig.from_pretrained(model, **arguments)
         except (OSError, ValueError) as error:
-            raise _not_loaded(place, model, error) from error
+            raise not_loaded(place, model, error) from error
         check_same_tokenizer(model, tokenizer, place=place, **arguments)
     if type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not trust_remote_code:
         raise ModelError(
@@ -92,7 +92,7 @@ def check_same_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, *, place
     try:
         own = AutoTokenizer.from_pretrained(path, **arguments)
     except (OSError, ValueError) as error:
-        raise _not_loaded(place, path, error) from error
+        raise not_loaded(place, path, error) from error
     differ = set(own.get_vocab().items()) ^ set(tokenizer.get_vocab().items())
     if differ:
         raise ModelError(
@@ -102,7 +102,8 @@ def check_same_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, *, place
         )
 
 
-def _not_loaded(place: str, path: str, error: Exception) -> ModelError:
+def not_loaded(place: str, path: str, error: Exception) -> ModelError:
+    """What to raise where a checkpoint cannot be loaded."""
     reason = str(error).splitlines()[0]
     return ModelError(
         f'{place}.model: no base for a classifier could be loaded from "{path}" ({reason}) Name a folder or hub id '
@@ -157,7 +158,7 @@ def load_classifier(
             **arguments,
         )
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise _not_loaded(place, path or str(config.model_type), error) from error
+        raise not_loaded(place, path or str(config.model_type), error) from error
     keep_differentiable(model)
     return model
 

@@ -12,9 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -22,7 +20,8 @@ from transformers import (
 )
 
 from toolkit.errors import AdapterError, ModelError
-from toolkit.models.base import default_device, keep_differentiable, random_config, switch_off_dropout
+from toolkit.models.base import default_device, keep_differentiable, switch_off_dropout
+from toolkit.models.classifier import classifier_config, not_loaded
 from toolkit.models.heads import HeadInit, ScoreHead
 
 _ADAPTER = "value"
@@ -188,46 +187,6 @@ class ValueModel(nn.Module):
         self.head.load_state_dict({k.rpartition(".")[2]: v for k, v in state.items() if ".score." in k})
 
 
-def _not_loaded(path: str, error: Exception) -> ModelError:
-    reason = str(error).splitlines()[0]
-    return ModelError(
-        f'value_model.model: no checkpoint could be loaded from "{path}" ({reason}) Name a folder or hub id with '
-        "safetensors weights."
-    )
-
-
-def read_value_config(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedConfig:
-    """The configuration of a value model, without its weights.
-
-    Args:
-        path: hub id or folder.
-        tokenizer: the policy's.
-        revision: of a hub id.
-        trust_remote_code: run code that comes with the checkpoint.
-
-    Raises:
-        ModelError: there is none, or its tokens are not the policy's.
-    """
-    arguments: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(path, num_labels=1, **arguments)
-        theirs = AutoTokenizer.from_pretrained(path, **arguments)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(path, error) from error
-    if not tokenizer.get_vocab().items() <= theirs.get_vocab().items():
-        raise ModelError(
-            f'value_model.model: the {len(theirs)} tokens of "{path}" are not the {len(tokenizer)} of the policy, and '
-            "a value is read at each token of the policy. Take a model of the same family."
-        )
-    return config
-
-
 def load_value_model(
     path: str | None,
     tokenizer: PreTrainedTokenizerBase,
@@ -260,29 +219,30 @@ def load_value_model(
         device: defaults to the first GPU, else the CPU; "meta" gives names and shapes alone.
 
     Raises:
-        ModelError: no such checkpoint, no decoder, or other tokens than the policy's.
+        ModelError: no such checkpoint, no decoder, other tokens than the policy's, or settings of a head where the
+            checkpoint has one.
         AdapterError: the adapter does not fit it.
     """
     device = device or default_device()
+    found = classifier_config(
+        tokenizer,
+        num_labels=1,
+        model=path,
+        config=config,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        place="value_model",
+    )
     arguments: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
-    if path is None:
-        classifier, has_head = _from_config(_own_config(config or {}, tokenizer), device, arguments), False
+    if path is None or device.type == "meta":
+        classifier, has_head = _from_config(found, device, arguments), False
     else:
-        found = read_value_config(path, tokenizer, revision=revision, trust_remote_code=trust_remote_code)
-        if device.type == "meta":
-            classifier, has_head = _from_config(found, device, arguments), not head_bias
-        else:
-            arguments |= {"revision": revision, "trust_remote_code": trust_remote_code}
-            classifier, has_head = _from_checkpoint(path, found, device, quantization, arguments)
+        arguments |= {"revision": revision, "trust_remote_code": trust_remote_code}
+        classifier, has_head = _from_checkpoint(path, found, device, quantization, arguments)
+    if has_head and (head_bias or head_init != "normal"):
+        raise ModelError(f'value_head would have no effect: "{path}" has a trained head, with which the role starts.')
     head = None if has_head else ScoreHead(classifier.score.in_features, 1, init=head_init, bias=head_bias)
     return ValueModel(classifier, lora, head=head)
-
-
-def _own_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    try:
-        return random_config({**config, "num_labels": 1}, tokenizer)
-    except ModelError as error:
-        raise ModelError(str(error).replace("base.config:", "value_model.config:")) from error
 
 
 def _from_config(config: PreTrainedConfig, device: torch.device, arguments: dict[str, Any]) -> PreTrainedModel:
@@ -315,7 +275,7 @@ def _from_checkpoint(
             **arguments,
         )
     except (OSError, ValueError) as error:
-        raise _not_loaded(path, error) from error
+        raise not_loaded("value_model", path, error) from error
     finally:
         log.setLevel(level)
     missing = sorted(set(report["missing_keys"]) - {"score.weight"})

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 
 from toolkit.checkpoints import stop_requests
-from toolkit.data import PromptCollator, Rollout
+from toolkit.data import PromptCollator, Rollout, rollout_of
 from toolkit.errors import RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, stop_token_ids
@@ -125,26 +124,11 @@ class _Sampler:
                 output = self.roles.generate(
                     batch["input_ids"].to(device), batch["attention_mask"].to(device), self.config
                 )
-            rollout = self._rollout(batch, output)
+            rollout = rollout_of(batch, output.tolist(), tokenizer=self.tokenizer, stop_token_ids=self.stops)
             with torch.no_grad():
                 scores = score_with(self.reward, rollout)
         release_memory()
         return rollout, scores
-
-    def _rollout(self, batch: dict[str, Any], output: Tensor) -> Rollout:
-        response_ids, ended = [], []
-        for row in output.tolist():
-            stop = next((i + 1 for i, token in enumerate(row) if token in self.stops), 0)
-            response_ids.append(row[:stop] if stop else row)
-            ended.append(bool(stop))
-        return Rollout(
-            prompts=self.tokenizer.batch_decode(batch["prompt_ids"]),
-            responses=self.tokenizer.batch_decode(response_ids, skip_special_tokens=True),
-            prompt_ids=batch["prompt_ids"],
-            response_ids=response_ids,
-            ended=ended,
-            columns=batch["columns"],
-        )
 
 
 def _lines(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

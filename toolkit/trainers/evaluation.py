@@ -1,7 +1,7 @@
 """What the policy says to held-out prompts, and what it is worth."""
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -9,11 +9,42 @@ from torch import Tensor
 
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout, concatenate
+from toolkit.errors import ToolkitError
 from toolkit.functional import kl_k1, standard_error
 from toolkit.rewards import total_scores
 
 if TYPE_CHECKING:
     from toolkit.trainers.ppo import PPOTrainer
+
+
+class EvaluatesRollouts:
+    """transformers' `evaluate` for a trainer that answers prompts: comes first among its bases."""
+
+    # Of the trainer.
+    eval_dataset: Any
+    args: Any
+    state: Any
+    control: Any
+    callback_handler: Any
+    log: Any
+    evaluate_rollout: Any
+
+    def evaluate(
+        self, eval_dataset: Dataset | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics of held-out prompts, logged under `metric_key_prefix`.
+
+        Raises:
+            ToolkitError: there are no held-out prompts.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ToolkitError("evaluate needs held-out prompts: give eval_dataset.")
+        metrics, _, _ = self.evaluate_rollout(dataset)
+        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
+        self.log(dict(named))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        return named
 
 
 def evaluate_rollout(trainer: "PPOTrainer", dataset: Dataset) -> tuple[dict[str, float], Rollout, Tensor]:

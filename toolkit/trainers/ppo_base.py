@@ -28,13 +28,14 @@ from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role, stop_token_ids
 from toolkit.rewards import Reward
 from toolkit.trainers import self_checks
+from toolkit.trainers.evaluation import EvaluatesRollouts
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.rollouts import gather
 from toolkit.trainers.scores import ScoreShaper
 
 
-class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
+class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
     """A TRL `PPOTrainer` whose models are roles of one `SharedBase`. See `PPOTrainer` for the arguments."""
 
     _tag_names = ("trl", "ppo", "ppo-lora-toolkit")
@@ -264,25 +265,6 @@ class SharedBaseTrainer(ResumableTrainer, TRLPPOTrainer):
     def prompts_of_a_pass(self) -> int:
         """Prompts that are answered before the next pass over them begins; the last ones may not fill a batch."""
         return len(self.dataloader) * self.args.rollout_batch_size
-
-    # ------------------------------------------------------------------ evaluation
-
-    def evaluate(
-        self, eval_dataset: Dataset | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Metrics of held-out prompts, logged under `metric_key_prefix`.
-
-        Raises:
-            ToolkitError: there are no held-out prompts.
-        """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ToolkitError("evaluate needs held-out prompts: give eval_dataset.")
-        metrics, _, _ = self.evaluate_rollout(dataset)
-        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
-        self.log(dict(named))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
-        return named
 
     # ------------------------------------------------------------------ saving
 

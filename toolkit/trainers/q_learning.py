@@ -27,7 +27,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from toolkit.checkpoints import kept_random_states
-from toolkit.data import PromptCollator, RatedCollator, Rollout, check_rated, concatenate
+from toolkit.data import PromptCollator, RatedCollator, Rollout, check_rated, concatenate, rollout_of
 from toolkit.errors import DataError, ToolkitError
 from toolkit.functional import (
     conservative_loss,
@@ -54,6 +54,7 @@ from toolkit.models import (
 from toolkit.rewards import Reward, score_with, total_scores
 from toolkit.trainers import self_checks
 from toolkit.trainers.best_of import BestOf, best_of
+from toolkit.trainers.evaluation import EvaluatesRollouts
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.resume import ResumableTrainer
 
@@ -72,7 +73,7 @@ class _AverageTarget(TrainerCallback):
         update_q_target(self.roles, decay=self.decay)
 
 
-class QTrainer(ResumableTrainer):
+class QTrainer(EvaluatesRollouts, ResumableTrainer):
     """transformers' `Trainer` for the role "q" of a shared base.
 
     Args:
@@ -215,19 +216,7 @@ class QTrainer(ResumableTrainer):
                 by_q=by_q,
             )
         release_memory()
-        response_ids, ended = [], []
-        for row in output.tolist():
-            stop = next((i + 1 for i, token in enumerate(row) if token in self.stop_token_ids), 0)
-            response_ids.append(row[:stop] if stop else row)
-            ended.append(bool(stop))
-        return Rollout(
-            prompts=tokenizer.batch_decode(batch["prompt_ids"]),
-            responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
-            prompt_ids=batch["prompt_ids"],
-            response_ids=response_ids,
-            ended=ended,
-            columns=batch["columns"],
-        )
+        return rollout_of(batch, output.tolist(), tokenizer=tokenizer, stop_token_ids=self.stop_token_ids)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Tensor:
         """One score for each answer: float32 (B,).
@@ -311,23 +300,6 @@ class QTrainer(ResumableTrainer):
             )
         release_memory()
         return found.sum(dim=1).cpu()
-
-    def evaluate(
-        self, eval_dataset: Dataset | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Metrics of held-out prompts, answered by Q, logged under `metric_key_prefix`.
-
-        Raises:
-            ToolkitError: there are no held-out prompts.
-        """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ToolkitError("evaluate needs held-out prompts: give eval_dataset.")
-        metrics, _, _ = self.evaluate_rollout(dataset)
-        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
-        self.log(dict(named))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
-        return named
 
     # ------------------------------------------------------------------ saving
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from toolkit.data import Rollout, concatenate
+from toolkit.data import Rollout, concatenate, rollout_of
 from toolkit.models import release_memory
 from toolkit.rewards import Scores, concatenate_scores
 from toolkit.trainers.ppo_config import PPOConfig
@@ -47,21 +47,7 @@ def answer(trainer: "PPOTrainer", batch: dict[str, Any], *, do_sample: bool) -> 
     with roles.role("policy"), trainer.compute_loss_context_manager():
         output = roles.generate(ids, mask, config)
     release_memory()
-    response_ids, ended = [], []
-    # All rows go on to the longest limit of the batch: what a row says before its own does not depend on what follows.
-    for row, limit in zip(output.tolist(), limits, strict=True):
-        own = row[:limit]
-        stop = next((i + 1 for i, token in enumerate(own) if token in trainer.stop_token_ids), 0)
-        response_ids.append(own[:stop] if stop else own)
-        ended.append(bool(stop))
-    return Rollout(
-        prompts=tokenizer.batch_decode(batch["prompt_ids"]),
-        responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
-        prompt_ids=batch["prompt_ids"],
-        response_ids=response_ids,
-        ended=ended,
-        columns=batch["columns"],
-    )
+    return rollout_of(batch, output.tolist(), tokenizer=tokenizer, stop_token_ids=trainer.stop_token_ids, limits=limits)
 
 
 def response_limits(args: PPOConfig, prompt_lengths: list[int]) -> list[int]:
