@@ -284,3 +284,12 @@ def test_a_function_in_place_of_the_scorer(tmp_path):
     assert scored.values["scorer"] == {"kind": "function", "function": f"{__name__}:test_resolvers_are_off"}
     with pytest.raises(RecipeError, match="mine cannot be scored by a function of its own: start.value — is reward"):
         load_changed(tmp_path, start={"value": "reward"})._scored_by(test_resolvers_are_off)
+
+
+def test_null_takes_a_section_or_an_adapter_away():
+    recipe = recipes.load("smollm2_135m_lora", "sft=null", "adapters.value=null", "ppo.value=shared")
+    assert "sft" not in recipe.values and recipe.values["adapters"].keys() == {"policy", "reward"}
+    with pytest.raises(RecipeError, match=r"adapters.reward — is missing: the reward stage trains it"):
+        recipes.load("smollm2_135m_lora", "adapters.reward=null")
+    with pytest.raises(RecipeError, match="base — this section is missing"):
+        recipes.load("doubling", "base=null")

@@ -92,6 +92,14 @@ def _without_the_replaced(values: dict[str, Any], overrides: Sequence[str]) -> d
     return values
 
 
+def _without_null(values: dict[str, Any]) -> dict[str, Any]:
+    """Sections and adapters that are null are not there: `sft=null`, `adapters.value=null`."""
+    kept = {key: value for key, value in values.items() if value is not None}
+    if isinstance(kept.get("adapters"), dict):
+        kept["adapters"] = {role: config for role, config in kept["adapters"].items() if config is not None}
+    return kept
+
+
 def load(
     name: str | os.PathLike[str], *overrides: str, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs"
 ) -> Recipe:
@@ -99,7 +107,8 @@ def load(
 
     Args:
         name: of a shipped recipe, or the path of a YAML file.
-        overrides: "section.key=value", the value read as YAML. One that names a file or folder in place of a hub id
+        overrides: "section.key=value", the value read as YAML; "section=null" and "adapters.role=null" take a section
+            or an adapter away. One that names a file or folder in place of a hub id
             takes the recipe's `subset` and `name` of that hub id away.
         run: names the run; the recipe's name if None.
         runs_dir: folder of all runs.
@@ -138,7 +147,7 @@ def load(
     except OmegaConfBaseException as error:
         raise _problems(path, [" ".join(str(error).split())]) from error
     assert isinstance(resolved, dict)
-    checked = _without_the_replaced({str(key): value for key, value in resolved.items()}, overrides)
+    checked = _without_the_replaced(_without_null({str(key): value for key, value in resolved.items()}), overrides)
     checked = with_reward_files(checked, path.parent)
     problems = check_recipe(checked)
     if problems:
