@@ -77,7 +77,7 @@ DEMONSTRATIONS = {
             "k1-0.8": Arm("k1 in the reward, 0.8", {"kl_coef": 0.8}),
             "k2-0.2": Arm("k2 in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "k2"}),
             "k3-0.2": Arm("k3 in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "k3"}),
-            "abs-0.2": Arm("|log-ratio| in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "abs"}),
+            "abs-0.2": Arm("absolute log-ratio in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "abs"}),
             "full-0.2": Arm("full KL in the reward, 0.2", {"kl_coef": 0.2, "kl_estimator": "full"}),
             "adaptive": Arm("adaptive, towards 0.5 a response", {"kl_coef": 0.2, "kl_target": 0.5, "kl_horizon": 1000}),
             "loss-k2": Arm("k2 in the loss, 0.2", {"kl_coef": 0.2, "kl_estimator": "k2", "kl_penalty_in": "loss"}),
@@ -223,16 +223,18 @@ def _critic_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Fi
 
 
 def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot()
-    styles = ("-", "--", ":")
-    for i, (arm, described) in enumerate(demonstration.arms.items()):
-        points = [(p["kl"], p["score"]) for p in next(iter(found[arm].values()))["curve"]]
-        axes.plot(*zip(*points, strict=True), styles[i // 5], marker=".", lw=1.2, label=described.label)
-    axes.set_xlabel("KL(policy, reference) a response, held-out prompts")
-    axes.set_ylabel("score")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    styles, titles = ("-", "--", ":"), {"score": "score", "exact_match": "right answers"}
+    for place, (key, title) in enumerate(titles.items(), 1):
+        axes = figure.add_subplot(1, 2, place)
+        for i, (arm, described) in enumerate(demonstration.arms.items()):
+            points = [(p["kl"], p[key]) for p in next(iter(found[arm].values()))["curve"]]
+            axes.plot(*zip(*points, strict=True), styles[i // 5], marker=".", lw=1.2, label=described.label)
+        axes.set_title(title, fontsize=10)
+        axes.set_xscale("log")
+        axes.set_xlabel("KL(policy, reference) a response", fontsize=9)
+        axes.grid(alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
 
 
