@@ -1,0 +1,194 @@
+"""float16 training, as on a card without bfloat16: autocast and a loss scaler, both torch's own and both on the CPU.
+
+accelerate gives a CPU neither, so that the trainers are handed them here. What is left for a card to show are its
+kernels.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import BitsAndBytesConfig
+from trl import SFTConfig
+
+from tests.conftest import lora, randomize, tiny_model
+from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
+from toolkit.data import doubling
+from toolkit.models import SharedBase, add_q_roles, load_base
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.q_config import QConfig
+from toolkit.trainers.q_learning import QTrainer
+from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.reward_config import RewardConfig
+from toolkit.trainers.sft import sft_trainer
+
+HUGE = 2.0**120  # no float16 gradient survives this
+
+
+def with_scaler(made: Any, scale: float = 2.0**10) -> Any:
+    made.accelerator.native_amp = True
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return made
+
+
+# ---------------------------------------------------------------------- PPO
+
+
+def base(dtype: torch.dtype, value: str, nf4: Path | None = None) -> SharedBase:
+    """Without a quantised checkpoint to load, a plain one."""
+    if nf4 is None:
+        made = SharedBase(tiny_model().to(dtype))
+    else:
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+        made = SharedBase(load_base(str(nf4), dtype=str(dtype).removeprefix("torch."), quantization=quantization))
+    made.add_role("policy", lora())
+    made.add_role("reference")
+    made.add_role("value", lora() if value == "separate" else None)
+    return randomize(made, "policy", "value")
+
+
+def in_float16(
+    folder: Path, roles: SharedBase | None = None, *, value: str = "separate", scale: float = 2.0**10, **changes: Any
+) -> PPOTrainer:
+    roles = roles or base(torch.float16, value)
+    return with_scaler(trainer(folder, roles, count_reward(5), value=value, fp16=True, **changes), scale)
+
+
+def parameters(made: PPOTrainer) -> list[torch.nn.Parameter]:
+    return [p for role in ("policy", "value") for p in made.roles.parameters_of(role)]
+
+
+def weights(made: PPOTrainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in parameters(made)]
+
+
+def gradients(made: PPOTrainer) -> dict[str, torch.Tensor]:
+    """Of each role at the first optimizer step, as the optimizer gets them, as one vector."""
+    found: dict[str, torch.Tensor] = {}
+    made._prepare_training()
+    step = made.optimizer.step
+
+    def keeping() -> None:
+        if not found:
+            for role in ("policy", "value"):
+                found[role] = torch.cat([p.grad.flatten() for p in made.roles.parameters_of(role)])
+        step()
+
+    made.optimizer.step = keeping
+    batch = next(iter(made.dataloader))
+    torch.manual_seed(3)
+    responses = rollout([[5, 9, 2], [8, 8, 5, 2], [4, 2], [5, 5, 6, 7, 2]])
+    made.step(batch, responses, torch.tensor([1.0, 0.2, -1.0, 0.5]))
+    return found
+
+
+@pytest.mark.parametrize(("value", "quantised"), [("separate", False), ("shared", False), ("separate", True)])
+def test_gradients_are_those_of_float32(tmp_path, value, quantised):
+    nf4 = tmp_path / "checkpoint" if quantised else None
+    if nf4:
+        tiny_model(size=128).half().save_pretrained(nf4)  # so that both quantise the same numbers
+    half = gradients(in_float16(tmp_path / "half", base(torch.float16, value, nf4), value=value))
+    full = gradients(trainer(tmp_path / "full", base(torch.float32, value, nf4), count_reward(5), value=value))
+    for role, expected in full.items():
+        assert half[role].dtype is torch.float32  # what is trained is in float32 whatever the base is in
+        assert float((half[role] - expected).norm()) < 0.05 * float(expected.norm())
+
+
+def test_the_base_computes_in_float16(tmp_path, monkeypatch):
+    seen = set()
+    made = in_float16(tmp_path)
+    hook = made.roles.causal_lm.model.layers[0].mlp.up_proj.base_layer.register_forward_hook(
+        lambda module, args, output: seen.add(output.dtype)
+    )
+    made.train()
+    hook.remove()
+    assert seen == {torch.float16}
+
+
+def test_a_step_that_overflows_is_skipped_and_the_scale_falls_until_one_does_not(tmp_path):
+    made = in_float16(tmp_path, scale=HUGE, max_steps=3, num_ppo_epochs=1)
+    before = weights(made)
+    made.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(made), strict=True))
+    assert made.accelerator.scaler.get_scale() == HUGE / 2**3
+    assert made.state.global_step == 3
+
+    made = in_float16(tmp_path / "fits", max_steps=3)
+    before = weights(made)
+    made.train()
+    after = weights(made)
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(bool(torch.isfinite(w).all()) for w in after)
+
+
+def test_a_resumed_run_has_the_same_weights_and_the_same_scale(tmp_path):
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "scale": HUGE / 2**100}
+    whole = in_float16(tmp_path / "whole", **settings)
+    whole.train()
+    again = in_float16(tmp_path / "whole", **{**settings, "scale": 1.0})
+    again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+    assert whole.accelerator.scaler.state_dict() == again.accelerator.scaler.state_dict()
+
+
+# ---------------------------------------------------------------------- the stages whose loop is transformers'
+
+STAGE = {
+    "use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2,
+    "per_device_train_batch_size": 4, "disable_tqdm": True, "max_steps": 4,
+}  # fmt: skip
+
+
+def sft(folder: Path, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[Any, SharedBase]:
+    roles = SharedBase(tiny_model().to(dtype))
+    roles.add_role("policy", lora())
+    rows = Dataset.from_dict({"input_ids": [[*ids, 8, 9, 2] for ids in PROMPTS]})
+    args = SFTConfig(output_dir=str(folder), gradient_checkpointing=False, **settings)
+    return sft_trainer(args, doubling.tokenizer(), roles, rows, callbacks=[]), roles
+
+
+def reward(folder: Path, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[Any, SharedBase]:
+    roles = SharedBase(tiny_model().to(dtype))
+    roles.add_role("reward", lora(), num_labels=1)
+    rows = {"chosen_ids": [[*ids, 5, 2] for ids in PROMPTS], "rejected_ids": [[*ids, 6, 2] for ids in PROMPTS]}
+    args = RewardConfig(output_dir=str(folder), gradient_checkpointing=False, max_length=None, **settings)
+    return reward_trainer(args, doubling.tokenizer(), roles, Dataset.from_dict(rows), callbacks=[]), roles
+
+
+def q(folder: Path, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[Any, SharedBase]:
+    roles = SharedBase(tiny_model().to(dtype))
+    add_q_roles(roles, lora())
+    rows = {
+        "prompt_ids": PROMPTS,
+        "response_ids": [[5, 2]] * len(PROMPTS),
+        "rewards": [[None, 1.0]] * len(PROMPTS),
+        "ended": [True] * len(PROMPTS),
+    }
+    args = QConfig(output_dir=str(folder), **settings)
+    return QTrainer(args, doubling.tokenizer(), roles, Dataset.from_dict(rows), callbacks=[]), roles
+
+
+@pytest.mark.parametrize("stage", [sft, reward, q])
+def test_the_other_stages_learn_in_float16_and_skip_what_overflows(stage, tmp_path):
+    def run(name: str, dtype: torch.dtype, scale: float | None) -> tuple[list[float], bool]:
+        torch.manual_seed(0)
+        settings = {**STAGE, "bf16": False, "fp16": scale is not None}
+        made, roles = stage(tmp_path / name, dtype, settings)
+        made = made if scale is None else with_scaler(made, scale)
+        before = [p.detach().clone() for p in roles.parameters() if p.requires_grad]
+        made.train()
+        after = [p for p in roles.parameters() if p.requires_grad]
+        assert all(p.dtype is torch.float32 and bool(torch.isfinite(p).all()) for p in after)
+        moved = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return [line["loss"] for line in made.state.log_history if "loss" in line], moved
+
+    exact, _ = run("full", torch.float32, None)
+    losses, moved = run("half", torch.float16, 2.0**10)
+    assert moved and losses[-1] < losses[0]
+    assert losses == pytest.approx(exact, rel=0.05)
+    losses, moved = run("skipped", torch.float16, HUGE)
+    assert not moved and len(losses) == STAGE["max_steps"]
