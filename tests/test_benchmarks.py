@@ -27,7 +27,8 @@ from toolkit import recipes
 from toolkit.data import pad_rows
 from toolkit.models import load_base
 from toolkit.models.base import outline
-from toolkit.recipes.schema import STAGE_CLASSES, check_recipe
+from toolkit.recipes.schema import check_recipe
+from toolkit.recipes.sections import STAGE_CLASSES
 
 SIZE = Size(rollouts=4, response_length=10, micro_batch=2)
 BY_HAND = Work(

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from tests.recipes.helpers import PAIRS, REPOSITORY, llama3_tokenizer, save_llama
 from toolkit.cli import app
 from toolkit.data import TASKS
-from toolkit.recipes.schema import PLAIN_SECTIONS, STAGE_CLASSES, owner_fields
+from toolkit.recipes.keys import owner_fields
+from toolkit.recipes.sections import PLAIN_SECTIONS, STAGE_CLASSES
 
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
 _PPO = ["ppo.max_steps=1", "ppo.response_length=4", "ppo.per_device_train_batch_size=2"]

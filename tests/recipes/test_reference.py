@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.data import TASKS
 from toolkit.recipes.reference import described, main, reference, summary, table
-from toolkit.recipes.schema import PLAIN_SECTIONS, TOP_LEVEL
+from toolkit.recipes.sections import PLAIN_SECTIONS, TOP_LEVEL
 from toolkit.trainers.ppo_config import HONOURED, INSTEAD
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "recipe_reference.md"

@@ -21,7 +21,7 @@ from toolkit.models import (
 from toolkit.recipes.own_model import trained_reward_model, untrained_reward_model
 from toolkit.recipes.own_value import has_own_value, place_value_model
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import DATA_SECTIONS
+from toolkit.recipes.sections import DATA_SECTIONS
 from toolkit.reports import MetricsFile, ProgressBar
 from toolkit.rewards import (
     RemoteReward,

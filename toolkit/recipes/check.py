@@ -34,7 +34,8 @@ from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, Upda
 from toolkit.recipes.own_model import OwnModelFacts, own_model_facts
 from toolkit.recipes.own_value import has_own_value, place_value_model
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import STAGE_CLASSES, TOP_LEVEL, model_section
+from toolkit.recipes.schema import model_section
+from toolkit.recipes.sections import STAGE_CLASSES, TOP_LEVEL
 from toolkit.rewards import RewardAdapter, ScorerSection
 from toolkit.rewards.classes import check_outputs
 from toolkit.rewards.function import check_function

@@ -22,7 +22,7 @@ from toolkit.functional import standard_error
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, stop_token_ids
 from toolkit.recipes import assemble
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import CollectSection
+from toolkit.recipes.sections import CollectSection
 from toolkit.rewards import DenseScores, Scores, score_with
 
 

@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from toolkit.data.sources import HUB_SETTINGS, is_hub_id
 from toolkit.errors import RecipeError
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import DATA_SECTIONS, check_recipe, with_reward_files
+from toolkit.recipes.schema import check_recipe, with_reward_files
+from toolkit.recipes.sections import DATA_SECTIONS
 
 
 def recipe_folder() -> Path:

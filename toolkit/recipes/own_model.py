@@ -21,7 +21,7 @@ from toolkit.models import (
 from toolkit.models.classifier import head_name
 from toolkit.recipes.facts import RoleFacts
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import RewardModelSection
+from toolkit.recipes.sections import RewardModelSection
 
 
 def quantization_of(section: RewardModelSection) -> BitsAndBytesConfig | None:

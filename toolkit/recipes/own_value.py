@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig
 from toolkit.errors import RecipeError
 from toolkit.models import SharedBase, ValueModel, load_value_model, load_weights
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import BaseSection
+from toolkit.recipes.sections import BaseSection
 
 
 def copies_reward_model(recipe: Recipe) -> bool:

@@ -12,20 +12,17 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 from toolkit.data import TASKS
 from toolkit.errors import RecipeError
 from toolkit.models import load_tokenizer
-from toolkit.recipes.schema import (
+from toolkit.recipes.schema import check_recipe, model_section, stage_config
+from toolkit.recipes.sections import (
     BaseSection,
     CollectSection,
     RewardHeadSection,
     RewardModelSection,
-    ScorerSection,
     StartSection,
     ValueHeadSection,
     ValueModelSection,
-    check_recipe,
-    model_section,
-    stage_config,
 )
-from toolkit.rewards import Reward
+from toolkit.rewards import Reward, ScorerSection
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -17,14 +17,8 @@ from trl import SFTConfig
 from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
 from toolkit.data import TASKS
-from toolkit.recipes.schema import (
-    ADAPTER_ROLES,
-    DATA_SECTIONS,
-    PLAIN_SECTIONS,
-    SET_ELSEWHERE,
-    owner_fields,
-    type_name,
-)
+from toolkit.recipes.keys import SET_ELSEWHERE, owner_fields, type_name
+from toolkit.recipes.sections import ADAPTER_ROLES, DATA_SECTIONS, PLAIN_SECTIONS
 from toolkit.recipes.show import as_yaml, owner_defaults, top_level_defaults
 from toolkit.trainers.ppo_config import HONOURED, PPOConfig, ignored_by_our_loop
 from toolkit.trainers.q_config import IGNORED, QConfig

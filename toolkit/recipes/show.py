@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from toolkit.data import TASKS
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.schema import DATA_SECTIONS, PLAIN_SECTIONS, STAGE_CLASSES, model_section, presets
+from toolkit.recipes.schema import model_section, presets
+from toolkit.recipes.sections import DATA_SECTIONS, PLAIN_SECTIONS, STAGE_CLASSES
 
 
 def owner_defaults(owner: type) -> dict[str, Any]:
