@@ -8,9 +8,6 @@ The base is built on the meta device, where a model has names and shapes and no 
 code that puts them on a real base, so that what passes here fits there. Of saved adapters the headers are read.
 """
 
-import inspect
-import json
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,17 +17,20 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from trl import pack_dataset
 
 from toolkit.data import check_rated
-from toolkit.errors import ModelError, ToolkitError
+from toolkit.errors import ToolkitError
 from toolkit.models import QBound, SharedBase, add_q_roles, check_same_tokenizer, load_role
 from toolkit.models.base import load_config, outline, random_config, weight_bytes
 from toolkit.recipes import assemble, stages
-from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts, UpdateFacts
+from toolkit.recipes.arithmetic import batch_figures, counted_rows, longest_row
+from toolkit.recipes.checkpoint_files import (
+    check_logit_settings,
+    own_quantization,
+    precision_name,
+    weight_file_problems,
+)
+from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts
 from toolkit.recipes.own_model import OwnModelFacts, own_model_facts
 from toolkit.recipes.own_value import has_own_value, place_value_model
 from toolkit.recipes.recipe import Recipe
@@ -48,21 +48,13 @@ from toolkit.trainers.stock_ppo import check_trl_loop
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
 _READ_LOGITS = {"reward", "ppo", "collect", "q"}  # sections whose stages need the base's logits
-# Settings by which models of transformers scale or cap what comes from lm_head. None and 1 change nothing.
-_LOGIT_SETTINGS = (
-    "final_logit_softcapping",  # Gemma
-    "logits_soft_cap",  # RecurrentGemma
-    "logit_scale",  # Cohere
-    "logits_scaling",  # Granite, HyperCLOVA X, MiniCPM3
-    "lm_head_multiplier",  # Falcon H1
-)
 
 
 class _Outline(SharedBase):
     """Roles on the meta device."""
 
     def _check_logits(self) -> None:
-        """There are none to compare without weights: `_check_logit_settings` reads the configuration instead."""
+        """There are none to compare without weights: `check_logit_settings` reads the configuration instead."""
 
 
 def check(recipe: Recipe) -> Report:
@@ -149,20 +141,20 @@ class _Check:
                 "trust_remote_code": base.trust_remote_code,
             }
             self.roles = _Outline(outline(config, **arguments))
-            quantization = recipe.quantization() or _own_quantization(config)
+            quantization = recipe.quantization() or own_quantization(config)
             self.base = BaseFacts(
                 config.model_type,
                 base.model or "random weights",
                 sum(parameter.numel() for parameter in self.roles.parameters()),
-                _precision(quantization, base.dtype),
+                precision_name(quantization, base.dtype),
                 weight_bytes(outline(config, **arguments), quantization) / 1e9,
                 getattr(config, "max_position_embeddings", None),
             )
             # Roles need the logits; pretraining alone does not.
             if base.model is not None or _READ_LOGITS & recipe.values.keys():
-                _check_logit_settings(config)
+                check_logit_settings(config)
         if base.model is not None and Path(base.model).is_dir():
-            for problem in _weight_file_problems(Path(base.model)):
+            for problem in weight_file_problems(Path(base.model)):
                 self.note("base.model", problem)
         with self.at("base.model"):
             tokenizer = recipe.tokenizer
@@ -269,7 +261,7 @@ class _Check:
                         trust_remote_code=scorer.trust_remote_code,
                     )
                 if Path(scorer.model).is_dir():
-                    for problem in _weight_file_problems(Path(scorer.model)):
+                    for problem in weight_file_problems(Path(scorer.model)):
                         self.note(f"{place}.model", problem)
 
     def _check_reward_model(self) -> None:
@@ -278,7 +270,7 @@ class _Check:
         with self.at("reward_model"):
             self.own_reward = own_model_facts(self.recipe)
         if section.model is not None and Path(section.model).is_dir():
-            for problem in _weight_file_problems(Path(section.model)):
+            for problem in weight_file_problems(Path(section.model)):
                 self.note("reward_model.model", problem)
         for place, scorer in self._scorers():
             if scorer.kind == "model" and scorer.model is None:
@@ -321,20 +313,20 @@ class _Check:
         state = self._state(stage)
         with self.at(section):
             train, held_out = (assemble.stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
-            longest = max(_longest(train), _longest(held_out))
+            longest = max(longest_row(train), longest_row(held_out))
             with self.at(stage):
                 config = assemble.trainer_config(recipe, stage)
-                prepared = _prepared(train, config) if stage == "sft" else train
-                facts = _batches(stage, config, len(prepared))
+                prepared = counted_rows(train, config) if stage == "sft" else train
+                facts = batch_figures(stage, config, len(prepared))
                 if stage == "ppo":
                     self._check_loop(config)
                     self._check_prompts(train, config.rollout_batch_size)
-                    longest = self._longest_answered(max(longest, _longest(recipe.task.prompts("test"))), config)
+                    longest = self._longest_answered(max(longest, longest_row(recipe.task.prompts("test"))), config)
                 elif stage == "sft":
                     facts["prepared"] = len(prepared)
                     # Positions go on over the rows that are wrapped into one.
                     wrapped = config.packing and config.packing_strategy == "wrapped"
-                    longest = _longest(prepared) if wrapped else min(longest, config.max_length or longest)
+                    longest = longest_row(prepared) if wrapped else min(longest, config.max_length or longest)
                 self._check_length(stage, longest)
                 return StageFacts(stage, state, len(train), len(held_out), longest, **facts)
         return None
@@ -345,7 +337,7 @@ class _Check:
         with self.at("data"):
             held_out = assemble.stage_dataset(recipe, "collect", "prompts", "validation")
             prompts = assemble.stage_dataset(recipe, "collect", "prompts", "train")
-            longest = max(_longest(held_out), _longest(recipe.task.prompts("test")))
+            longest = max(longest_row(held_out), longest_row(recipe.task.prompts("test")))
             with self.at("q_data" if "q_data" in recipe.values else "q"):
                 config = assemble.trainer_config(recipe, "q")
                 longest += config.response_length
@@ -360,9 +352,9 @@ class _Check:
                     settings = recipe.collect
                     used = min(len(prompts), settings.max_prompts or len(prompts))
                     rows = used * settings.samples_per_prompt
-                    longest = max(longest, _longest(prompts) + settings.response_length)
+                    longest = max(longest, longest_row(prompts) + settings.response_length)
                 self._check_length("q", longest)
-                return StageFacts("q", state, rows, len(held_out), longest, **_batches("q", config, rows))
+                return StageFacts("q", state, rows, len(held_out), longest, **batch_figures("q", config, rows))
         return None
 
     def _state(self, stage: str) -> str:
@@ -439,96 +431,3 @@ class _Check:
                 f"{self.recipe.folder} holds a run of another recipe or other settings: name a new run with RUN=name "
                 "(--run name), or give OVERWRITE=1 (--overwrite)."
             )
-
-
-# ---------------------------------------------------------------------- what a configuration or a folder says
-
-
-def _check_logit_settings(config: Any) -> None:
-    """As far as a configuration tells: the logits are what `lm_head` gives. A run compares them at its start.
-
-    Raises:
-        ModelError: a setting of the model changes them.
-    """
-    # MPT's logit_scale is read by nothing, and what code beside a checkpoint does with a setting is not known.
-    if config.model_type == "mpt" or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    own = inspect.signature(type(config)).parameters  # any other key of a config.json has no effect
-    for name in _LOGIT_SETTINGS:
-        value = getattr(config, name, None) if name in own else None
-        if value is not None and value != 1:
-            raise ModelError(
-                f"a model of type {config.model_type} changes its logits after lm_head ({name} is {value}), which the "
-                "log-probabilities here do not follow. Llama, Mistral, Qwen, GPT-2 and OPT do not."
-            )
-
-
-def _own_quantization(config: Any) -> BitsAndBytesConfig | None:
-    """That of a checkpoint which is quantised already."""
-    saved = getattr(config, "quantization_config", None)
-    ours = isinstance(saved, dict) and saved.get("quant_method") == "bitsandbytes"
-    return BitsAndBytesConfig.from_dict(saved) if ours else None
-
-
-def _precision(quantization: BitsAndBytesConfig | None, dtype: str) -> str:
-    if quantization is None:
-        return dtype
-    if not quantization.load_in_4bit:
-        return f"8 bits and {dtype}"
-    double = " with double quantisation" if quantization.bnb_4bit_use_double_quant else ""
-    return f"{quantization.bnb_4bit_quant_type}{double} and {dtype}"
-
-
-def _weight_file_problems(folder: Path) -> Iterator[str]:
-    """Weights that are missing or cut short, by their headers."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = [SAFE_WEIGHTS_NAME]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            yield f"{index} cannot be read ({error}). Download it again."
-            return
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            yield f"{path} is missing: weights are read from safetensors alone. Download or convert the checkpoint."
-            continue
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError as error:
-            yield f"{path} is damaged ({error}). Download it again."
-
-
-def _prepared(dataset: Any, config: Any) -> Any:
-    """The rows of the sft stage as TRL's trainer counts them: packed, or without those cut before their response."""
-    if not config.packing:
-        cut = slice(config.max_length)
-        return dataset.filter(lambda labels: any(label != -100 for label in labels[cut]), input_columns="labels")
-    dataset = dataset.select_columns(["input_ids"])
-    if config.shuffle_dataset:
-        dataset = dataset.shuffle(seed=config.seed)
-    return pack_dataset(dataset, config.max_length, config.packing_strategy, {"num_proc": config.dataset_num_proc})
-
-
-def _longest(dataset: Any) -> int:
-    """Tokens of the longest row in any column of ids."""
-    columns = [name for name in ("input_ids", "chosen_ids", "rejected_ids") if name in dataset.column_names]
-    return max((len(row) for name in columns for row in dataset[name]), default=0)
-
-
-def _batches(stage: str, config: Any, rows: int) -> dict[str, Any]:
-    """Fields of `StageFacts`: batch, batches, steps and update."""
-    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    if stage != "ppo":
-        by_epochs = math.ceil(config.num_train_epochs * math.ceil(rows / batch))
-        steps = config.max_steps if config.max_steps > 0 else by_epochs
-        return {"batch": batch, "batches": steps, "steps": steps}
-    rollout, batch = batch, config.update_batch_size
-    updates, mini_batch = config.number_of_updates(rows), batch // config.num_mini_batches
-    # TRL's own loop takes one step in each pass, whatever num_mini_batches (huggingface/trl#5645).
-    steps = config.num_ppo_epochs * (config.num_mini_batches if config.loop == "toolkit" else 1)
-    micro_batches = math.ceil(mini_batch / config.per_device_train_batch_size)
-    update = UpdateFacts(config.num_ppo_epochs, config.num_mini_batches, mini_batch, micro_batches, steps, rollout)
-    return {"batch": batch, "batches": updates, "steps": updates * steps, "update": update}
