@@ -99,7 +99,6 @@ DEMONSTRATIONS = {
         seeds=(0,),
         updates=50,
         recipe="smollm2_135m_lora",
-        stages=("reward",),
         common={"lr_scheduler_type": "constant", "learning_rate": 1e-4, "response_length": 24},
     ),
 }
@@ -124,9 +123,11 @@ def recipe_of_arm(start: Recipe, arm: Arm, demonstration: Demonstration) -> dict
     """The recipe's ppo stage alone, from what is there already."""
     before = {*demonstration.stages, "reward_head"}
     values = {key: value for key, value in start.values.items() if key not in before}
+    values["start"] = {"reward": str(start.stage_folder("reward") / "reward"), **arm.start}
     if start.base.model is None:
         values["base"] = {"model": start.base_path, "dtype": start.base.dtype}
-    values["start"] = {"reward": str(start.stage_folder("reward") / "reward"), **arm.start}
+    elif "sft" in demonstration.stages:
+        values["start"]["policy"] = str(start.stage_folder("sft") / "policy")
     values["adapters"] = {role: lora for role, lora in values["adapters"].items() if role not in arm.left_out}
     # Nothing is saved on the way, and no checkpoint chosen: an arm ends where it ends.
     choosing = ("metric_for_best_model", "save_steps", "save_total_limit")

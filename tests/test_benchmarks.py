@@ -453,6 +453,8 @@ def test_each_arm_of_a_demonstration_is_a_recipe_that_differs_in_what_it_says(na
     for arm in demonstration.arms.values():
         values = recipe_of_arm(start, arm, demonstration)
         assert check_recipe(values) == []
+        assert values.keys() & STAGE_CLASSES.keys() == {"ppo"}  # what comes before is there, once for all arms
+        assert ("policy" in values["start"]) == (start.base.model is not None and "sft" in start.values)
         config = STAGE_CLASSES["ppo"](output_dir="unused", use_cpu=True, bf16=False, **values["ppo"])
         assert config.max_steps == demonstration.updates
         assert all(getattr(config, key) == value for key, value in arm.ppo.items())
