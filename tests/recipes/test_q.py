@@ -21,7 +21,7 @@ SMALL = (
     "data.test_size=8", "base.config.n_layer=1",
 )  # fmt: skip
 KEYS = {"score", "score_se", "kl", "length", "eos_share", "exact_match", "style_accuracy"}
-RULE = {"kind": "function", "function": "toolkit.rewards.rules:short_and_whole"}
+RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +160,7 @@ def made(tmp_path, checkpoint, *overrides, **sections):
             "per_device_train_batch_size": 2,
             "response_length": 6,
             "decoding": "sample",
+            "lowest_return": -6.0,  # a word a token
             "save_strategy": "no",
             "logging_steps": 1,
         },

@@ -1,6 +1,12 @@
 """Rewards by rule, for recipes that need no reward model."""
 
+import re
+
 from toolkit.data import Rollout
+from toolkit.rewards.dense import DenseScores
+
+_WORD = re.compile(r"[^\W\d_]+")
+_LETTERS = 6
 
 
 def right_answer(rollout: Rollout) -> list[float]:
@@ -9,7 +15,11 @@ def right_answer(rollout: Rollout) -> list[float]:
     return [float(ended and text == wanted) for text, wanted, ended in rows]
 
 
-def short_and_whole(rollout: Rollout) -> list[float]:
-    """1 where a response has five words or more and ended by itself, 0 where it is shorter or the limit cut it."""
-    rows = zip(rollout.responses, rollout.ended, strict=True)
-    return [float(ended and len(text.split()) >= 5) for text, ended in rows]
+def plain_words(rollout: Rollout) -> DenseScores:
+    """−1 for each word of more than six letters, given at the token with which it is complete."""
+    return DenseScores(
+        spans=[
+            [(*word.span(), -1.0) for word in _WORD.finditer(text) if len(word.group()) > _LETTERS]
+            for text in rollout.responses
+        ]
+    )
