@@ -54,7 +54,7 @@ eval: $(BIN)/.installed
 	@$(BIN)/toolkit eval $(run) $(SET)
 
 export: $(BIN)/.installed
-	@$(BIN)/toolkit export $(run) "$(OUTPUT)" $(if $(filter-out 0,$(MERGE)),--merge)
+	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge)
 
 recipes: $(BIN)/.installed
 	@$(BIN)/toolkit recipes

@@ -188,6 +188,13 @@ def test_a_reward_stage_that_nothing_needs(checkpoint, tmp_path):
     folder = saved_roles(checkpoint, tmp_path, "reward")
     report = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}"))
     assert stage(report, "reward").state == "not needed for ppo" and stage(report, "ppo").state == "to be run"
+    elsewhere = {"reward_data": {"task": "preferences", "train": "nobody/pairs"}}  # and there is no hub
+    report = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}", **elsewhere))
+    problem = 'reward_data.train — "nobody/pairs" is no file, and the hub did not give it'
+    assert report.problems == () and f"note       reward could not run: {problem}" in str(report)
+    needed = check(chat_recipe(tmp_path, checkpoint, **elsewhere))
+    assert needed.problems[0].startswith(problem) and "Name files with reward_data.train=… and" in needed.problems[0]
+    assert needed.notes == ()
 
 
 # ---------------------------------------------------------------------- what it refuses

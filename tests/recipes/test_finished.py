@@ -182,7 +182,7 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     assert error < 0.05 * (adapted - untouched).abs().max()
     assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
     again = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
-    assert again.returncode == 1 and "is not empty. Name another folder" in again.stderr
+    assert again.returncode == 1 and "is not empty. Name a new one: toolkit export RUN FOLDER" in again.stderr
 
 
 def test_nothing_is_merged_into_four_bits(trained):

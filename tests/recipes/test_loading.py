@@ -186,7 +186,8 @@ def test_problems(sections, message, tmp_path):
 def test_a_word_that_yaml_takes_for_false_is_to_be_quoted(word, tmp_path):
     hint = (
         "got False. YAML takes no and off without quotes for false: "
-        'write save_strategy: "no" in a file, \'ppo.save_strategy="no"\' on the command line.'
+        'write save_strategy: "no" in a file, \'ppo.save_strategy="no"\' on the command line, '
+        "SET='ppo.save_strategy=\\\"no\\\"' with make."
     )
     text = yaml.safe_dump({**MINIMAL, "ppo": {"max_steps": 1}})
     with pytest.raises(RecipeError) as in_a_file:

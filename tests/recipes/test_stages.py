@@ -1,9 +1,11 @@
 """Whole stages by the real entry points, on models small enough for a few seconds."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from tests.recipes.helpers import PAIRS, REPOSITORY, byte_tokenizer, chat_recipe, command, command_here
@@ -223,10 +225,24 @@ def test_prerequisites(tmp_path, checkpoint):
         stages.run(lacking, "ppo")
 
 
-def test_a_failing_prerequisite_is_named(tmp_path, checkpoint):
-    recipe = chat_recipe(tmp_path, checkpoint, data={"task": "preferences", "train": str(tmp_path / "no.jsonl")})
+def test_a_failing_prerequisite_is_named(tmp_path, checkpoint, capfd):
+    """By what no check before it can see: a checkpoint without one of its weights."""
+    shutil.copytree(checkpoint, tmp_path / "cut")
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ToolkitError, match='stage "reward", which "ppo" needs, failed'):
-        stages.run(recipe, "ppo")
+        stages.run(chat_recipe(tmp_path, tmp_path / "cut"), "ppo")
+    assert f'"{tmp_path / "cut"}" has no weights for model.layers.1.mlp.up_proj.weight, where' in capfd.readouterr().err
+
+
+def test_a_mistake_of_the_last_stage_is_found_before_the_first_one_runs(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(stages, "run_stage", lambda *args: pytest.fail("a stage began"))
+    for overrides in (("start.value=runs/nope/value",), ("data.validation=nope.jsonl",)):
+        recipe = chat_recipe(tmp_path, checkpoint, *overrides, sft={"max_steps": 2}, name="early")
+        with pytest.raises(RecipeError, match=overrides[0].split("=")[1]):
+            stages.run(recipe, "ppo")
+        assert not recipe.folder.exists()
 
 
 def test_a_task_without_the_data_of_a_stage(tmp_path, checkpoint):

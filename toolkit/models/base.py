@@ -34,6 +34,8 @@ def default_device() -> torch.device:
 def _not_found(path: str, error: Exception) -> ModelError:
     kind = "folder" if Path(path).exists() or path.startswith((".", "/", "~")) else "folder or hub id"
     reason = str(error).splitlines()[0]
+    if kind == "folder" and not Path(path).expanduser().exists():
+        reason = "there is no such folder."
     return ModelError(
         f'base.model: no checkpoint could be loaded from the {kind} "{path}" ({reason}) '
         "Name a local checkpoint with MODEL=/path/to/checkpoint (make) or base.model=/path/to/checkpoint."
@@ -86,11 +88,11 @@ def load_base(
         device: defaults to the first GPU, else the CPU.
 
     Raises:
-        ModelError: no such checkpoint, or not a decoder-only language model.
+        ModelError: no such checkpoint, one that lacks weights, or not a decoder-only language model.
     """
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             quantization_config=quantization,
@@ -100,9 +102,16 @@ def load_base(
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             device_map={"": device or default_device()},
+            output_loading_info=True,
         )
     except (OSError, ValueError) as error:
         raise _not_found(path, error) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelError(
+            f'base.model: "{path}" has no weights for {", ".join(missing[:3])}{" and others" * (len(missing) > 3)}, '
+            "where the model would be random. Download or convert it again."
+        )
     keep_differentiable(model)
     return model.requires_grad_(False)
 

@@ -49,14 +49,15 @@ def _callbacks(recipe: Recipe, stage: str) -> list[TrainerCallback]:
 
 
 def stage_dataset(recipe: Recipe, stage: str, kind: str, split: str) -> Any:
+    section = recipe.data_section(stage)
     make = getattr(recipe.task_of(stage), kind, None)
     if make is None:
-        section = recipe.data_section(stage)
         task = recipe.values[section]["task"]
         own = f"{stage}_data"
         ways = f" Give the stage data of its own in the section {own}." if own in DATA_SECTIONS else ""
         raise RecipeError(f'{section}.task: "{task}" has no {kind} data, which the {stage} stage needs.{ways}')
-    return make(split)
+    with recipe.naming(section):
+        return make(split)
 
 
 def trainer_config(recipe: Recipe, stage: str, **changes: Any) -> Any:

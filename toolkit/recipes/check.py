@@ -47,6 +47,7 @@ from toolkit.trainers.self_checks import check_dataset, check_room, check_tokeni
 from toolkit.trainers.stock_ppo import check_trl_loop
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
+_NOT_NEEDED = "not needed for ppo"
 _READ_LOGITS = {"reward", "ppo", "collect", "q"}  # sections whose stages need the base's logits
 
 
@@ -57,25 +58,32 @@ class _Outline(SharedBase):
         """There are none to compare without weights: `check_logit_settings` reads the configuration instead."""
 
 
-def check(recipe: Recipe) -> Report:
+def check(recipe: Recipe, *, stage: str | None = None) -> Report:
     """Check all that can be checked without weights. Problems are collected, not raised.
 
     Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
+
+    Args:
+        recipe: the recipe.
+        stage: read the data of this stage and of those before it alone; None for those of all.
     """
-    return _Check(recipe).report()
+    return _Check(recipe, stage).report()
 
 
 class _Check:
     """One check in progress."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, stage: str | None):
         self.recipe = recipe
         self.problems: list[str] = []
+        self.notes: list[str] = []
         self.base: BaseFacts | None = None
         self.roles: _Outline | None = None
         self.starts: dict[str, str] = {}
         self.own_reward: OwnModelFacts | None = None
         self.has_tokenizer = False
+        wanted = STAGE_CLASSES if stage is None else {*self._prerequisites(stage), stage}
+        self.stages = [name for name in STAGE_CLASSES if name in recipe.values and name in wanted]
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -113,7 +121,7 @@ class _Check:
         for place, scorer in self._scorers():
             self._check_scorer_alone(place, scorer)
         # Without a tokenizer each data section would ask the hub for it again.
-        found = [self._stage(stage) for stage in STAGE_CLASSES if stage in values and self.has_tokenizer]
+        found = [self._noted(stage) for stage in self.stages if self.has_tokenizer]
         data = tuple(self._data_lines()) if self.has_tokenizer else ()
         return Report(
             self.recipe.name,
@@ -122,7 +130,7 @@ class _Check:
             + ((self.own_reward.role,) if self.own_reward else ()),
             data,
             tuple(facts for facts in found if facts is not None),
-            tuple(self._notes()),
+            (*self.notes, *self._notes()),
             tuple(self.problems),
         )
 
@@ -303,6 +311,15 @@ class _Check:
 
     # ------------------------------------------------------------------ data and batches
 
+    def _noted(self, stage: str) -> StageFacts | None:
+        """As `_stage`; what is wrong with the data of a stage that PPO does not need hinders nothing."""
+        so_far = len(self.problems)
+        facts = self._stage(stage)
+        if self._state(stage) == _NOT_NEEDED:
+            self.notes += [f"{stage} could not run: {problem}" for problem in self.problems[so_far:]]
+            del self.problems[so_far:]
+        return facts
+
     def _stage(self, stage: str) -> StageFacts | None:
         """Read the stage's data and work out its batches; None where a problem is in the way."""
         recipe = self.recipe
@@ -364,7 +381,7 @@ class _Check:
         needs = self._prerequisites(stage)
         first = [earlier for earlier in needs if stages.finished(self.recipe, earlier) is None]
         if stage != "ppo" and "ppo" in self.recipe.values and stage not in self._prerequisites("ppo"):
-            return "not needed for ppo"
+            return _NOT_NEEDED
         return f"to be run, after {' and '.join(first)}" if first else "to be run"
 
     def _prerequisites(self, stage: str) -> list[str]:
@@ -414,9 +431,9 @@ class _Check:
 
     def _data_lines(self) -> Iterator[str]:
         """What tasks that read files say about their rows."""
-        for stage in STAGE_CLASSES:
+        for stage in self.stages:
             section = self.recipe.data_section(stage)
-            if stage in self.recipe.values and (stage in ("ppo", "q") or section != "data"):
+            if self._state(stage) != _NOT_NEEDED and (stage in ("ppo", "q") or section != "data"):
                 with self.at(section):
                     task = self.recipe.task_of(stage)
                     if hasattr(task, "report"):

@@ -44,9 +44,12 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             f"shown by toolkit generate {folder.name} and chat, and measured by eval."
         )
     if read_result(recipe.stage_folder("ppo")) is None:
+        last, what = (
+            ("ppo", "trained policy") if "ppo" in recipe.values or "q" not in recipe.values else ("q", "Q-values")
+        )
         raise RecipeError(
-            f'the run "{folder.name}" has no trained policy: its ppo stage has not finished. '
-            f"Finish it with toolkit ppo {folder / stages.RECIPE_FILE} --run {folder.name} "
+            f'the run "{folder.name}" has no {what}: its {last} stage has not finished. '
+            f"Finish it with toolkit {last} {folder / stages.RECIPE_FILE} --run {folder.name} "
             f"--runs-dir {folder.parent} --resume"
         )
     return recipe
@@ -103,7 +106,7 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
 
 def _empty(output: Path) -> Path:
     if output.exists() and any(output.iterdir()):
-        raise ToolkitError(f"{output} is not empty. Name another folder with --output, or delete it.")
+        raise ToolkitError(f"{output} is not empty. Name a new one: toolkit export RUN FOLDER (make: OUTPUT=folder).")
     return output
 
 

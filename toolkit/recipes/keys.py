@@ -150,7 +150,8 @@ def _in_quotes(where: str, value: Any, hint: Any) -> str:
         return ""
     return (
         f" YAML takes {bare} without quotes for {str(value).lower()}: "
-        f'write {where.rpartition(".")[2]}: "{text}" in a file, \'{where}="{text}"\' on the command line.'
+        f'write {where.rpartition(".")[2]}: "{text}" in a file, \'{where}="{text}"\' on the command line, '
+        f"SET='{where}=\\\"{text}\\\"' with make."
     )
 
 

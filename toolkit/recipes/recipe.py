@@ -1,5 +1,8 @@
 """A checked recipe and what can be made from it."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +13,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from toolkit.data import TASKS
-from toolkit.errors import RecipeError
+from toolkit.errors import DataError, RecipeError
 from toolkit.models import load_tokenizer
 from toolkit.recipes.schema import check_recipe, model_section, stage_config
 from toolkit.recipes.sections import (
@@ -145,7 +148,17 @@ class Recipe:
         kind = TASKS[self.values[section]["task"]]
         if "tokenizer" in {field.name for field in fields(kind)}:
             arguments["tokenizer"] = self.tokenizer
-        return kind(**arguments)
+        with self.naming(section):
+            return kind(**arguments)
+
+    @contextmanager
+    def naming(self, section: str) -> Iterator[None]:
+        """Errors within name the keys of this data section. A task does not know where it stands, and says `data`."""
+        try:
+            yield
+        except DataError as error:
+            names = "|".join(field.name for field in fields(TASKS[self.values[section]["task"]]))
+            raise DataError(re.sub(rf"\bdata\.(?=({names})\b)", f"{section}.", str(error))) from error
 
     @cached_property
     def task(self) -> Any:

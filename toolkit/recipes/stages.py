@@ -100,9 +100,15 @@ def claim(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool =
     try:
         if marker.is_file() and marker.read_text(encoding="utf-8") != recipe.to_yaml():
             if not overwrite:
+                own = (
+                    f"Go on with its own (toolkit {stage} {marker} --run {recipe.run} --resume). Or n"
+                    if resume
+                    else "N"
+                )
                 raise RecipeError(
-                    f"{recipe.folder} holds a run of another recipe or other settings. Name a new run with RUN=name "
-                    "(--run name), or give OVERWRITE=1 (--overwrite) to delete that one."
+                    f"{recipe.folder} holds a run of another recipe or other settings. {own}ame a new run with "
+                    "RUN=name (--run name, run=name), or give OVERWRITE=1 (--overwrite, overwrite=True) to delete that "
+                    "one."
                 )
             shutil.rmtree(recipe.folder)
         if not (overwrite or resume):
@@ -146,9 +152,13 @@ def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
 
 
 def _run_prerequisites(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> None:
-    for earlier in prerequisites(recipe, stage):
-        if finished(recipe, earlier) is not None:
-            continue
+    missing = [earlier for earlier in prerequisites(recipe, stage) if finished(recipe, earlier) is None]
+    if missing:
+        from toolkit.recipes.check import check  # which asks this module what a stage needs
+
+        # A mistake of the last stage's is found before the first one has run for an hour.
+        check(recipe, stage=stage).raise_problems()
+    for earlier in missing:
         claim(recipe, earlier, overwrite=overwrite, resume=resume)
         # In a process of its own: its memory is given back, and accelerate's state takes one precision a process.
         command = [sys.executable, "-m", "toolkit", earlier, str(recipe.folder / RECIPE_FILE)]

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,8 @@ def read_checkpoint(
 
 def _not_loaded(path: str, error: Exception) -> RewardError:
     reason = str(error).splitlines()[0]
+    if path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+        reason = "there is no such folder."
     return RewardError(
         f'scorer.model: no sequence classifier could be loaded from "{path}" ({reason}) Name a folder or hub id with '
         "safetensors weights and a tokenizer."

@@ -107,15 +107,18 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 def section_problems(place: str, values: dict[str, Any]) -> list[str]:
     """What is wrong with a scorer or a part whose keys and types are right."""
     given = {key: value for key, value in values.items() if value is not None}
-    return [f"{place}.{problem}" for problem in (*_misplaced(given), *_out_of_range(given))]
+    return [f"{place}.{problem}" for problem in (*_misplaced(place, given), *_out_of_range(given))]
 
 
-def _misplaced(given: dict[str, Any]) -> Iterator[str]:
+def _misplaced(place: str, given: dict[str, Any]) -> Iterator[str]:
     kind = given.get("kind", "adapter")
     for key in given:
         if kind not in _KINDS_OF.get(key, (kind,)):
             kinds = " and ".join(_KINDS_OF[key])
-            yield f"{key} — belongs to scorer.kind: {kinds}, and would have no effect with kind: {kind}. Remove it."
+            yield (
+                f"{key} — belongs to scorer.kind: {kinds}, and would have no effect with kind: {kind}. Remove it "
+                f"({place}.{key}=null)."
+            )
     if kind == "model" and "model" not in given:
         for key in sorted(_OF_A_CHECKPOINT & given.keys()):
             yield (

@@ -123,8 +123,8 @@ INSTEAD = {
     "num_total_batches": "the number of updates is max_steps",
     "model_adapter_name": "the policy's adapter is adapters.policy",
     "ref_adapter_name": "the reference is chosen by where the policy starts",
-    "stop_token": "responses always stop at the tokenizer's eos_token",
-    "stop_token_id": "responses always stop at the tokenizer's eos_token",
+    "stop_token": "responses stop at any end of sequence that the tokenizer or the checkpoint names",
+    "stop_token_id": "responses stop at any end of sequence that the tokenizer or the checkpoint names",
     "num_sample_generations": "samples are written before and after training",
     "resume_from_checkpoint": "to resume is no part of a recipe: give RESUME=1 (--resume)",
 }
