@@ -245,6 +245,18 @@ def test_a_mistake_of_the_last_stage_is_found_before_the_first_one_runs(tmp_path
         assert not recipe.folder.exists()
 
 
+def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, monkeypatch):
+    began = []
+    monkeypatch.setattr(stages, "run_stage", lambda command, earlier, stage: began.append(earlier))
+    monkeypatch.setitem(stages.MAKERS, "ppo", lambda recipe, reward: reward)
+
+    def local(rollout):
+        return [0.0] * len(rollout)
+
+    recipe = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2}, reward=None)
+    assert recipe.ppo_trainer(reward=local) is local and began == ["sft"]
+
+
 def test_a_task_without_the_data_of_a_stage(tmp_path, checkpoint):
     recipe = chat_recipe(tmp_path, checkpoint, reward_head={"num_labels": 3})
     with pytest.raises(RecipeError, match='data.task: "preferences" has no labelled data'):

@@ -58,7 +58,7 @@ class _Outline(SharedBase):
         """There are none to compare without weights: `check_logit_settings` reads the configuration instead."""
 
 
-def check(recipe: Recipe, *, stage: str | None = None) -> Report:
+def check(recipe: Recipe, *, stage: str | None = None, scorer: bool = True) -> Report:
     """Check all that can be checked without weights. Problems are collected, not raised.
 
     Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
@@ -66,8 +66,10 @@ def check(recipe: Recipe, *, stage: str | None = None) -> Report:
     Args:
         recipe: the recipe.
         stage: read the data of this stage and of those before it alone; None for those of all.
+        scorer: whether to look for what the section `scorer` names. A function that Python has handed over may have
+            no name by which it could be found.
     """
-    return _Check(recipe, stage).report()
+    return _Check(recipe, stage).report(scorer=scorer)
 
 
 class _Check:
@@ -110,7 +112,7 @@ class _Check:
             own = re.match(r"scorer\.(\w+): ", str(error))
             self.note(f"{place}.{own.group(1) if own else key}", str(error)[own.end() if own else 0 :])
 
-    def report(self) -> Report:
+    def report(self, *, scorer: bool) -> Report:
         values = self.recipe.values
         self._check_base()
         if self.roles is not None:
@@ -118,8 +120,8 @@ class _Check:
                 self._add_roles(self.roles)
         if "reward_model" in values and self.has_tokenizer:
             self._check_reward_model()
-        for place, scorer in self._scorers():
-            self._check_scorer_alone(place, scorer)
+        for place, part in self._scorers() if scorer else ():
+            self._check_scorer_alone(place, part)
         # Without a tokenizer each data section would ask the hub for it again.
         found = [self._noted(stage) for stage in self.stages if self.has_tokenizer]
         data = tuple(self._data_lines()) if self.has_tokenizer else ()

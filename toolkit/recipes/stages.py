@@ -151,13 +151,16 @@ def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
     return read_result(recipe.stage_folder(stage))
 
 
-def _run_prerequisites(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> None:
+def _run_prerequisites(
+    recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False, scorer: bool = True
+) -> None:
+    """Run what a stage needs and the run does not have; `scorer` as for `check`."""
     missing = [earlier for earlier in prerequisites(recipe, stage) if finished(recipe, earlier) is None]
     if missing:
         from toolkit.recipes.check import check  # which asks this module what a stage needs
 
         # A mistake of the last stage's is found before the first one has run for an hour.
-        check(recipe, stage=stage).raise_problems()
+        check(recipe, stage=stage, scorer=scorer).raise_problems()
     for earlier in missing:
         claim(recipe, earlier, overwrite=overwrite, resume=resume)
         # In a process of its own: its memory is given back, and accelerate's state takes one precision a process.
@@ -179,7 +182,8 @@ def prepared(recipe: Recipe, stage: str, *, resume: bool = False, overwrite: boo
     Raises:
         RecipeError: as for `claim` and `prerequisites`.
     """
-    _run_prerequisites(recipe, stage, overwrite=overwrite, resume=resume)
+    named = arguments.get("reward") is None
+    _run_prerequisites(recipe, stage, overwrite=overwrite, resume=resume, scorer=named)
     claim(recipe, stage, overwrite=overwrite, resume=resume)
     return MAKERS[stage](recipe, **arguments)
 
