@@ -194,7 +194,7 @@ def test_a_data_set_of_ones_own_needs_no_collecting(tmp_path, checkpoint):
     assert report.problems == () and "q_data: train: 3 rated responses" in str(report)
     result = stages.run(recipe, "q")
     assert result["left_out"] == {"train": {}}
-    wrong = made(tmp_path, checkpoint, **own, name="wrong")
+    wrong = made(tmp_path, checkpoint, "q.lowest_return=0.0", **own, name="wrong")
     assert any("q.lowest_return is 0.0, and a response in the data gets -0.5" in x for x in _problems(wrong))
     with pytest.raises(RecipeError, match='q_data.task: "preferences" has no rated data, which the q stage needs'):
         task = {"task": "preferences", "train": str(tmp_path / "mine.jsonl")}

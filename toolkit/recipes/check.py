@@ -58,14 +58,20 @@ class _Outline(SharedBase):
         """There are none to compare without weights: `check_logit_settings` reads the configuration instead."""
 
 
-def check(recipe: Recipe, *, stage: str | None = None, scorer: bool = True) -> Report:
+def check(recipe: Recipe) -> Report:
     """Check all that can be checked without weights. Problems are collected, not raised.
 
     Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
+    """
+    return _Check(recipe, None).report(scorer=True)
+
+
+def check_for(recipe: Recipe, stage: str, *, scorer: bool = True) -> Report:
+    """As `check`, of what a stage and those before it need.
 
     Args:
         recipe: the recipe.
-        stage: read the data of this stage and of those before it alone; None for those of all.
+        stage: its name.
         scorer: whether to look for what the section `scorer` names. A function that Python has handed over may have
             no name by which it could be found.
     """

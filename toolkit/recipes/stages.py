@@ -154,13 +154,13 @@ def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
 def _run_prerequisites(
     recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False, scorer: bool = True
 ) -> None:
-    """Run what a stage needs and the run does not have; `scorer` as for `check`."""
+    """Run what a stage needs and the run does not have; `scorer` as for `check_for`."""
     missing = [earlier for earlier in prerequisites(recipe, stage) if finished(recipe, earlier) is None]
     if missing:
-        from toolkit.recipes.check import check  # which asks this module what a stage needs
+        from toolkit.recipes.check import check_for  # which asks this module what a stage needs
 
         # A mistake of the last stage's is found before the first one has run for an hour.
-        check(recipe, stage=stage, scorer=scorer).raise_problems()
+        check_for(recipe, stage, scorer=scorer).raise_problems()
     for earlier in missing:
         claim(recipe, earlier, overwrite=overwrite, resume=resume)
         # In a process of its own: its memory is given back, and accelerate's state takes one precision a process.
