@@ -1,6 +1,7 @@
 # make ppo                                   the default recipe, from nothing
 # make ppo RECIPE=smollm2_135m_lora MODEL=/path/to/checkpoint SET="ppo.kl_coef=0.1 seed=1" RUN=my-run
 # make ppo RESUME=1                          go on with a run that was stopped, with the arguments that it had
+# make ppo SET="ppo.kl_coef=0.1" RUN=more-kl FROM=my-run    another PPO on the sft and reward that a run has finished
 # make sft | reward                          an earlier stage alone, with the same arguments
 # make q RECIPE=doubling_q                   offline Q-learning; make collect: the rated responses that it learns from
 # make show | validate RECIPE=name           the recipe as resolved | checked without loading weights (toolkit check)
@@ -22,7 +23,7 @@ MERGE ?= 0
 
 recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(SET)
 arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRITE)),--overwrite) \
-            $(if $(filter-out 0,$(RESUME)),--resume)
+            $(if $(filter-out 0,$(RESUME)),--resume) $(if $(FROM),--from-run "$(FROM)")
 run = "$(or $(RUN),$(RECIPE))"
 
 .PHONY: help env sft reward ppo collect q show validate chat generate eval export recipes test lint types check format docs wheel \

@@ -49,8 +49,18 @@ Overrides = Annotated[
 ]
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run; the recipe's name if not given.")]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of all runs.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Repeat a finished stage; replace another recipe's run.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Repeat a finished stage; delete stages of other settings.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")]
+FromRun = Annotated[
+    str | None,
+    typer.Option(
+        "--from-run",
+        help="Take finished stages from another run, where their settings agree.",
+        autocompletion=_complete_run,
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Name = Annotated[str | None, typer.Option("--name", hidden=True)]
 MaxNewTokens = Annotated[
@@ -103,6 +113,7 @@ def _stage(stage: str, text: str, example: str) -> None:
         runs_dir: RunsDir = Path("runs"),
         overwrite: Overwrite = False,
         resume: Resume = False,
+        from_run: FromRun = None,
         debug: Debug = False,
         name: Name = None,
     ) -> None:
@@ -113,7 +124,8 @@ def _stage(stage: str, text: str, example: str) -> None:
             from toolkit.recipes import load, stages
 
             loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
-            stages.run(replace(loaded, name=name or loaded.name), stage, overwrite=overwrite, resume=resume)
+            named = replace(loaded, name=name or loaded.name)
+            stages.run(named, stage, overwrite=overwrite, resume=resume, from_run=from_run)
 
     app.command(stage, help=text, epilog=f"Example: {example}")(command)
 
@@ -127,7 +139,7 @@ _stage("reward", "Train the reward role.", "toolkit reward smollm2_135m_lora bas
 _stage(
     "ppo",
     "Train policy and value with PPO; stages that it needs and that are missing run first.",
-    "toolkit ppo llama3_8b_lora base.model=/models/Llama-3.1-8B-Instruct ppo.kl_coef=0.1 --run more-kl",
+    "toolkit ppo doubling ppo.kl_coef=0.1 --run more-kl --from-run doubling",
 )
 _stage(
     "collect",

@@ -179,8 +179,10 @@ def test_finished_stages_and_a_run_of_other_settings(checkpoint, tmp_path):
     assert stage(report, "reward").state == f"finished in {recipe.stage_folder('reward')}"
     assert stage(report, "ppo").state == "to be run"
     assert role(report, "reward").rank == 2 and "from " in role(report, "reward").start
-    other = check(chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3"))
-    assert other.problems == () and "holds a run of another recipe or other settings" in other.notes[0]
+    other = check(chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3"))  # which the reward does not read
+    assert other.notes == () and stage(other, "reward").state.startswith("finished")
+    other = check(chat_recipe(tmp_path, checkpoint, "reward.max_steps=9"))
+    assert other.problems == () and "other settings: reward.max_steps is 2 there and 9 here" in other.notes[0]
     assert stage(other, "reward").state == "to be run"
 
 

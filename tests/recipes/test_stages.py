@@ -60,13 +60,38 @@ def test_a_finished_stage_is_not_repeated_and_another_recipe_is_stopped(doubling
     assert stages.run(same, "ppo") == json.loads(before)
     other = recipes.load("doubling", *SMALL_DOUBLING, "ppo.kl_coef=0.3")
     with pytest.raises(
-        RecipeError, match=r"another recipe or other settings. Name a new run with RUN=name .* OVERWRITE=1"
+        RecipeError, match=r"other settings: ppo.kl_coef .*. Name a new run with RUN=name .* OVERWRITE=1"
     ):
         stages.run(other, "ppo")
     with pytest.raises(RecipeError, match="another recipe"):
         other.ppo_trainer()
     assert (folder / "runs/doubling/ppo/result.json").read_text() == before
     assert stages.finished(other, "ppo") is None
+
+
+def test_another_ppo_begins_with_the_stages_of_a_finished_run(doubling_run, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(doubling_run[0], folder)
+    arguments = ("ppo", "doubling", *SMALL_DOUBLING, "ppo.kl_coef=0.3")
+    done = command_here(*arguments, "--run", "more-kl", "--from-run", "doubling", cwd=folder)
+    assert done.returncode == 0, done.stderr + done.stdout
+    for stage in ("sft", "reward"):
+        assert f"{stage} is taken from runs/doubling/{stage}." in done.stdout
+    first, second = folder / "runs" / "doubling", folder / "runs" / "more-kl"
+    base = load_file(second / "sft" / "model" / "model.safetensors")
+    assert all(
+        torch.equal(base[name], tensor)
+        for name, tensor in load_file(first / "sft" / "model" / "model.safetensors").items()
+    )
+    results = [json.loads((run / "ppo" / "result.json").read_text()) for run in (first, second)]
+    assert results[0]["before"] == results[1]["before"] and results[0]["after"] != results[1]["after"]
+    again = command_here(*arguments, "--run", "more-kl", "--from-run", "doubling", cwd=folder)
+    assert again.returncode == 0 and "ppo of this run is finished" in again.stdout
+    # The same settings in the first run's folder repeat ppo alone.
+    kept = (first / "reward" / "result.json").read_text()
+    assert command_here(*arguments, "--overwrite", cwd=folder).returncode == 0
+    assert (first / "reward" / "result.json").read_text() == kept
+    assert json.loads((first / "ppo" / "result.json").read_text())["after"] == results[1]["after"]
 
 
 def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):

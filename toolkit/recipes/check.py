@@ -34,6 +34,7 @@ from toolkit.recipes.facts import BaseFacts, Report, RoleFacts, StageFacts
 from toolkit.recipes.own_model import OwnModelFacts, own_model_facts
 from toolkit.recipes.own_value import has_own_value, place_value_model
 from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.run_folder import conflict, finished
 from toolkit.recipes.schema import model_section
 from toolkit.recipes.sections import STAGE_CLASSES, TOP_LEVEL
 from toolkit.rewards import RewardAdapter, ScorerSection
@@ -204,8 +205,7 @@ class _Check:
         self, roles: SharedBase, role: str, named: str | None, stage: str | None, *, num_labels: int | None = None
     ) -> None:
         """Add a role from the folder that the recipe names, from a finished stage, or fresh."""
-        finished = stage is not None and stages.finished(self.recipe, stage) is not None
-        if named or finished:
+        if named or (stage is not None and finished(self.recipe, stage) is not None):
             folder = Path(named) if named else self.recipe.stage_folder(str(stage)) / role
             with self.at(f"start.{role}" if named else str(stage)):
                 load_role(roles, role, folder)
@@ -366,7 +366,7 @@ class _Check:
             with self.at("q_data" if "q_data" in recipe.values else "q"):
                 config = assemble.trainer_config(recipe, "q")
                 longest += config.response_length
-                if "q_data" in recipe.values or stages.finished(recipe, "collect") is not None:
+                if "q_data" in recipe.values or finished(recipe, "collect") is not None:
                     rated = assemble.rated_dataset(recipe)
                     check_rated(rated)
                     check_returns(rated, config)
@@ -384,10 +384,10 @@ class _Check:
 
     def _state(self, stage: str) -> str:
         """Whether the stage is finished, and which come before it."""
-        if stages.finished(self.recipe, stage) is not None:
+        if finished(self.recipe, stage) is not None:
             return f"finished in {self.recipe.stage_folder(stage)}"
         needs = self._prerequisites(stage)
-        first = [earlier for earlier in needs if stages.finished(self.recipe, earlier) is None]
+        first = [earlier for earlier in needs if finished(self.recipe, earlier) is None]
         if stage != "ppo" and "ppo" in self.recipe.values and stage not in self._prerequisites("ppo"):
             return _NOT_NEEDED
         return f"to be run, after {' and '.join(first)}" if first else "to be run"
@@ -450,9 +450,6 @@ class _Check:
     def _notes(self) -> Iterator[str]:
         if self.recipe.values.get("ppo", {}).get("rollout_do_sample") is False:
             yield GREEDY_ROLLOUTS
-        marker = self.recipe.folder / stages.RECIPE_FILE
-        if marker.is_file() and marker.read_text(encoding="utf-8") != self.recipe.to_yaml():
-            yield (
-                f"{self.recipe.folder} holds a run of another recipe or other settings: name a new run with RUN=name "
-                "(--run name), or give OVERWRITE=1 (--overwrite)."
-            )
+        problem = conflict(self.recipe)
+        if problem is not None:
+            yield problem

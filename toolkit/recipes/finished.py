@@ -13,6 +13,7 @@ from toolkit.models import SharedBase, load_base, load_role, load_weights, merge
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.loading import load
 from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.run_folder import EVALUATION, RECIPE_FILE
 from toolkit.reports import Answers, read_result, sample_rows, samples_table, write_jsonl, write_result
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
@@ -30,12 +31,12 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     Raises:
         RecipeError: there is no such run, or its ppo stage has not finished.
     """
-    folder = Path(run) if Path(run, stages.RECIPE_FILE).is_file() else Path(runs_dir, run)
-    if not (folder / stages.RECIPE_FILE).is_file():
-        others = sorted(path.parent.name for path in Path(runs_dir).glob(f"*/{stages.RECIPE_FILE}"))
+    folder = Path(run) if Path(run, RECIPE_FILE).is_file() else Path(runs_dir, run)
+    if not (folder / RECIPE_FILE).is_file():
+        others = sorted(path.parent.name for path in Path(runs_dir).glob(f"*/{RECIPE_FILE}"))
         there = f"There are {', '.join(others)}." if others else "There is none yet: make ppo trains one."
         raise RecipeError(f'no run "{run}" in {folder.parent}. {there}')
-    recipe = load(folder / stages.RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
+    recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
     if answers_by_q(recipe):
         if by_q:
             return recipe
@@ -49,7 +50,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         )
         raise RecipeError(
             f'the run "{folder.name}" has no {what}: its {last} stage has not finished. '
-            f"Finish it with toolkit {last} {folder / stages.RECIPE_FILE} --run {folder.name} "
+            f"Finish it with toolkit {last} {folder / RECIPE_FILE} --run {folder.name} "
             f"--runs-dir {folder.parent} --resume"
         )
     return recipe
@@ -78,7 +79,7 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
     """Measure a finished run on its held-out prompts, before and after training, into `eval/result.json`."""
     console = console or Console()
     started = time.perf_counter()
-    folder = recipe.stage_folder("eval")
+    folder = recipe.stage_folder(EVALUATION)
     folder.mkdir(exist_ok=True)
     prompts = recipe.task.prompts("test")
     if hasattr(recipe.task, "report"):
@@ -94,7 +95,7 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
         before, rollout_before, scores_before = meter.evaluate_rollout(prompts)
         load_weights(roles, "policy", policy_folder(recipe))
         after, rollout_after, scores_after = meter.evaluate_rollout(prompts)
-    result = stages.figures(recipe, "eval", started, before, after)
+    result = stages.figures(recipe, EVALUATION, started, before, after)
     samples = sample_rows(Answers.of(rollout_before, scores_before), Answers.of(rollout_after, scores_after))
     write_jsonl(folder / "samples.jsonl", samples)
     write_result(folder, result)

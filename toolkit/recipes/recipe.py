@@ -180,23 +180,30 @@ class Recipe:
 
     # ------------------------------------------------------------------ trainers
 
-    def sft_trainer(self, *, resume: bool = False, overwrite: bool = False) -> "Trainer":
-        """A TRL `SFTTrainer`; prerequisites are run first. For `resume` and `overwrite` see `ppo_trainer`."""
+    def sft_trainer(self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None) -> "Trainer":
+        """A TRL `SFTTrainer`; prerequisites are run first. For the arguments see `ppo_trainer`."""
         from toolkit.recipes import stages
 
-        return stages.prepared(self, "sft", resume=resume, overwrite=overwrite)
+        return stages.prepared(self, "sft", resume=resume, overwrite=overwrite, from_run=from_run)
 
-    def reward_trainer(self, *, resume: bool = False, overwrite: bool = False) -> "Trainer":
+    def reward_trainer(
+        self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None
+    ) -> "Trainer":
         """A TRL `RewardTrainer`, or transformers' `Trainer` for classes; prerequisites are run first.
 
-        For `resume` and `overwrite` see `ppo_trainer`.
+        For the arguments see `ppo_trainer`.
         """
         from toolkit.recipes import stages
 
-        return stages.prepared(self, "reward", resume=resume, overwrite=overwrite)
+        return stages.prepared(self, "reward", resume=resume, overwrite=overwrite, from_run=from_run)
 
     def ppo_trainer(
-        self, reward: Reward | None = None, *, resume: bool = False, overwrite: bool = False
+        self,
+        reward: Reward | None = None,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        from_run: str | None = None,
     ) -> "PPOTrainer":
         """A TRL `PPOTrainer`: ours, or with `ppo.loop: trl` the unmodified one; prerequisites are run first.
 
@@ -205,23 +212,25 @@ class Recipe:
             resume: keep the checkpoints of an earlier try in the run folder, for
                 `trainer.train(resume_from_checkpoint=True)`.
             overwrite: delete them.
+            from_run: name of another run, to take finished stages from where their settings agree.
 
         Raises:
-            RecipeError: the recipe cannot do with another reward, or the run folder holds an earlier try.
+            RecipeError: the recipe cannot do with another reward, the run folder holds an earlier try, or the other
+                run has nothing to take.
         """
         from toolkit.recipes import stages
 
         made_for = self if reward is None else self._scored_by(reward)
-        return stages.prepared(made_for, "ppo", resume=resume, overwrite=overwrite, reward=reward)
+        return stages.prepared(made_for, "ppo", resume=resume, overwrite=overwrite, from_run=from_run, reward=reward)
 
-    def q_trainer(self, *, resume: bool = False, overwrite: bool = False) -> "Trainer":
+    def q_trainer(self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None) -> "Trainer":
         """A `QTrainer`, which is transformers' `Trainer`; prerequisites are run first.
 
-        For `resume` and `overwrite` see `ppo_trainer`.
+        For the arguments see `ppo_trainer`.
         """
         from toolkit.recipes import stages
 
-        return stages.prepared(self, "q", resume=resume, overwrite=overwrite)
+        return stages.prepared(self, "q", resume=resume, overwrite=overwrite, from_run=from_run)
 
     def _scored_by(self, reward: Reward) -> "Recipe":
         """The same recipe with a scorer of kind "function"; the run records the function's name."""

@@ -4,7 +4,6 @@ A stage can be killed at any moment: `before.json` keeps what was measured first
 `result.json` says that it is finished.
 """
 
-import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -13,14 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
-from toolkit.checkpoints import checkpoint_folders, newest_whole, step_of
-from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
+from toolkit.checkpoints import checkpoint_folders, newest_whole
+from toolkit.errors import CheckpointError, RecipeError, RunInterrupted
 from toolkit.models import PolicyView
 from toolkit.recipes.assemble import MAKERS, RESPONSES_FILE, make_meter, stage_dataset
 from toolkit.recipes.child import run_stage
-from toolkit.recipes.collecting import collect, partial_file
+from toolkit.recipes.collecting import collect
 from toolkit.recipes.own_value import copies_reward_model
 from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.run_folder import RECIPE_FILE, STAGES, claim, finished, take_over
 from toolkit.recipes.schema import model_section
 from toolkit.reports import (
     ERRORS_FILE,
@@ -30,7 +30,6 @@ from toolkit.reports import (
     peak_memory_gb,
     read_json,
     read_jsonl_metrics,
-    read_result,
     sample_rows,
     samples_table,
     versions,
@@ -44,9 +43,7 @@ from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import evaluate_reward, judge_pairs, pair_figures
 from toolkit.trainers.sft import cut_rows
 
-RECIPE_FILE = "recipe.yaml"
 BEFORE_FILE = "before.json"
-STAGES = (*MAKERS, "collect")
 _ANSWERING = ("ppo", "collect", "q")  # stages in which responses are scored, from where the policy starts
 
 
@@ -82,79 +79,21 @@ def prerequisites(recipe: Recipe, stage: str) -> list[str]:
     return needed
 
 
-def claim(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Make the run folder this recipe's own, and clear what an earlier try of the stage left.
-
-    Args:
-        recipe: the recipe, bound to its run folder.
-        stage: its name.
-        overwrite: delete a run of another recipe, and the results or checkpoints of an earlier try.
-        resume: keep what an earlier try of the stage left.
-
-    Raises:
-        RecipeError: the folder belongs to another recipe, or the stage's results or checkpoints are there, and
-            neither way on was chosen.
-        ToolkitError: the folder cannot be written.
-    """
-    marker, folder = recipe.folder / RECIPE_FILE, recipe.stage_folder(stage)
-    try:
-        if marker.is_file() and marker.read_text(encoding="utf-8") != recipe.to_yaml():
-            if not overwrite:
-                own = (
-                    f"Go on with its own (toolkit {stage} {marker} --run {recipe.run} --resume). Or n"
-                    if resume
-                    else "N"
-                )
-                raise RecipeError(
-                    f"{recipe.folder} holds a run of another recipe or other settings. {own}ame a new run with "
-                    "RUN=name (--run name, run=name), or give OVERWRITE=1 (--overwrite, overwrite=True) to delete that "
-                    "one."
-                )
-            shutil.rmtree(recipe.folder)
-        if not (overwrite or resume):
-            _refuse_to_lose(folder, stage)
-        recipe.folder.mkdir(parents=True, exist_ok=True)
-        marker.write_text(recipe.to_yaml(), encoding="utf-8")
-        if not resume:
-            shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise ToolkitError(f"{recipe.folder}: cannot write there ({error.strerror}). Choose another folder.") from error
-
-
-def _refuse_to_lose(folder: Path, stage: str) -> None:
-    """What took hours is deleted by those alone who say so."""
-    saved = checkpoint_folders(folder)
-    if read_result(folder) is not None:
-        raise RecipeError(
-            f"{folder} holds a finished {stage} stage. Name a new run (RUN=name, --run name, run=name), or give "
-            "OVERWRITE=1 (--overwrite, overwrite=True) to delete it."
-        )
-    if saved:
-        raise RecipeError(
-            f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}. "
-            "Go on with RESUME=1 (--resume, resume=True), or begin anew with OVERWRITE=1 (--overwrite, "
-            "overwrite=True)."
-        )
-    if partial_file(folder).is_file():
-        raise RecipeError(
-            f"{folder} holds responses of a collect stage that was not finished. Go on with RESUME=1 (--resume, "
-            "resume=True), or begin anew with OVERWRITE=1 (--overwrite, overwrite=True)."
-        )
-
-
-def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
-    """The result of a stage that this very recipe has finished in its run folder, else None."""
-    marker = recipe.folder / RECIPE_FILE
-    if not marker.is_file() or marker.read_text(encoding="utf-8") != recipe.to_yaml():
-        return None
-    return read_result(recipe.stage_folder(stage))
-
-
 def _run_prerequisites(
-    recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False, scorer: bool = True
+    recipe: Recipe,
+    stage: str,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    from_run: str | None = None,
+    scorer: bool = True,
 ) -> None:
-    """Run what a stage needs and the run does not have; `scorer` as for `check_for`."""
+    """Take from another run, or run, what a stage needs and the run does not have; `scorer` as for `check_for`."""
+    if from_run is not None:
+        needed = prerequisites(recipe, stage)
+        for sentence in take_over(recipe, from_run, needed, overwrite=overwrite, resume=resume):
+            console.print(sentence, highlight=False, soft_wrap=True)
     missing = [earlier for earlier in prerequisites(recipe, stage) if finished(recipe, earlier) is None]
     if missing:
         from toolkit.recipes.check import check_for  # which asks this module what a stage needs
@@ -169,7 +108,15 @@ def _run_prerequisites(
         run_stage(command + (["--resume"] if resume else []), earlier, stage)
 
 
-def prepared(recipe: Recipe, stage: str, *, resume: bool = False, overwrite: bool = False, **arguments: Any) -> Any:
+def prepared(
+    recipe: Recipe,
+    stage: str,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    from_run: str | None = None,
+    **arguments: Any,
+) -> Any:
     """The stage's trainer, after its prerequisites: for notebooks. Its outputs go to the run folder.
 
     Args:
@@ -177,27 +124,36 @@ def prepared(recipe: Recipe, stage: str, *, resume: bool = False, overwrite: boo
         stage: its name.
         resume: keep the checkpoints of an earlier try, for `train(resume_from_checkpoint=True)`.
         overwrite: delete them.
+        from_run: as for `run`.
         arguments: for the function that makes the trainer.
 
     Raises:
         RecipeError: as for `claim` and `prerequisites`.
     """
     named = arguments.get("reward") is None
-    _run_prerequisites(recipe, stage, overwrite=overwrite, resume=resume, scorer=named)
+    _run_prerequisites(recipe, stage, Console(), overwrite=overwrite, resume=resume, from_run=from_run, scorer=named)
     claim(recipe, stage, overwrite=overwrite, resume=resume)
     return MAKERS[stage](recipe, **arguments)
 
 
 def run(
-    recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False, console: Console | None = None
+    recipe: Recipe,
+    stage: str,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    from_run: str | None = None,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Run one stage and what it needs. A stage that this recipe has finished is not repeated.
 
     Args:
         recipe: the recipe, bound to its run folder.
         stage: one of `STAGES`.
-        overwrite: repeat a finished stage; delete a run of another recipe in the same folder.
+        overwrite: repeat a finished stage; delete stages in the same folder that were run under other settings.
         resume: go on from the newest whole checkpoint of each unfinished stage; from the beginning where none is.
+        from_run: name of another run in the same folder of runs. Its finished stages are taken where this one lacks
+            them and the settings that they read agree.
         console: for what a person reads; standard output if None.
 
     Returns:
@@ -222,7 +178,7 @@ def run(
             "ppo.loop: trl saves no checkpoints, since TRL's loop cannot go on from one (huggingface/trl#2657). "
             "Run it anew, or use ppo.loop: toolkit."
         )
-    _run_prerequisites(recipe, stage, overwrite=overwrite, resume=resume)
+    _run_prerequisites(recipe, stage, console, overwrite=overwrite, resume=resume, from_run=from_run)
     claim(recipe, stage, overwrite=overwrite, resume=resume)
     if stage == "collect":
         return _run_collect(recipe, console)

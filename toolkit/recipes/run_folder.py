@@ -1,0 +1,269 @@
+"""A run folder: which of its stages hold under a recipe's settings, and what may be deleted there.
+
+The folder keeps its recipe. When another one comes, the keys that differ decide: a stage stands as long as neither it
+nor a stage before it reads one of them. What has taken hours is deleted by those alone who say so.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.checkpoints import checkpoint_folders, step_of
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.recipes.assemble import MAKERS
+from toolkit.recipes.collecting import partial_file
+from toolkit.recipes.recipe import Recipe
+from toolkit.reports import read_result, write_result
+
+RECIPE_FILE = "recipe.yaml"
+STAGES = (*MAKERS, "collect")
+EVALUATION = "eval"  # folder of what was measured of a trained policy
+
+# What neither the stage nor one before it reads. Whatever is not listed counts as read: a stage repeated for nothing
+# costs time, one that is wrongly kept gives wrong figures.
+_OF_VALUE = ("adapters.value", "value_head", "value_model", "start.value")
+_UNREAD: dict[str, tuple[str, ...]] = {
+    "sft": (
+        "reward_data", "q_data", "adapters.reward", "adapters.q", "scorer", "start", "reward_head", "reward_model",
+        "collect", "reward", "ppo", "q", *_OF_VALUE,
+    ),
+    "reward": ("q_data", "adapters.policy", "adapters.q", "scorer", "start", "collect", "ppo", "q", *_OF_VALUE),
+    "collect": ("q_data", "adapters.q", "ppo", "q", *_OF_VALUE),
+    "ppo": ("q_data", "adapters.q", "collect", "q"),
+    "q": ("ppo", *_OF_VALUE),
+}  # fmt: skip
+_SHOWN = 3  # differences that a message names
+_LONGEST = 60  # characters of a value in it
+_ABSENT = object()
+
+
+def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a recipe by their dotted keys."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """The recipe that a run folder keeps; empty where it keeps none that can be read."""
+    try:
+        values = yaml.safe_load((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _differences(recipe: Recipe, folder: Path) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys in which the folder's recipe and this one differ: the value there, and here."""
+    there, here = dict(_leaves(_recorded(folder))), dict(_leaves(yaml.safe_load(recipe.to_yaml())))
+    pairs = {key: (there.get(key, _ABSENT), here.get(key, _ABSENT)) for key in {**there, **here}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _unread(recipe: Recipe, stage: str) -> tuple[str, ...]:
+    """Keys, and beginnings of keys, that decide nothing of a stage of this recipe."""
+    unread = ("about", *_UNREAD[stage])
+    if recipe.base.model is not None and stage in ("sft", "reward"):
+        # The tokenizer comes from the checkpoint and not from the data, and the base needs no sft stage.
+        if f"{stage}_data" in recipe.values:
+            unread += ("data",)
+        if stage == "reward":
+            unread += ("sft", "sft_data")
+    return unread
+
+
+def _that_count(recipe: Recipe, stage: str, keys: Mapping[str, Any]) -> list[str]:
+    """Those of the keys that the stage, or one before it, reads."""
+    unread = _unread(recipe, stage)
+    return [key for key in keys if not any(key == other or key.startswith(f"{other}.") for other in unread)]
+
+
+def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
+    """The result of a stage that the run folder has finished under settings that are this recipe's too, else None."""
+    if _that_count(recipe, stage, _differences(recipe, recipe.folder)):
+        return None
+    return read_result(recipe.stage_folder(stage))
+
+
+def _holds_work(folder: Path) -> bool:
+    """Whether there is something in a stage's folder that would have to be computed again."""
+    return read_result(folder) is not None or bool(checkpoint_folders(folder)) or partial_file(folder).is_file()
+
+
+def _outdated(recipe: Recipe) -> dict[str, list[str]]:
+    """Stages whose work in the run folder was done under other settings, each with the keys that differ."""
+    differences = _differences(recipe, recipe.folder)
+    found = {stage: _that_count(recipe, stage, differences) for stage in STAGES}
+    return {stage: keys for stage, keys in found.items() if keys and _holds_work(recipe.stage_folder(stage))}
+
+
+def _told(differences: Mapping[str, tuple[Any, Any]], keys: list[str]) -> str:
+    """The first few of the keys, with the values there and here."""
+
+    def shown(value: Any) -> str:
+        text = "not set" if value is _ABSENT else json.dumps(value, ensure_ascii=False, default=str)
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+    parts = [f"{key} is {shown(differences[key][0])} there and {shown(differences[key][1])} here"
+             for key in keys[:_SHOWN]]  # fmt: skip
+    more = len(keys) - _SHOWN
+    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+
+
+def _listed(stages: list[str]) -> str:
+    return f"{', '.join(stages[:-1])} and {stages[-1]}" if len(stages) > 1 else "".join(stages)
+
+
+def conflict(recipe: Recipe) -> str | None:
+    """Why the run folder cannot be this recipe's without losing work, and the ways on; None where it can."""
+    outdated = _outdated(recipe)
+    if not outdated:
+        return None
+    keys = max(outdated.values(), key=len)  # a later stage reads all that an earlier one does
+    differences = _differences(recipe, recipe.folder)
+    told = _told(differences, keys) if _recorded(recipe.folder) else f"its {RECIPE_FILE} is missing or cannot be read"
+    kept = _listed([stage for stage in STAGES if finished(recipe, stage) is not None])
+    taken = f"; FROM={recipe.run} (--from-run, from_run) lets that begin with the {kept} of this one" if kept else ""
+    return (
+        f"{recipe.folder} holds a run of another recipe or other settings: {told}. Name a new run with RUN=name "
+        f"(--run name, run=name){taken}. Or give OVERWRITE=1 (--overwrite, overwrite=True) to delete its "
+        f"{_listed(list(outdated))}{f', and keep its {kept}' if kept else ''}."
+    )
+
+
+def claim(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Make the run folder this recipe's own, and clear what an earlier try of the stage left.
+
+    Args:
+        recipe: the recipe, bound to its run folder.
+        stage: its name.
+        overwrite: delete the stages there that were run under other settings, and the results or checkpoints of an
+            earlier try of this one.
+        resume: keep what an earlier try of the stage left.
+
+    Raises:
+        RecipeError: stages there were run under other settings, or the stage's results or checkpoints are there, and
+            no way on was chosen.
+        ToolkitError: the folder cannot be written.
+    """
+    marker, folder = recipe.folder / RECIPE_FILE, recipe.stage_folder(stage)
+    try:
+        problem = conflict(recipe)
+        if problem is not None and not overwrite:
+            goes_on = f" Its own settings go on with toolkit {stage} {marker} --run {recipe.run} --resume"
+            raise RecipeError(problem + (goes_on if resume else ""))
+        if not (overwrite or resume):
+            _refuse_to_lose(folder, stage)
+        for outdated in _outdated(recipe):
+            _delete(recipe, outdated)
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        marker.write_text(recipe.to_yaml(), encoding="utf-8")
+        if not (resume and _holds_work(folder)):
+            _delete(recipe, stage)
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ToolkitError(f"{recipe.folder}: cannot write there ({error.strerror}). Choose another folder.") from error
+
+
+def _delete(recipe: Recipe, stage: str) -> None:
+    """A stage's folder, and what was measured of the policy that it trained."""
+    shutil.rmtree(recipe.stage_folder(stage), ignore_errors=True)
+    if stage in ("ppo", "q"):
+        shutil.rmtree(recipe.stage_folder(EVALUATION), ignore_errors=True)
+
+
+def _refuse_to_lose(folder: Path, stage: str) -> None:
+    saved = checkpoint_folders(folder)
+    if read_result(folder) is not None:
+        raise RecipeError(
+            f"{folder} holds a finished {stage} stage. Name a new run (RUN=name, --run name, run=name), or give "
+            "OVERWRITE=1 (--overwrite, overwrite=True) to delete it."
+        )
+    if saved:
+        raise RecipeError(
+            f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}. "
+            "Go on with RESUME=1 (--resume, resume=True), or begin anew with OVERWRITE=1 (--overwrite, "
+            "overwrite=True)."
+        )
+    if partial_file(folder).is_file():
+        raise RecipeError(
+            f"{folder} holds responses of a collect stage that was not finished. Go on with RESUME=1 (--resume, "
+            "resume=True), or begin anew with OVERWRITE=1 (--overwrite, overwrite=True)."
+        )
+
+
+# ---------------------------------------------------------------------- stages of another run
+
+
+def take_over(
+    recipe: Recipe, source: str, stages: list[str], *, overwrite: bool = False, resume: bool = False
+) -> list[str]:
+    """Copy finished stages of another run whose settings, as far as the stages read them, are this recipe's too.
+
+    Checkpoints stay where they are. A stage that this run has finished, or with `resume` begun, is left alone.
+
+    Args:
+        recipe: the recipe, bound to its run folder.
+        source: name of the other run, in the same folder of runs.
+        stages: those that are wanted, in order.
+        overwrite: as for `claim`.
+        resume: as for `claim`.
+
+    Returns:
+        A sentence for each stage that this run has not finished: that it is taken, or why not.
+
+    Raises:
+        RecipeError: there is no such run, or nothing of it can be taken; or as for `claim`.
+        ToolkitError: the folder cannot be written.
+    """
+    other = replace(recipe, run=source)
+    if source == recipe.run or not (other.folder / RECIPE_FILE).is_file():
+        why = "is this run itself" if source == recipe.run else f"is not in {recipe.runs_dir}"
+        raise RecipeError(f'the run "{source}" to begin with (FROM, --from-run, from_run) {why}. Name another run.')
+    if not stages:
+        raise RecipeError(f'nothing is taken from the run "{source}": no stage comes before this one. Leave FROM out.')
+    differences = _differences(recipe, other.folder)
+    said, taken = [], 0
+    wanted = [stage for stage in stages if finished(recipe, stage) is None]
+    for stage in wanted:
+        keys = _that_count(recipe, stage, differences)
+        if keys:
+            said.append(f"{stage} is run anew: {_told(differences, keys)} ({other.folder} and {recipe.folder}).")
+        elif read_result(other.stage_folder(stage)) is None:
+            said.append(f"{stage} is run anew: {other.folder} has not finished it.")
+        elif not (resume and _holds_work(recipe.stage_folder(stage))):
+            claim(recipe, stage, overwrite=overwrite, resume=resume)
+            _copy(other, recipe, stage)
+            said.append(f"{stage} is taken from {other.stage_folder(stage)}.")
+            taken += 1
+    if len(wanted) == len(stages) and not taken:
+        raise RecipeError(f'nothing can be taken from the run "{source}": {" ".join(said)} Leave FROM out.')
+    return said
+
+
+def _copy(source: Recipe, target: Recipe, stage: str) -> None:
+    """Under another name first: what carries the stage's name is whole."""
+    folder = target.stage_folder(stage)
+    aside = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(source.stage_folder(stage), aside, ignore=shutil.ignore_patterns("checkpoint-*"))
+        for path in aside.glob("*/adapter_config.json"):
+            config = json.loads(path.read_text(encoding="utf-8"))
+            if config.get("base_model_name_or_path") == source.base_path:  # a base that this run has a copy of, too
+                config["base_model_name_or_path"] = target.base_path
+                path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        result = read_result(aside)
+        assert result is not None
+        write_result(aside, {**result, "taken_from": str(source.stage_folder(stage))})
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    except OSError as error:
+        raise ToolkitError(f"{folder}: cannot be copied there ({error.strerror}). Make room, then repeat.") from error
