@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import LlamaConfig
 
 from benchmarks import floor
 from benchmarks.contenders import RANK, Built, Job, add_roles, built_on, ppo_config, prompts
@@ -28,7 +30,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.loops import PhaseClock, run_ours
 from benchmarks.machine import machine
 from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, random_llama, weight_gigabytes
-from benchmarks.run import write_result
+from benchmarks.run import result_path, write_result
 from benchmarks.table import RESULTS, gpu_rows
 from benchmarks.work import PHASES, Size, Work
 from toolkit.models import SharedBase
@@ -143,46 +145,35 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, check
     }
 
 
-def run(given: Settings, console: Console) -> dict[str, Any]:
-    """All rows on one machine. Returns the result as it is written."""
+def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """All rows on one machine.
+
+    Args:
+        given: what is run.
+        console: for progress.
+        save: is given the result so far after every row, so that a run that is cut short loses one row at most.
+
+    Returns:
+        The result as it is written.
+    """
     work = random_work(given.llama, given.size, given.prompt_length)
-    model: dict[str, Any] = {}
-    rows = []
-    products = {}
-    for value in ("separate", "shared"):
-        base = random_llama(given.llama, given.device)
-        if not model:
-            drawn = outline(base.config)
-            model = {
-                "architecture": "LlamaForCausalLM, random weights, NF4",
-                "parameters": sum(p.numel() for p in drawn.parameters()),
-                "layers": base.config.num_hidden_layers,
-                "hidden_size": base.config.hidden_size,
-                "vocabulary": base.config.vocab_size,
-                "weights_gb": weight_gigabytes(base),
-            }
-            layers, head = floor.linear_layers(drawn)
-            products = {v: floor.matmuls(work, layers, head, value=v, rank=RANK) for v in ("separate", "shared")}
-        roles = add_roles(SharedBase(base), value)
-        for checkpointing in (False, True):
-            row = measure(given, roles, work, value=value, checkpointing=checkpointing)
-            rows.append(row)
-            shown = row.get("seconds") or f"out of memory in {row['out_of_memory']}"
-            console.print(f"{value} value, checkpointing {checkpointing}: {shown}", highlight=False, soft_wrap=True)
-            _free()
-        del base, roles
-        _free()
+    drawn = outline(LlamaConfig(**given.llama))
+    layers, head = floor.linear_layers(drawn)
+    values = ("separate", "shared")
+    products = {value: floor.matmuls(work, layers, head, value=value, rank=RANK) for value in values}
     found = floor.measure(products, dtype=torch.bfloat16, device=given.device)
-    for row in rows:
-        if "seconds" in row:
-            least = sum(found[row["value"]]["seconds"].values())
-            row["over_floor"] = sum(row["seconds"].values()) / least
-    return {
+    result: dict[str, Any] = {
         "kind": "gpu" if given.device.type == "cuda" else "small",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "model": model,
+        "model": {
+            "architecture": "LlamaForCausalLM, random weights, NF4",
+            "parameters": sum(p.numel() for p in drawn.parameters()),
+            "layers": drawn.config.num_hidden_layers,
+            "hidden_size": drawn.config.hidden_size,
+            "vocabulary": drawn.config.vocab_size,
+        },
         "arguments": {"updates": given.updates},
         "work": {
             **asdict(given.size),
@@ -190,9 +181,33 @@ def run(given: Settings, console: Console) -> dict[str, Any]:
             "response_tokens": given.size.response_length,
             "tokens": work.tokens,
         },
-        "rows": rows,
+        "rows": [],
         "floor": found,
     }
+    for value in values:
+        base = random_llama(given.llama, given.device)
+        result["model"]["weights_gb"] = weight_gigabytes(base)
+        roles = add_roles(SharedBase(base), value)
+        for checkpointing in (False, True):
+            row = measure(given, roles, work, value=value, checkpointing=checkpointing)
+            if "seconds" in row:
+                row["over_floor"] = sum(row["seconds"].values()) / sum(found[value]["seconds"].values())
+            result["rows"].append(row)
+            save(result)
+            console.print(_line(row), highlight=False, soft_wrap=True)
+            _free()
+        del base, roles
+        _free()
+    return result
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row for whoever watches."""
+    name = f"{row['value']} value, checkpointing {'on' if row['gradient_checkpointing'] else 'off'}"
+    if "out_of_memory" in row:
+        return f"{name}: out of memory in {row['out_of_memory']}"
+    phases = (f"{phase} {row['seconds'][phase]:.2f} s, {row['peak_gb'][phase]:.2f} GB" for phase in PHASES)
+    return f"{name}: {'; '.join(phases)}"
 
 
 def _free() -> None:
@@ -214,14 +229,13 @@ def main() -> int:
     except BenchmarkError as error:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
-    result = run(given, progress)
-    path = write_result(result, args.output)
+    result = run(given, progress, save=lambda so_far: write_result(so_far, args.output))
     columns, rows = gpu_rows(result)
     table = Table(*columns, title=result["model"]["architecture"])
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
-    progress.print(f"result: {path}", highlight=False, soft_wrap=True)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -103,6 +103,7 @@ def random_llama(values: dict[str, Any], device: torch.device, *, seed: int = 0)
     # Its buffers are computed in the constructor, which on the meta device computes nothing.
     with device:
         model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    model.is_loaded_in_4bit = True  # as loading says; PEFT chooses its layer for 4 bits by this
     return model.requires_grad_(False)
 
 

@@ -10,13 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.bnb import Linear4bit as LoraLinear4bit
 from rich.console import Console
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import contenders, demonstrations, floor, gpu, table, worker
 from benchmarks import run as driver
 from benchmarks.compare import check_equal, differences
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import CONTENDERS, add_roles
 from benchmarks.demonstrations import DEMONSTRATIONS, recipe_of_arm
 from benchmarks.errors import BenchmarkError
 from benchmarks.random_llama import LLAMA_8B, TINY, random_llama, weight_gigabytes
@@ -25,7 +27,7 @@ from benchmarks.work import PHASES, PROMPTS, SIZES, Size, Work, given_responses,
 from tests.recipes.helpers import REPOSITORY, byte_tokenizer, save_llama
 from toolkit import recipes
 from toolkit.data import pad_rows
-from toolkit.models import load_base
+from toolkit.models import SharedBase, load_base
 from toolkit.models.base import outline
 from toolkit.recipes.schema import check_recipe
 from toolkit.recipes.sections import STAGE_CLASSES
@@ -404,6 +406,9 @@ def test_the_8b_shape_is_that_of_llama_3_1():
 def test_the_random_llama_is_what_loading_in_4_bit_gives():
     model = random_llama(TINY, torch.device("cpu"))
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    # PEFT's layer for 4 bits is another than for 16, with other casts, and so other seconds and memory.
+    adapted = add_roles(SharedBase(random_llama(TINY, torch.device("cpu"))), "shared").causal_lm
+    assert {type(layer) for layer in adapted.modules() if isinstance(layer, LoraLayer)} == {LoraLinear4bit}
     layers = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     assert len(layers) == 2 * 7 and not any("lm_head" in name for name in layers)
     plain = LlamaForCausalLM(LlamaConfig(**TINY))

@@ -13,7 +13,7 @@ from tests.conftest import ARCHITECTURES, lora, shared_base, tiny_model
 from tests.tolerances import EXACT
 from toolkit.data import pad_rows
 from toolkit.errors import AdapterError
-from toolkit.models import SharedBase, load_role, load_weights, save_role, sequence_logits
+from toolkit.models import SharedBase, base_digest, load_role, load_weights, save_role, sequence_logits
 
 ROWS = [[1, 5, 6, 7, 2], [1, 9, 8, 2], [1, 30, 31, 32, 33, 34, 2]]
 SAVE = {"pad_token_id": 0, "base_name": "tiny"}
@@ -194,3 +194,33 @@ def test_bad_folders(tmp_path):
     save_role(shared, "value", tmp_path / "shared", **SAVE)
     with pytest.raises(AdapterError, match='cannot be the role "reward"'):
         load_role(bare(), "reward", tmp_path / "shared")
+
+
+def test_a_role_that_cannot_be_loaded_is_not_there_afterwards(tmp_path):
+    """It would be there with random weights, and stand in the way of the right folder."""
+    base = shared_base()
+    save_role(base, "reward", tmp_path / "whole", **SAVE)
+    weights = load_file(tmp_path / "whole" / "adapter_model.safetensors")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    name = next(name for name in weights if "lora_A" in name)
+    save_file({key: t for key, t in weights.items() if key != name}, tmp_path / "cut" / "adapter_model.safetensors")
+    for roles in ((), ("policy",)):  # as the first adapter, and as another
+        other = SharedBase(tiny_model())
+        for role in roles:
+            other.add_role(role, lora())
+        with pytest.raises(AdapterError, match="belongs to another base"):
+            load_role(other, "reward", tmp_path / "cut")
+        assert other.roles == roles and not [n for n, _ in other.named_parameters() if "reward" in n]
+        load_role(other, "reward", tmp_path / "whole")
+        for ours, theirs in zip(other.parameters_of("reward"), base.parameters_of("reward"), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_bases_are_told_apart_and_adapters_make_no_difference():
+    base, other = SharedBase(tiny_model()), SharedBase(tiny_model())
+    assert base_digest(base) == base_digest(other)
+    base.add_role("policy", lora())
+    assert base_digest(base) == base_digest(other)
+    with torch.no_grad():
+        other.causal_lm.model.norm.weight.add_(1e-3)
+    assert base_digest(base) != base_digest(other)

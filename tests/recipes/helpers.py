@@ -21,7 +21,8 @@ QUERIES = REPOSITORY / "data" / "queries.json"
 
 
 def command(*arguments, cwd=None):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200"}
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, "-m", "toolkit", *arguments],
         capture_output=True,

@@ -60,12 +60,13 @@ def test_scores_stand_at_their_tokens_in_the_rewards_of_an_update(tmp_path):
         [-1.0, 5.0],
         [4.25],
     ]
-    assert experience.scores.tolist() == [2.5, -0.5, 4.0, 4.25]
+    assert experience.scores.tolist() == [2.5, 2.5, 4.0, 4.25]
+    assert experience.shaped_scores.tolist() == [2.5, -0.5, 4.0, 4.25]
     with_kl = trainer(tmp_path, kl_coef=0.1, missing_eos_penalty=3.0)._make_experience(batch, scores)
     expected = (experience.rewards - 0.1 * with_kl.kl) * with_kl.response_mask
     torch.testing.assert_close(with_kl.rewards, expected, **EXACT)
     stats = ours.step({}, batch, scores)
-    assert stats["score"] == pytest.approx(10.25 / 4)
+    assert stats["score"] == pytest.approx(13.25 / 4) and stats["shaped_score"] == pytest.approx(10.25 / 4)
 
 
 def test_dense_and_plain_parts_make_one_sum():

@@ -1,7 +1,7 @@
-"""float16 training, as on a card without bfloat16: autocast and a loss scaler, both torch's own and both on the CPU.
+"""float16 training, as on a card without bfloat16: autocast and a loss scaler, both torch's own.
 
-accelerate gives a CPU neither, so that the trainers are handed them here. What is left for a card to show are its
-kernels.
+On a GPU where there is one; else on the CPU, to which accelerate gives neither, so that the trainers are handed them
+here. What is then left for a card to show are its kernels.
 """
 
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.conftest import lora, randomize, tiny_model
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from toolkit.data import doubling
 from toolkit.models import SharedBase, add_q_roles, load_base
+from toolkit.models.base import default_device
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.q_learning import QTrainer
@@ -25,11 +26,13 @@ from toolkit.trainers.reward_config import RewardConfig
 from toolkit.trainers.sft import sft_trainer
 
 HUGE = 2.0**120  # no float16 gradient survives this
+DEVICE = default_device().type
+ON_CPU = {"use_cpu": DEVICE == "cpu"}
 
 
 def with_scaler(made: Any, scale: float = 2.0**10) -> Any:
     made.accelerator.native_amp = True
-    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    made.accelerator.scaler = torch.amp.GradScaler(DEVICE, init_scale=scale)
     return made
 
 
@@ -39,7 +42,7 @@ def with_scaler(made: Any, scale: float = 2.0**10) -> Any:
 def base(dtype: torch.dtype, value: str, nf4: Path | None = None) -> SharedBase:
     """Without a quantised checkpoint to load, a plain one."""
     if nf4 is None:
-        made = SharedBase(tiny_model().to(dtype))
+        made = SharedBase(tiny_model().to(DEVICE, dtype))
     else:
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
@@ -55,7 +58,7 @@ def in_float16(
     folder: Path, roles: SharedBase | None = None, *, value: str = "separate", scale: float = 2.0**10, **changes: Any
 ) -> PPOTrainer:
     roles = roles or base(torch.float16, value)
-    return with_scaler(trainer(folder, roles, count_reward(5), value=value, fp16=True, **changes), scale)
+    return with_scaler(trainer(folder, roles, count_reward(5), value=value, fp16=True, **ON_CPU, **changes), scale)
 
 
 def parameters(made: PPOTrainer) -> list[torch.nn.Parameter]:
@@ -92,7 +95,9 @@ def test_gradients_are_those_of_float32(tmp_path, value, quantised):
     if nf4:
         tiny_model(size=128).half().save_pretrained(nf4)  # so that both quantise the same numbers
     half = gradients(in_float16(tmp_path / "half", base(torch.float16, value, nf4), value=value))
-    full = gradients(trainer(tmp_path / "full", base(torch.float32, value, nf4), count_reward(5), value=value))
+    full = gradients(
+        trainer(tmp_path / "full", base(torch.float32, value, nf4), count_reward(5), value=value, **ON_CPU)
+    )
     for role, expected in full.items():
         assert half[role].dtype is torch.float32  # what is trained is in float32 whatever the base is in
         assert float((half[role] - expected).norm()) < 0.05 * float(expected.norm())
@@ -138,13 +143,13 @@ def test_a_resumed_run_has_the_same_weights_and_the_same_scale(tmp_path):
 # ---------------------------------------------------------------------- the stages whose loop is transformers'
 
 STAGE = {
-    "use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2,
+    **ON_CPU, "report_to": "none", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2,
     "per_device_train_batch_size": 4, "disable_tqdm": True, "max_steps": 4,
 }  # fmt: skip
 
 
 def sft(folder: Path, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[Any, SharedBase]:
-    roles = SharedBase(tiny_model().to(dtype))
+    roles = SharedBase(tiny_model().to(DEVICE, dtype))
     roles.add_role("policy", lora())
     rows = Dataset.from_dict({"input_ids": [[*ids, 8, 9, 2] for ids in PROMPTS]})
     args = SFTConfig(output_dir=str(folder), gradient_checkpointing=False, **settings)
@@ -152,7 +157,7 @@ def sft(folder: Path, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[Any
 
 
 def reward(folder: Path, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[Any, SharedBase]:
-    roles = SharedBase(tiny_model().to(dtype))
+    roles = SharedBase(tiny_model().to(DEVICE, dtype))
     roles.add_role("reward", lora(), num_labels=1)
     rows = {"chosen_ids": [[*ids, 5, 2] for ids in PROMPTS], "rejected_ids": [[*ids, 6, 2] for ids in PROMPTS]}
     args = RewardConfig(output_dir=str(folder), gradient_checkpointing=False, max_length=None, **settings)
@@ -160,7 +165,7 @@ def reward(folder: Path, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[
 
 
 def q(folder: Path, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[Any, SharedBase]:
-    roles = SharedBase(tiny_model().to(dtype))
+    roles = SharedBase(tiny_model().to(DEVICE, dtype))
     add_q_roles(roles, lora())
     rows = {
         "prompt_ids": PROMPTS,

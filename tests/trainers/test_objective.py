@@ -7,8 +7,8 @@ from torch.distributions import Categorical, kl_divergence
 from tests.conftest import lora, randomize, shared_base, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
-from toolkit.data import PromptCollator
-from toolkit.models import SharedBase, stop_token_ids
+from toolkit.data import PromptCollator, doubling
+from toolkit.models import SharedBase, load_base
 from toolkit.trainers.scores import ScoreShaper
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
@@ -191,13 +191,17 @@ def test_scores_are_scaled_by_all_that_were_seen(tmp_path):
 
 def test_scores_are_logged_as_they_are_and_trained_on_as_shaped(tmp_path):
     ours, experience = prepared(tmp_path, score_clip=0.5, missing_eos_penalty=3.0, kl_coef=0.0, vf_coef=0.1)
-    assert experience.scores.tolist() == [1.0, -4.0, 0.5, 2.0]
+    assert experience.scores.tolist() == [1.0, -1.0, 0.5, 2.0]
     assert experience.shaped_scores.tolist() == [0.5, -3.5, 0.5, 0.5]
     last = [experience.rewards[i, len(row) - 1].item() for i, row in enumerate(RESPONSES)]
     assert last == [0.5, -3.5, 0.5, 0.5]
     batch = next(iter(ours.dataloader))
     stats = ours.step(batch, rollout(RESPONSES), SCORES)
-    assert stats["score"] == pytest.approx(-0.125) and stats["shaped_score"] == pytest.approx(-0.5)
+    assert stats["score"] == pytest.approx(0.625) and stats["shaped_score"] == pytest.approx(-0.5)
+    assert stats["rlhf_reward"] == pytest.approx(-0.5)
+    punished, _ = prepared(tmp_path, missing_eos_penalty=3.0, vf_coef=0.1)
+    stats = punished.step(batch, rollout(RESPONSES), SCORES)
+    assert stats["score"] == pytest.approx(0.625) and stats["shaped_score"] == pytest.approx(-0.125)
     plain, _ = prepared(tmp_path, vf_coef=0.1)
     assert "shaped_score" not in plain.step(batch, rollout(RESPONSES), SCORES)
 
@@ -222,12 +226,12 @@ def test_cut_responses_are_bootstrapped_from_the_value_role(value, tmp_path):
 
 def test_short_responses_are_punished(tmp_path):
     _, experience = prepared(tmp_path, short_response_penalty=4.0, min_response_length=3, missing_eos_penalty=1.0)
-    assert experience.scores.tolist() == [1.0, -2.0, 0.5, -2.0]  # lengths 3, 6 (cut), 4 and 2
+    assert experience.shaped_scores.tolist() == [1.0, -2.0, 0.5, -2.0]  # lengths 3, 6 (cut), 4 and 2
 
 
 def test_any_of_the_base_s_stop_tokens_ends_a_response(tmp_path):
     base = shared_base()
-    base.config.eos_token_id = [3, 2]
+    base.checkpoint_stops = (3, 2)
     ours = trainer(tmp_path, base, count_reward(7))
     assert ours.stop_token_ids == [2, 3]
     asked = []
@@ -241,8 +245,19 @@ def test_any_of_the_base_s_stop_tokens_ends_a_response(tmp_path):
     assert asked == [[2, 3]]
     assert responses.response_ids == [[5, 3], [5, 6, 7, 8], [2], [9, 9, 9, 3]]
     assert responses.ended == [True, False, True, True]
-    base.config.eos_token_id = None
-    assert stop_token_ids(base.config, ours.processing_class) == [2]
+    base.checkpoint_stops = ()
+    assert base.stop_token_ids(ours.processing_class) == [2]
+
+
+def test_tokens_that_end_a_response_by_the_settings_of_generation_alone(tmp_path):
+    """As in chat models whose config.json knows the end of a text and generation_config.json the end of a turn."""
+    model = tiny_model()
+    model.config.eos_token_id, model.generation_config.eos_token_id = 7, [7, 9]
+    model.save_pretrained(tmp_path)
+    base = SharedBase(load_base(str(tmp_path), dtype="float32"))
+    assert base.checkpoint_stops == (7, 9)
+    assert base.stop_token_ids(doubling.tokenizer()) == [2, 7, 9]
+    assert base.causal_lm.generation_config.eos_token_id == 7  # nothing else of the checkpoint's settings is left
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,18 @@ def test_logs_add_up_over_micro_batches(tmp_path):
     assert first["td_loss"] + 0.5 * first["conservative_loss"] == pytest.approx(first["loss"], rel=1e-4)
 
 
+def test_logs_are_means_over_steps_where_a_pass_does_not_divide(tmp_path):
+    """30 rows are ten micro-batches: two steps of four and one of two, each a mean over its own tokens."""
+    made = make(
+        tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_steps=3, learning_rate=0.0,
+        conservative_coef=0.5, logging_steps=3,
+    )  # fmt: skip
+    made.train()
+    logged = made.state.log_history[0]
+    assert logged["step"] == 3
+    assert logged["td_loss"] + 0.5 * logged["conservative_loss"] == pytest.approx(logged["loss"], rel=1e-4)
+
+
 def test_evaluation_has_ppos_keys(tmp_path):
     made = make(tmp_path, eval_strategy="steps", eval_steps=1, max_steps=1)
     made.train()

@@ -368,6 +368,69 @@ def test_a_frozen_role_that_changed_is_refused(tmp_path):
         other.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("stage", [ppo, sft_policy, reward_pairs, q], ids=lambda stage: stage.__name__)
+def test_a_base_that_changed_is_refused(stage, tmp_path):
+    make(stage, tmp_path, max_steps=1).train()
+    other = make(stage, tmp_path, max_steps=2)
+    with torch.no_grad():
+        other.roles.causal_lm.model.norm.weight.add_(1e-3)
+    with pytest.raises(CheckpointError, match="written on a base with other weights"):
+        other.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("stage", [sft_policy, reward_pairs, ppo], ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize("length", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 2}], ids=str)
+def test_a_run_that_is_done_goes_on_where_a_longer_one_is_asked_for(stage, length, tmp_path):
+    shorter = {"max_steps": 2} if length["max_steps"] > 0 else {"max_steps": -1, "num_train_epochs": 1}
+    settings = {"lr_scheduler_type": "constant", "save_strategy": "epoch" if length["max_steps"] < 0 else "steps"}
+    whole = make(stage, tmp_path / "whole", **{**settings, **length})
+    whole.train()
+    make(stage, tmp_path / "cut", **{**settings, **shorter}).train()
+    again = make(stage, tmp_path / "cut", **{**settings, **length})
+    disturb()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == whole.state.global_step
+    assert_same(weights(whole), weights(again))
+
+
+def test_later_checkpoints_do_not_stand_before_those_of_a_course_that_began_earlier(tmp_path):
+    make(ppo, tmp_path, max_steps=4).train()
+    again = make(ppo, tmp_path, max_steps=3, save_total_limit=2)
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+    names = sorted(path.name for path in tmp_path.glob("*checkpoint-*"))
+    assert names == ["abandoned-checkpoint-2", "abandoned-checkpoint-3", "abandoned-checkpoint-4", "checkpoint-2",
+                     "checkpoint-3"]  # fmt: skip
+    make(ppo, tmp_path, max_steps=3).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert (tmp_path / "abandoned-2-checkpoint-3").is_dir()
+
+
+@pytest.mark.parametrize("stage", [ppo, sft_policy], ids=lambda stage: stage.__name__)
+def test_what_is_due_after_the_last_step_is_done_though_a_signal_came_in_it(stage, tmp_path):
+    """The end of the run lies within a pass: no later step would evaluate, nor know which checkpoint was the best."""
+
+    class Ask(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {
+        "max_steps": 3, "eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "eval_score"
+        if stage is ppo else "eval_loss", "load_best_model_at_end": True,
+    }  # fmt: skip
+    whole = make(stage, tmp_path / "whole", **settings)
+    whole.train()
+    cut = make(stage, tmp_path / "cut", **settings)
+    cut.add_callback(Ask())
+    with pytest.raises(RunInterrupted, match="after step 3 of 3"):
+        cut.train()
+    again = make(stage, tmp_path / "cut", **settings)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_global_step == whole.state.best_global_step
+    evaluated = [[row["step"] for row in metrics(folder) if any(key.startswith("eval_") for key in row)]
+                 for folder in (tmp_path / "whole", tmp_path / "cut")]  # fmt: skip
+    assert evaluated[0] == evaluated[1] and 3 in evaluated[0]
+
+
 def test_another_shape_of_adapter_is_refused(tmp_path):
     make(ppo, tmp_path, max_steps=1).train()
     with pytest.raises(Exception, match="belongs to another base|value_head"):
@@ -404,6 +467,15 @@ def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
     made = make(ppo, tmp_path / "module", reward=module, max_steps=1)
     made.train()
     assert not any("reward" in name for name in load_file(tmp_path / "module" / "checkpoint-1" / "state.safetensors"))
+
+
+def test_evaluation_leaves_a_reward_that_changes(tmp_path):
+    made = make(ppo, tmp_path, reward=RunningMean(), max_steps=2, eval_strategy="steps", eval_steps=1)
+    made.train()
+    assert made.reward.seen == 2 * 4  # two updates of four rollouts, and none of the evaluations
+    plain = make(ppo, tmp_path / "plain", reward=RunningMean(), max_steps=2)
+    plain.train()
+    assert_same(weights(plain), weights(made))
 
 
 def test_a_run_that_stopped_early_stays_stopped(tmp_path):

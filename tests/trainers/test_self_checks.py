@@ -27,6 +27,30 @@ def test_rollouts_from_the_bare_base_are_noticed(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(before, base.parameters_of("policy"), strict=True))
 
 
+def test_a_check_that_is_broken_off_leaves_the_policy_as_it_was(monkeypatch):
+    base = shared_base()
+    before = [p.clone() for p in base.parameters_of("policy")]
+    generate, calls = base.causal_lm.generate, []
+
+    def breaks_off(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(base.causal_lm, "generate", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, base.parameters_of("policy"), strict=True))
+
+
+def test_logits_that_are_not_numbers_do_not_pass(monkeypatch):
+    base = shared_base()
+    monkeypatch.setattr(base, "hidden_states", lambda ids, mask: torch.full((*ids.shape, 32), float("nan")))
+    with pytest.raises(SelfCheckError, match="do not come from the policy's adapter"):
+        self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0)
+
+
 def test_an_adapter_that_is_not_in_the_optimizer_is_noticed(tmp_path):
     ours = trainer(tmp_path)
     ours.optimizer = torch.optim.AdamW(ours.roles.parameters_of("policy"))
@@ -91,10 +115,10 @@ def test_active_dropout_is_no_wrong_ratio(tmp_path):
 def test_a_tokenizer_of_another_checkpoint_is_noticed():
     base, tokenizer = shared_base(), doubling.tokenizer()
     self_checks.check_tokenizer(tokenizer, base)
-    base.config.eos_token_id = [7, 8]
+    base.checkpoint_stops = (7, 8)
     with pytest.raises(SelfCheckError, match=r"ends a response with id 2 and the base with \[7, 8\]"):
         self_checks.check_tokenizer(tokenizer, base)
-    base.config.eos_token_id = [2, 8]
+    base.checkpoint_stops = (2, 8)
     self_checks.check_tokenizer(tokenizer, base)
     tokenizer.add_tokens(["新"])
     with pytest.raises(SelfCheckError, match="43 tokens and the base 42 embeddings"):

@@ -10,6 +10,7 @@ from toolkit.checkpoints.folders import (
     newest_whole,
     problem_of,
     rotate,
+    set_aside_later,
     step_of,
     whole_folder,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "problem_of",
     "read_state",
     "rotate",
+    "set_aside_later",
     "set_random_states",
     "step_of",
     "stop_requests",

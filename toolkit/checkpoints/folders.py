@@ -20,6 +20,7 @@ from toolkit.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _ASIDE = ".partial"
+_ABANDONED = "abandoned-"
 
 
 def step_of(folder: Path) -> int:
@@ -160,6 +161,26 @@ def newest_whole(output: str | Path, *, say: Callable[[str], None]) -> Path | No
             return folder
         say(f"{folder} is skipped: {problem}.")
     return None
+
+
+def set_aside_later(output: str | Path, checkpoint: Path) -> None:
+    """Give later checkpoints another name, where a run goes on from an earlier one of its folder.
+
+    They would be taken for the newest of that run, and its own new ones be deleted before them.
+
+    Args:
+        output: the folder that holds checkpoints.
+        checkpoint: the one that the run goes on from; nothing is done where it is of another folder.
+    """
+    if checkpoint.resolve().parent != Path(output).resolve():
+        return
+    for folder in checkpoint_folders(output):
+        if step_of(folder) > step_of(checkpoint):
+            aside = folder.with_name(f"{_ABANDONED}{folder.name}")
+            number = 2
+            while aside.exists():
+                aside, number = folder.with_name(f"{_ABANDONED}{number}-{folder.name}"), number + 1
+            folder.rename(aside)
 
 
 def rotate(output: str | Path, limit: int | None, *, keep: Collection[Path]) -> None:

@@ -43,5 +43,8 @@ def pool_values(values: Tensor, response_mask: Tensor, pooling: ValuePooling) ->
         counts = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
         means = (kept.sum(dim=1, keepdim=True) / counts).expand_as(values)
     else:
-        means = kept.cumsum(dim=1) / response_mask.cumsum(dim=1).clamp(min=1)
+        # A product in place of a running sum, which has no deterministic kernel on a GPU.
+        until = torch.ones(kept.shape[1], kept.shape[1], dtype=kept.dtype, device=kept.device).triu()
+        with torch.autocast(kept.device.type, enabled=False):
+            means = kept @ until / response_mask.cumsum(dim=1).clamp(min=1)
     return torch.where(response_mask, means, torch.zeros_like(values))

@@ -6,8 +6,8 @@ own, `q_values` and `q_decoding` read a role's logits as Q-values, `adapters` sa
 puts one into the base's weights, `views` shows roles to trainers that are not ours.
 """
 
-from toolkit.models.adapters import load_role, load_weights, role_digest, save_role
-from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config, stop_token_ids
+from toolkit.models.adapters import base_digest, load_role, load_weights, role_digest, save_role
+from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config
 from toolkit.models.classifier import (
     add_lora,
     check_reads_tokens,
@@ -73,6 +73,7 @@ __all__ = [
     "ValueModel",
     "add_lora",
     "add_q_roles",
+    "base_digest",
     "build_base",
     "check_reads_tokens",
     "check_same_tokenizer",
@@ -106,7 +107,6 @@ __all__ = [
     "save_role",
     "score_positions",
     "sequence_logits",
-    "stop_token_ids",
     "token_logits",
     "train_in_float32",
     "update_q_target",

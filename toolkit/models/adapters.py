@@ -27,6 +27,7 @@ from toolkit.models.roles import HEAD_ROLES, Q_ROLES, SharedBase, missing_module
 
 ROLE_FILE = "role.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
+_DIGESTED = 64  # numbers of a tensor
 _HEAD_PREFIX = "base_model.model.score."
 
 
@@ -78,6 +79,19 @@ def role_digest(base: SharedBase, role: str) -> str:
     found = hashlib.sha256()
     for parameter in base.parameters_of(role):
         found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def base_digest(base: SharedBase) -> str:
+    """SHA-256 of the first numbers of each tensor of the base that is not quantised: tells bases apart, in no time.
+
+    Quantised ones are left out, since two devices may round differently.
+    """
+    found = hashlib.sha256()
+    for name, parameter in base.causal_lm.named_parameters():
+        if parameter.is_floating_point() and ".lora_" not in name:
+            some = parameter.detach().flatten()[:_DIGESTED].cpu().contiguous()
+            found.update(some.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -167,7 +181,11 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         labels = None if head is None else head["weight"].shape[0]
         bound = QBound.load(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
         base.add_role(role, config, num_labels=labels, head_bias=head is not None and "bias" in head, head=bound)
-    load_weights(base, role, folder)
+    try:
+        load_weights(base, role, folder)
+    except BaseException:
+        base.remove_role(role)  # it would be there with random weights
+        raise
     return about
 
 

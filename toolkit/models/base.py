@@ -25,6 +25,10 @@ from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError
 
+# From torch 2.11 on cuDNN's attention comes first on Hopper and Blackwell. It makes a plan for every new length, and
+# each token that is decoded is one; its backward pass can give NaN where there is a mask (pytorch/pytorch#196678).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def default_device() -> torch.device:
     """The first CUDA device where there is one, else the CPU."""
@@ -261,20 +265,6 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return tokenizer
-
-
-def stop_token_ids(config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a response, the tokenizer's own first.
-
-    A chat model has several, as Llama 3 with the end of a turn and the end of a text.
-
-    Args:
-        config: of the base; `eos_token_id` is a number, a list or None.
-        tokenizer: of the base.
-    """
-    ids = config.eos_token_id
-    others = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return list(dict.fromkeys([tokenizer.eos_token_id, *others]))
 
 
 def neutral_generation_config(tokenizer_or_config: Any) -> GenerationConfig:

@@ -32,6 +32,7 @@ from toolkit.models.base import default_device, keep_differentiable, random_conf
 
 HEAD_NAMES = ("score", "classifier")
 """What transformers calls the head of a sequence classifier."""
+_FRESH = (*HEAD_NAMES, "pre_classifier", "pooler")  # parts of a classifier that a checkpoint of another kind lacks
 
 
 def classifier_config(
@@ -122,6 +123,7 @@ def load_classifier(
     trust_remote_code: bool = False,
     device: torch.device | None = None,
     place: str = "reward_model",
+    trained: bool = False,
 ) -> PreTrainedModel:
     """A classifier with a fresh head on a checkpoint, or with random weights all over.
 
@@ -135,9 +137,10 @@ def load_classifier(
         trust_remote_code: run code that comes with the checkpoint.
         device: defaults to the first GPU, else the CPU.
         place: what a recipe calls this model, for messages.
+        trained: whether the checkpoint is of a classifier, whose head has to be there too.
 
     Raises:
-        ModelError: no such checkpoint, or transformers cannot build the model.
+        ModelError: no such checkpoint, one that lacks weights, or transformers cannot build the model.
     """
     arguments: dict[str, Any] = {
         "dtype": getattr(torch, dtype),
@@ -148,17 +151,25 @@ def load_classifier(
         if path is None:
             model = AutoModelForSequenceClassification.from_config(config, **arguments)
             return model.to(device or default_device())
-        model = AutoModelForSequenceClassification.from_pretrained(
+        model, report = AutoModelForSequenceClassification.from_pretrained(
             path,
             config=config,
             quantization_config=quantization,
             revision=revision,
             use_safetensors=True,
             device_map={"": device or default_device()},
+            output_loading_info=True,
             **arguments,
         )
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise not_loaded(place, path or str(config.model_type), error) from error
+    fresh = () if trained else _FRESH
+    missing = [key for key in sorted(report["missing_keys"]) if not set(fresh) & set(key.split("."))]
+    if missing:
+        raise ModelError(
+            f'{place}.model: "{path}" has no weights for {", ".join(missing[:3])}{" and others" * (len(missing) > 3)}, '
+            "where the model would be random. Download, convert or train it again."
+        )
     keep_differentiable(model)
     return model
 

@@ -23,13 +23,14 @@ def _reads_values(base: SharedBase) -> SharedBase | ValueModel:
     return base if base.value_model is None else base.value_model
 
 
+def hidden_states_of(base: SharedBase | ValueModel, sequences: Sequences) -> Tensor:
+    """(B, L, H); where there is padding they mean nothing."""
+    return base.hidden_states(sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids)
+
+
 def _states_before_response_tokens(base: SharedBase | ValueModel, sequences: Sequences) -> Tensor:
     """(N, H): the state from which each real response token is predicted, padding left out."""
-    # Padding stands at its row's last position: lengths are rounded up, and GPT-2's and OPT's positions end.
-    hidden = base.hidden_states(
-        sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids
-    )  # (B, L, H)
-    mask = sequences.response_mask
+    hidden, mask = hidden_states_of(base, sequences), sequences.response_mask
     rows = torch.arange(mask.shape[0], device=mask.device).unsqueeze(1).expand_as(mask)[mask]
     return hidden[rows, sequences.response_positions[mask] - 1]
 
@@ -65,9 +66,7 @@ def value_after_response(base: SharedBase, sequences: Sequences) -> Tensor:
 
     What a response that was only cut off would still have been worth. Call it in the role "value".
     """
-    hidden = _reads_values(base).hidden_states(
-        sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids
-    )
+    hidden = hidden_states_of(_reads_values(base), sequences)
     last = torch.where(sequences.response_mask, sequences.response_positions, -1).amax(dim=1)  # (B,)
     rows = torch.arange(last.shape[0], device=last.device)
     return base.head("value")(hidden[rows, last]).squeeze(-1)
@@ -120,11 +119,15 @@ def response_full_kl(
 
 
 def _head_of(base: SharedBase, role: str, hidden: Tensor) -> Tensor:
-    with base.role(role):  # an adapter may have a part on lm_head
+    if not base.adapts_lm_head:
+        return base.lm_head(hidden)
+    with base.role(role):
         return base.lm_head(hidden)
 
 
 def _frozen_reference(base: SharedBase, hidden: Tensor) -> Tensor:
+    if not base.adapts_lm_head:
+        return base.lm_head(hidden)
     with base.in_eval_mode():  # a frozen copy of an adapter has its dropout
         return _head_of(base, "reference", hidden)
 

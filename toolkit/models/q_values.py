@@ -11,7 +11,13 @@ from peft import LoraConfig
 from torch import Tensor
 
 from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
-from toolkit.models.forward import _response_tokens, _scatter, _states_before_response_tokens, response_logprobs
+from toolkit.models.forward import (
+    _response_tokens,
+    _scatter,
+    _states_before_response_tokens,
+    hidden_states_of,
+    response_logprobs,
+)
 from toolkit.models.q_head import QBound
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
@@ -85,7 +91,7 @@ def response_state_values(
     """
     mask = sequences.response_mask
     with base.role(role), base.in_eval_mode():
-        hidden = base.hidden_states(sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids)
+        hidden = hidden_states_of(base, sequences)
         rows = torch.arange(mask.shape[0], device=mask.device)
         states = hidden[rows.unsqueeze(1).expand_as(mask)[mask], sequences.response_positions[mask] - 1]
         found = best_q_values(

@@ -1,5 +1,6 @@
 """One base model, an adapter for each role, and the only place where a role is switched."""
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import AdapterError, ModelError
@@ -23,6 +26,9 @@ HEAD_ROLES = ("value", "reward")
 Q_ROLES = ("q", "q_target")
 # The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
 _INITS_OF_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
+
+
+_HEAD = "head."
 
 
 class _InRole:
@@ -69,6 +75,8 @@ class SharedBase(nn.Module):
         super().__init__()
         causal_lm.requires_grad_(False)
         switch_off_dropout(causal_lm)
+        self.checkpoint_stops = _stops_of(causal_lm)
+        """Tokens that end a response by the checkpoint's own settings, of the model or of generation."""
         causal_lm.generation_config = neutral_generation_config(causal_lm.config)
         self.model: PreTrainedModel | PeftModel = causal_lm
         self.heads = nn.ModuleDict()
@@ -76,7 +84,8 @@ class SharedBase(nn.Module):
         """Where the value role has a base of its own."""
         self._base: tuple[PreTrainedModel] = (causal_lm,)  # in a tuple, so that it is not registered twice
         self._adapter_of: dict[str, str | None] = {}
-        self._adapter_parameters: dict[str, list[nn.Parameter]] = {}
+        self._adapter_parameters: dict[str, dict[str, nn.Parameter]] = {}  # by role, then by name without the role's
+        self._adapted_layers: tuple[BaseTunerLayer, ...] = ()
         self._trained: frozenset[str] = frozenset()
         self.active_role: str | None = None
         self._active_adapter: str | None = None
@@ -104,6 +113,11 @@ class SharedBase(nn.Module):
         return self.causal_lm.get_output_embeddings()
 
     @property
+    def adapts_lm_head(self) -> bool:
+        """Whether an adapter has a part on `lm_head`, so that logits too are a role's own."""
+        return isinstance(self.lm_head, BaseTunerLayer)
+
+    @property
     def hidden_size(self) -> int:
         """H of the last hidden state; with OPT's projection not `config.hidden_size`."""
         return int(self.lm_head.weight.shape[1])
@@ -115,6 +129,13 @@ class SharedBase(nn.Module):
         head = self.heads[role]
         assert isinstance(head, ScoreHead)
         return head
+
+    def stop_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The tokens that end a response: the tokenizer's own, then the checkpoint's.
+
+        A chat model has several, as Llama 3 with the end of a turn and the end of a text.
+        """
+        return list(dict.fromkeys([int(tokenizer.eos_token_id), *self.checkpoint_stops]))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -145,7 +166,7 @@ class SharedBase(nn.Module):
         """The role's own parameters: its adapter's, unless it shares one, or what trains of a base of its own; and its
         head's."""
         adapter = self._adapter_of[self._known(role)]
-        own = self._adapter_parameters[role] if adapter == role else []
+        own = list(self._adapter_parameters[role].values()) if adapter == role else []
         if role == "value" and self.value_model is not None:
             own = self.value_model.body_parameters
         return own + (list(self.heads[role].parameters()) if role in self.heads else [])
@@ -197,7 +218,28 @@ class SharedBase(nn.Module):
             head = ScoreHead(self.hidden_size, num_labels or 1, init=head_init, bias=head_bias)
         if head is not None:
             self.heads[role] = head.to(self.device)
+        self.train(self.training)  # PEFT's new layers begin in training mode
         self.train_roles(*self._trained)
+        self._switch(self.active_role, force=True)
+
+    def remove_role(self, role: str) -> None:
+        """Take a role away again, with its adapter and head.
+
+        Raises:
+            AdapterError: it is active, another role shares its adapter, or it has a base of its own.
+        """
+        adapter = self._adapter_of[self._known(role)]
+        shared = [other for other, its in self._adapter_of.items() if its == role and other != role]
+        if self.active_role == role or shared or (role == "value" and self.value_model is not None):
+            raise AdapterError(f'role "{role}" cannot be taken away: it is in use.')
+        if adapter == role:
+            self.model.base_model.delete_adapter(role)
+            del self._adapter_parameters[role]
+        if role in self.heads:
+            del self.heads[role]
+        del self._adapter_of[role]
+        self._active_adapter = None if self._active_adapter == role else self._active_adapter
+        self.train_roles(*(self._trained - {role}))
         self._switch(self.active_role, force=True)
 
     def place_value(self, model: ValueModel) -> None:
@@ -237,25 +279,46 @@ class SharedBase(nn.Module):
                     self.model = get_peft_model(self.causal_lm, config, adapter_name=role)
             except ValueError as error:
                 raise AdapterError(f"adapters.{role}: {error}") from error
-        self._adapter_parameters[role] = [p for name, p in self.model.named_parameters() if f".{role}." in name]
+        self._adapted_layers = tuple(module for module in self.model.modules() if isinstance(module, BaseTunerLayer))
+        # On an embedding PEFT keeps the tensors themselves by role, on other layers modules that hold them.
+        own = re.compile(rf"(\.lora_\w+)\.{role}(?=\.|$)")
+        self._adapter_parameters[role] = {
+            own.sub(r"\1", name): parameter for name, parameter in self.model.named_parameters() if own.search(name)
+        }
 
     def copy_adapter(self, source: str, target: str) -> None:
         """Copy the weights of one role's adapter, and of its head if both have one, to another role.
 
         Raises:
-            AdapterError: the two adapters or heads differ in shape.
+            AdapterError: a role has no adapter of its own, or the two are on other modules, or differ in shape or
+                scaling.
         """
-        ours, theirs = self.parameters_of(target), self.parameters_of(source)
+        ours, theirs = self._own_tensors(target), self._own_tensors(source)
         if target not in self.heads:
-            theirs = self._adapter_parameters[source]
-        if [p.shape for p in ours] != [p.shape for p in theirs]:
+            theirs = {name: tensor for name, tensor in theirs.items() if not name.startswith(_HEAD)}
+        if {name: p.shape for name, p in ours.items()} != {name: p.shape for name, p in theirs.items()} or (
+            self._scaling(target) != self._scaling(source)
+        ):
             raise AdapterError(
-                f'role "{target}" cannot start as a copy of "{source}": their adapters or heads differ in shape. '
-                f"Give adapters.{target} the rank and target_modules of adapters.{source}."
+                f'role "{target}" cannot start as a copy of "{source}": their adapters or heads differ in modules, '
+                f"shape or scaling. Give adapters.{target} the rank, lora_alpha and target_modules of "
+                f"adapters.{source}."
             )
         with torch.no_grad():
-            for mine, other in zip(ours, theirs, strict=True):
-                mine.copy_(other)
+            for name, mine in ours.items():
+                mine.copy_(theirs[name])
+
+    def _own_tensors(self, role: str) -> dict[str, nn.Parameter]:
+        """The parameters of a role's own adapter and head, by names without the role's."""
+        if self._adapter_of[self._known(role)] != role:
+            raise AdapterError(f'role "{role}" has no adapter of its own that could be copied.')
+        head = dict(self.heads[role].named_parameters()) if role in self.heads else {}
+        return self._adapter_parameters[role] | {f"{_HEAD}{name}": tensor for name, tensor in head.items()}
+
+    def _scaling(self, role: str) -> dict[str, float]:
+        """What each layer multiplies the product of its two factors with."""
+        layers = ((name, module) for name, module in self.model.named_modules() if isinstance(module, LoraLayer))
+        return {name: layer.scaling[role] for name, layer in layers if role in layer.scaling}
 
     def train_roles(self, *roles: str) -> None:
         """Make exactly these roles trainable, whichever is active."""
@@ -265,11 +328,11 @@ class SharedBase(nn.Module):
         self._restore_requires_grad()
 
     def _restore_requires_grad(self) -> None:
-        # PEFT ties "active" to "trainable": activating one adapter switches requires_grad off on all others,
-        # and a gradient that arrives at such a leaf is dropped without a word. Here the two are independent.
+        # PEFT ties "active" to "trainable": an adapter that it adds or activates has its gradients switched on, all
+        # others off, and a gradient that arrives at such a leaf is dropped without a word. Here the two are apart.
         trained_adapters = {self._adapter_of[role] for role in self._trained}
         for adapter, parameters in self._adapter_parameters.items():
-            for parameter in parameters:
+            for parameter in parameters.values():
                 parameter.requires_grad_(adapter in trained_adapters)
         for role, head in self.heads.items():
             head.requires_grad_(role in self._trained)
@@ -287,14 +350,18 @@ class SharedBase(nn.Module):
         return _InRole(self, self._known(name))
 
     def _switch(self, role: str | None, *, force: bool = False) -> None:
+        """What PEFT's own switch comes to: two attributes of each layer with adapters, which are remembered here.
+
+        PEFT's walks all modules of the model several times and changes what has gradients, a hundred times as slowly.
+        """
         adapter = None if role is None else self._adapter_of[role]
         if isinstance(self.model, PeftModel) and (adapter != self._active_adapter or force):
-            if adapter is None:
-                self.model.base_model.disable_adapter_layers()
-            else:
-                self.model.base_model.enable_adapter_layers()
-                self.model.set_adapter(adapter)
-            self._restore_requires_grad()
+            for layer in self._adapted_layers:
+                layer._disable_adapters = adapter is None
+                if adapter is not None:
+                    layer._active_adapter = [adapter]
+            if adapter is not None:
+                self.model.active_adapter = self.model.base_model.active_adapter = adapter
             self._active_adapter = adapter
         self.active_role = role
 
@@ -332,6 +399,14 @@ class SharedBase(nn.Module):
                 streamer=streamer,
             )
         return output[:, input_ids.shape[1] :]
+
+    def autocast(self) -> torch.autocast:
+        """The precision of training: 16 bits as the base has them, and none where it is float32.
+
+        Without it float32 adapters on a 16-bit base would cast at each layer.
+        """
+        dtype = self.causal_lm.dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
 
     @contextmanager
     def in_eval_mode(self) -> Iterator[None]:
@@ -397,6 +472,15 @@ class SharedBase(nn.Module):
 
     def _contexts(self) -> tuple[Any, _InRole]:
         return nullcontext(), _InRole(self, self.active_role)
+
+
+def _stops_of(model: PreTrainedModel) -> tuple[int, ...]:
+    """End-of-sequence ids of the configuration, then those that stand in `generation_config.json` alone."""
+    found: list[int] = []
+    for settings in (model.config, model.generation_config):
+        ids = getattr(settings, "eos_token_id", None)
+        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return tuple(dict.fromkeys(found))
 
 
 def missing_modules(base: SharedBase, config: LoraConfig) -> list[str]:

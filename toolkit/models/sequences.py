@@ -58,12 +58,17 @@ class Sequences:
 
     @property
     def attention_mask(self) -> Tensor:
-        """bool (B, L), True at the tokens of prompt and response."""
-        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device) < self.lengths[:, None]
+        """bool (B, L), True everywhere: padding comes last, where causal attention cannot see it.
+
+        A mask that leaves something out would keep a GPU's attention from its fastest kernels; none at all would have
+        transformers look for packed rows in the positions.
+        """
+        return torch.ones_like(self.input_ids, dtype=torch.bool)
 
     @property
     def position_ids(self) -> Tensor:
-        """int64 (B, L), positions from 0; padding stands at its row's last one."""
+        """int64 (B, L), positions from 0; padding stands at its row's last one, since lengths are rounded up, and
+        GPT-2's and OPT's positions end."""
         steps = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return torch.minimum(steps.expand_as(self.input_ids), self.lengths[:, None] - 1)
 

@@ -10,13 +10,14 @@ code that puts them on a real base, so that what passes here fits there. Of save
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
+from transformers import GenerationConfig
 
 from toolkit.data import check_rated
 from toolkit.errors import ToolkitError
@@ -157,7 +158,11 @@ class _Check:
                 "attn_implementation": base.attn_implementation,
                 "trust_remote_code": base.trust_remote_code,
             }
-            self.roles = _Outline(outline(config, **arguments))
+            drawn = outline(config, **arguments)
+            if base.model is not None:
+                with suppress(OSError):  # not every checkpoint has one
+                    drawn.generation_config = GenerationConfig.from_pretrained(base.model, revision=base.revision)
+            self.roles = _Outline(drawn)
             quantization = recipe.quantization() or own_quantization(config)
             self.base = BaseFacts(
                 config.model_type,

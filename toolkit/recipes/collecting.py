@@ -19,7 +19,7 @@ from toolkit.checkpoints import stop_requests
 from toolkit.data import PromptCollator, Rollout, rollout_of
 from toolkit.errors import RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, stop_token_ids
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory
 from toolkit.recipes import assemble
 from toolkit.recipes.recipe import Recipe
 from toolkit.recipes.sections import CollectSection
@@ -89,9 +89,10 @@ def _whole_batches(partial: Path, size: int) -> int:
     """Batches that a partial file holds; what a kill left of another is cut off."""
     if not partial.is_file():
         return 0
-    lines = [line for line in partial.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    # `splitlines` would also cut at U+2028 and others, which stand in responses as they are.
+    *lines, _ = partial.read_text(encoding="utf-8").split("\n")
     whole = len(lines) // size
-    partial.write_text("".join(lines[: whole * size]), encoding="utf-8")
+    partial.write_text("".join(f"{line}\n" for line in lines[: whole * size]), encoding="utf-8")
     return whole
 
 
@@ -104,7 +105,7 @@ class _Sampler:
         pad_token_id = assemble.add_scoring_role(recipe, self.roles)
         self.reward = assemble.make_reward(recipe, self.roles, pad_token_id, settings.batch_size)
         self.collator = PromptCollator(self.tokenizer.pad_token_id, multiple=LENGTH_MULTIPLE)
-        self.stops = stop_token_ids(self.roles.config, self.tokenizer)
+        self.stops = self.roles.stop_token_ids(self.tokenizer)
         self.config = GenerationConfig(
             max_new_tokens=settings.response_length,
             do_sample=True,
@@ -118,15 +119,10 @@ class _Sampler:
     def sample(self, rows: list[dict[str, Any]]) -> tuple[Rollout, Scores]:
         """One response to each prompt, and its score."""
         batch, device = self.collator(rows), self.roles.device
-        dtype = getattr(torch, self.recipe.base.dtype)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
-            with self.roles.role("reference"):
-                output = self.roles.generate(
-                    batch["input_ids"].to(device), batch["attention_mask"].to(device), self.config
-                )
-            rollout = rollout_of(batch, output.tolist(), tokenizer=self.tokenizer, stop_token_ids=self.stops)
-            with torch.no_grad():
-                scores = score_with(self.reward, rollout)
+        with self.roles.autocast(), self.roles.role("reference"):
+            output = self.roles.generate(batch["input_ids"].to(device), batch["attention_mask"].to(device), self.config)
+        rollout = rollout_of(batch, output.tolist(), tokenizer=self.tokenizer, stop_token_ids=self.stops)
+        scores = score_with(self.reward, rollout)
         release_memory()
         return rollout, scores
 

@@ -91,7 +91,8 @@ def trained_reward_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
         model = untrained_reward_model(recipe)
         load_classifier_weights(model, folder)
     else:
-        model = load_classifier(reward_model_config(recipe), str(folder), dtype=section.dtype, **_arguments(section))
+        config = reward_model_config(recipe)
+        model = load_classifier(config, str(folder), dtype=section.dtype, trained=True, **_arguments(section))
     head_in_float32(model)
     return model
 

@@ -30,7 +30,7 @@ class QSpeaker(Speaker):
     def _answer_some(self, prompts: Sequence[Sequence[int]], role: str, streamer: TextStreamer | None) -> list[str]:
         tokenizer, device = self.recipe.tokenizer, self.roles.device
         ids, mask = pad_rows(prompts, pad_token_id=tokenizer.pad_token_id, side="left")
-        with self._precision():
+        with self.roles.autocast():
             output = generate_by_q(
                 self.roles,
                 ids.to(device),

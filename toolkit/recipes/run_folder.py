@@ -254,7 +254,7 @@ def _copy(source: Recipe, target: Recipe, stage: str) -> None:
     aside = folder.with_name(f"{folder.name}.partial")
     try:
         shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(source.stage_folder(stage), aside, ignore=shutil.ignore_patterns("checkpoint-*"))
+        shutil.copytree(source.stage_folder(stage), aside, ignore=shutil.ignore_patterns("*checkpoint-*"))
         for path in aside.glob("*/adapter_config.json"):
             config = json.loads(path.read_text(encoding="utf-8"))
             if config.get("base_model_name_or_path") == source.base_path:  # a base that this run has a copy of, too

@@ -81,7 +81,11 @@ def presets(stage: str, values: dict[str, Any], *, base_dtype: str, model: str =
 def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, base_dtype: str) -> Any:
     """A stage's section as an object of its owner's class, with the toolkit's presets where it is silent."""
     ours = {name: preset.value for name, preset in presets(stage, values, base_dtype=base_dtype).items()}
-    return STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **ours, **values)
+    made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **ours, **values)
+    # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active role,
+    # and multiply the batch: the first card is the one (CUDA_VISIBLE_DEVICES chooses another).
+    made._n_gpu = min(made.n_gpu, 1)
+    return made
 
 
 def check_adapters(values: Any) -> list[str]:

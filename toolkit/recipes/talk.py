@@ -1,13 +1,11 @@
 """Talk to a trained policy, and to the reference beside it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +13,7 @@ from transformers import GenerationConfig, TextStreamer
 
 from toolkit.data import messages_of_row, pad_rows, read_rows
 from toolkit.errors import DataError
-from toolkit.models import SharedBase, stop_token_ids
+from toolkit.models import SharedBase
 from toolkit.recipes.finished import policy_and_reference
 from toolkit.recipes.recipe import Recipe
 from toolkit.reports import write_jsonl
@@ -69,7 +67,7 @@ class Speaker:
     def _answer_some(self, prompts: Sequence[Sequence[int]], role: str, streamer: TextStreamer | None) -> list[str]:
         tokenizer = self.recipe.tokenizer
         ids, mask = pad_rows(prompts, pad_token_id=tokenizer.pad_token_id, side="left")
-        with self.roles.role(role), self._precision():
+        with self.roles.role(role), self.roles.autocast():
             output = self.roles.generate(
                 ids.to(self.roles.device), mask.to(self.roles.device), self._generation_config(), streamer=streamer
             )
@@ -89,12 +87,7 @@ class Speaker:
 
     @property
     def _stops(self) -> list[int]:
-        return stop_token_ids(self.roles.config, self.recipe.tokenizer)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        """As in training: without it fp32 adapters on a 16-bit base would cast at each layer."""
-        dtype = getattr(torch, self.recipe.base.dtype)
-        return nullcontext() if dtype is torch.float32 else torch.autocast(self.roles.device.type, dtype=dtype)
+        return self.roles.stop_token_ids(self.recipe.tokenizer)
 
 
 def _prompts(

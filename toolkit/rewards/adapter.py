@@ -84,5 +84,6 @@ class RewardAdapter:
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = [[*p, *r] for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
-        logits = read_sequences(self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.batch_size)
+        with self.base.autocast():
+            logits = read_sequences(self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.batch_size)
         return scores_of(logits, rollout, class_column=self.class_column, class_score=self.class_score)

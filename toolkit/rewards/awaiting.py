@@ -6,6 +6,8 @@ from collections.abc import Awaitable
 from functools import cache
 from typing import Any
 
+import torch
+
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
@@ -20,7 +22,8 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 async def _finish(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    with torch.no_grad():  # holds for the thread that enters it
+        return await awaitable
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:

@@ -33,12 +33,16 @@ class Reward(Protocol):
 def score_with(reward: Reward, rollout: Rollout) -> Scores:
     """The reward's scores of a rollout, float32 (B,) on the CPU, or dense ones.
 
+    No gradient is recorded in the callback, and no autocast region is around it: in which precision a model scores is
+    its own affair.
+
     Raises:
         RewardError: the callback raised, with the place in its code, or returned what `check_scores` refuses.
     """
     try:
-        answer = reward(rollout)
-        scores: Any = wait_for(answer) if inspect.isawaitable(answer) else answer
+        with torch.no_grad():
+            answer = reward(rollout)
+            scores: Any = wait_for(answer) if inspect.isawaitable(answer) else answer
     except ToolkitError:
         raise
     except Exception as error:

@@ -1,6 +1,9 @@
 """What the policy says to held-out prompts, and what it is worth."""
 
+import copy
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout, concatenate
-from toolkit.errors import ToolkitError
+from toolkit.errors import DataError, ToolkitError
 from toolkit.functional import kl_k1, standard_error
 from toolkit.rewards import total_scores
 
@@ -47,8 +50,21 @@ class EvaluatesRollouts:
         return named
 
 
+@contextmanager
+def _kept(reward: Any) -> Iterator[None]:
+    """What is measured leaves no trace in what is trained on, as in a reward's running mean."""
+    state = None if reward is None else copy.deepcopy(reward.state_dict())
+    try:
+        yield
+    finally:
+        if reward is not None:
+            reward.load_state_dict(state)
+
+
 def evaluate_rollout(trainer: "PPOTrainer", dataset: Dataset) -> tuple[dict[str, float], Rollout, Tensor]:
-    """Answer, score and measure all prompts of a data set. Training's random states are left as they were.
+    """Answer, score and measure all prompts of a data set.
+
+    Training's random states are left as they were, and so is a reward that changes as it goes.
 
     Args:
         trainer: answers by `eval_do_sample`, `per_device_eval_batch_size` prompts at a time, with its own seed.
@@ -58,10 +74,15 @@ def evaluate_rollout(trainer: "PPOTrainer", dataset: Dataset) -> tuple[dict[str,
         metrics: `score`, `score_se`, `score/<part>` of a weighted sum, `kl` (mean over responses of the sum of
         log-ratios to the reference; an estimate of the KL divergence where responses are sampled), `length`,
         `eos_share`, and the metrics given to the constructor; then the rollout and its scores (N,).
+
+    Raises:
+        DataError: there are no prompts.
     """
+    if len(dataset) == 0:
+        raise DataError("there are no held-out prompts to measure: see data.validation_size and data.test_size.")
     rollouts, scores, kls = [], [], []
     parts: dict[str, list[Tensor]] = defaultdict(list)
-    with kept_random_states(), torch.no_grad():
+    with kept_random_states(), _kept(trainer.changing_reward), torch.no_grad():
         loader = trainer.get_eval_dataloader(dataset)
         batches = iter(loader)  # which draws a number
         trainer.callback_handler.eval_dataloader = loader

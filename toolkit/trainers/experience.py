@@ -26,8 +26,8 @@ class Experience(NamedTuple):
     old_logprobs: Tensor  # (B, T)
     ref_logprobs: Tensor  # (B, T)
     old_values: Tensor  # (B, T)
-    scores: Tensor  # (B,), penalties included
-    shaped_scores: Tensor  # (B,), also scaled and clipped as ppo.use_score_scaling and ppo.score_clip say
+    scores: Tensor  # (B,), as the reward gave them
+    shaped_scores: Tensor  # (B,), as trained on: scaled, clipped and with the penalties that ppo says
     kl: Tensor  # (B, T), as ppo.kl_estimator says
     rewards: Tensor  # (B, T)
     advantages: Tensor  # (B, T), whitened
@@ -46,7 +46,7 @@ def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
         "score": float(experience.scores.mean()),
         "score_se": standard_error(experience.scores),
         "kl": float(kl),
-        "rlhf_reward": float(experience.scores.mean() - kl_coef * kl),
+        "rlhf_reward": float(experience.shaped_scores.mean() - kl_coef * kl),
         "length": float(lengths.mean()),
         "eos_share": sum(experience.rollout.ended) / len(experience.rollout),
         "entropy": float(entropy),

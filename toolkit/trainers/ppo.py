@@ -19,6 +19,7 @@ Details that decide whether it learns, and where they are:
     before the next one's exist.
 """
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from toolkit.data import Rollout, select
+from toolkit.errors import SelfCheckError
 from toolkit.functional import (
     KL_ESTIMATORS,
     ClippedLoss,
@@ -114,8 +116,7 @@ class PPOTrainer(SharedBaseTrainer):
         Raises:
             RewardError: the reward callback raised, or did not return one finite number each.
         """
-        with self.compute_loss_context_manager():
-            return score_with(self.reward, responses)
+        return score_with(self.reward, responses)
 
     def score_parts(self) -> dict[str, Tensor]:
         """What each part of a weighted sum gave the rollout that was scored last, (B,) each."""
@@ -174,7 +175,7 @@ class PPOTrainer(SharedBaseTrainer):
         experience = self._make_experience(rollout, scores)
         stats = self._update(experience)
         described = describe(experience, kl_coef=self.kl_coef)
-        if self.score_shaper.active:
+        if self.score_shaper.active or self.args.punishes:
             described["shaped_score"] = float(experience.shaped_scores.mean())
         means = {f"score/{name}": float(part.mean()) for name, part in parts.items()}
         stats = {**described, **means, "kl_coef": self.kl_coef, **stats}
@@ -315,16 +316,19 @@ class PPOTrainer(SharedBaseTrainer):
         """Several passes over the batch. Returns the mean of each metric over all optimizer steps, and how many."""
         totals: dict[str, list[float]] = defaultdict(list)
         self.roles.train()
-        for rows in self._mini_batches(len(experience.rollout)):
-            # The first step is taken in any case: with active dropout its KL is not 0 either.
-            metrics = self._optimize_mini_batch(experience, rows, self.args.update_kl_limit if totals else None)
-            if metrics is None:
-                break
-            for name, value in metrics.items():
-                totals[name].append(value)
-        self.roles.eval()
+        try:
+            for rows in self._mini_batches(len(experience.rollout)):
+                # The first step is taken in any case: with active dropout its KL is not 0 either.
+                metrics = self._optimize_mini_batch(experience, rows, self.args.update_kl_limit if totals else None)
+                if metrics is None:
+                    break
+                for name, value in metrics.items():
+                    totals[name].append(value)
+        finally:
+            self.roles.eval()
+            self.optimizer.zero_grad()  # what an error or Ctrl-C leaves behind is no part of the next step
         means = {name: sum(values) / len(values) for name, values in totals.items()}
-        return {**means, "optimizer_steps": float(len(totals["policy_loss"]))}
+        return {**means, "optimizer_steps": float(len(totals["grad_norm"]))}
 
     def _mini_batches(self, rows: int) -> Iterator[list[int]]:
         """Rows of each optimizer step of an update: every pass divides them anew."""
@@ -338,22 +342,47 @@ class PPOTrainer(SharedBaseTrainer):
         self, experience: Experience, rows: list[int], kl_limit: float | None
     ) -> dict[str, float] | None:
         """One optimizer step from the gradient over all tokens of the mini-batch; None, and no step, over the limit."""
+        # accelerate passes over optimizer steps by a switch of the whole process, which a stage that was stopped in the
+        # middle of its accumulation leaves off.
+        self.accelerator.gradient_state._set_sync_gradients(True)
         totals = self._backward_mini_batch(experience, rows)
         if kl_limit is not None and totals["approx_kl"] > kl_limit:
-            self.optimizer.zero_grad()
             return None
         if not self._gradients_checked:
             # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
-            self_checks.check_gradients(self.roles, self.roles.trained_roles, scaled=self.args.fp16)
+            learning = [role for role in self.roles.trained_roles if role != "value" or self.args.vf_coef > 0]
+            self_checks.check_gradients(self.roles, learning, scaled=self.args.fp16)
             self._gradients_checked = True
-        parameters = [p for role in self.roles.trained_roles for p in self.roles.parameters_of(role)]
-        if self.args.max_grad_norm:
-            totals["grad_norm"] = float(self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm))
+        norm = self._clip_gradients()
+        if norm is not None:
+            totals["grad_norm"] = norm
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         self.optimizer.zero_grad()
         return totals
+
+    def _clip_gradients(self) -> float | None:
+        """The norm of all gradients, before they are clipped where `max_grad_norm` says so.
+
+        None where float16 has overflowed: the loss scaler then passes over the step, and lowers its scale.
+
+        Raises:
+            SelfCheckError: it is not finite, and there is no scaler.
+        """
+        parameters = [p for role in self.roles.trained_roles for p in self.roles.parameters_of(role)]
+        # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
+        limit = self.args.max_grad_norm or float("inf")
+        norm = float(self.accelerator.clip_grad_norm_(parameters, limit))
+        if math.isfinite(norm):
+            return norm
+        if not self.args.fp16:
+            raise SelfCheckError(
+                f"the gradient's norm is {norm} at update {self.state.global_step + 1}. The weights are those before "
+                "this optimizer step: go on from the last checkpoint with a lower ppo.learning_rate, or with "
+                "base.dtype=float32 if that does not help."
+            )
+        return None
 
     def _backward_mini_batch(self, experience: Experience, rows: list[int]) -> dict[str, float]:
         """Add the mini-batch's gradient to the parameters, micro-batch by micro-batch."""
@@ -415,12 +444,12 @@ class PPOTrainer(SharedBaseTrainer):
         """Only the first micro-batch is before every update, and only without active dropout is its ratio 1."""
         if self._ratio_checked:
             return
-        self._ratio_checked = True
         if self.roles.adapter_config("policy").lora_dropout == 0.0:
             dtype = (
                 torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else self.roles.causal_lm.dtype
             )
             self_checks.check_ratio(log_ratio, mask, dtype)
+        self._ratio_checked = True
 
     # ------------------------------------------------------------------ evaluation
 

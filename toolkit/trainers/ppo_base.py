@@ -22,10 +22,10 @@ from transformers.trainer_callback import PrinterCallback
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
 
-from toolkit.checkpoints import read_state
+from toolkit.checkpoints import read_state, set_aside_later
 from toolkit.data import PlacedDataLoader, PromptCollator, Rollout
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role, stop_token_ids
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role
 from toolkit.rewards import Reward
 from toolkit.trainers import self_checks
 from toolkit.trainers.evaluation import EvaluatesRollouts
@@ -88,7 +88,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             self.remove_callback(PrinterCallback)
         self.roles, self.reward, self.metrics = roles, reward, metrics
         self.base_name = base_name
-        self.stop_token_ids = stop_token_ids(roles.config, processing_class)
+        self.stop_token_ids = roles.stop_token_ids(processing_class)
         self.score_shaper = ScoreShaper(args)
         self.kl_coef = args.kl_coef  # changed by the adaptive controller, where ppo.kl_target asks for it
         self.state = OnlineTrainerState(**{**vars(self.state), "episode": 0})
@@ -202,7 +202,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
                     self.dataloader.end_pass()
                     self._pass = None
                     break
-            if self._request.met:
+            if self._request.met and state.global_step < self.total_updates:
                 break  # in the middle of a pass, whose end a resumed run will see
             self._pass_is_over = False
             self.control = self.callback_handler.on_epoch_end(args, state, self.control)
@@ -218,9 +218,11 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         gathered = gather(self)
         self._gathered_parts = gathered.parts
         started = time.perf_counter()
-        metrics = self.step(gathered.batch, gathered.rollout, gathered.scores)
+        try:
+            metrics = self.step(gathered.batch, gathered.rollout, gathered.scores)
+        finally:
+            self._gathered_parts = None
         seconds = time.perf_counter() - started
-        self._gathered_parts = None
         return {
             **metrics,
             "episode": self.state.episode,
@@ -282,6 +284,11 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         if not _internal_call:
             self.create_model_card(model_name=folder.name)
 
+    def save_checkpoint(self) -> Path:
+        """As of every trainer; in a loop of your own before the first update, too."""
+        self._prepare_training()
+        return super().save_checkpoint()
+
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Put a checkpoint's whole state into this trainer, for a loop of your own; `train` does so by itself.
 
@@ -295,6 +302,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             CheckpointError: it is damaged, holds weights alone, or is of another run.
         """
         checkpoint = self._verified(folder)
+        set_aside_later(self.args.output_dir, checkpoint)
         self._prepare_training()
         self._restoring = state = read_state(checkpoint)
         self.load_saved(checkpoint)
@@ -319,7 +327,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             "pass_is_over": self._pass_is_over,
             "metrics": self._last_metrics,
             "last_logged": self._last_logged,
-            "reward": None if self._changing_reward is None else self._changing_reward.state_dict(),
+            "reward": None if self.changing_reward is None else self.changing_reward.state_dict(),
             "frozen": self._frozen(),
         }
 
@@ -340,15 +348,15 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         self.dataloader.load_state_dict(state["dataloader"])
         self._pass, self._pass_is_over = None, state["pass_is_over"]
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
-        if self._changing_reward is not None and state["reward"] is not None:
-            self._changing_reward.load_state_dict(state["reward"])
+        if self.changing_reward is not None and state["reward"] is not None:
+            self.changing_reward.load_state_dict(state["reward"])
 
     def _frozen(self) -> dict[str, str]:
         roles = (role for role in self.roles.roles if role not in self.roles.trained_roles)
         return {role: role_digest(self.roles, role) for role in roles if self.roles.parameters_of(role)}
 
     @property
-    def _changing_reward(self) -> Any:
+    def changing_reward(self) -> Any:
         """The reward, if it has state of its own. (The weights of a module that scores do not change with the run, and
         may be as large as the base.)"""
         return self.reward if hasattr(self.reward, "state_dict") and not isinstance(self.reward, nn.Module) else None

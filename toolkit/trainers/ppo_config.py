@@ -166,17 +166,18 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     ),
     "0 or more": (
         lambda value: value >= 0,
-        ("kl_coef", "old_policy_kl_coef", "entropy_coef", *_OF_THE_VALUE_ROLE),
+        ("kl_coef", "old_policy_kl_coef", "entropy_coef", "vf_coef", *_OF_THE_VALUE_ROLE),
     ),
     "at least 1": (
         lambda value: value >= 1,
         (
             "response_length", "max_length", "min_response_length", "num_ppo_epochs", "num_mini_batches",
-            "rollouts_per_update", "logprob_chunk_size", "kl_horizon", "early_stopping_patience",
+            "rollouts_per_update", "logprob_chunk_size", "kl_horizon", "early_stopping_patience", "total_episodes",
         ),
     ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, ("gamma", "lam")),
 }  # fmt: skip
+_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 _WORDS = {
     "kl_estimator": (*KL_ESTIMATORS, "full"),
     "kl_penalty_in": ("reward", "loss"),
@@ -388,28 +389,7 @@ class PPOConfig(TRLPPOConfig):
                 f"a batch of {self.update_batch_size} ({factors}) cannot be divided into num_mini_batches = "
                 f"{self.num_mini_batches}"
             )
-        if self.kl_penalty_in == "loss" and self.kl_estimator == "k1":
-            problems.append(
-                "kl_penalty_in: loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and "
-                "Munos 2025, arXiv 2506.09477): k2 or full for KL(policy, reference), k3 for KL(reference, policy)"
-            )
-        if self.value_pooling != "none" and self.truncated_as == "bootstrap":
-            problems.append(
-                "truncated_as: bootstrap needs the value after the last token, which value_pooling averages"
-            )
-        if (self.min_response_length > 1) != (self.short_response_penalty is not None or self.drop_short_responses):
-            problems.append(
-                "min_response_length (2 or more) and one of short_response_penalty and drop_short_responses have an "
-                "effect together only"
-            )
-        if self.short_response_penalty is not None and self.drop_short_responses:
-            problems.append("short_response_penalty would have no effect with drop_short_responses; give one")
-        if self.use_score_norm and not self.use_score_scaling:
-            problems.append("use_score_norm would have no effect without use_score_scaling")
-        if self.early_stopping_patience is not None and (
-            self.metric_for_best_model is None or self.eval_strategy == IntervalStrategy.NO
-        ):
-            problems.append("early_stopping_patience needs an eval_strategy and metric_for_best_model")
+        problems += self._without_effect()
         if self.max_steps > 0 and self.total_episodes is not None:
             problems.append("max_steps and total_episodes both set the number of updates; give one")
         if self.loop == "trl":
@@ -431,6 +411,40 @@ class PPOConfig(TRLPPOConfig):
                 problems.append(f"{name} must be one of {', '.join(words)}, got {getattr(self, name)!r}")
         return problems
 
+    def _without_effect(self) -> list[str]:
+        """Settings that rule each other out, or need another."""
+        problems = []
+        if self.kl_penalty_in == "loss" and self.kl_estimator == "k1":
+            problems.append(
+                "kl_penalty_in: loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and "
+                "Munos 2025, arXiv 2506.09477): k2 or full for KL(policy, reference), k3 for KL(reference, policy)"
+            )
+        if self.kl_target is not None and self.kl_coef == 0:
+            problems.append("kl_target steers by multiplying kl_coef, which starts at 0 and would stay there")
+        if self.lr_scheduler_type in _BY_METRIC:
+            problems.append(
+                f"lr_scheduler_type: {self.lr_scheduler_type.value} goes by a metric, and PPO's schedule by updates; "
+                "take linear, cosine or constant"
+            )
+        if self.value_pooling != "none" and self.truncated_as == "bootstrap":
+            problems.append(
+                "truncated_as: bootstrap needs the value after the last token, which value_pooling averages"
+            )
+        if (self.min_response_length > 1) != (self.short_response_penalty is not None or self.drop_short_responses):
+            problems.append(
+                "min_response_length (2 or more) and one of short_response_penalty and drop_short_responses have an "
+                "effect together only"
+            )
+        if self.short_response_penalty is not None and self.drop_short_responses:
+            problems.append("short_response_penalty would have no effect with drop_short_responses; give one")
+        if self.use_score_norm and not self.use_score_scaling:
+            problems.append("use_score_norm would have no effect without use_score_scaling")
+        if self.early_stopping_patience is not None and (
+            self.metric_for_best_model is None or self.eval_strategy == IntervalStrategy.NO
+        ):
+            problems.append("early_stopping_patience needs an eval_strategy and metric_for_best_model")
+        return problems
+
     def _beyond_trl(self) -> list[str]:
         """What TRL's own loop does not know."""
         problems = []
@@ -445,6 +459,11 @@ class PPOConfig(TRLPPOConfig):
                 problems.append(f"loop: trl always clips; {name} must be a number")
         ours = [name for name in _NOT_IN_TRL if getattr(self, name) != type(self).__dataclass_fields__[name].default]
         return problems + [f"loop: trl has no {name}; it would have no effect" for name in ours]
+
+    @property
+    def punishes(self) -> bool:
+        """Whether penalties are taken from scores."""
+        return self.missing_eos_penalty is not None or self.short_response_penalty is not None
 
     @property
     def value_optimizer(self) -> dict[str, Any]:
@@ -477,8 +496,11 @@ class PPOConfig(TRLPPOConfig):
         """Updates of a whole run over a data set of `rows` prompts, at least 1."""
         if self.max_steps > 0:
             return self.max_steps
-        episodes = self.total_episodes or int(self.num_train_epochs * rows)
-        return max(1, episodes // self.update_batch_size)
+        if self.total_episodes is not None:
+            return max(1, self.total_episodes // self.update_batch_size)
+        # A pass leaves out the rows that do not fill its last batch.
+        batches = int(self.num_train_epochs * (rows // self.rollout_batch_size))
+        return max(1, batches // self.rollouts_per_update)
 
 
 def ignored_by_our_loop(keys: dict[str, Any]) -> dict[str, str]:

@@ -48,7 +48,6 @@ from toolkit.models import (
     response_q,
     response_state_values,
     save_role,
-    stop_token_ids,
     update_q_target,
 )
 from toolkit.rewards import Reward, score_with, total_scores
@@ -113,9 +112,10 @@ class QTrainer(EvaluatesRollouts, ResumableTrainer):
         self_checks.check_tokenizer(processing_class, roles)
         roles.train_roles("q")
         self.roles, self.reward, self.metrics, self.base_name = roles, reward, metrics, base_name
-        self.stop_token_ids = stop_token_ids(roles.config, processing_class)
+        self.stop_token_ids = roles.stop_token_ids(processing_class)
         self.data_collator_of_prompts = PromptCollator(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)
-        self._sums: dict[str, list[float]] = {}
+        self._sums: dict[str, list[float]] = {}  # by metric, an entry a micro-batch since the last line
+        self._sums_from = 0  # the step of that line
         super().__init__(
             model=roles,
             args=args,
@@ -189,9 +189,9 @@ class QTrainer(EvaluatesRollouts, ResumableTrainer):
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """As in `Trainer`, with the parts of the loss and the means of Q and its targets since the last line."""
         if "loss" in logs and self._sums:
-            steps = max(len(self._sums["q"]) / self.args.gradient_accumulation_steps, 1.0)
+            steps = max(self.state.global_step - self._sums_from, 1)
             logs = {**logs, **{name: sum(values) / steps for name, values in self._sums.items()}}
-            self._sums = {}
+            self._sums, self._sums_from = {}, self.state.global_step
         super().log(logs, *arguments, **named)
 
     # ------------------------------------------------------------------ answers
@@ -227,8 +227,7 @@ class QTrainer(EvaluatesRollouts, ResumableTrainer):
         """
         if self.reward is None:
             raise ToolkitError("answers cannot be scored: the trainer was made without a reward.")
-        with self.compute_loss_context_manager():
-            return total_scores(score_with(self.reward, responses))
+        return total_scores(score_with(self.reward, responses))
 
     def best_of(self, prompts: Dataset | list[dict[str, Any]], n: int) -> BestOf:
         """Sample n answers to each prompt and keep the one that the reward scores highest; of equals the first.
@@ -259,9 +258,10 @@ class QTrainer(EvaluatesRollouts, ResumableTrainer):
             by_q: False measures the reference, decoded in the same way.
 
         Returns:
-            metrics: those of PPO's evaluation by the same names. `kl` is the mean over answers of the sum of
-            log π − log π_ref: an estimate of KL(π, π_ref) where answers are sampled, and the divergence of these
-            answers where they are greedy, log π being 0 there. Then the rollout and its scores (N,).
+            metrics: `score`, `score_se`, `kl`, `length`, `eos_share` and those given to the constructor. `kl` is the
+            mean over answers of the sum of log π − log π_ref: an estimate of KL(π, π_ref) where answers are sampled,
+            and the divergence of these answers where they are greedy, log π being 0 there. Then the rollout and its
+            scores (N,).
         """
         args, size = self.args, self.args.per_device_eval_batch_size
         rollouts, scores, kls = [], [], []
@@ -317,12 +317,12 @@ class QTrainer(EvaluatesRollouts, ResumableTrainer):
 
     def own_state(self) -> dict[str, Any]:
         """As of every trainer, with the sums from which the next line of metrics is made."""
-        return {**super().own_state(), "sums": self._sums}
+        return {**super().own_state(), "sums": self._sums, "sums_from": self._sums_from}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Put back what `own_state` gave."""
         super().load_own_state(state)
-        self._sums = state["sums"]
+        self._sums, self._sums_from = state["sums"], state["sums_from"]
 
 
 def check_returns(dataset: Dataset, args: QConfig) -> None:

@@ -32,6 +32,7 @@ from toolkit.checkpoints import (
     problem_of,
     read_state,
     rotate,
+    set_aside_later,
     set_random_states,
     stop_requests,
     whole_folder,
@@ -39,6 +40,7 @@ from toolkit.checkpoints import (
 )
 from toolkit.data import data_digest
 from toolkit.errors import CheckpointError, RunInterrupted
+from toolkit.models import SharedBase, base_digest
 from toolkit.reports import versions
 
 # Other versions of these may round differently, or store their state differently.
@@ -60,8 +62,8 @@ class _StopAtStepEnd(TrainerCallback):
     ) -> None:
         if not self.request.met:
             return
-        if float(state.epoch or 0.0).is_integer():
-            # The pass really is over: a resumed run begins the next one, so that what is due is due now.
+        if state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer():
+            # The run, or the pass, really is over: no later step would do what is due here.
             control.should_save = control.should_save or control.should_evaluate
         else:
             control.should_log = control.should_evaluate = control.should_save = False
@@ -123,9 +125,16 @@ class ResumableTrainer(Trainer):
             # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
             set_random_states(self._restoring["random"])
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-            if state.global_step >= state.max_steps or self._restoring["stopped_early"]:
+            over = state.global_step >= state.max_steps and not self._asks_for_more(state)
+            if over or self._restoring["stopped_early"]:
                 return self._take_over(checkpoint, state)
         return super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **arguments)
+
+    def _asks_for_more(self, state: TrainerState) -> bool:
+        """Whether the settings are of a longer run than the one that the checkpoint ended."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps > state.global_step
+        return self.args.num_train_epochs > state.num_train_epochs
 
     def _take_over(self, checkpoint: Path, state: TrainerState) -> TrainOutput:
         """A checkpoint of a run that was over, from which transformers would train a step more."""
@@ -153,6 +162,7 @@ class ResumableTrainer(Trainer):
 
         Args:
             resume_from_checkpoint: True for the newest whole checkpoint in `args.output_dir`, or a checkpoint folder.
+                Later ones beside that are then of another course: they become `abandoned-checkpoint-N`.
             arguments: as in TRL and transformers.
 
         Raises:
@@ -186,7 +196,9 @@ class ResumableTrainer(Trainer):
             if found is None:
                 raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint to go on from.")
             return found
-        return self._verified(asked)
+        found = self._verified(asked)
+        set_aside_later(self.args.output_dir, found)
+        return found
 
     def _verified(self, folder: str | Path) -> Path:
         problem = problem_of(folder)
@@ -250,6 +262,7 @@ class ResumableTrainer(Trainer):
             "random": get_random_states(),
             "own": self.own_state(),
             "data": self._about_data(),
+            "base": self._about_base(),
             "stopped_early": self._stopped_early(),
             "seconds": self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began),
             "resumed_at": self.resumed_at,
@@ -268,6 +281,11 @@ class ResumableTrainer(Trainer):
         if self._digest is None:
             self._digest = data_digest(self.train_dataset)
         return {"rows": len(self.train_dataset), "sha256": self._digest}
+
+    def _about_base(self) -> str | None:
+        """Of the shared base, where the trainer trains a role of one."""
+        roles: SharedBase | None = getattr(self, "roles", None)
+        return None if roles is None else base_digest(roles)
 
     # ------------------------------------------------------------------ reading
 
@@ -314,6 +332,11 @@ class ResumableTrainer(Trainer):
             raise CheckpointError(
                 f"{checkpoint} was written on other training data ({then['rows']} rows; now {now['rows']}), so its "
                 "place in them means nothing. Give the data back, or start anew (OVERWRITE=1, --overwrite)."
+            )
+        if state["base"] != self._about_base():
+            raise CheckpointError(
+                f"{checkpoint} was written on a base with other weights: its adapters mean nothing on this one. Give "
+                "the base back (base.model), or start anew (OVERWRITE=1, --overwrite)."
             )
         here = versions()
         changed = [

@@ -39,6 +39,7 @@ from toolkit.trainers.reward_config import RewardConfig
 class _SavesRole(ResumableTrainer):
     """Saves and loads the reward role as a PEFT folder where `Trainer` would take the whole view."""
 
+    roles: SharedBase
     role_arguments: dict[str, Any]
     judged: Sequence[JudgedPair] = ()
     """Held-out pairs as they were last judged."""
@@ -166,6 +167,7 @@ def reward_trainer(
         trainer = ClassTrainer(**common, data_collator=LabelledCollator(processing_class.pad_token_id))
     else:
         trainer = RewardTrainer(**common)
+    trainer.roles = roles
     trainer.role_arguments = {"pad_token_id": processing_class.pad_token_id, "base_name": base_name}
     if callbacks:
         trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)

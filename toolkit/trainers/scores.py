@@ -13,12 +13,12 @@ from toolkit.trainers.ppo_config import PPOConfig
 
 
 class PlacedScores(NamedTuple):
-    """Scores of B responses, penalties included; (B,) each."""
+    """Scores of B responses; (B,) each."""
 
     logged: Tensor
     """As the reward gave them."""
     trained: Tensor
-    """Scaled and clipped."""
+    """Scaled and clipped, then with the penalties."""
     at_end: Tensor
     """The share of `trained` that stands at the last token: all of it, unless the reward is dense."""
 
@@ -63,14 +63,13 @@ class ScoreShaper:
         """
         if isinstance(scores, Tensor):
             shaped = penalize(self(scores))
-            return PlacedScores(penalize(scores), shaped, shaped)
+            return PlacedScores(scores, shaped, shaped)
         if self.active:
             raise RewardError(
                 "the reward gives scores within responses (DenseScores), and ppo.use_score_scaling and ppo.score_clip "
                 "are for one number a response. Leave them out, and scale in the reward."
             )
-        total = penalize(scores.total)
-        return PlacedScores(total, total, penalize(torch.as_tensor(scores.scores)))
+        return PlacedScores(scores.total, penalize(scores.total), penalize(torch.as_tensor(scores.scores)))
 
     def state_dict(self) -> dict[str, Any]:
         return self.moments._asdict()

@@ -72,11 +72,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> Non
                 f"the value model has {theirs} embeddings and the tokenizer {len(tokenizer)} tokens: it cannot read "
                 "all that the policy writes. Take a model of the same family."
             )
-    ids = base.config.eos_token_id
-    stops = ids if isinstance(ids, list) else [ids]
-    if ids is not None and tokenizer.eos_token_id not in stops:
+    stops = base.checkpoint_stops
+    if stops and tokenizer.eos_token_id not in stops:
         raise SelfCheckError(
-            f"the tokenizer ends a response with id {tokenizer.eos_token_id} and the base with {stops}: "
+            f"the tokenizer ends a response with id {tokenizer.eos_token_id} and the base with {list(stops)}: "
             "responses would not end where the base was trained to. Use the tokenizer of the checkpoint."
         )
 
@@ -117,16 +116,19 @@ def check_rollout_uses_policy(
             )
 
     before = generated()
+    noise = torch.Generator().manual_seed(0)
     saved = [p.clone() for p in base.parameters_of("policy")]
-    for parameter in base.parameters_of("policy"):
-        parameter.add_(0.05)
-    changed = generated()
-    with base.role("policy"), base.in_eval_mode(), autocast():
-        expected = base.lm_head(base.hidden_states(ids, mask))[:, -1].float()
-    for parameter, old in zip(base.parameters_of("policy"), saved, strict=True):
-        parameter.copy_(old)
+    try:
+        for parameter in base.parameters_of("policy"):  # of both signs: alike they would add up, past float16's range
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise).to(parameter))
+        changed = generated()
+        with base.role("policy"), base.in_eval_mode(), autocast():
+            expected = base.lm_head(base.hidden_states(ids, mask))[:, -1].float()
+    finally:  # Ctrl-C in a notebook would leave another policy behind
+        for parameter, old in zip(base.parameters_of("policy"), saved, strict=True):
+            parameter.copy_(old)
     scale = (expected - before).abs().max()
-    if scale == 0 or (changed - expected).abs().max() > 0.2 * scale:
+    if not (scale > 0 and (changed - expected).abs().max() <= 0.2 * scale):  # nor where they are NaN
         raise SelfCheckError("rollouts do not come from the policy's adapter: generation ignores a change of it.")
 
 

@@ -1,0 +1,150 @@
+"""What an error or Ctrl-C in the middle leaves behind, where a notebook goes on with the same objects."""
+
+import pytest
+import torch
+from accelerate.state import GradientState
+
+from tests.conftest import shared_base
+from tests.trainers.helpers import count_reward, rollout, trainer
+from toolkit.errors import DataError, SelfCheckError
+from toolkit.rewards import WeightedSum, score_with
+
+RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
+SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+
+def weights(ours):
+    return [p.detach().clone() for role in ("policy", "value") for p in ours.roles.parameters_of(role)]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def made(folder, **changes):
+    return trainer(folder, shared_base(), **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+                                             "num_ppo_epochs": 2, **changes})  # fmt: skip
+
+
+def test_gradients_of_a_step_that_was_broken_off_are_no_part_of_the_next(tmp_path, monkeypatch):
+    whole = made(tmp_path)
+    torch.manual_seed(1)
+    whole.step({}, rollout(RESPONSES), SCORES)
+    cut = made(tmp_path)
+    backward, calls = cut._backward_micro_batch, []
+
+    def runs_out_of_memory(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("in the second micro-batch")
+        return backward(*arguments)
+
+    monkeypatch.setattr(cut, "_backward_micro_batch", runs_out_of_memory)
+    before = weights(cut)
+    with pytest.raises(torch.OutOfMemoryError):
+        cut.step({}, rollout(RESPONSES), SCORES)
+    assert same(before, weights(cut)) and not any(module.training for module in cut.roles.modules())
+    torch.manual_seed(1)
+    cut.step({}, rollout(RESPONSES), SCORES)
+    assert same(weights(whole), weights(cut))
+
+
+def test_steps_are_taken_though_another_trainer_stopped_while_it_accumulated(tmp_path):
+    """accelerate's switch is of the process: its optimizers do nothing, in silence, while it is off."""
+    ours = made(tmp_path)
+    before = weights(ours)
+    try:
+        GradientState()._set_sync_gradients(False)
+        stats = ours.step({}, rollout(RESPONSES), SCORES)
+    finally:
+        GradientState()._set_sync_gradients(True)
+    assert stats["optimizer_steps"] == 2 and not same(before, weights(ours))
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path, monkeypatch):
+    """Later than in the first step, whose gradients are looked at one by one."""
+    ours = made(tmp_path, max_grad_norm=limit)
+    ours.step({}, rollout(RESPONSES), SCORES)
+    before, backward = weights(ours), ours._backward_micro_batch
+
+    def overflows(*arguments):
+        metrics = backward(*arguments)
+        ours.roles.parameters_of("policy")[0].grad[0, 0] = float("nan")
+        return metrics
+
+    monkeypatch.setattr(ours, "_backward_micro_batch", overflows)
+    with pytest.raises(SelfCheckError, match=r"the gradient's norm is nan at update 2.*go on from the last checkpoint"):
+        ours.step({}, rollout(RESPONSES), SCORES)
+    assert same(before, weights(ours))
+
+
+def test_parts_of_a_rollout_whose_update_failed_are_not_those_of_the_next(tmp_path, monkeypatch):
+    reward = WeightedSum({"fives": count_reward(5), "nines": count_reward(9)})
+    ours = trainer(tmp_path, shared_base(), reward, max_steps=1)
+
+    def fails(*_):
+        raise RuntimeError("in the update")
+
+    monkeypatch.setattr(ours, "_update", fails)
+    with pytest.raises(RuntimeError, match="in the update"):
+        ours.train()
+    scores = ours.score({}, rollout(RESPONSES))
+    assert torch.equal(ours.score_parts()["fives"] + ours.score_parts()["nines"], scores)
+
+
+def test_a_ratio_that_was_refused_is_looked_at_again(tmp_path, monkeypatch):
+    ours = made(tmp_path)
+    monkeypatch.setattr(ours, "_make_experience", lambda *a, make=ours._make_experience: _shifted(make(*a)))
+    for _ in range(2):
+        with pytest.raises(SelfCheckError, match="old and new log-probabilities are not of the same policy"):
+            ours.step({}, rollout(RESPONSES), SCORES)
+
+
+def _shifted(experience):
+    return experience._replace(old_logprobs=experience.old_logprobs - 1.0)
+
+
+def test_a_checkpoint_before_the_first_update_is_where_a_run_can_begin(tmp_path):
+    ours = made(tmp_path / "a")
+    folder = ours.save_checkpoint()
+    assert folder.name == "checkpoint-0"
+    ours.train()
+    again = made(tmp_path / "b")
+    again.load_checkpoint(folder)
+    again.train()
+    assert same(weights(ours), weights(again))
+
+
+def test_the_value_role_may_be_left_untrained(tmp_path):
+    ours = made(tmp_path, vf_coef=0.0, max_grad_norm=0.0)
+    value = [p.detach().clone() for p in ours.roles.parameters_of("value")]
+    ours.step({}, rollout(RESPONSES), SCORES)
+    assert same(value, [p.detach() for p in ours.roles.parameters_of("value")])
+
+
+def test_a_reward_computes_as_it_would_by_itself(tmp_path):
+    """In its own precision, and without a graph that would be kept until the scores are."""
+    layer, seen = torch.nn.Linear(8, 1), []
+    inputs = torch.randn(4, 8)
+
+    def reward(batch):
+        out = layer(inputs)[:, 0]
+        seen.append((out.dtype, out.requires_grad, torch.is_autocast_enabled("cpu")))
+        return out
+
+    async def waited_for(batch):
+        return reward(batch)
+
+    expected = layer(inputs)[:, 0].detach()
+    for each in (reward, waited_for):
+        ours = trainer(tmp_path, shared_base(), each, bf16=True)
+        assert torch.equal(ours.score({}, rollout(RESPONSES)), expected)
+        assert torch.equal(score_with(each, rollout(RESPONSES)), expected)
+    assert seen == [(torch.float32, False, False)] * 4
+
+
+def test_nothing_to_measure_is_said(tmp_path):
+    ours = made(tmp_path)
+    with pytest.raises(DataError, match="there are no held-out prompts to measure"):
+        ours.evaluate(ours.train_dataset.select([]))
