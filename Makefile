@@ -21,6 +21,14 @@ OVERWRITE ?= 0
 RESUME ?= 0
 MERGE ?= 0
 
+# A mistyped name would be passed over, and the default recipe run for hours.
+known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT PYTHON VENV
+given = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+unknown := $(filter-out $(known),$(given))
+ifneq ($(strip $(unknown)),)
+$(error make knows no $(strip $(unknown)): the names are $(known). Keys of a recipe stand in SET, as SET="ppo.kl_coef=0.1")
+endif
+
 recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(SET)
 arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRITE)),--overwrite) \
             $(if $(filter-out 0,$(RESUME)),--resume) $(if $(FROM),--from-run "$(FROM)")

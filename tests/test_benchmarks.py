@@ -15,7 +15,7 @@ from peft.tuners.lora.bnb import Linear4bit as LoraLinear4bit
 from rich.console import Console
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import contenders, demonstrations, floor, gpu, table, worker
+from benchmarks import contenders, demonstrations, floor, gpu, role_switch, table, worker
 from benchmarks import run as driver
 from benchmarks.compare import check_equal, differences
 from benchmarks.contenders import CONTENDERS, add_roles
@@ -417,6 +417,18 @@ def test_the_random_llama_is_what_loading_in_4_bit_gives():
     in_16_bits = 2 * 512 * 64 + 5 * 64
     assert weight_gigabytes(model) * 1e9 == pytest.approx(quantised / 2 + 2 * in_16_bits, rel=0.02)  # scales: 1.6 %
     assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_both_switches_of_a_role_come_to_the_same():
+    found = []
+    for switch in (role_switch.ours, role_switch.peft_s):
+        roles = role_switch.base(TINY)
+        switch(roles)
+        layers = [module for module in roles.modules() if isinstance(module, LoraLayer)]
+        found.append([(layer.active_adapters, layer.disable_adapters) for layer in layers])
+        found.append([name for name, p in roles.named_parameters() if p.requires_grad])
+        assert role_switch.milliseconds(switch, roles) > 0
+    assert found[:2] == found[2:] and len(found[0]) == 2 * 7
 
 
 def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):

@@ -17,8 +17,8 @@ def parameters(function):
 def test_recipes():
     assert parameters(recipes.load) == ["name", "overrides", "run", "runs_dir"]
     for stage in ("sft", "reward", "q"):
-        assert parameters(getattr(recipes.Recipe, f"{stage}_trainer")) == ["self", "resume", "overwrite"]
-    assert parameters(recipes.Recipe.ppo_trainer) == ["self", "reward", "resume", "overwrite"]
+        assert parameters(getattr(recipes.Recipe, f"{stage}_trainer")) == ["self", "resume", "overwrite", "from_run"]
+    assert parameters(recipes.Recipe.ppo_trainer) == ["self", "reward", "resume", "overwrite", "from_run"]
     assert parameters(recipes.check) == parameters(recipes.show) == ["recipe"]
 
 

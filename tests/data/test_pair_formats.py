@@ -28,6 +28,13 @@ SAME_PAIR = [
     {"prompt": ASKED, "chosen": "Paris.", "rejected": "Rome."},
     {"prompt": HH, "chosen": "Paris.", "rejected": "Rome."},
     {"prompt": "\n\nHuman: Capital?", "chosen": said("Paris."), "rejected": said("Rome.")},
+    {"prompt": "Capital?", "chosen": ASKED + said("Paris."), "rejected": ASKED + said("Rome.")},  # UltraFeedback's
+    {"prompt": ASKED, "chosen": ASKED + said("Paris."), "rejected": ASKED + said("Rome.")},
+    {
+        "prompt": [{"from": "human", "value": "Capital?"}],  # ShareGPT's, as LLaMA-Factory ranks
+        "chosen": {"from": "gpt", "value": "Paris."},
+        "rejected": {"from": "gpt", "value": "Rome."},
+    },
 ]
 
 
@@ -80,7 +87,11 @@ def test_pairs_that_cannot_be_used(row, reason):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": 1, "rejected": "b"}, r'line 2: column "chosen" is missing, or neither text nor messages'),
+        ({"chosen": 1, "rejected": "b"}, r'line 2: column "chosen" is neither text nor messages, but int; present'),
+        (
+            {"instruction": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
+            r'line 2: there is no column "prompt", and "instruction" beside chosen and rejected is not read. Name it',
+        ),
         (
             {"prompt": 1, "chosen": "a", "rejected": "b"},
             r'line 2: column "prompt" is neither text nor .*, but int',
@@ -99,7 +110,7 @@ def test_every_form_is_tokenised_alike_and_margins_come_along(tmp_path):
     path = write(tmp_path / "x.jsonl", rows)
     pairs = Preferences(tokenizer, path, path).pairs("train")
     assert [tokenizer.decode(ids) for ids in pairs["chosen_ids"]] == ["<s>Capital?</s><s>Paris.</s>"] * len(rows)
-    assert pairs["margin"] == [0.5, 0.5, 0, 0, 0, 0]
+    assert pairs["margin"] == [0.5, 0.5] + [0] * (len(rows) - 2)
     without = Preferences(tokenizer, (other := write(tmp_path / "y.jsonl", SAME_PAIR)), other).pairs("train")
     assert without.column_names == ["chosen_ids", "rejected_ids", "prompt_length"]
     assert without["prompt_length"][:] == [len(tokenizer.encode("<s>Capital?</s><s>"))] * len(rows)

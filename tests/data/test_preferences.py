@@ -148,6 +148,37 @@ def test_the_example_in_data():
     assert len(task.pairs("train")) == 24 and task.left_out_rows() == []
 
 
+def test_pairs_held_out_and_columns_of_other_names(tmp_path):
+    rows = [{"question": f"Ask {i // 2}", "good": f"yes {i}", "bad": f"no {i}"} for i in range(20)]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+
+    def made(**changes):
+        return Preferences(byte_tokenizer(), str(path), **{"columns": columns, "validation_size": 5, **changes})
+
+    task = made()
+    train, held_out = task.pairs("train"), task.pairs("validation")
+    assert (len(train), len(held_out)) == (14, 6)  # a question's two pairs stay together
+    prompts = [set(task.prompts(split)["prompt"]) for split in ("train", "test")]
+    assert not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == 10
+    fewer = made(max_train_rows=3, max_validation_rows=2)
+    assert fewer.pairs("validation")[:] == held_out[:2] and fewer.pairs("train")[:] == train[:3]
+    assert made(seed=1).pairs("validation")[:] != held_out[:]
+    assert len(task.row_places("reward")) == 20 and "train: 14 pairs | validation: 6 pairs" in task.report()
+    for changes, message in (
+        ({"validation": str(path)}, "data.validation_size has no effect with data.validation"),
+        ({"validation_size": 0}, "data.validation_size: a number from 1 is needed, got 0"),
+        ({"columns": {"promt": "question"}}, 'the task has no column "promt". Did you mean prompt?'),
+    ):
+        with pytest.raises(DataError, match=message):
+            made(**changes)
+    with pytest.raises(DataError, match=r"validation_size \(99\) leaves no training rows"):
+        made(validation_size=99).pairs("train")
+    with pytest.raises(DataError, match='line 1: no column "ask", which data.columns names; present: question, good'):
+        made(columns={"prompt": "ask"}).pairs("train")
+
+
 def test_limits_on_rows_and_unique_prompts(tmp_path, chat_tokenizer):
     other = {"chosen": "\n\nHuman: 7\n\nAssistant: 8", "rejected": "\n\nHuman: 7\n\nAssistant: 9"}
     path = write(tmp_path / "pairs.jsonl", [PAIR, PAIR, other])
@@ -161,7 +192,7 @@ def test_limits_on_rows_and_unique_prompts(tmp_path, chat_tokenizer):
     [
         ([PAIR, '{"chosen": \n'], r"pairs.jsonl, line 2: not valid JSON"),
         (["[1]\n"], r"line 1: a JSON object is needed, this is a list"),
-        ([{"chosen": "x"}], r'line 1: column "rejected" is missing, or neither text nor messages; present: chosen'),
+        ([{"chosen": "x"}], r'line 1: column "rejected" is missing; present: chosen'),
         ([], r"data.train: no row can be used \(the file is empty\). Mend .*pairs.jsonl, or name another source"),
         ([{"chosen": "a", "rejected": "a"}], r"no row can be used \(1 × chosen and rejected are equal"),
     ],

@@ -307,8 +307,8 @@ def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"columns": {"promt": "q"}}, 'data.columns: no prompt is called "promt". Did you mean prompt?'),
-        ({"columns": {"x": "q"}}, 'is called "x". The names are prompt, messages, input_ids. The file\'s own name'),
+        ({"columns": {"promt": "q"}}, 'data.columns: the task has no column "promt". Did you mean prompt?'),
+        ({"columns": {"x": "q"}}, 'has no column "x". The names are prompt, messages, input_ids. The file\'s own name'),
         ({"columns": {"prompt": 3}}, "data.columns.prompt: the name of a column is needed, got 3"),
         ({"chat": False, "system": ""}, "data.system has no effect with data.chat=false. Remove one of them"),
         (

@@ -1,6 +1,7 @@
 """What a check finds, against numbers worked by hand, published sizes, and models that are really loaded."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlavaConfig, T5Config
 
 from tests.conftest import lora, tiny_model
-from tests.recipes.helpers import byte_tokenizer, chat_recipe, save_llama
+from tests.recipes.helpers import PAIRS, byte_tokenizer, chat_recipe, save_llama
 from toolkit import recipes
 from toolkit.errors import ModelError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
@@ -422,3 +423,32 @@ def test_no_checkpoint_and_no_such_architecture(tmp_path):
     assert found[0].startswith("base.model — no checkpoint could be loaded from the folder") and len(found) == 1
     report = check(recipes.load("doubling", "base.config.model_type=gpt7", runs_dir=tmp_path))
     assert report.problems[0].startswith("base.config — transformers cannot build this model: ")
+
+
+def test_ends_that_stand_in_the_settings_of_generation_alone(tmp_path, checkpoint):
+    """Some chat models say so: config.json knows the end of a text, generation_config.json that of a turn."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 7}))
+    problem = "the tokenizer ends a response with id 2 and the base with [7]"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert any(problem in line for line in check(chat_recipe(tmp_path, folder)).problems)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert check(chat_recipe(tmp_path, folder)).problems == ()
+
+
+def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path, checkpoint):
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF\x03")
+    (problem,) = check(chat_recipe(tmp_path, gguf)).problems
+    assert "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none" in problem
+    adapter = saved_roles(checkpoint, tmp_path / "run", "policy") / "policy"
+    (problem,) = check(chat_recipe(tmp_path, adapter)).problems
+    assert f'"{adapter}" is a PEFT adapter and no whole model. Name it with start.policy={adapter}' in problem
+
+
+def test_problems_of_a_stage_s_own_data_name_its_section(tmp_path, checkpoint):
+    lacking = {"task": "preferences", "train": str(PAIRS)}
+    report = check(chat_recipe(tmp_path, checkpoint, reward_data=lacking))
+    assert report.problems and all("reward_data.validation is missing" in line for line in report.problems)

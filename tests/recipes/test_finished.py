@@ -138,6 +138,7 @@ def test_a_conversation_is_remembered_until_reset(trained, capsys):
     assert shown.count("[policy]") == 2 and shown.count("[reference]") == 2  # from /compare on
     assert "no command /nonsense; there are /reset, /compare and /quit" in shown
     assert answer in capsys.readouterr().out  # streamed
+    assert shown.count(f"(cut at {speaker.longest} tokens; --max-new-tokens lets it say more)") >= 1
     assert next(lines) == "never read"
 
 

@@ -1,5 +1,7 @@
 import pytest
+import torch
 import yaml
+from transformers import TrainingArguments
 
 from toolkit import recipes
 from toolkit.errors import RecipeError
@@ -85,7 +87,31 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         ({"ppo": {"output_dir": "x"}}, "ppo.output_dir — the run folder decides it: RUN=name."),
         ({"ppo": {"seed": 1}}, "ppo.seed — the recipe's own seed is for all stages."),
-        ({"ppo": {"temperature": -1.0}}, "ppo — temperature must be positive, got -1.0"),
+        (
+            {"report_to": "none"},
+            "It is a key of sft, reward, ppo, q: write ppo.report_to.",
+        ),
+        ({"system": "Be brief."}, "system — no such section. It is a key of data: write data.system."),
+        ({"RUN": "mine"}, "RUN — no such section. It is an argument of the command: --run name."),
+        ({"ppo": {"target_kl": 0.1}}, "has no such field. Did you mean update_kl_limit?"),
+        ({"ppo": {"lr": 0.1}}, "has no such field. Did you mean learning_rate?"),
+        ({"ppo": {"learning_rate": -1e-4}}, "ppo.learning_rate — must be 0 or more, got -0.0001."),
+        ({"ppo": {"per_device_train_batch_size": 0}}, "ppo.per_device_train_batch_size — must be at least 1, got 0."),
+        ({"sft": {"max_steps": 0}}, "sft.max_steps — must be at least 1, or -1 for what num_train_epochs says, got 0."),
+        ({"reward": {"save_steps": -3}}, "reward.save_steps — must be positive, got -3."),
+        ({"ppo": {"vf_coef": -1.0}}, "ppo.vf_coef — must be 0 or more, got -1.0"),
+        ({"ppo": {"report_to": "nosuchthing"}}, "ppo.report_to — nosuchthing is not installed or not known"),
+        (
+            {"ppo": {"kl_coef": 0.0, "kl_target": 6.0}},
+            "ppo — kl_target steers by multiplying kl_coef, which starts at 0",
+        ),
+        (
+            {"ppo": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}},
+            "goes by a metric, and PPO's schedule by updates",
+        ),
+        ({"ppo": {"total_episodes": 0}}, "ppo.total_episodes — must be at least 1 or null, got 0"),
+        ({"adapters": {"policy": {"lora_alpha": -1}}}, "adapters.policy.lora_alpha — must be positive, got -1."),
+        ({"ppo": {"temperature": -1.0}}, "ppo.temperature — must be positive, got -1.0"),
         ({"ppo": {"value": "none"}}, "ppo.value — 'separate' or 'shared' is needed, got 'none'."),
         ({"ppo": {"value": "shared"}}, "adapters.value — would have no effect: ppo.value is shared"),
         ({"ppo": {"value": "shared"}, "start": {"value": "x"}}, "start.value — would have no effect"),
@@ -147,7 +173,7 @@ def test_three_mistakes_one_error(tmp_path):
             "q.decoding_temperature — would have no effect: it belongs",
         ),
         ({"q": {"gama": 1}}, "has no such field. Did you mean gamma?"),
-        ({"q": {"gamma": 2.0}}, "q — gamma must be from 0 to 1, got 2.0"),
+        ({"q": {"gamma": 2.0}}, "q.gamma — must be from 0 to 1, got 2.0"),
         ({"q": {"neftune_noise_alpha": 1.0}}, "q.neftune_noise_alpha — would have no effect: states and targets have"),
         ({"collect": {"batch_size": 0}}, "collect.batch_size — a number from 1 is needed, got 0."),
         ({"collect": {"temperature": 0}}, "collect.temperature — a number above 0 is needed, got 0."),
@@ -294,3 +320,17 @@ def test_null_takes_a_section_or_an_adapter_away():
         recipes.load("smollm2_135m_lora", "adapters.reward=null")
     with pytest.raises(RecipeError, match="base — this section is missing"):
         recipes.load("doubling", "base=null")
+
+
+def test_one_card_is_used_where_several_are_in_sight(tmp_path, monkeypatch):
+    """transformers would wrap the model in DataParallel, whose copies share one active role."""
+
+    def two_cards(self):
+        self._n_gpu = 2
+        return torch.device("cpu")
+
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(two_cards))
+    recipe = recipes.load("smollm2_135m_lora", runs_dir=tmp_path)
+    for stage in ("sft", "reward", "ppo"):
+        config = recipe.stage_config(stage)
+        assert config.n_gpu == 1 and config.train_batch_size == config.per_device_train_batch_size

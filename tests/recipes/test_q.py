@@ -138,10 +138,19 @@ def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatc
     assert path.read_bytes() == whole and not partial.exists()
 
 
+def test_a_line_of_responses_ends_where_json_lines_end(tmp_path):
+    """Not at U+2028 and its like, which stand in text as they are."""
+    partial = tmp_path / "responses.jsonl.partial"
+    lines = [json.dumps({"response": f"{i} a\u2028b\u0085c"}, ensure_ascii=False) + "\n" for i in range(5)]
+    partial.write_text("".join(lines) + '{"resp', encoding="utf-8")
+    assert collecting._whole_batches(partial, 2) == 2
+    assert partial.read_text(encoding="utf-8") == "".join(lines[:4])
+
+
 def test_half_a_collection_is_not_deleted_unasked(tmp_path, checkpoint):
     recipe = made(tmp_path, checkpoint)
+    stages.claim(recipe, "collect")
     folder = recipe.stage_folder("collect")
-    folder.mkdir(parents=True)
     (folder / "responses.jsonl.partial").write_text("{}\n")
     with pytest.raises(RecipeError, match=r"responses of a collect stage that was not finished. Go on with RESUME=1"):
         stages.run(recipe, "q")

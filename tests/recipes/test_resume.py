@@ -9,10 +9,12 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests.recipes.helpers import REPOSITORY, chat_recipe, command
+from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders
-from toolkit.errors import CheckpointError, RecipeError, RunInterrupted
+from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.recipes import finished, stages
 
 SMALL = (
@@ -93,6 +95,55 @@ def test_what_holds_no_checkpoint_begins_anew_and_says_so(tmp_path, checkpoint, 
     assert "holds no checkpoint: ppo begins anew" in " ".join(capsys.readouterr().out.split())
     assert "resumed_at" not in result
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_finished_stage_is_made_longer(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint, max_steps=2, lr_scheduler_type="constant")
+    stages.run(recipe, "reward")
+    shorter = stages.run(recipe, "ppo")
+    longer = chat(tmp_path, checkpoint, max_steps=3, lr_scheduler_type="constant", logging_steps=3)
+    with pytest.raises(RecipeError, match="ppo.max_steps is 2 there and 3 here"):
+        stages.run(longer, "ppo")
+    result = stages.run(longer, "ppo", resume=True)
+    assert result["resumed_at"] == [2] and result["before"] == shorter["before"] and result["after"] != shorter["after"]
+    assert "resumed_at" not in json.loads((longer.stage_folder("reward") / "result.json").read_text())
+
+
+def test_memory_that_runs_out_says_what_to_halve(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+
+    def runs_out(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.trainers.ppo.PPOTrainer._backward_micro_batch", runs_out)
+        with pytest.raises(ToolkitError, match=r"^ppo ran out of GPU memory. Set ppo.gradient_checkpointing=true.*halve"
+                           r".*ppo.per_device_train_batch_size, with ppo.gradient_accumulation_steps doubled.*"
+                           r"ppo.local_rollout_forward_batch_size.*nothing had been saved yet\.$"):  # fmt: skip
+            stages.run(recipe, "ppo")
+    cut(recipe, "ppo", monkeypatch, at=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.trainers.ppo.PPOTrainer._backward_micro_batch", runs_out)
+        with pytest.raises(ToolkitError, match=r"Then go on with RESUME=1"):
+            stages.run(recipe, "ppo", resume=True)
+    smaller = chat(tmp_path, checkpoint, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+                   gradient_checkpointing=True)  # fmt: skip
+    assert stages.run(smaller, "ppo", resume=True)["resumed_at"] == [1]
+
+
+def test_to_go_on_with_a_run_that_is_not_there_is_a_mistake(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint)
+    with pytest.raises(RecipeError, match='there is nothing to go on with: no run "chat" in .*There is none yet'):
+        stages.run(recipe, "ppo", resume=True)
+    stages.run(recipe, "reward")
+    kept = recipes.load(recipe.folder / "recipe.yaml", runs_dir=recipe.runs_dir)
+    assert (kept.name, kept.run, kept.folder) == ("chat", "chat", recipe.folder)
+    elsewhere = recipes.load(recipe.folder / "recipe.yaml", runs_dir=tmp_path / "others")
+    assert elsewhere.run == "recipe"
+    other = chat_recipe(tmp_path, checkpoint, name="other")
+    with pytest.raises(RecipeError, match='no run "other" in .*There are chat'):
+        stages.run(other, "reward", resume=True)
 
 
 def test_overwrite_begins_an_unfinished_stage_anew(tmp_path, checkpoint, monkeypatch):

@@ -184,6 +184,36 @@ def test_a_stage_that_left_nothing_of_worth_is_tried_again_with_other_settings(t
         assert there(recipe) == {"reward"} and list(other.stage_folder("ppo").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "changes, allowed",
+    [
+        (["ppo.max_steps=9", "ppo.logging_steps=5", "ppo.report_to=none"], True),
+        (["ppo.gradient_checkpointing=true", "ppo.local_rollout_forward_batch_size=1", "ppo.save_steps=7"], True),
+        (["ppo.per_device_train_batch_size=1", "ppo.gradient_accumulation_steps=4"], True),
+        (["ppo.per_device_train_batch_size=1"], False),
+        (["ppo.learning_rate=1e-3"], False),
+        (["ppo.max_steps=9", "ppo.kl_coef=0.3"], False),
+        (["reward.logging_steps=5"], False),  # which is not what goes on
+    ],
+)
+def test_a_stage_goes_on_with_settings_that_change_nothing_of_its_past(changes, allowed, tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint)
+    finish(recipe, "reward")
+    claim(recipe, "ppo")
+    saved = recipe.stage_folder("ppo") / "checkpoint-1"
+    saved.mkdir()
+    other = chat_recipe(tmp_path, checkpoint, *changes)
+    with pytest.raises(RecipeError, match="other settings"):
+        claim(other, "ppo")
+    if allowed:
+        claim(other, "ppo", resume=True)
+        assert (recipe.folder / "recipe.yaml").read_text() == other.to_yaml()
+    else:
+        with pytest.raises(RecipeError, match="other settings"):
+            claim(other, "ppo", resume=True)
+    assert saved.is_dir() and there(recipe) >= ({"reward"} if changes[0] != "reward.logging_steps=5" else set())
+
+
 def test_stages_whose_recipe_is_lost_are_not_deleted_unasked(tmp_path, checkpoint):
     recipe = chat_recipe(tmp_path, checkpoint)
     finish(recipe, "reward")

@@ -312,6 +312,31 @@ def test_callbacks_and_metrics_file(tmp_path):
     assert {"score", "kl", "samples_per_second"} <= rows[0].keys() and "eval_score" in rows[2]
 
 
+def test_what_the_policy_says_can_be_read_while_it_trains(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+
+    def read():
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    ours = trainer(tmp_path, reward=count_reward(7), max_steps=3, save_strategy="steps", save_steps=1)
+    score, scored = ours.score, []
+    ours.score = lambda batch, responses: scored.append((responses, score(batch, responses))) or scored[-1][1]
+    ours.train()
+    rows = read()
+    assert [row["step"] for row in rows] == [1] * 4 + [2] * 4 + [3] * 4
+    responses, scores = scored[1]
+    for i, row in enumerate(rows[4:8]):
+        assert (row["prompt"], row["response"]) == (responses.prompts[i], responses.responses[i])
+        assert row["score"] == float(scores[i]) and row["ended"] == responses.ended[i]
+    with path.open("a") as file:
+        file.write('{"step": 3, "pro')  # what a kill leaves
+    again = trainer(tmp_path, reward=count_reward(7), max_steps=3)
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+    assert read() == rows
+    trainer(tmp_path, reward=count_reward(7), max_steps=1).train()
+    assert read() == rows[:4]  # anew
+
+
 def test_a_callback_can_stop_training(tmp_path):
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -325,6 +350,7 @@ def test_a_callback_can_stop_training(tmp_path):
 
 def test_saved_roles_load_with_plain_peft(tmp_path):
     ours = trainer(tmp_path)
+    ours.base_name = "folder/of/the/base"
     ours.train()
     ours.save_model(str(tmp_path / "out"))
     plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "out" / "policy"))
@@ -332,7 +358,8 @@ def test_saved_roles_load_with_plain_peft(tmp_path):
     with torch.no_grad(), ours.roles.role("policy"):
         torch.testing.assert_close(plain(input_ids=ids).logits, ours.roles(input_ids=ids).logits, **EXACT)
     assert (tmp_path / "out" / "value" / "adapter_model.safetensors").is_file()
-    assert "PPO" in (tmp_path / "README.md").read_text()  # TRL's model card
+    card = (tmp_path / "README.md").read_text()  # TRL's model card, which would name a local base None
+    assert "trained with PPO" in card and "None" not in card and 'from_pretrained("folder/of/the/base")' in card
 
 
 def test_learning_rate_schedule_is_over_updates(tmp_path):

@@ -46,12 +46,27 @@ def chat_prompt_ids(
     return list(tokenizer.encode(prompt, add_special_tokens=False))
 
 
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def as_messages(value: Any) -> Any:
+    """Messages of ShareGPT's form (`from` and `value`) as those with `role` and `content`; anything else as it is."""
+    if not isinstance(value, list) or not value:
+        return value
+    if not all(
+        isinstance(message, dict) and message.get("from") in _SHAREGPT and "value" in message for message in value
+    ):
+        return value
+    return [{"role": _SHAREGPT[message["from"]], "content": message["value"]} for message in value]
+
+
 def checked_messages(value: Any) -> list[dict[str, Any]]:
     """The messages of a row, fit for a chat template.
 
     Raises:
         Unusable: they are malformed, or do not end where the assistant is to answer.
     """
+    value = as_messages(value)
     if not isinstance(value, list):
         raise Unusable("messages that are no list")
     if not value:

@@ -7,6 +7,7 @@
 | text | none | the words that both begin with |
 | an answer, as text | text, messages or a dialogue | itself |
 | messages, an answer alone | messages or text | itself |
+| messages, a whole conversation | messages or text, which they repeat | the messages before the answers |
 """
 
 import math
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.data.chat import checked_messages
+from toolkit.data.chat import as_messages, checked_messages
 from toolkit.data.dialogues import is_dialogue, parse_dialogue, parse_prompt
 from toolkit.data.left_out import Unusable
 from toolkit.errors import DataError
@@ -47,15 +48,19 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
     sides = []
     for column in ("chosen", "rejected"):
         value = row.get(column)
+        value = as_messages([value]) if isinstance(value, dict) else as_messages(value)  # one message by itself
         if not isinstance(value, (str, list)):
-            raise DataError(
-                f'{place}: column "{column}" is missing, or neither text nor messages; present: {", ".join(row)}.'
-            )
+            what = f"neither text nor messages, but {type(value).__name__}" if column in row else "missing"
+            raise DataError(f'{place}: column "{column}" is {what}; present: {", ".join(row)}.')
         sides.append(value)
     if isinstance(sides[0], str) != isinstance(sides[1], str):
         raise Unusable("one of chosen and rejected is text, the other messages")
-    given = row.get("prompt")
+    given = as_messages(row.get("prompt"))
     if given is None:
+        if all(isinstance(side, str) and not is_dialogue(side) for side in sides):
+            _check_nothing_is_left(place, row)
+        prompt, chosen, rejected = _implicit(*sides)
+    elif _repeats(given, *sides):
         prompt, chosen, rejected = _implicit(*sides)
     else:
         prompt, chosen, rejected = read_prompt(place, given), *map(read_answer, sides)
@@ -64,6 +69,38 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
     if chosen == rejected:
         raise Unusable("chosen and rejected are equal")
     return Pair(prompt, chosen, rejected, _margin(row.get("margin")))
+
+
+# What other tools call a prompt, or a part of one.
+_OTHER_PROMPTS = ("question", "query", "instruction", "input", "context", "messages", "conversations", "conversation")
+
+
+def _check_nothing_is_left(place: str, row: dict[str, Any]) -> None:
+    """A prompt in a column of another name is not passed over: what both answers begin with would be taken for it.
+
+    Raises:
+        DataError: there is one; with the place.
+    """
+    for column in _OTHER_PROMPTS:
+        if row.get(column):
+            raise DataError(
+                f'{place}: there is no column "prompt", and "{column}" beside chosen and rejected is not read. Name it '
+                f"with data.columns.prompt={column}, or take it out if the answers hold their prompts themselves."
+            )
+
+
+def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:
+    """Whether both sides are whole conversations that begin with the prompt, which the row also has by itself."""
+    if not (isinstance(chosen, list) and isinstance(rejected, list) and min(len(chosen), len(rejected)) > 1):
+        return False
+    if isinstance(prompt, list):
+        return chosen[: len(prompt)] == prompt == rejected[: len(prompt)]
+    asked = [
+        message.get("content")
+        for message in (*chosen, *rejected)
+        if isinstance(message, dict) and message.get("role") == "user"
+    ]
+    return isinstance(prompt, str) and prompt in asked
 
 
 def _margin(value: Any) -> float | None:
@@ -115,6 +152,7 @@ def checked_answered(value: Any) -> list[dict[str, Any]]:
     Raises:
         Unusable: they are malformed, or do not.
     """
+    value = as_messages(value)
     if not isinstance(value, list):
         raise Unusable("messages that are no list")
     if not value:

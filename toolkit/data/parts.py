@@ -1,7 +1,7 @@
-"""Training rows divided among the stages: by number, at random, and without a prompt in two parts."""
+"""Rows divided among stages, and rows held out: by number, at random, and without a prompt in two parts."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from difflib import get_close_matches
 
 from toolkit.errors import DataError
@@ -39,11 +39,7 @@ def draw_parts(prompts: Sequence[str], parts: Mapping[str, int] | None, *, seed:
     if sum(wanted.values()) > len(prompts):
         asked = ", ".join(f"{number} for {stage}" for stage, number in wanted.items())
         raise DataError(f"data.parts asks for {asked}, and there are {len(prompts)} usable pairs. Lower them.")
-    groups: dict[str, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        groups.setdefault(prompt, []).append(row)
-    order = list(groups.values())
-    random.Random(seed).shuffle(order)
+    order = _shuffled_groups(prompts, seed)
     found: dict[str, list[int]] = {}
     for stage, number in wanted.items():
         rows: list[int] = []
@@ -57,3 +53,37 @@ def draw_parts(prompts: Sequence[str], parts: Mapping[str, int] | None, *, seed:
         found[stage] = sorted(rows)
     rest = sorted(row for group in order for row in group)
     return {stage: found.get(stage, rest) for stage in STAGES}
+
+
+def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source: str) -> set[int]:
+    """Which rows to hold out. Those with the same prompt go together: none is both trained on and held out.
+
+    Args:
+        prompts: one a row.
+        number: of rows; a few more if prompts repeat.
+        seed: of the draw.
+        source: of the rows, for the error.
+
+    Raises:
+        DataError: no row would be left to train on.
+    """
+    held_out: set[int] = set()
+    for group in _shuffled_groups(prompts, seed):
+        if len(held_out) < number:
+            held_out.update(group)
+    if len(held_out) == len(prompts):
+        raise DataError(
+            f"data.validation_size ({number}) leaves no training rows: {source} has {len(prompts)} that can be used. "
+            "Lower it, or name held-out ones with data.validation=…."
+        )
+    return held_out
+
+
+def _shuffled_groups(prompts: Sequence[Hashable], seed: int) -> list[list[int]]:
+    """Rows by prompt, in an order drawn at random."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(row)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    return order

@@ -12,13 +12,17 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.columns import check_columns, renamed
 from toolkit.data.left_out import LeftOut, ReportsLeftOut, Unusable
 from toolkit.data.pairs import read_pair
-from toolkit.data.parts import check_parts, draw_parts
+from toolkit.data.parts import check_parts, draw_held_out, draw_parts
 from toolkit.data.rollouts import Rollout
 from toolkit.data.sources import Row, check_hub_settings, has_splits, read_rows
 from toolkit.data.turns import TurnEncoder
 from toolkit.errors import DataError
+
+_NUMBERS = ("max_prompt_length", "max_response_length", "max_train_rows", "max_validation_rows", "validation_size")
+_COLUMNS = ("prompt", "chosen", "rejected", "margin")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,10 @@ class Preferences(ReportsLeftOut):
         parts: how many of the training pairs each of the stages `sft`, `reward` and `ppo` gets: disjoint, pairs with
             the same prompt together, drawn with `seed`. A stage that is not named gets what is left over. None gives
             every stage all pairs.
-        seed: of that draw.
+        seed: of that draw, and of the one for `validation_size`.
+        validation_size: pairs of `train` to hold out where `validation` is None; a few more if prompts repeat, since
+            pairs with the same prompt stay together.
+        columns: the source's names of the columns `prompt`, `chosen`, `rejected` and `margin`, where they are others.
         chat: a conversation is written in the tokenizer's chat template, and a prompt that is text becomes a message of
             the user. False writes conversations in hh-rlhf's own form and takes text as it is, with the special tokens
             that the tokenizer adds.
@@ -59,6 +66,8 @@ class Preferences(ReportsLeftOut):
     seed: int = 0
     chat: bool = True
     system: str | None = None
+    validation_size: int | None = None
+    columns: dict[str, str] | None = None
     _left_out: LeftOut = field(default_factory=LeftOut, init=False, repr=False, compare=False)
     _unit: ClassVar[str] = "pairs"
 
@@ -66,17 +75,27 @@ class Preferences(ReportsLeftOut):
         check_hub_settings(self.train, self.validation, subset=self.subset, name=self.name)
         _ = self._turns  # what does not fit is found before anything is read
         check_parts(self.parts)
+        check_columns(self.columns, _COLUMNS)
+        if self.validation_size is not None and self.validation is not None:
+            raise DataError("data.validation_size has no effect with data.validation. Remove one of them.")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DataError(f"data.{name}: a number from 1 is needed, got {value}.")
 
     def _rows(self, split: str) -> tuple[str, Iterator[Row]]:
         """The split's source and its rows."""
         source = self.train if split == "train" else self.validation or self.train
         if split != "train" and self.validation is None and not has_splits(source):
-            raise DataError("data.validation is missing: name a file of held-out pairs with data.validation=….")
+            raise DataError(
+                "data.validation is missing: name a file of held-out pairs with data.validation=…, or hold some of the "
+                "training pairs out with data.validation_size=100."
+            )
         return source, read_rows(source, setting=f"data.{split}", split=split, subset=self.subset, name=self.name)
 
     def _encode(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
         """A tokenised pair; raises `Unusable` with the reason why it cannot be one."""
-        pair = read_pair(place, row)
+        pair = read_pair(place, renamed(place, row, self.columns))
         prompt = self._turns.prompt(pair.prompt)
         if len(prompt.ids) > self.max_prompt_length:
             raise Unusable(f"a prompt over {self.max_prompt_length} tokens")
@@ -100,11 +119,24 @@ class Preferences(ReportsLeftOut):
 
     @cached_property
     def _splits(self) -> dict[str, list[dict[str, Any]]]:
+        if self.validation_size is not None:
+            return self._held_out(self.validation_size)
         splits = {}
         for split, limit in (("train", self.max_train_rows), ("validation", self.max_validation_rows)):
             source, rows = self._rows(split)
             splits[split] = self._left_out.usable(split, rows, self._encode, source=source, limit=limit)
         return splits
+
+    def _held_out(self, number: int) -> dict[str, list[dict[str, Any]]]:
+        """Both splits from the training pairs, of which all are read: another limit draws no other pairs."""
+        source, rows = self._rows("train")
+        every = self._left_out.usable("train", rows, self._encode, source=source)
+        held_out = draw_held_out([row["prompt"] for row in every], number, seed=self.seed, source=source)
+        rest = [row for row in range(len(every)) if row not in held_out]
+        chosen = {"train": rest[: self.max_train_rows], "validation": sorted(held_out)[: self.max_validation_rows]}
+        places, self._left_out.rows["validation"] = self._left_out.kept["train"], []
+        self._left_out.kept |= {split: [places[row] for row in numbers] for split, numbers in chosen.items()}
+        return {split: [every[row] for row in numbers] for split, numbers in chosen.items()}
 
     @cached_property
     def _drawn(self) -> dict[str, list[int]]:

@@ -3,9 +3,7 @@
 Rows that cannot be used are left out, counted by reason, and reported with their place: never dropped in silence.
 """
 
-import random
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
@@ -14,7 +12,9 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.chat import chat_prompt_ids
+from toolkit.data.columns import check_columns
 from toolkit.data.left_out import LeftOut, ReportsLeftOut
+from toolkit.data.parts import draw_held_out
 from toolkit.data.prompt_encoder import PromptEncoder
 from toolkit.data.rollouts import Rollout
 from toolkit.data.sources import check_hub_settings, read_rows
@@ -69,15 +69,7 @@ class Prompts(ReportsLeftOut):
 
     def __post_init__(self) -> None:
         check_hub_settings(self.train, self.validation, subset=self.subset, name=self.name)
-        for ours, theirs in (self.columns or {}).items():
-            if ours not in _MAPPABLE:
-                near = get_close_matches(ours, _MAPPABLE, n=1)
-                hint = f"Did you mean {near[0]}?" if near else f"The names are {', '.join(_MAPPABLE)}."
-                raise DataError(
-                    f'data.columns: no prompt is called "{ours}". {hint} The file\'s own name comes after it.'
-                )
-            if not isinstance(theirs, str):
-                raise DataError(f"data.columns.{ours}: the name of a column is needed, got {theirs!r}.")
+        check_columns(self.columns, _MAPPABLE)
         if self.system is not None and not self.chat:
             raise DataError("data.system has no effect with data.chat=false. Remove one of them.")
         limits = ("max_prompt_length", "max_train_rows", "max_validation_rows", "validation_size")
@@ -101,31 +93,14 @@ class Prompts(ReportsLeftOut):
             }
         # All is read whatever max_train_rows is, so that another limit does not draw other rows for validation.
         every = self._read("train", self.train, None)
-        held_out = self._drawn(every["input_ids"][:])
+        ids = [tuple(row) for row in every["input_ids"][:]]
+        held_out = draw_held_out(ids, self.validation_size, seed=self.seed, source=self.train)
         self._left_out.rows["validation"] = []
         rest = [row for row in range(len(every)) if row not in held_out]
         rows = {"train": rest[: self.max_train_rows], "validation": sorted(held_out)[: self.max_validation_rows]}
         places = self._left_out.kept["train"]
         self._left_out.kept |= {split: [places[row] for row in chosen] for split, chosen in rows.items()}
         return {split: every.select(chosen) for split, chosen in rows.items()}
-
-    def _drawn(self, prompts: list[list[int]]) -> set[int]:
-        """Rows to hold out. Those with the same prompt go together: none is both trained on and held out."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row, ids in enumerate(prompts):
-            groups.setdefault(tuple(ids), []).append(row)
-        order = list(groups.values())
-        random.Random(self.seed).shuffle(order)
-        held_out: set[int] = set()
-        for group in order:
-            if len(held_out) < self.validation_size:
-                held_out.update(group)
-        if len(held_out) == len(prompts):
-            raise DataError(
-                f"data.validation_size ({self.validation_size}) leaves no training rows: {self.train} has "
-                f"{len(prompts)} that can be used. Lower it, or name held-out prompts with data.validation=…."
-            )
-        return held_out
 
     @property
     def chats(self) -> bool:

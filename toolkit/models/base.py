@@ -40,6 +40,13 @@ def _not_found(path: str, error: Exception) -> ModelError:
     reason = str(error).splitlines()[0]
     if kind == "folder" and not Path(path).expanduser().exists():
         reason = "there is no such folder."
+    elif Path(path).expanduser().is_file():
+        reason = "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none."
+    elif Path(path, "adapter_config.json").expanduser().is_file() and not Path(path, "config.json").is_file():
+        return ModelError(
+            f'base.model: "{path}" is a PEFT adapter and no whole model. Name it with start.policy={path}, and the '
+            "base that it was trained on with base.model=…."
+        )
     return ModelError(
         f'base.model: no checkpoint could be loaded from the {kind} "{path}" ({reason}) '
         "Name a local checkpoint with MODEL=/path/to/checkpoint (make) or base.model=/path/to/checkpoint."

@@ -175,7 +175,7 @@ class _Check:
             # Roles need the logits; pretraining alone does not.
             if base.model is not None or _READ_LOGITS & recipe.values.keys():
                 check_logit_settings(config)
-        if base.model is not None and Path(base.model).is_dir():
+        if base.model is not None and Path(base.model, "config.json").is_file():
             for problem in weight_file_problems(Path(base.model)):
                 self.note("base.model", problem)
         with self.at("base.model"):
@@ -447,7 +447,7 @@ class _Check:
         for stage in self.stages:
             section = self.recipe.data_section(stage)
             if self._state(stage) != _NOT_NEEDED and (stage in ("ppo", "q") or section != "data"):
-                with self.at(section):
+                with self.at(section), self.recipe.naming(section):
                     task = self.recipe.task_of(stage)
                     if hasattr(task, "report"):
                         yield f"{section}: {task.report()}"

@@ -13,7 +13,7 @@ from toolkit.models import SharedBase, load_base, load_role, load_weights, merge
 from toolkit.recipes import assemble, stages
 from toolkit.recipes.loading import load
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.run_folder import EVALUATION, RECIPE_FILE
+from toolkit.recipes.run_folder import EVALUATION, RECIPE_FILE, no_such_run
 from toolkit.reports import Answers, read_result, sample_rows, samples_table, write_jsonl, write_result
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
@@ -33,9 +33,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     """
     folder = Path(run) if Path(run, RECIPE_FILE).is_file() else Path(runs_dir, run)
     if not (folder / RECIPE_FILE).is_file():
-        others = sorted(path.parent.name for path in Path(runs_dir).glob(f"*/{RECIPE_FILE}"))
-        there = f"There are {', '.join(others)}." if others else "There is none yet: make ppo trains one."
-        raise RecipeError(f'no run "{run}" in {folder.parent}. {there}')
+        raise RecipeError(no_such_run(run, Path(runs_dir)))
     recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
     if answers_by_q(recipe):
         if by_q:

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers import BitsAndBytesConfig
+from transformers.integrations import get_available_reporting_integrations
 
 # Set by the run, not by a recipe.
 SET_ELSEWHERE = {
@@ -82,8 +83,34 @@ def type_name(hint: Any) -> str:
     )
 
 
+# What other tools, and other versions of TRL, call a field: likeness of letters alone would suggest another one.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "ppo_epochs": "num_ppo_epochs",
+    "kl": "kl_coef",
+    "beta": "kl_coef",
+    "init_kl_coef": "kl_coef",
+    "target": "kl_target",
+    "target_kl": "update_kl_limit",
+    "horizon": "kl_horizon",
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "model_name_or_path": "model",
+    "torch_dtype": "dtype",
+    "cutoff_len": "max_prompt_length",
+    "max_length": "max_prompt_length",
+    "template": "chat",
+}
+
+
 def suggestion(name: str, known: Sequence[str]) -> str:
     """`Did you mean x?`, or the known names where none is near."""
+    if _ELSEWHERE.get(name) in known:
+        return f"Did you mean {_ELSEWHERE[name]}?"
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"Did you mean {near[0]}?"
@@ -131,6 +158,50 @@ def check_keys(
     return problems
 
 
+# What torch, transformers and PEFT find out when the stage runs, or take for something else (0 steps for all epochs).
+_RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "at least 1": (
+        lambda value: value >= 1,
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "r"),
+    ),
+    "at least 1, or -1 for what num_train_epochs says": (lambda value: value >= 1 or value == -1, ("max_steps",)),
+    "positive": (
+        lambda value: value > 0,
+        ("num_train_epochs", "save_steps", "eval_steps", "logging_steps", "lora_alpha"),
+    ),
+    "0 or more": (
+        lambda value: value >= 0,
+        ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "save_total_limit"),
+    ),
+    "from 0 to below 1": (lambda value: 0 <= value < 1, ("lora_dropout",)),
+}  # fmt: skip
+
+
+def out_of_range(place: str, values: Any) -> list[str]:
+    """Problems of numbers that their owners take at first."""
+    return [
+        f"{place}.{name} — must be {rule}, got {values[name]!r}."
+        for rule, (holds, names) in _RANGES.items()
+        for name in names
+        if isinstance(values, dict)
+        and isinstance(values.get(name), (int, float))
+        and not (isinstance(values[name], bool) or holds(values[name]))
+    ]
+
+
+def not_installed(place: str, values: Any) -> list[str]:
+    """Problem of a section that reports to what is not here: transformers says so when the stage begins."""
+    wanted = values.get("report_to") if isinstance(values, dict) else None
+    wanted = [wanted] if isinstance(wanted, str) else wanted or []
+    missing = [name for name in wanted if name not in ("none", "all", *get_available_reporting_integrations())]
+    if not missing:
+        return []
+    return [
+        f"{place}.report_to — {missing[0]} is not installed or not known to transformers. pip install {missing[0]}, or "
+        "take it out."
+    ]
+
+
 def _choices(owner: type) -> dict[str, list[str]]:
     """What a dataclass's fields may be, where their metadata lists it."""
     every = fields(owner) if is_dataclass(owner) else ()
@@ -159,7 +230,11 @@ def construction_problems(place: str, build: Callable[[], Any]) -> list[str]:
     try:
         build()
     except (TypeError, ValueError, AttributeError, ImportError) as error:
-        return [f"{place} — {error}"]
+        return [
+            f"{place}.{said.group(1)} — {said.group(2)}" if said else f"{place} — {part}"
+            for part in str(error).split("; ")
+            for said in [re.match(r"(\w+) (must be .*)", part)]
+        ]
     return []
 
 

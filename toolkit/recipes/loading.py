@@ -111,7 +111,7 @@ def load(
         overrides: "section.key=value", the value read as YAML; "section=null" and "adapters.role=null" take a section
             or an adapter away. One that names a file or folder in place of a hub id
             takes the recipe's `subset` and `name` of that hub id away.
-        run: names the run; the recipe's name if None.
+        run: names the run; the recipe's name if None, and that of the run for the recipe that a run keeps.
         runs_dir: folder of all runs.
 
     Raises:
@@ -153,4 +153,7 @@ def load(
     problems = check_recipe(checked)
     if problems:
         raise _problems(path, problems)
-    return Recipe(path.stem, checked, run or path.stem, Path(runs_dir))
+    # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
+    kept = path.name == "recipe.yaml" and path.resolve().parent.parent == Path(runs_dir).resolve()
+    own = path.resolve().parent.name if kept else path.stem
+    return Recipe(own, checked, run or own, Path(runs_dir))

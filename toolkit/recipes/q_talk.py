@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import TextStreamer
 
@@ -18,6 +18,8 @@ class QSpeaker(Speaker):
 
     The reference beside it is sampled at temperature 1, or greedily where Q is.
     """
+
+    stage: ClassVar[str] = "q"
 
     @classmethod
     def of_run(cls, recipe: Recipe, **settings: Any) -> "QSpeaker":
@@ -35,7 +37,7 @@ class QSpeaker(Speaker):
                 self.roles,
                 ids.to(device),
                 mask.to(device),
-                max_new_tokens=self.max_new_tokens or self.recipe.stage_config("q").response_length,
+                max_new_tokens=self.longest,
                 stop_token_ids=self._stops,
                 pad_token_id=tokenizer.pad_token_id,
                 temperature=self.temperature or None,

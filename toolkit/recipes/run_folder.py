@@ -5,6 +5,7 @@ nor a stage before it reads one of them. What has taken hours is deleted by thos
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from toolkit.errors import RecipeError, ToolkitError
 from toolkit.recipes.assemble import MAKERS
 from toolkit.recipes.collecting import partial_file
 from toolkit.recipes.recipe import Recipe
+from toolkit.recipes.sections import STAGE_CLASSES
 from toolkit.reports import read_result, write_result
 
 RECIPE_FILE = "recipe.yaml"
@@ -37,9 +39,24 @@ _UNREAD: dict[str, tuple[str, ...]] = {
     "ppo": ("q_data", "adapters.q", "collect", "q"),
     "q": ("ppo", *_OF_VALUE),
 }  # fmt: skip
+# What a stage can go on with changed: it decides when something is written or how much memory is taken, or how far the
+# run goes, and nothing of what the run has done so far.
+_MAY_CHANGE = (
+    "max_steps", "num_train_epochs", "gradient_checkpointing", "logprob_chunk_size", "q_chunk_size",
+    "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy",
+    "save_steps", "save_total_limit", "logging_steps", "report_to", "run_name", "dataloader_num_workers",
+)  # fmt: skip
+_ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _SHOWN = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
 _ABSENT = object()
+
+
+def no_such_run(run: str, runs_dir: Path) -> str:
+    """That there is no such run, and which there are."""
+    others = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECIPE_FILE}"))
+    there = f"There are {', '.join(others)}." if others else "There is none yet: make ppo trains one."
+    return f'no run "{run}" in {runs_dir}. {there}'
 
 
 def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -97,10 +114,31 @@ def _holds_work(folder: Path) -> bool:
     return read_result(folder) is not None or bool(checkpoint_folders(folder)) or partial_file(folder).is_file()
 
 
-def _outdated(recipe: Recipe) -> dict[str, list[str]]:
+def _may_change(recipe: Recipe, stage: str) -> set[str]:
+    """Keys that may differ where the stage goes on: those above, and those whose product stays what it was."""
+    found = {f"{stage}.{name}" for name in _MAY_CHANGE}
+    if stage not in STAGE_CLASSES:
+        return found
+    owner: Any = STAGE_CLASSES[stage]
+
+    def rows(values: dict[str, Any]) -> list[Any]:
+        section = values.get(stage)
+        given = section if isinstance(section, dict) else {}
+        return [given.get(name, owner.__dataclass_fields__[name].default) for name in _ROWS_OF_A_STEP]
+
+    there, here = rows(_recorded(recipe.folder)), rows(recipe.values)
+    numbers = all(isinstance(number, int) for number in (*there, *here))
+    same = numbers and math.prod(there) == math.prod(here)
+    return found | ({f"{stage}.{name}" for name in _ROWS_OF_A_STEP} if same else set())
+
+
+def _outdated(recipe: Recipe, resumed: str | None = None) -> dict[str, list[str]]:
     """Stages whose work in the run folder was done under other settings, each with the keys that differ."""
     differences = _differences(recipe, recipe.folder)
     found = {stage: _that_count(recipe, stage, differences) for stage in STAGES}
+    if resumed is not None:
+        kept = _may_change(recipe, resumed)
+        found[resumed] = [key for key in found[resumed] if key not in kept]
     return {stage: keys for stage, keys in found.items() if keys and _holds_work(recipe.stage_folder(stage))}
 
 
@@ -121,9 +159,14 @@ def _listed(stages: list[str]) -> str:
     return f"{', '.join(stages[:-1])} and {stages[-1]}" if len(stages) > 1 else "".join(stages)
 
 
-def conflict(recipe: Recipe) -> str | None:
-    """Why the run folder cannot be this recipe's without losing work, and the ways on; None where it can."""
-    outdated = _outdated(recipe)
+def conflict(recipe: Recipe, *, resumed: str | None = None) -> str | None:
+    """Why the run folder cannot be this recipe's without losing work, and the ways on; None where it can.
+
+    Args:
+        recipe: the recipe, bound to its run folder.
+        resumed: a stage that is to go on from its checkpoints, which it can do with some settings changed.
+    """
+    outdated = _outdated(recipe, resumed)
     if not outdated:
         return None
     keys = max(outdated.values(), key=len)  # a later stage reads all that an earlier one does
@@ -155,13 +198,14 @@ def claim(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool =
     """
     marker, folder = recipe.folder / RECIPE_FILE, recipe.stage_folder(stage)
     try:
-        problem = conflict(recipe)
+        resumed = stage if resume else None
+        problem = conflict(recipe, resumed=resumed)
         if problem is not None and not overwrite:
             goes_on = f" Its own settings go on with toolkit {stage} {marker} --run {recipe.run} --resume"
             raise RecipeError(problem + (goes_on if resume else ""))
         if not (overwrite or resume):
             _refuse_to_lose(folder, stage)
-        for outdated in _outdated(recipe):
+        for outdated in _outdated(recipe, resumed):
             _delete(recipe, outdated)
         recipe.folder.mkdir(parents=True, exist_ok=True)
         marker.write_text(recipe.to_yaml(), encoding="utf-8")

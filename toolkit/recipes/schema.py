@@ -9,7 +9,16 @@ import torch
 from peft import LoraConfig
 
 from toolkit.data import TASKS
-from toolkit.recipes.keys import SET_ELSEWHERE, check_keys, check_quantization, construction_problems, suggestion
+from toolkit.recipes.keys import (
+    SET_ELSEWHERE,
+    check_keys,
+    check_quantization,
+    construction_problems,
+    not_installed,
+    out_of_range,
+    owner_fields,
+    suggestion,
+)
 from toolkit.recipes.sections import (
     ADAPTER_ROLES,
     DATA_SECTIONS,
@@ -25,6 +34,17 @@ from toolkit.rewards.section import section_problems
 from toolkit.trainers.ppo_config import NOT_OFFERED, ignored_by_our_loop
 from toolkit.trainers.q_config import IGNORED as IGNORED_BY_Q
 
+# Of make and of the commands; by mistake among the keys.
+_ARGUMENTS = {
+    "RECIPE": "its first one",
+    "MODEL": "base.model=… here, MODEL=… with make",
+    "RUN": "--run name",
+    "FROM": "--from-run name",
+    "OVERWRITE": "--overwrite",
+    "RESUME": "--resume",
+    "SET": "the keys themselves, each a word",
+}
+
 
 def model_section(stage: str, values: dict[str, Any]) -> str:
     """The section with the model that a stage trains, whose `dtype` its precision follows."""
@@ -36,6 +56,7 @@ def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> lis
     owner = STAGE_CLASSES[stage]
     reasons = NOT_OFFERED if stage == "ppo" else None
     problems = check_keys(stage, values, owner, hidden=("output_dir", "seed"), reasons=reasons)
+    problems += out_of_range(stage, values) + not_installed(stage, values)
     if stage == "ppo" and isinstance(values, dict) and values.get("loop", "toolkit") == "toolkit":
         problems += [
             f"ppo.{key} — would have no effect: {reason}."
@@ -97,7 +118,7 @@ def check_adapters(values: Any) -> list[str]:
         if role not in ADAPTER_ROLES:
             problems.append(f"adapters.{role} — no such role. {suggestion(role, ADAPTER_ROLES)}")
             continue
-        found = check_keys(f"adapters.{role}", config, LoraConfig)
+        found = check_keys(f"adapters.{role}", config, LoraConfig) or out_of_range(f"adapters.{role}", config)
         problems += found or construction_problems(f"adapters.{role}", partial(LoraConfig, **config))
     return problems
 
@@ -145,9 +166,20 @@ def with_reward_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**values, "scorer": found(values["scorer"])} if "scorer" in values else values
 
 
+def _section_hint(key: str) -> str:
+    """Where a key belongs that stands beside the sections, or the section that was meant."""
+    if key in _ARGUMENTS:
+        return f"It is an argument of the command: {_ARGUMENTS[key]}."
+    owners = {**PLAIN_SECTIONS, **STAGE_CLASSES, "data": TASKS["preferences"]}
+    homes = [section for section, owner in owners.items() if key in owner_fields(owner)]
+    if homes:
+        return f"It is a key of {', '.join(homes)}: write {'ppo' if 'ppo' in homes else homes[0]}.{key}."
+    return suggestion(key, TOP_LEVEL)
+
+
 def check_recipe(values: dict[str, Any]) -> list[str]:
     """All problems of a resolved recipe; empty if there are none."""
-    problems = [f"{key} — no such section. {suggestion(key, TOP_LEVEL)}" for key in values if key not in TOP_LEVEL]
+    problems = [f"{key} — no such section. {_section_hint(key)}".rstrip() for key in values if key not in TOP_LEVEL]
     problems += [f"{key} — this section is missing." for key in ("base", "data") if key not in values]
     if not isinstance(values.get("seed", 0), int):
         problems.append(f"seed — a whole number is needed, got {values['seed']!r}.")

@@ -10,17 +10,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from toolkit.checkpoints import checkpoint_folders, newest_whole
-from toolkit.errors import CheckpointError, RecipeError, RunInterrupted
+from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.models import PolicyView
 from toolkit.recipes.assemble import MAKERS, RESPONSES_FILE, make_meter, stage_dataset
 from toolkit.recipes.child import run_stage
 from toolkit.recipes.collecting import collect
 from toolkit.recipes.own_value import copies_reward_model
 from toolkit.recipes.recipe import Recipe
-from toolkit.recipes.run_folder import RECIPE_FILE, STAGES, claim, finished, take_over
+from toolkit.recipes.run_folder import RECIPE_FILE, STAGES, claim, finished, no_such_run, take_over
 from toolkit.recipes.schema import model_section
 from toolkit.reports import (
     ERRORS_FILE,
@@ -178,11 +179,16 @@ def run(
             "ppo.loop: trl saves no checkpoints, since TRL's loop cannot go on from one (huggingface/trl#2657). "
             "Run it anew, or use ppo.loop: toolkit."
         )
+    if resume and not (recipe.folder / RECIPE_FILE).is_file():
+        raise RecipeError(f"there is nothing to go on with: {no_such_run(recipe.run, recipe.runs_dir)}")
     _run_prerequisites(recipe, stage, console, overwrite=overwrite, resume=resume, from_run=from_run)
     claim(recipe, stage, overwrite=overwrite, resume=resume)
-    if stage == "collect":
-        return _run_collect(recipe, console)
-    return _run_alone(recipe, stage, console, _to_resume(recipe, stage, console) if resume else None)
+    try:
+        if stage == "collect":
+            return _run_collect(recipe, console)
+        return _run_alone(recipe, stage, console, _to_resume(recipe, stage, console) if resume else None)
+    except torch.OutOfMemoryError as error:
+        raise ToolkitError(_out_of_memory(stage, recipe.stage_folder(stage))) from error
 
 
 def _run_collect(recipe: Recipe, console: Console) -> dict[str, Any]:
@@ -265,6 +271,22 @@ def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | 
     print_result(console, result)
     console.print(f"report: {report}", highlight=False, soft_wrap=True)
     return result
+
+
+def _out_of_memory(stage: str, folder: Path) -> str:
+    """What can be done where a GPU's memory ran out in a stage."""
+    if stage == "collect":
+        return "collect ran out of GPU memory. Halve collect.batch_size, then run it again."
+    elsewhere = {"ppo": "in the rollout or the scoring ppo.local_rollout_forward_batch_size and ppo.logprob_chunk_size",
+                 "q": "in the readings of whole rows q.q_chunk_size"}  # fmt: skip
+    more = f", {elsewhere[stage]}" if stage in elsewhere else ""
+    saved = bool(checkpoint_folders(folder))
+    return (
+        f"{stage} ran out of GPU memory. Set {stage}.gradient_checkpointing=true, or halve what is done at a time: in "
+        f"training {stage}.per_device_train_batch_size, with {stage}.gradient_accumulation_steps doubled, which "
+        f"changes no gradient{more}, in the evaluation {stage}.per_device_eval_batch_size. Then "
+        + ("go on with RESUME=1 (--resume, resume=True)." if saved else "run it again: nothing had been saved yet.")
+    )
 
 
 def _report_cuts(recipe: Recipe, args: Any, console: Console) -> dict[str, dict[str, int]]:

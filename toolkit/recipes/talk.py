@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -40,10 +40,17 @@ class Speaker:
     temperature: float = 1.0
     batch_size: int = 8
 
+    stage: ClassVar[str] = "ppo"  # whose settings answers follow
+
     @classmethod
     def of_run(cls, recipe: Recipe, **settings: Any) -> "Speaker":
         """Load base, policy and reference of a finished run."""
         return cls(recipe, policy_and_reference(recipe), **settings)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of an answer at most."""
+        return self.max_new_tokens or int(self.recipe.stage_config(self.stage).response_length)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation as the recipe's data makes prompts: by chat template, or its last message as plain text."""
@@ -78,7 +85,7 @@ class Speaker:
     def _generation_config(self) -> GenerationConfig:
         sampling = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.temperature else {}
         return GenerationConfig(
-            max_new_tokens=self.max_new_tokens or self.recipe.stage_config("ppo").response_length,
+            max_new_tokens=self.longest,
             do_sample=bool(self.temperature),
             eos_token_id=self._stops,
             pad_token_id=self.recipe.tokenizer.pad_token_id,
@@ -195,4 +202,6 @@ def _exchange(speaker: Speaker, messages: Messages, line: str, write: Callable[[
             write(f"[{role}]")
         streamer = TextStreamer(speaker.recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
         said[role] = speaker.answer([ids], role=role, streamer=streamer)[0]
+        if len(speaker.recipe.tokenizer.encode(said[role], add_special_tokens=False)) >= speaker.longest:
+            write(f"(cut at {speaker.longest} tokens; --max-new-tokens lets it say more)")
     return [*asked, {"role": "assistant", "content": said["policy"]}]

@@ -5,7 +5,7 @@ from toolkit.reports.metrics import MetricsFile, read_jsonl_metrics
 from toolkit.reports.page import write_report
 from toolkit.reports.progress import ProgressBar
 from toolkit.reports.result import peak_memory_gb, read_json, read_result, versions, write_json, write_result
-from toolkit.reports.samples import Answers, sample_rows, samples_table, write_jsonl
+from toolkit.reports.samples import Answers, append_jsonl, keep_until, sample_rows, samples_table, write_jsonl
 
 __all__ = [
     "ERRORS_FILE",
@@ -14,7 +14,9 @@ __all__ = [
     "JudgedPair",
     "MetricsFile",
     "ProgressBar",
+    "append_jsonl",
     "judgement",
+    "keep_until",
     "peak_memory_gb",
     "read_json",
     "read_jsonl_metrics",

@@ -73,3 +73,18 @@ def samples_table(rows: Sequence[dict[str, Any]], *, limit: int = 5) -> Table:
         score = f"{row['before_score']:.2f} → {row['after_score']:.2f}"
         table.add_row(_clip(row["prompt"]), _clip(row["before"]), _clip(row["after"]), score)
     return table
+
+
+def append_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Add rows to a JSON Lines file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop what a file of rows with `step` says of later ones, and a line that a kill cut short."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

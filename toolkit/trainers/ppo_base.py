@@ -26,13 +26,43 @@ from toolkit.checkpoints import read_state, set_aside_later
 from toolkit.data import PlacedDataLoader, PromptCollator, Rollout
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role
-from toolkit.rewards import Reward
+from toolkit.reports import append_jsonl, keep_until
+from toolkit.rewards import Reward, total_scores
 from toolkit.trainers import self_checks
 from toolkit.trainers.evaluation import EvaluatesRollouts
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.resume import ResumableTrainer
-from toolkit.trainers.rollouts import gather
+from toolkit.trainers.rollouts import Gathered, gather
 from toolkit.trainers.scores import ScoreShaper
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+_ROWS_SHOWN = 4  # of a rollout, at every logged step
+
+
+_QUICK_START = """## Quick start
+
+`policy/` is the trained adapter, and `value/` the critic's; for the base that they were trained on:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+tokenizer = AutoTokenizer.from_pretrained("{base}")
+policy = PeftModel.from_pretrained(base, "policy")  # of this folder
+```
+
+"""
+
+
+def _shown(gathered: Gathered) -> list[dict[str, Any]]:
+    """What the policy said to the first few prompts, and what it was worth."""
+    rollout, scores = gathered.rollout, total_scores(gathered.scores).tolist()
+    return [
+        {"prompt": rollout.prompts[row], "response": rollout.responses[row], "score": scores[row],
+         "ended": rollout.ended[row]}
+        for row in range(min(_ROWS_SHOWN, len(rollout)))
+    ]  # fmt: skip
 
 
 class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
@@ -110,6 +140,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         self._pass_is_over = False  # its last batch was drawn, and what is due at its end is not done
         self._gathered_parts: dict[str, Tensor] | None = None
         self._last_metrics: dict[str, float] = {}
+        self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
         self._ready = self._ratio_checked = self._gradients_checked = False
 
@@ -184,6 +215,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         state.num_train_epochs = self.total_updates * args.update_batch_size / self.prompts_of_a_pass
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
+        keep_until(Path(args.output_dir) / ROLLOUTS_FILE, began)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = self.dataloader
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
@@ -217,6 +249,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         """An update, with the rollouts that it is from."""
         gathered = gather(self)
         self._gathered_parts = gathered.parts
+        self._shown = _shown(gathered)
         started = time.perf_counter()
         try:
             metrics = self.step(gathered.batch, gathered.rollout, gathered.scores)
@@ -254,6 +287,8 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         if self.control.should_log and self.state.global_step > self._last_logged:
             self._last_logged = self.state.global_step
             self.log(dict(self._last_metrics))
+            rows = [{"step": self.state.global_step, **row} for row in self._shown]
+            append_jsonl(Path(self.args.output_dir) / ROLLOUTS_FILE, rows)
         best = False
         if self.control.should_evaluate:
             self.control.should_evaluate = False
@@ -282,7 +317,19 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
                 base_name=self.base_name,
             )
         if not _internal_call:
-            self.create_model_card(model_name=folder.name)
+            self._write_model_card(folder)
+
+    def _write_model_card(self, folder: Path) -> None:
+        """TRL's card; one of a base in a local folder would send its readers to a model called None."""
+        self.create_model_card(model_name=folder.resolve().parent.name)
+        card = Path(self.args.output_dir) / "README.md"
+        text = card.read_text(encoding="utf-8")
+        name = self.base_name or "a base without a name"
+        text = text.replace("[None](https://huggingface.co/None)", f"`{name}`")
+        begin, end = text.find("## Quick start"), text.find("## Training procedure")
+        if begin >= 0 and end > begin:
+            text = f"{text[:begin]}{_QUICK_START.format(base=name)}{text[end:]}"
+        card.write_text(text, encoding="utf-8")
 
     def save_checkpoint(self) -> Path:
         """As of every trainer; in a loop of your own before the first update, too."""
