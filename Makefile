@@ -9,6 +9,7 @@
 # make export RUN=my-run OUTPUT=folder       its adapter; MERGE=1 for a whole checkpoint
 # make recipes                               the list of recipes
 # make test · make check                     the tests · lint, types and tests, as CI runs them
+# make test-gpu                              the tests that only a GPU can run: float16
 # make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
 # make bench-gpu                             an 8B-shaped random Llama in NF4 on a GPU; needs no network, no checkpoint
 # make docs                                  docs/recipe_reference.md anew from the owners' classes
@@ -34,7 +35,7 @@ arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRIT
             $(if $(filter-out 0,$(RESUME)),--resume) $(if $(FROM),--from-run "$(FROM)")
 run = "$(or $(RUN),$(RECIPE))"
 
-.PHONY: help env sft reward ppo collect q show validate chat generate eval export recipes test lint types check format docs wheel \
+.PHONY: help env sft reward ppo collect q show validate chat generate eval export recipes test test-gpu lint types check format docs wheel \
         bench bench-gpu clean
 
 help:
@@ -70,6 +71,9 @@ recipes: $(BIN)/.installed
 
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-gpu: $(BIN)/.installed
+	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/recipes/test_llama3.py tests/trainers/test_float16.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

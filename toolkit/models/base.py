@@ -25,10 +25,6 @@ from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError
 
-# From torch 2.11 on cuDNN's attention comes first on Hopper and Blackwell. It makes a plan for every new length, and
-# each token that is decoded is one; its backward pass can give NaN where there is a mask (pytorch/pytorch#196678).
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 
 def default_device() -> torch.device:
     """The first CUDA device where there is one, else the CPU."""

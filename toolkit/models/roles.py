@@ -73,6 +73,9 @@ class SharedBase(nn.Module):
 
     def __init__(self, causal_lm: PreTrainedModel):
         super().__init__()
+        # From torch 2.11 on cuDNN's attention comes first on Hopper and Blackwell. It makes a plan for every new
+        # length, and each token that is decoded is one; with a mask its gradients can be NaN (pytorch#196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         causal_lm.requires_grad_(False)
         switch_off_dropout(causal_lm)
         self.checkpoint_stops = _stops_of(causal_lm)
@@ -233,7 +236,10 @@ class SharedBase(nn.Module):
         if self.active_role == role or shared or (role == "value" and self.value_model is not None):
             raise AdapterError(f'role "{role}" cannot be taken away: it is in use.')
         if adapter == role:
-            self.model.base_model.delete_adapter(role)
+            with warnings.catch_warnings():
+                # PEFT activates another in its place; which one is active is decided here, below.
+                warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
+                self.model.base_model.delete_adapter(role)
             del self._adapter_parameters[role]
         if role in self.heads:
             del self.heads[role]
