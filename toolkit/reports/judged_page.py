@@ -5,14 +5,14 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from toolkit.reports.judged import JudgedPair, worst_errors
 
 _SHOWN = 10
 
 
 def _figure(found: dict[str, Any], pairs: Sequence[JudgedPair]) -> str:
+    from matplotlib.figure import Figure  # as in `page`
+
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     scores, calibration, lengths = figure.subplots(1, 3)
     sides = {side: [pair[f"{side}_score"] for pair in pairs] for side in ("chosen", "rejected")}

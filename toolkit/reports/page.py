@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from toolkit.reports.judged import JudgedPair
 from toolkit.reports.judged_page import judged_section
 
 REPORT_FILE = "report.html"
 _CURVES = (
-    "score", "kl", "length", "eos_share", "policy_loss", "value_loss", "approx_kl", "clip_fraction",
-    "loss", "accuracy", "eval_loss", "eval_score", "eval_kl", "eval_exact_match", "eval_accuracy",
+    "score", "shaped_score", "kl", "length", "eos_share", "entropy", "policy_loss", "value_loss", "approx_kl",
+    "clip_fraction", "loss", "accuracy", "eval_loss", "eval_score", "eval_kl", "eval_exact_match", "eval_accuracy",
 )  # fmt: skip
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -32,6 +30,8 @@ def _curves(metrics: Sequence[dict[str, Any]]) -> str:
     names = [name for name in _CURVES if sum(name in row for row in metrics) > 1]
     if not names:
         return ""
+    from matplotlib.figure import Figure  # half a second that a command without a report does not pay
+
     columns, rows = 3, -(-len(names) // 3)
     figure = Figure(figsize=(11, 2.4 * rows), layout="constrained")
     for i, name in enumerate(names, 1):
