@@ -116,6 +116,13 @@ def test_every_form_is_tokenised_alike_and_margins_come_along(tmp_path):
     assert without["prompt_length"][:] == [len(tokenizer.encode("<s>Capital?</s><s>"))] * len(rows)
 
 
+def test_where_all_are_too_long_the_limit_is_what_to_change(tmp_path):
+    path = write(tmp_path / "x.jsonl", SAME_PAIR[:2])
+    for limit in ("max_prompt_length", "max_response_length"):
+        with pytest.raises(DataError, match=rf"tokens \(first: .*line 1\)\). Raise data.{limit}, or name another"):
+            Preferences(byte_tokenizer(), path, path, **{limit: 2}).pairs("train")
+
+
 # ---------------------------------------------------------------------- without a chat template
 
 

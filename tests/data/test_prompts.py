@@ -176,7 +176,7 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
         ({"prompt": [{"content": "1"}]}, 'a message without text as "role"'),
         ({"prompt": [{"role": "user", "content": [{"text": "1"}]}]}, 'a message without text as "content"'),
         ({"prompt": [user("1"), {"role": "assistant", "content": "2"}]}, "its last turn is the assistant's"),
-        ({"prompt": [{"role": "system", "content": "1"}]}, "messages without a turn of the user"),
+        ({"prompt": [{"role": "system", "content": "1"}]}, "messages without a turn of the user (roles: system)"),
         ({"prompt": [user("1"), {"role": "tool", "content": "2"}]}, "the chat template refuses it: no role tool"),
     ]
     task = task_of(tmp_path, chat_tokenizer, [row for row, _ in rows], max_prompt_length=20)

@@ -161,7 +161,7 @@ def test_saved_adapters_are_checked_by_their_headers(checkpoint, tmp_path, monke
     start = {name: str(folder / name) for name in ("policy", "reward")}
     report = check(chat_recipe(tmp_path, checkpoint, "start.value=reward", start=start, adapters={}, reward=None))
     assert report.problems == ()
-    assert role(report, "policy").start == f"from {folder / 'policy'}"
+    assert role(report, "policy").start == f"from {folder / 'policy'}, trained on tiny"
     assert role(report, "policy").parameters == LORA_PARAMETERS
     assert role(report, "reward").parameters == 0 and role(report, "reward").head_parameters == 64
     assert role(report, "value").start == "a copy of the reward role"

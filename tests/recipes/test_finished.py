@@ -1,6 +1,7 @@
 """What can be done with a trained policy, by the command line and from Python."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,20 @@ def test_a_conversation_is_remembered_until_reset(trained, capsys):
     assert answer in capsys.readouterr().out  # streamed
     assert shown.count(f"(cut at {speaker.longest} tokens; --max-new-tokens lets it say more)") >= 1
     assert next(lines) == "never read"
+
+
+def test_a_file_of_prompts_has_the_columns_of_the_recipe_s_data(trained, tmp_path):
+    from toolkit.recipes.talk import _prompts
+
+    _, recipe = trained
+    asked = recipe.values["data"] | {"columns": {"prompt": "question"}}
+    speaker = talk.Speaker.of_run(replace(recipe, values={**recipe.values, "data": asked}), max_new_tokens=2)
+    path = tmp_path / "ask.csv"
+    path.write_text("question,topic\nCapital?,towns\n")
+    texts, ids = _prompts(speaker, (), path, 5)
+    assert texts == ["Capital?"] and ids == [speaker.prompt_ids([{"role": "user", "content": "Capital?"}])]
+    path.write_text("prompt,topic\nRiver?,towns\n")  # and those that every file may have
+    assert _prompts(speaker, (), path, 5)[0] == ["River?"]
 
 
 def test_a_conversation_ends_with_the_input(trained):

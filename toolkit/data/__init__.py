@@ -7,6 +7,7 @@ rewards, from any source that `sources` knows.
 
 from toolkit.data.chat import messages_of_row
 from toolkit.data.collators import LabelledCollator, PromptCollator, pad_rows
+from toolkit.data.columns import renamed
 from toolkit.data.demonstrations import Demonstrations
 from toolkit.data.digest import data_digest
 from toolkit.data.doubling import Doubling
@@ -43,6 +44,7 @@ __all__ = [
     "messages_of_row",
     "pad_rows",
     "read_rows",
+    "renamed",
     "rollout_of",
     "select",
 ]

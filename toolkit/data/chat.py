@@ -83,7 +83,8 @@ def checked_messages(value: Any) -> list[dict[str, Any]]:
     if messages[-1]["role"] == "assistant":
         raise Unusable("its last turn is the assistant's")
     if not any(message["role"] == "user" for message in messages):
-        raise Unusable("messages without a turn of the user")
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        raise Unusable(f"messages without a turn of the user (roles: {roles})")
     if not messages[-1]["content"].strip():
         raise Unusable("an empty prompt")
     return messages

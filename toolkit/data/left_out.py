@@ -1,5 +1,6 @@
 """Rows that cannot be used: left out, counted by reason, and kept on record with their place."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, ClassVar
@@ -52,7 +53,9 @@ class LeftOut:
                 break
         if not kept:
             why = self._listed(split) or "the file is empty"
-            raise DataError(f"data.{split}: no row can be used ({why}). Mend {source}, or name another source.")
+            limit_passed = re.search(r"a (prompt|response) over \d+ tokens", why)
+            way = f"Raise data.max_{limit_passed.group(1)}_length" if limit_passed else f"Mend {source}"
+            raise DataError(f"data.{split}: no row can be used ({why}). {way}, or name another source.")
         return kept
 
     def counts(self) -> dict[str, Counter[str]]:

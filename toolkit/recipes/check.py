@@ -8,6 +8,7 @@ The base is built on the meta device, where a model has names and shapes and no 
 code that puts them on a real base, so that what passes here fits there. Of saved adapters the headers are read.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,6 +52,15 @@ from toolkit.trainers.stock_ppo import check_trl_loop
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
 _NOT_NEEDED = "not needed for ppo"
 _READ_LOGITS = {"reward", "ppo", "collect", "q"}  # sections whose stages need the base's logits
+
+
+def _trained_on(folder: Path) -> str:
+    """The base that an adapter names as its own: one of the same shape would be taken without a word."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f", trained on {base}" if base else ""
 
 
 class _Outline(SharedBase):
@@ -214,7 +224,7 @@ class _Check:
             folder = Path(named) if named else self.recipe.stage_folder(str(stage)) / role
             with self.at(f"start.{role}" if named else str(stage)):
                 load_role(roles, role, folder)
-            self.starts[role] = f"from {folder}"
+            self.starts[role] = f"from {folder}{_trained_on(folder) if named else ''}"
         elif role in self.recipe.values.get("adapters", {}):
             self._add_fresh(roles, role, self.recipe.adapter(role), num_labels)
             self.starts[role] = f"fresh; the {stage} stage comes first" if stage and stage != role else "fresh"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import GenerationConfig, TextStreamer
 
-from toolkit.data import messages_of_row, pad_rows, read_rows
+from toolkit.data import messages_of_row, pad_rows, read_rows, renamed
 from toolkit.errors import DataError
 from toolkit.models import SharedBase
 from toolkit.recipes.finished import policy_and_reference
@@ -104,7 +104,10 @@ def _prompts(
     if texts or file is not None:
         conversations = [[{"role": "user", "content": text}] for text in texts]
         if file is not None:
-            conversations += [messages_of_row(place, row) for place, row in read_rows(str(file), setting="--file")]
+            columns = getattr(speaker.recipe.task, "columns", None) or {}
+            for place, row in read_rows(str(file), setting="--file"):
+                mapped = renamed(place, row, columns) if set(columns.values()) <= set(row) else row
+                conversations.append(messages_of_row(place, mapped))
         ids = [speaker.prompt_ids(messages) for messages in conversations]
         return [messages[-1]["content"] for messages in conversations], ids
     held_out = speaker.recipe.task.prompts("test")
