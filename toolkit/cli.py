@@ -139,7 +139,7 @@ _stage("reward", "Train the reward role.", "toolkit reward smollm2_135m_lora bas
 _stage(
     "ppo",
     "Train policy and value with PPO; stages that it needs and that are missing run first.",
-    "toolkit ppo doubling ppo.kl_coef=0.1 --run more-kl --from-run doubling",
+    "toolkit ppo doubling ppo.kl_coef=0.4 --run more-kl --from-run doubling",
 )
 _stage(
     "collect",

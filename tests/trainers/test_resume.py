@@ -393,6 +393,26 @@ def test_a_run_that_is_done_goes_on_where_a_longer_one_is_asked_for(stage, lengt
     assert_same(weights(whole), weights(again))
 
 
+@pytest.mark.parametrize("stage", [sft_policy, ppo], ids=lambda stage: stage.__name__)
+def test_a_run_made_longer_has_the_rates_of_the_longer_schedule(stage, tmp_path):
+    """The shorter one's ends at 0."""
+    settings = {"lr_scheduler_type": "linear", "logging_steps": 1}
+    make(stage, tmp_path, max_steps=2, **settings).train()
+    made = make(stage, tmp_path, max_steps=4, **settings)
+    made._prepare_training() if stage is ppo else made.create_optimizer()
+    seen, step = [], made.optimizer.step
+
+    def watched(*arguments, **named):
+        seen.append(made.optimizer.param_groups[0]["lr"])
+        return step(*arguments, **named)
+
+    made.optimizer.step = watched
+    made.train(resume_from_checkpoint=True)
+    assert sorted(set(seen), reverse=True) == pytest.approx([5e-3, 2.5e-3])  # halfway, and three quarters
+    rates = [row["learning_rate"] for row in metrics(tmp_path) if "learning_rate" in row]
+    assert len(rates) == 4 and rates[2] > 0
+
+
 def test_later_checkpoints_do_not_stand_before_those_of_a_course_that_began_earlier(tmp_path):
     make(ppo, tmp_path, max_steps=4).train()
     again = make(ppo, tmp_path, max_steps=3, save_total_limit=2)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
@@ -318,9 +319,19 @@ class ResumableTrainer(Trainer):
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{checkpoint} is of another run: its optimizer does not fit ({error}).") from error
         self.lr_scheduler.load_state_dict(state["scheduler"])
+        self._take_rates_of_this_schedule()
         if state["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self._count_resumption()
+
+    def _take_rates_of_this_schedule(self) -> None:
+        """Of a run that is made longer the shorter one's last rate, often 0, is not that of its next step."""
+        scheduler = self.lr_scheduler
+        if isinstance(scheduler, LambdaLR):
+            rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            scheduler._last_lr = [base * factor(scheduler.last_epoch) for base, factor in rates]
+            for group, rate in zip(self.optimizer.param_groups, scheduler._last_lr, strict=True):
+                group["lr"] = rate
 
     def _count_resumption(self) -> None:
         self.seconds_before = self._restoring["seconds"]
