@@ -89,6 +89,14 @@ def test_pairs_that_cannot_be_used(row, reason):
     [
         ({"chosen": 1, "rejected": "b"}, r'line 2: column "chosen" is neither text nor messages, but int; present'),
         (
+            {
+                "conversations": [{"from": "human", "value": "Hi"}],
+                "chosen": {"from": "gpt", "value": "a"},
+                "rejected": {"from": "gpt", "value": "b"},
+            },
+            r'line 2: .*"conversations" beside chosen and rejected is not read. Name it with data.columns.prompt=conv',
+        ),
+        (
             {"instruction": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
             r'line 2: there is no column "prompt", and "instruction" beside chosen and rejected is not read. Name it',
         ),

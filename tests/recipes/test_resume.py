@@ -109,6 +109,42 @@ def test_a_finished_stage_is_made_longer(tmp_path, checkpoint):
     assert "resumed_at" not in json.loads((longer.stage_folder("reward") / "result.json").read_text())
 
 
+def test_a_longer_run_that_is_stopped_is_not_taken_for_the_shorter_one(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint, max_steps=2, lr_scheduler_type="constant")
+    stages.run(recipe, "reward")
+    stages.run(recipe, "ppo")
+    (recipe.folder / "eval").mkdir()
+    longer = chat(tmp_path, checkpoint, max_steps=4, lr_scheduler_type="constant")
+    from toolkit.trainers.resume import ResumableTrainer
+
+    save = ResumableTrainer.save_checkpoint
+
+    def stops(self):
+        save(self)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableTrainer, "save_checkpoint", stops)
+        with pytest.raises(Stop):
+            stages.run(longer, "ppo", resume=True)
+    assert stages.finished(longer, "ppo") is None and not (recipe.folder / "eval").exists()
+    with pytest.raises(RecipeError, match="has not finished"):
+        finished.open_run(recipe.run, runs_dir=recipe.runs_dir)
+    assert stages.run(longer, "ppo", resume=True)["resumed_at"] == [2, 3]
+
+
+def test_a_stage_before_it_is_made_longer_too(tmp_path, checkpoint):
+    """In a process of its own, which must not find the shorter one's result."""
+    reward = {"max_steps": 2, "per_device_train_batch_size": 2, **SAVING}
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    longer = chat_recipe(tmp_path, checkpoint, reward={**reward, "max_steps": 3}, ppo=recipe.values["ppo"])
+    stages.run(longer, "ppo", resume=True)
+    made = json.loads((longer.stage_folder("reward") / "result.json").read_text())
+    assert made["resumed_at"] == [2]
+    assert checkpoint_folders(longer.stage_folder("reward"))[-1].name == "checkpoint-3"
+
+
 def test_memory_that_runs_out_says_what_to_halve(tmp_path, checkpoint, monkeypatch):
     recipe = chat(tmp_path, checkpoint)
     stages.run(recipe, "reward")

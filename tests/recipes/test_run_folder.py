@@ -130,6 +130,8 @@ def test_a_base_that_sft_makes_is_read_by_all(tmp_path):
     other = recipes.load("doubling", "sft.max_steps=3", runs_dir=tmp_path)
     assert all(finished(other, name) is None for name in ("sft", "reward", "ppo"))
     assert finished(recipes.load("doubling", "reward.max_steps=3", runs_dir=tmp_path), "sft") is not None
+    policy = recipes.load("doubling", "adapters.policy.r=2", runs_dir=tmp_path)  # which sft does not train here
+    assert [finished(policy, name) is None for name in ("sft", "reward", "ppo")] == [False, False, True]
 
 
 # ---------------------------------------------------------------------- what may be deleted
@@ -193,6 +195,7 @@ def test_a_stage_that_left_nothing_of_worth_is_tried_again_with_other_settings(t
         (["ppo.per_device_train_batch_size=1"], False),
         (["ppo.learning_rate=1e-3"], False),
         (["ppo.max_steps=9", "ppo.kl_coef=0.3"], False),
+        (["ppo.max_steps=1"], False),  # what is done cannot be of a shorter run
         (["reward.logging_steps=5"], False),  # which is not what goes on
     ],
 )
@@ -212,6 +215,45 @@ def test_a_stage_goes_on_with_settings_that_change_nothing_of_its_past(changes, 
         with pytest.raises(RecipeError, match="other settings"):
             claim(other, "ppo", resume=True)
     assert saved.is_dir() and there(recipe) >= ({"reward"} if changes[0] != "reward.logging_steps=5" else set())
+
+
+def test_a_finished_stage_without_checkpoints_is_not_begun_anew_by_resuming(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint)
+    finish(recipe, "reward", "ppo")
+    for change in ("ppo.logging_steps=7", "ppo.max_steps=9"):
+        with pytest.raises(
+            RecipeError, match="a ppo stage and no checkpoint of it to go on from. Name a new"
+        ):
+            claim(chat_recipe(tmp_path, checkpoint, change), "ppo", resume=True)
+    assert there(recipe) == {"reward", "ppo"}
+
+
+def test_weights_that_a_notebook_saved_are_not_deleted_unasked(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint)
+    claim(recipe, "ppo")
+    saved = recipe.stage_folder("ppo") / "policy" / "adapter_model.safetensors"
+    saved.parent.mkdir()
+    saved.write_bytes(b"x")
+    with pytest.raises(RecipeError, match="holds weights that were saved without a checkpoint to go on from"):
+        claim(recipe, "ppo")
+    with pytest.raises(RecipeError, match="no checkpoint of it to go on from"):
+        claim(recipe, "ppo", resume=True)
+    with pytest.raises(RecipeError, match="other settings"):
+        claim(chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3"), "ppo")
+    assert saved.is_file()
+    claim(recipe, "ppo", overwrite=True)
+    assert not saved.exists()
+
+
+def test_a_collection_without_a_response_is_nothing_to_lose(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint, collect=COLLECT)
+    claim(recipe, "collect")
+    partial = recipe.stage_folder("collect") / "responses.jsonl.partial"
+    partial.touch()
+    claim(chat_recipe(tmp_path, checkpoint, "collect.batch_size=2", collect=COLLECT), "collect")
+    partial.write_text("{}\n")
+    with pytest.raises(RecipeError, match="responses of a collect stage that was not finished"):
+        claim(chat_recipe(tmp_path, checkpoint, "collect.batch_size=2", collect=COLLECT), "collect")
 
 
 def test_stages_whose_recipe_is_lost_are_not_deleted_unasked(tmp_path, checkpoint):
@@ -237,7 +279,7 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     config = {"base_model_name_or_path": first.base_path}
     (first.stage_folder("sft") / "policy" / "adapter_config.json").write_text(json.dumps(config))
     second = chat_recipe(tmp_path, checkpoint, "reward.max_steps=9", name="second", sft=FEW)
-    assert take_over(second, "chat", ["sft", "reward"]) == [
+    assert take_over(second, "chat", {"sft": [], "reward": []}) == [
         f"sft is taken from {first.stage_folder('sft')}.",
         f"reward is run anew: reward.max_steps is 2 there and 9 here ({first.folder} and {second.folder}).",
     ]
@@ -246,10 +288,24 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     assert sorted(path.name for path in second.stage_folder("sft").iterdir()) == ["policy", "result.json"]
     assert not second.stage_folder("reward").exists() and finished(second, "sft") == taken
     assert there(first) == {"sft", "reward"}
-    assert take_over(second, "chat", ["sft"]) == []  # it has it by now
+    assert take_over(second, "chat", {"sft": []}) == []  # it has it by now
     third = chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="third", sft=FEW)
     (first.stage_folder("reward") / "result.json").unlink()
-    assert take_over(third, "chat", ["sft", "reward"])[1] == f"reward is run anew: {first.folder} has not finished it."
+    assert (
+        take_over(third, "chat", {"sft": [], "reward": []})[1]
+        == f"reward is run anew: {first.folder} has not finished it."
+    )
+
+
+def test_what_stands_on_a_stage_that_is_not_taken_is_not_taken(tmp_path):
+    """A reward on a base that the other run no longer has, and that this one will train anew."""
+    first = recipes.load("doubling", runs_dir=tmp_path)
+    finish(first, "sft", "reward")
+    (first.stage_folder("sft") / "result.json").unlink()
+    second = recipes.load("doubling", run="second", runs_dir=tmp_path)
+    with pytest.raises(RecipeError, match="reward is run anew: sft, on which it stands, is not finished here"):
+        take_over(second, "doubling", {"sft": [], "reward": ["sft"]})
+    assert there(second) == set()
 
 
 def test_a_copied_adapter_names_the_copy_of_its_base(tmp_path):
@@ -259,7 +315,7 @@ def test_a_copied_adapter_names_the_copy_of_its_base(tmp_path):
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": first.base_path, "r": 4}))
     second = recipes.load("doubling", "ppo.kl_coef=0.3", run="second", runs_dir=tmp_path)
-    take_over(second, "doubling", ["sft", "reward"])
+    take_over(second, "doubling", {"sft": [], "reward": []})
     copied = json.loads((second.stage_folder("reward") / "reward" / "adapter_config.json").read_text())
     assert copied == {"base_model_name_or_path": str(tmp_path / "second" / "sft" / "model"), "r": 4}
 
@@ -268,10 +324,10 @@ def test_what_cannot_be_taken_is_said(tmp_path, checkpoint):
     first = chat_recipe(tmp_path, checkpoint)
     second = chat_recipe(tmp_path, checkpoint, "reward.max_steps=9", name="second")
     for source, stage_names, message in (
-        ("nowhere", ["reward"], f'the run "nowhere" to begin with .* is not in {tmp_path}'),
-        ("second", ["reward"], 'the run "second" to begin with .* is this run itself'),
-        ("chat", [], "no stage comes before this one. Leave FROM out"),
-        ("chat", ["reward"], "nothing can be taken .*: reward is run anew: reward.max_steps is 2 there and 9 here"),
+        ("nowhere", {"reward": []}, f'the run "nowhere" to begin with .* is not in {tmp_path}'),
+        ("second", {"reward": []}, 'the run "second" to begin with .* is this run itself'),
+        ("chat", {}, "no stage comes before this one. Leave FROM out"),
+        ("chat", {"reward": []}, "nothing can be taken .*: reward is run anew: reward.max_steps is 2 there and 9 here"),
     ):
         finish(first, "reward") if source == "chat" and stage_names else None
         claim(first, "ppo") if not first.folder.exists() else None
@@ -286,11 +342,10 @@ def test_a_stage_that_this_run_has_begun_is_not_replaced(tmp_path, checkpoint):
     claim(second, "reward")
     (second.stage_folder("reward") / "checkpoint-1").mkdir()
     with pytest.raises(RecipeError, match="reward stage that was not finished, saved up to step 1"):
-        take_over(second, "chat", ["reward"])
-    with pytest.raises(RecipeError, match="nothing can be taken"):
-        take_over(second, "chat", ["reward"], resume=True)
+        take_over(second, "chat", {"reward": []})
+    assert take_over(second, "chat", {"reward": []}, resume=True) == ["reward goes on here."]
     assert (second.stage_folder("reward") / "checkpoint-1").is_dir()
-    take_over(second, "chat", ["reward"], overwrite=True)
+    take_over(second, "chat", {"reward": []}, overwrite=True)
     assert there(second) == {"reward"} and not (second.stage_folder("reward") / "checkpoint-1").exists()
 
 
@@ -305,5 +360,5 @@ def test_a_copy_that_fails_leaves_nothing_that_looks_finished(tmp_path, checkpoi
 
     monkeypatch.setattr(run_folder.shutil, "copytree", full)
     with pytest.raises(ToolkitError, match=r"cannot be copied there \(No space left on device\). Make room"):
-        take_over(second, "chat", ["reward"])
+        take_over(second, "chat", {"reward": []})
     assert finished(second, "reward") is None

@@ -53,8 +53,9 @@ class LeftOut:
                 break
         if not kept:
             why = self._listed(split) or "the file is empty"
-            limit_passed = re.search(r"a (prompt|response) over \d+ tokens", why)
-            way = f"Raise data.max_{limit_passed.group(1)}_length" if limit_passed else f"Mend {source}"
+            limits = [re.fullmatch(r"a (prompt|response) over \d+ tokens", reason) for reason in self.counts()[split]]
+            passed = limits[0] if limits and all(limits) else None
+            way = f"Raise data.max_{passed.group(1)}_length" if passed else f"Mend {source}"
             raise DataError(f"data.{split}: no row can be used ({why}). {way}, or name another source.")
         return kept
 

@@ -57,7 +57,7 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
         raise Unusable("one of chosen and rejected is text, the other messages")
     given = as_messages(row.get("prompt"))
     if given is None:
-        if all(isinstance(side, str) and not is_dialogue(side) for side in sides):
+        if not any(_holds_its_prompt(side) for side in sides):
             _check_nothing_is_left(place, row)
         prompt, chosen, rejected = _implicit(*sides)
     elif _repeats(given, *sides):
@@ -87,6 +87,11 @@ def _check_nothing_is_left(place: str, row: dict[str, Any]) -> None:
                 f'{place}: there is no column "prompt", and "{column}" beside chosen and rejected is not read. Name it '
                 f"with data.columns.prompt={column}, or take it out if the answers hold their prompts themselves."
             )
+
+
+def _holds_its_prompt(side: Any) -> bool:
+    """Whether a side says itself what it answers: a dialogue, or several messages."""
+    return is_dialogue(side) if isinstance(side, str) else len(side) > 1
 
 
 def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:

@@ -20,9 +20,10 @@ from toolkit.recipes.assemble import MAKERS
 from toolkit.recipes.collecting import partial_file
 from toolkit.recipes.recipe import Recipe
 from toolkit.recipes.sections import STAGE_CLASSES
-from toolkit.reports import read_result, write_result
+from toolkit.reports import RESULT_FILE, read_result, write_result
 
 RECIPE_FILE = "recipe.yaml"
+SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
 STAGES = (*MAKERS, "collect")
 EVALUATION = "eval"  # folder of what was measured of a trained policy
 
@@ -39,13 +40,14 @@ _UNREAD: dict[str, tuple[str, ...]] = {
     "ppo": ("q_data", "adapters.q", "collect", "q"),
     "q": ("ppo", *_OF_VALUE),
 }  # fmt: skip
-# What a stage can go on with changed: it decides when something is written or how much memory is taken, or how far the
-# run goes, and nothing of what the run has done so far.
+# What a stage can go on with changed: it decides when something is written or how much memory is taken, and nothing of
+# what the run has done so far.
 _MAY_CHANGE = (
-    "max_steps", "num_train_epochs", "gradient_checkpointing", "logprob_chunk_size", "q_chunk_size",
+    "gradient_checkpointing", "logprob_chunk_size", "q_chunk_size",
     "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy",
     "save_steps", "save_total_limit", "logging_steps", "report_to", "run_name", "dataloader_num_workers",
 )  # fmt: skip
+_LENGTHS = ("max_steps", "num_train_epochs")  # these may grow
 _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _SHOWN = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
@@ -93,6 +95,8 @@ def _unread(recipe: Recipe, stage: str) -> tuple[str, ...]:
             unread += ("data",)
         if stage == "reward":
             unread += ("sft", "sft_data")
+    if recipe.base.model is None and stage == "sft":
+        unread += ("adapters.policy",)  # all weights are trained, and no adapter
     return unread
 
 
@@ -109,27 +113,44 @@ def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
     return read_result(recipe.stage_folder(stage))
 
 
+def _holds_weights(folder: Path) -> bool:
+    """Whether something trained was saved there, as by a notebook's `save_model`."""
+    return any(folder.glob(f"[!.]*/{SAFETENSORS}")) or any(folder.glob("value/value_head.safetensors"))
+
+
+def _holds_responses(folder: Path) -> bool:
+    partial = partial_file(folder)
+    return partial.is_file() and partial.stat().st_size > 0
+
+
 def _holds_work(folder: Path) -> bool:
     """Whether there is something in a stage's folder that would have to be computed again."""
-    return read_result(folder) is not None or bool(checkpoint_folders(folder)) or partial_file(folder).is_file()
+    saved = read_result(folder) is not None or bool(checkpoint_folders(folder))
+    return saved or _holds_weights(folder) or _holds_responses(folder)
 
 
 def _may_change(recipe: Recipe, stage: str) -> set[str]:
-    """Keys that may differ where the stage goes on: those above, and those whose product stays what it was."""
+    """Keys that may differ where the stage goes on: those above, a length that grows, a product that stays."""
     found = {f"{stage}.{name}" for name in _MAY_CHANGE}
     if stage not in STAGE_CLASSES:
         return found
     owner: Any = STAGE_CLASSES[stage]
 
-    def rows(values: dict[str, Any]) -> list[Any]:
+    def numbers(values: dict[str, Any], names: tuple[str, ...]) -> list[float]:
         section = values.get(stage)
         given = section if isinstance(section, dict) else {}
-        return [given.get(name, owner.__dataclass_fields__[name].default) for name in _ROWS_OF_A_STEP]
+        every = [given.get(name, owner.__dataclass_fields__[name].default) for name in names]
+        return [number if isinstance(number, (int, float)) else -1 for number in every]
 
-    there, here = rows(_recorded(recipe.folder)), rows(recipe.values)
-    numbers = all(isinstance(number, int) for number in (*there, *here))
-    same = numbers and math.prod(there) == math.prod(here)
-    return found | ({f"{stage}.{name}" for name in _ROWS_OF_A_STEP} if same else set())
+    recorded = _recorded(recipe.folder)
+    for name in _LENGTHS:
+        (there,), (here,) = numbers(recorded, (name,)), numbers(recipe.values, (name,))
+        if 0 < there < here:
+            found.add(f"{stage}.{name}")
+    there_rows, here_rows = numbers(recorded, _ROWS_OF_A_STEP), numbers(recipe.values, _ROWS_OF_A_STEP)
+    if math.prod(there_rows) == math.prod(here_rows):
+        found |= {f"{stage}.{name}" for name in _ROWS_OF_A_STEP}
+    return found
 
 
 def _outdated(recipe: Recipe, resumed: str | None = None) -> dict[str, list[str]]:
@@ -205,6 +226,15 @@ def claim(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool =
             raise RecipeError(problem + (goes_on if resume else ""))
         if not (overwrite or resume):
             _refuse_to_lose(folder, stage)
+        if resume and not checkpoint_folders(folder) and not _holds_responses(folder) and _holds_work(folder):
+            raise RecipeError(
+                f"{folder} holds a {stage} stage and no checkpoint of it to go on from. Name a new run (RUN=name, "
+                "--run name, run=name), or give OVERWRITE=1 (--overwrite, overwrite=True) to delete it."
+            )
+        if resume and finished(recipe, stage) is None:
+            # What it came to so far is the result of other settings.
+            (folder / RESULT_FILE).unlink(missing_ok=True)
+            _delete_evaluation(recipe, stage)
         for outdated in _outdated(recipe, resumed):
             _delete(recipe, outdated)
         recipe.folder.mkdir(parents=True, exist_ok=True)
@@ -219,6 +249,10 @@ def claim(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool =
 def _delete(recipe: Recipe, stage: str) -> None:
     """A stage's folder, and what was measured of the policy that it trained."""
     shutil.rmtree(recipe.stage_folder(stage), ignore_errors=True)
+    _delete_evaluation(recipe, stage)
+
+
+def _delete_evaluation(recipe: Recipe, stage: str) -> None:
     if stage in ("ppo", "q"):
         shutil.rmtree(recipe.stage_folder(EVALUATION), ignore_errors=True)
 
@@ -236,7 +270,12 @@ def _refuse_to_lose(folder: Path, stage: str) -> None:
             "Go on with RESUME=1 (--resume, resume=True), or begin anew with OVERWRITE=1 (--overwrite, "
             "overwrite=True)."
         )
-    if partial_file(folder).is_file():
+    if _holds_weights(folder):
+        raise RecipeError(
+            f"{folder} holds weights that were saved without a checkpoint to go on from. Name a new run (RUN=name, "
+            "--run name, run=name), or give OVERWRITE=1 (--overwrite, overwrite=True) to delete them."
+        )
+    if _holds_responses(folder):
         raise RecipeError(
             f"{folder} holds responses of a collect stage that was not finished. Go on with RESUME=1 (--resume, "
             "resume=True), or begin anew with OVERWRITE=1 (--overwrite, overwrite=True)."
@@ -247,16 +286,17 @@ def _refuse_to_lose(folder: Path, stage: str) -> None:
 
 
 def take_over(
-    recipe: Recipe, source: str, stages: list[str], *, overwrite: bool = False, resume: bool = False
+    recipe: Recipe, source: str, needs: Mapping[str, list[str]], *, overwrite: bool = False, resume: bool = False
 ) -> list[str]:
     """Copy finished stages of another run whose settings, as far as the stages read them, are this recipe's too.
 
-    Checkpoints stay where they are. A stage that this run has finished, or with `resume` begun, is left alone.
+    Checkpoints stay where they are. A stage that this run has finished, or with `resume` begun, is left alone, and one
+    that stands on a stage which is not finished here is not taken.
 
     Args:
         recipe: the recipe, bound to its run folder.
         source: name of the other run, in the same folder of runs.
-        stages: those that are wanted, in order.
+        needs: the stages that are wanted, in order, each with those before it.
         overwrite: as for `claim`.
         resume: as for `claim`.
 
@@ -271,25 +311,37 @@ def take_over(
     if source == recipe.run or not (other.folder / RECIPE_FILE).is_file():
         why = "is this run itself" if source == recipe.run else f"is not in {recipe.runs_dir}"
         raise RecipeError(f'the run "{source}" to begin with (FROM, --from-run, from_run) {why}. Name another run.')
-    if not stages:
+    if not needs:
         raise RecipeError(f'nothing is taken from the run "{source}": no stage comes before this one. Leave FROM out.')
     differences = _differences(recipe, other.folder)
-    said, taken = [], 0
-    wanted = [stage for stage in stages if finished(recipe, stage) is None]
-    for stage in wanted:
-        keys = _that_count(recipe, stage, differences)
-        if keys:
-            said.append(f"{stage} is run anew: {_told(differences, keys)} ({other.folder} and {recipe.folder}).")
-        elif read_result(other.stage_folder(stage)) is None:
-            said.append(f"{stage} is run anew: {other.folder} has not finished it.")
-        elif not (resume and _holds_work(recipe.stage_folder(stage))):
+    said, refused = [], 0
+    for stage in [stage for stage in needs if finished(recipe, stage) is None]:
+        problem = _not_taken(recipe, other, stage, needs[stage], differences)
+        if resume and _holds_work(recipe.stage_folder(stage)):
+            said.append(f"{stage} goes on here.")
+        elif problem is not None:
+            said.append(f"{stage} is run anew: {problem}.")
+            refused += 1
+        else:
             claim(recipe, stage, overwrite=overwrite, resume=resume)
             _copy(other, recipe, stage)
             said.append(f"{stage} is taken from {other.stage_folder(stage)}.")
-            taken += 1
-    if len(wanted) == len(stages) and not taken:
+    if refused == len(needs):
         raise RecipeError(f'nothing can be taken from the run "{source}": {" ".join(said)} Leave FROM out.')
     return said
+
+
+def _not_taken(
+    recipe: Recipe, other: Recipe, stage: str, before: list[str], differences: Mapping[str, tuple[Any, Any]]
+) -> str | None:
+    """Why another run's stage cannot be this one's; None where it can."""
+    keys = _that_count(recipe, stage, differences)
+    if keys:
+        return f"{_told(differences, keys)} ({other.folder} and {recipe.folder})"
+    if read_result(other.stage_folder(stage)) is None:
+        return f"{other.folder} has not finished it"
+    missing = [earlier for earlier in before if finished(recipe, earlier) is None]
+    return f"{_listed(missing)}, on which it stands, is not finished here" if missing else None
 
 
 def _copy(source: Recipe, target: Recipe, stage: str) -> None:

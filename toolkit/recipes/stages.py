@@ -92,8 +92,8 @@ def _run_prerequisites(
 ) -> None:
     """Take from another run, or run, what a stage needs and the run does not have; `scorer` as for `check_for`."""
     if from_run is not None:
-        needed = prerequisites(recipe, stage)
-        for sentence in take_over(recipe, from_run, needed, overwrite=overwrite, resume=resume):
+        needs = {earlier: prerequisites(recipe, earlier) for earlier in prerequisites(recipe, stage)}
+        for sentence in take_over(recipe, from_run, needs, overwrite=overwrite, resume=resume):
             console.print(sentence, highlight=False, soft_wrap=True)
     missing = [earlier for earlier in prerequisites(recipe, stage) if finished(recipe, earlier) is None]
     if missing:
@@ -107,6 +107,7 @@ def _run_prerequisites(
         command = [sys.executable, "-m", "toolkit", earlier, str(recipe.folder / RECIPE_FILE)]
         command += ["--run", recipe.run, "--runs-dir", str(recipe.runs_dir), "--name", recipe.name]
         run_stage(command + (["--resume"] if resume else []), earlier, stage)
+        assert finished(recipe, earlier) is not None
 
 
 def prepared(
@@ -276,7 +277,10 @@ def _run_alone(recipe: Recipe, stage: str, console: Console, checkpoint: Path | 
 def _out_of_memory(stage: str, folder: Path) -> str:
     """What can be done where a GPU's memory ran out in a stage."""
     if stage == "collect":
-        return "collect ran out of GPU memory. Halve collect.batch_size, then run it again."
+        return (
+            "collect ran out of GPU memory. Halve collect.batch_size, then run it again, with OVERWRITE=1 (--overwrite) "
+            "if responses had been saved: each batch draws by a seed of its own."
+        )
     elsewhere = {"ppo": "in the rollout or the scoring ppo.local_rollout_forward_batch_size and ppo.logprob_chunk_size",
                  "q": "in the readings of whole rows q.q_chunk_size"}  # fmt: skip
     more = f", {elsewhere[stage]}" if stage in elsewhere else ""

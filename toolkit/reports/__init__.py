@@ -4,11 +4,20 @@ from toolkit.reports.judged import ERRORS_FILE, SCORES_FILE, JudgedPair, judgeme
 from toolkit.reports.metrics import MetricsFile, read_jsonl_metrics
 from toolkit.reports.page import write_report
 from toolkit.reports.progress import ProgressBar
-from toolkit.reports.result import peak_memory_gb, read_json, read_result, versions, write_json, write_result
+from toolkit.reports.result import (
+    RESULT_FILE,
+    peak_memory_gb,
+    read_json,
+    read_result,
+    versions,
+    write_json,
+    write_result,
+)
 from toolkit.reports.samples import Answers, append_jsonl, keep_until, sample_rows, samples_table, write_jsonl
 
 __all__ = [
     "ERRORS_FILE",
+    "RESULT_FILE",
     "SCORES_FILE",
     "Answers",
     "JudgedPair",

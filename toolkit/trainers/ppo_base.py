@@ -22,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
 
-from toolkit.checkpoints import read_state, set_aside_later
+from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator, Rollout
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role
@@ -209,6 +209,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         over = False
         if checkpoint is not None:
             over = bool(self.load_checkpoint(checkpoint)["stopped_early"])
+            self._check_not_past(checkpoint, self.state.global_step, self.total_updates)
         args, state = self.args, self.state
         began = state.global_step
         state.max_steps = self.total_updates
@@ -349,7 +350,6 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             CheckpointError: it is damaged, holds weights alone, or is of another run.
         """
         checkpoint = self._verified(folder)
-        set_aside_later(self.args.output_dir, checkpoint)
         self._prepare_training()
         self._restoring = state = read_state(checkpoint)
         self.load_saved(checkpoint)

@@ -134,6 +134,11 @@ class QTrainer(EvaluatesRollouts, ResumableTrainer):
             self.remove_callback(DEFAULT_PROGRESS_CALLBACK)
             self.remove_callback(PrinterCallback)
 
+    def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
+        if checkpoint is None:
+            self._sums, self._sums_from = {}, 0
+        return super()._run(checkpoint, arguments)
+
     # ------------------------------------------------------------------ losses
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:

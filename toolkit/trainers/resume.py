@@ -6,6 +6,7 @@ was never stopped: weights, optimizer, scheduler, float16's scaler, every random
 whatever else a trainer or a callback carries from step to step.
 """
 
+import math
 import time
 import warnings
 from pathlib import Path
@@ -90,6 +91,7 @@ class ResumableTrainer(Trainer):
     _request = StopRequest()
     _restoring: dict[str, Any]
     _began: float | None = None
+    _goes_on_from: Path | None = None
     _digest: str | None = None
 
     # ------------------------------------------------------------------ what a subclass says
@@ -126,16 +128,28 @@ class ResumableTrainer(Trainer):
             # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
             set_random_states(self._restoring["random"])
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            self._check_not_past(checkpoint, state.global_step, self.args.max_steps)
             over = state.global_step >= state.max_steps and not self._asks_for_more(state)
             if over or self._restoring["stopped_early"]:
                 return self._take_over(checkpoint, state)
         return super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **arguments)
 
+    def _check_not_past(self, checkpoint: Path, step: int, max_steps: int) -> None:
+        """Nothing, if the run is at least as long as what the checkpoint has behind it; below 1 it says nothing."""
+        if 0 < max_steps < step:
+            raise CheckpointError(
+                f"{checkpoint} has {step} steps behind it, and the run is to have {max_steps}. Take an earlier checkpoint, "
+                "or make the run longer."
+            )
+
     def _asks_for_more(self, state: TrainerState) -> bool:
         """Whether the settings are of a longer run than the one that the checkpoint ended."""
-        if self.args.max_steps > 0:
-            return self.args.max_steps > state.global_step
-        return self.args.num_train_epochs > state.num_train_epochs
+        args, rows = self.args, len(self.train_dataset)
+        if args.max_steps > 0:
+            return bool(args.max_steps > state.global_step)
+        whole = math.floor if args.dataloader_drop_last else math.ceil
+        steps_of_a_pass = math.ceil(whole(rows / args.train_batch_size) / args.gradient_accumulation_steps)
+        return math.ceil(args.num_train_epochs * max(steps_of_a_pass, 1)) > state.global_step
 
     def _take_over(self, checkpoint: Path, state: TrainerState) -> TrainOutput:
         """A checkpoint of a run that was over, from which transformers would train a step more."""
@@ -197,9 +211,7 @@ class ResumableTrainer(Trainer):
             if found is None:
                 raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint to go on from.")
             return found
-        found = self._verified(asked)
-        set_aside_later(self.args.output_dir, found)
-        return found
+        return self._verified(asked)
 
     def _verified(self, folder: str | Path) -> Path:
         problem = problem_of(folder)
@@ -233,6 +245,9 @@ class ResumableTrainer(Trainer):
         if best == folder or (best is not None and best.is_dir()):
             state.best_model_checkpoint = str(best)
         state.stateful_callbacks = self._callback_states()
+        if self._goes_on_from is not None:  # only now is it sure that the run goes another course
+            set_aside_later(self.args.output_dir, self._goes_on_from)
+            self._goes_on_from = None
         with whole_folder(folder) as aside:
             self.save_model(str(aside), _internal_call=True)
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
@@ -364,6 +379,7 @@ class ResumableTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The last thing to be restored: what comes before may draw random numbers."""
         if checkpoint is not None:
+            self._goes_on_from = Path(checkpoint)
             self.load_own_state(self._restoring["own"])
             set_random_states(self._restoring["random"])
             self._restoring = {}
