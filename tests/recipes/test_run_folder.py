@@ -221,9 +221,7 @@ def test_a_finished_stage_without_checkpoints_is_not_begun_anew_by_resuming(tmp_
     recipe = chat_recipe(tmp_path, checkpoint)
     finish(recipe, "reward", "ppo")
     for change in ("ppo.logging_steps=7", "ppo.max_steps=9"):
-        with pytest.raises(
-            RecipeError, match="a ppo stage and no checkpoint of it to go on from. Name a new"
-        ):
+        with pytest.raises(RecipeError, match="a ppo stage and no checkpoint of it to go on from. Name a new"):
             claim(chat_recipe(tmp_path, checkpoint, change), "ppo", resume=True)
     assert there(recipe) == {"reward", "ppo"}
 

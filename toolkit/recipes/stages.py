@@ -278,8 +278,8 @@ def _out_of_memory(stage: str, folder: Path) -> str:
     """What can be done where a GPU's memory ran out in a stage."""
     if stage == "collect":
         return (
-            "collect ran out of GPU memory. Halve collect.batch_size, then run it again, with OVERWRITE=1 (--overwrite) "
-            "if responses had been saved: each batch draws by a seed of its own."
+            "collect ran out of GPU memory. Halve collect.batch_size, then run it again, with OVERWRITE=1 "
+            "(--overwrite) if responses had been saved: each batch draws by a seed of its own."
         )
     elsewhere = {"ppo": "in the rollout or the scoring ppo.local_rollout_forward_batch_size and ppo.logprob_chunk_size",
                  "q": "in the readings of whole rows q.q_chunk_size"}  # fmt: skip

@@ -138,8 +138,8 @@ class ResumableTrainer(Trainer):
         """Nothing, if the run is at least as long as what the checkpoint has behind it; below 1 it says nothing."""
         if 0 < max_steps < step:
             raise CheckpointError(
-                f"{checkpoint} has {step} steps behind it, and the run is to have {max_steps}. Take an earlier checkpoint, "
-                "or make the run longer."
+                f"{checkpoint} has {step} steps behind it, and the run is to have {max_steps}. Take an earlier "
+                "checkpoint, or make the run longer."
             )
 
     def _asks_for_more(self, state: TrainerState) -> bool:
