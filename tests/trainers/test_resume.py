@@ -25,6 +25,7 @@ from toolkit.models import QBound, SharedBase, ValueModel, add_lora, add_q_roles
 from toolkit.reports import MetricsFile
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.q_learning import QTrainer
+from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.reward_model import reward_model_trainer
 from toolkit.trainers.sft import sft_trainer
@@ -376,6 +377,17 @@ def test_a_base_that_changed_is_refused(stage, tmp_path):
         other.roles.causal_lm.model.norm.weight.add_(1e-3)
     with pytest.raises(CheckpointError, match="written on a base with other weights"):
         other.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path, monkeypatch):
+    whole = ResumableTrainer._whole_state
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ResumableTrainer, "_whole_state", lambda self: {k: v for k, v in whole(self).items() if k != "base"}
+        )
+        make(ppo, tmp_path, max_steps=1).train()
+    with pytest.raises(CheckpointError, match="written by an earlier version of the toolkit"):
+        make(ppo, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("stage", [sft_policy, reward_pairs, ppo], ids=lambda stage: stage.__name__)

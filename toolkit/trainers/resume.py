@@ -359,6 +359,11 @@ class ResumableTrainer(Trainer):
                 f"{checkpoint} was written on other training data ({then['rows']} rows; now {now['rows']}), so its "
                 "place in them means nothing. Give the data back, or start anew (OVERWRITE=1, --overwrite)."
             )
+        if "base" not in state:
+            raise CheckpointError(
+                f"{checkpoint} was written by an earlier version of the toolkit, and lacks what this one goes on with. "
+                "Begin anew (OVERWRITE=1, --overwrite), or go on with that version."
+            )
         if state["base"] != self._about_base():
             raise CheckpointError(
                 f"{checkpoint} was written on a base with other weights: its adapters mean nothing on this one. Give "
