@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
@@ -252,3 +253,19 @@ def test_bases_that_do_not_fit(tmp_path):
         classifier_config(tokenizer, num_labels=1, config={"model_type": "bert", "vocab_size": 10})
     with pytest.raises(ModelError, match="adapters.reward: "):
         add_lora(own_classifier("bert"), lora().__class__(target_modules=["q_proj"]))
+
+
+def test_a_classifier_that_lacks_weights_is_not_filled_up_at_random(tmp_path):
+    made = own_classifier("llama")
+    made.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    layer, head = "model.layers.1.mlp.up_proj.weight", "score.weight"
+    for missing, trained, refused in ((layer, False, True), (head, False, False), (head, True, True)):
+        kept = {name: tensor for name, tensor in weights.items() if name != missing}
+        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        arguments = {"dtype": "float32", "device": torch.device("cpu"), "trained": trained}
+        if refused:
+            with pytest.raises(ModelError, match=rf"has no weights for {missing}, where the model would be random"):
+                load_classifier(made.config, str(tmp_path), **arguments)
+        else:
+            load_classifier(made.config, str(tmp_path), **arguments)  # a fresh head on a language model
