@@ -73,14 +73,14 @@ test: $(BIN)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(BIN)/.installed
-	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/recipes/test_llama3.py tests/trainers/test_float16.py
+	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/runs/test_llama3.py tests/trainers/test_float16.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(BIN)/.installed
-	$(BIN)/mypy toolkit
+	$(BIN)/mypy toolkit docs/make_reference.py
 
 check: lint types test
 
@@ -89,7 +89,7 @@ format: $(BIN)/.installed
 	$(BIN)/ruff format .
 
 docs: $(BIN)/.installed
-	$(BIN)/python -m toolkit.recipes.reference docs/recipe_reference.md
+	$(BIN)/python -m docs.make_reference docs/recipe_reference.md
 
 bench: $(BIN)/.installed
 	$(BIN)/python -m benchmarks.run --model "$(or $(MODEL),$(error make bench needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct))"

@@ -3,7 +3,8 @@
 `work` says what is done, `contenders` builds the trainers, `loops` drives them and times their phases, `compare` holds
 their losses against each other, `floor` measures what the matmuls alone would take. `worker` is one contender in one
 process, `run` the whole benchmark (`make bench`), `gpu` the one for a card (`make bench-gpu`), `summary` the arithmetic
-of its results and `table` the docs' page. Not part of the package: it knows `toolkit`, and `toolkit` does not know it.
+of its results, `records` their files, `table` the docs' page. `reward_parity`, `demonstrations`, `stitching` and
+`role_switch` answer other questions. Not part of the package: it knows `toolkit`, and `toolkit` does not know it.
 """
 
 import toolkit  # noqa: F401  (sets what its libraries read when they are first imported: no telemetry, no notices)

@@ -14,9 +14,8 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,13 +23,11 @@ import typer
 import yaml
 from matplotlib.figure import Figure
 
-from benchmarks.machine import machine
+from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, write_result
 from toolkit import recipes
 from toolkit.recipes import Recipe
-from toolkit.reports import read_jsonl_metrics, versions
+from toolkit.reports import read_jsonl
 
-HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs"
 PAGE = DOCS / "demonstrations.md"
 
 
@@ -145,7 +142,7 @@ def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> 
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     _stage("ppo", path, run, runs)
     result = json.loads((runs / run / "ppo" / "result.json").read_text(encoding="utf-8"))
-    metrics = read_jsonl_metrics(runs / run / "ppo" / "metrics.jsonl")
+    metrics = read_jsonl(runs / run / "ppo" / "metrics.jsonl")
     curve = [
         {"update": row["step"]} | {key.removeprefix("eval_"): v for key, v in row.items() if key.startswith("eval_")}
         for row in metrics
@@ -173,69 +170,67 @@ def run(name: str, runs: Path, overrides: Sequence[str] = ()) -> Path:
         start = _start(demonstration, seed, runs, overrides)
         for arm in demonstration.arms:
             found[arm][str(seed)] = _run_arm(name, arm, seed, start, runs)
-    now = datetime.now(UTC)
-    result = {
-        "demonstration": name,
-        "date": now.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": versions(),
-        "updates": demonstration.updates,
-        "arms": found,
-    }
-    path = HERE / "results" / f"{result['date']}_demonstration_{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return path
+    result = new_result(f"demonstration_{name}", demonstration=name, updates=demonstration.updates, arms=found)
+    return write_result(result, RESULTS)
 
 
 # ---------------------------------------------------------------------- figure and table
 
 
+Curves = Iterable[tuple[Sequence[Sequence[float]], dict[str, Any]]]
+
+
+def _figure(size: tuple[float, float], panels: Mapping[str, Curves], xlabel: str, legend: Mapping[str, Any]) -> Figure:
+    """Panels side by side under one legend: by title the points of each curve, and how it is drawn."""
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for points, style in curves:
+            axes.plot(*zip(*points, strict=True), lw=1.2, **style)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(xlabel, fontsize=9)
+        axes.grid(alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), **legend)
+    return figure
+
+
+_BELOW = {"loc": "outside lower center", "ncols": 2, "fontsize": 9}
+
+
 def _value_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    panels = (("exact_match", "right answers"), ("score", "score"), ("value_loss", "value loss"))
-    for i, (key, title) in enumerate(panels, 1):
-        axes = figure.add_subplot(1, 3, i)
+    def curves(key: str) -> Curves:
         for colour, (arm, described) in zip(("C0", "C1"), demonstration.arms.items(), strict=True):
             for seed, one in enumerate(found[arm].values()):
                 points = one["value_loss"] if key == "value_loss" else [[p["update"], p[key]] for p in one["curve"]]
-                axes.plot(*zip(*points, strict=True), color=colour, lw=1.2, label=described.label if not seed else None)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("updates", fontsize=9)
-        axes.grid(alpha=0.3)
-        if key == "value_loss":
-            axes.set_yscale("log")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+                yield points, {"color": colour, "label": described.label if not seed else None}
+
+    titles = {"right answers": "exact_match", "score": "score", "value loss": "value_loss"}
+    figure = _figure((10, 3.2), {title: curves(key) for title, key in titles.items()}, "updates", _BELOW)
+    figure.axes[2].set_yscale("log")
     return figure
 
 
 def _critic_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for i, (key, title) in enumerate((("score", "score of the rollouts"), ("value_loss", "value loss")), 1):
-        axes = figure.add_subplot(1, 2, i)
+    def curves(key: str) -> Curves:
         for arm, described in demonstration.arms.items():
-            one = next(iter(found[arm].values()))
-            axes.plot(*zip(*one[key], strict=True), lw=1.2, label=described.label)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("updates", fontsize=9)
-        axes.grid(alpha=0.3)
+            yield next(iter(found[arm].values()))[key], {"label": described.label}
+
+    panels = {"score of the rollouts": curves("score"), "value loss": curves("value_loss")}
+    figure = _figure((9, 3.2), panels, "updates", _BELOW)
     figure.axes[1].set_yscale("log")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure
 
 
 def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    styles, titles = ("-", "--", ":"), {"score": "score", "exact_match": "right answers"}
-    for place, (key, title) in enumerate(titles.items(), 1):
-        axes = figure.add_subplot(1, 2, place)
+    def curves(key: str) -> Curves:
         for i, (arm, described) in enumerate(demonstration.arms.items()):
             points = [(p["kl"], p[key]) for p in next(iter(found[arm].values()))["curve"]]
-            axes.plot(*zip(*points, strict=True), styles[i // 5], marker=".", lw=1.2, label=described.label)
-        axes.set_title(title, fontsize=10)
+            yield points, {"linestyle": ("-", "--", ":")[i // 5], "marker": ".", "label": described.label}
+
+    panels = {"score": curves("score"), "right answers": curves("exact_match")}
+    beside = {"loc": "outside right center", "fontsize": 8}
+    figure = _figure((11, 4.6), panels, "KL(policy, reference) a response", beside)
+    for axes in figure.axes:
         axes.set_xscale("log")
-        axes.set_xlabel("KL(policy, reference) a response", fontsize=9)
-        axes.grid(alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
 
 
@@ -250,10 +245,9 @@ def _table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
     columns = {"exact_match": "right answers", "score": "score", "kl": "KL a response"}
     measured = next(iter(next(iter(found.values())).values()))["after"]
     columns = {key: title for key, title in columns.items() if key in measured}
-    lines = [f"| | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
-    for arm, described in demonstration.arms.items():
-        lines.append(f"| {described.label} | " + " | ".join(_mean(found[arm], key) for key in columns) + " |")
-    return "\n".join(lines)
+    arms = demonstration.arms.items()
+    rows = [[described.label, *(_mean(found[arm], key) for key in columns)] for arm, described in arms]
+    return markdown(["", *columns.values()], rows)
 
 
 _FIGURES = {"value": _value_figure, "kl": _kl_figure, "critic": _critic_figure}
@@ -267,14 +261,10 @@ def show(path: Path) -> None:
     figure = _FIGURES[name](demonstration, result["arms"])
     (DOCS / "figures").mkdir(exist_ok=True)
     figure.savefig(DOCS / "figures" / f"{name}.svg", metadata={"Date": None})
-    text = PAGE.read_text(encoding="utf-8")
-    begin, end = f"<!-- {name}: made by benchmarks.demonstrations -->", f"<!-- end of {name} -->"
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    where = f"{result['machine']['processor']}, {result['machine']['threads']} thread(s), {result['date']}"
-    PAGE.write_text(
-        f"{before}{begin}\n{_table(demonstration, result['arms'])}\n\n{where}.\n{end}{after}", encoding="utf-8"
-    )
+    where = f"{result['machine']['processor']}, {result['machine']['threads']} thread(s), {result['date'][:10]}"
+    text = f"{_table(demonstration, result['arms'])}\n\n{where}."
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(fill(page, f"{name}: made by benchmarks.demonstrations", f"end of {name}", text), encoding="utf-8")
 
 
 def main(

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,12 @@ from benchmarks import floor
 from benchmarks.contenders import RANK, Built, Job, add_roles, built_on, ppo_config, prompts
 from benchmarks.errors import BenchmarkError
 from benchmarks.loops import PhaseClock, run_ours
-from benchmarks.machine import machine
-from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, random_llama, weight_gigabytes
-from benchmarks.run import result_path, write_result
-from benchmarks.table import RESULTS, gpu_rows
+from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, outline, random_llama, weight_gigabytes
+from benchmarks.records import RESULTS, new_result, result_path, write_result
+from benchmarks.table import gpu_rows
 from benchmarks.work import PHASES, Size, Work
 from toolkit.models import SharedBase
-from toolkit.models.base import outline
-from toolkit.reports import peak_memory_gb, versions
+from toolkit.reports import peak_memory_gb
 from toolkit.rewards import RewardAdapter
 from toolkit.trainers.ppo import PPOTrainer
 
@@ -161,29 +158,26 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
     layers, head = floor.linear_layers(drawn)
     values = ("separate", "shared")
     products = {value: floor.matmuls(work, layers, head, value=value, rank=RANK) for value in values}
-    found = floor.measure(products, dtype=torch.bfloat16, device=given.device)
-    result: dict[str, Any] = {
-        "kind": "gpu" if given.device.type == "cuda" else "small",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
-        "model": {
+    floor_seconds = floor.measure(products, dtype=torch.bfloat16, device=given.device)
+    result = new_result(
+        "gpu" if given.device.type == "cuda" else "small",
+        model={
             "architecture": "LlamaForCausalLM, random weights, NF4",
             "parameters": sum(p.numel() for p in drawn.parameters()),
             "layers": drawn.config.num_hidden_layers,
             "hidden_size": drawn.config.hidden_size,
             "vocabulary": drawn.config.vocab_size,
         },
-        "arguments": {"updates": given.updates},
-        "work": {
+        arguments={"updates": given.updates},
+        work={
             **asdict(given.size),
             "prompt_tokens": given.prompt_length,
             "response_tokens": given.size.response_length,
             "tokens": work.tokens,
         },
-        "rows": [],
-        "floor": found,
-    }
+        rows=[],
+        floor=floor_seconds,
+    )
     for value in values:
         base = random_llama(given.llama, given.device)
         result["model"]["weights_gb"] = weight_gigabytes(base)
@@ -191,7 +185,7 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
         for checkpointing in (False, True):
             row = measure(given, roles, work, value=value, checkpointing=checkpointing)
             if "seconds" in row:
-                row["over_floor"] = sum(row["seconds"].values()) / sum(found[value]["seconds"].values())
+                row["over_floor"] = sum(row["seconds"].values()) / sum(floor_seconds[value]["seconds"].values())
             result["rows"].append(row)
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)

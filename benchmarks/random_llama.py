@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.quantizers import AutoHfQuantizer
 
 from benchmarks.contenders import nf4
-from toolkit.models.base import outline
 
 # The configuration of Llama-3.1-8B, from its checkpoint's config.json.
 LLAMA_8B: dict[str, Any] = {
@@ -75,6 +74,12 @@ class _Filler:
             module=layer,
         )
         return weight.to(self.device)  # here bitsandbytes quantises it
+
+
+def outline(config: LlamaConfig) -> LlamaForCausalLM:
+    """All names and shapes of the model in bfloat16, and no weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def random_llama(values: dict[str, Any], device: torch.device, *, seed: int = 0) -> LlamaForCausalLM:

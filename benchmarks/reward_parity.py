@@ -11,8 +11,6 @@ held-out pairs. The result goes to `benchmarks/results/<date>_reward.json` after
 import argparse
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +22,13 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.machine import machine
 from benchmarks.paired import compare
+from benchmarks.processes import run_module
+from benchmarks.records import RESULTS, new_result
 from benchmarks.reward_arms import ARMS, Job, write_job
 from benchmarks.run import about_model
-from benchmarks.table import RESULTS
 from toolkit.errors import ToolkitError
-from toolkit.reports import versions, write_json
+from toolkit.reports import write_json
 
 # Stated before any arm was run. Training on so few pairs lifts the accuracy some 10 points over a coin, so that an arm
 # within 5 points has kept at least half of what training gives; and with some 300 held-out pairs and three seeds the
@@ -38,7 +36,6 @@ from toolkit.reports import versions, write_json
 MARGIN = 0.05
 # (first, second): what is compared with what.
 COMPARISONS = (("ours-nf4", "trl-bf16"), ("ours-nf4-token-level", "ours-nf4"), ("ours-nf4-token-level", "trl-bf16"))
-_ROOT = Path(__file__).parents[1]
 
 Step = Callable[[str, Job], dict[str, Any]]
 
@@ -50,19 +47,9 @@ def arm_in_process(arm: str, job: Job) -> dict[str, Any]:
         BenchmarkError: it failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given, output = write_job(job, Path(folder) / "job.json"), Path(folder) / "answer.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.reward_arms", "--arm", arm, "--job", str(given), "--output", output],
-            cwd=_ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
-            raise BenchmarkError(f"the arm {arm} of seed {job.seed} failed: {said[-1].strip()}")
-        return json.loads(output.read_text(encoding="utf-8"))
+        given = write_job(job, Path(folder) / "job.json")
+        words = ("--arm", arm, "--job", given)
+        return run_module("benchmarks.reward_arms", *words, what=f"the arm {arm} of seed {job.seed}")
 
 
 def _digest(path: str) -> str:
@@ -89,20 +76,6 @@ def comparisons(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             pair = ([margins[name, seed] for seed in seeds] for name in (first, second))
             found.append({"first": first, "second": second, "seeds": seeds, **compare(*pair, margin=MARGIN)})
     return found
-
-
-def new_result(job: Job) -> dict[str, Any]:
-    """A result without arms."""
-    return {
-        "kind": "reward",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
-        "model": about_model(job.model),
-        "settings": settings_of(job),
-        "arms": [],
-        "comparisons": [],
-    }
 
 
 def resumed(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +106,9 @@ def run(
         console: for a line about each arm.
         step: runs an arm.
     """
-    result = resumed(output, new_result(job))
+    model = about_model(job.model)
+    fresh = new_result("reward", model=model, settings=settings_of(job), arms=[], comparisons=[])
+    result = resumed(output, fresh)
     done = {(arm["arm"], arm["seed"]) for arm in result["arms"]}
     for seed in seeds:
         for name in arms:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, where
 from benchmarks.reward_parity import verdict
-from benchmarks.table import RESULTS, markdown, newest, where
 
-PAGE = Path(__file__).parents[1] / "docs" / "reward_stage.md"
-_BEGIN, _END = "<!-- reward results -->\n", "<!-- end of reward results -->"
+PAGE = DOCS / "reward_stage.md"
 
 
 def _row(arm: Mapping[str, Any]) -> list[str]:
@@ -52,11 +51,7 @@ def filled(page: str, folder: Path = RESULTS) -> str:
     Raises:
         ValueError: a marker is missing.
     """
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError("the page lacks the markers of the reward results")
-    return f"{before}{begin}{section(newest('reward', folder))}\n{end}{after}"
+    return fill(page, "reward results", "end of reward results", section(newest("reward", folder)))
 
 
 if __name__ == "__main__":

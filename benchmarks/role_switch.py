@@ -14,22 +14,16 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from benchmarks.machine import machine
-from benchmarks.random_llama import LLAMA_8B
+from benchmarks.random_llama import LLAMA_8B, outline
 from toolkit.models import SharedBase
-from toolkit.models.base import outline
 
 REPEATS = 20
-
-
-class _Outline(SharedBase):
-    def _check_logits(self) -> None:
-        """There are none on the meta device."""
 
 
 def base(values: dict[str, object]) -> SharedBase:
     """All four roles on a Llama without weights."""
     with torch.device("meta"):
-        made = _Outline(outline(LlamaConfig(**values)))
+        made = SharedBase(outline(LlamaConfig(**values)))
         for role in ("policy", "value", "reward"):
             made.add_role(role, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
         made.add_role("reference")
@@ -40,7 +34,7 @@ def base(values: dict[str, object]) -> SharedBase:
 def ours(roles: SharedBase) -> None:
     """Policy, value, reference: three changes of role, as in a reading of a rollout."""
     for role in ("policy", "value", "reference"):
-        roles._switch(role)
+        roles.switch_to(role)
 
 
 def peft_s(roles: SharedBase) -> None:
@@ -51,7 +45,7 @@ def peft_s(roles: SharedBase) -> None:
         else:
             roles.model.base_model.enable_adapter_layers()
             roles.model.set_adapter(role)
-        roles._restore_requires_grad()
+        roles.train_roles(*roles.trained_roles)
 
 
 def milliseconds(switch: Callable[[SharedBase], None], roles: SharedBase) -> float:

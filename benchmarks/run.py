@@ -8,14 +8,10 @@ all contenders and the floor. The result goes to `benchmarks/results/<date>_cpu.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +19,15 @@ from rich.console import Console
 
 from benchmarks.compare import check_equal
 from benchmarks.contenders import CONTENDERS
-from benchmarks.errors import BenchmarkError
-from benchmarks.machine import machine
+from benchmarks.processes import run_module
+from benchmarks.records import RESULTS, new_result, result_path, write_result
 from benchmarks.summary import bar_line, bars, seconds_of, summarise
-from benchmarks.table import RESULTS, terminal_table
+from benchmarks.table import terminal_table
 from benchmarks.work import SIZES, Work
 from toolkit.errors import ToolkitError
-from toolkit.models.base import load_config, outline
-from toolkit.reports import versions
+from toolkit.models import META, ModelSpec, load_model
 
 Step = Callable[..., dict[str, Any]]
-_ROOT = Path(__file__).parents[1]
 
 
 def step_in_process(step: str, *, model: str, work: Path, **options: Any) -> dict[str, Any]:
@@ -42,32 +36,19 @@ def step_in_process(step: str, *, model: str, work: Path, **options: Any) -> dic
     Raises:
         BenchmarkError: it failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "answer.json"
-        given = {"model": model, "work": work, "output": output, **options}
-        words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.worker", step, *words],
-            cwd=_ROOT,
-            # A machine's GPU stays out of it, and no step asks the hub for anything.
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
-            who = f" of {options['contender']}" if "contender" in options else ""
-            raise BenchmarkError(f'the step "{step}"{who} failed: {said[-1].strip()}')
-        return json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+    given = {"model": model, "work": work, **options}
+    words = [word for key, value in given.items() for word in (f"--{key}", value)]
+    who = f" of {options['contender']}" if "contender" in options else ""
+    return run_module("benchmarks.worker", step, *words, what=f'the step "{step}"{who}')
 
 
 def about_model(model: str) -> dict[str, Any]:
     """What tells one checkpoint from another; not where it lies."""
-    config = load_config(model)
+    outline = load_model(ModelSpec(model), device=META)
+    config = outline.config
     return {
         "architecture": (config.architectures or [config.model_type])[0],
-        "parameters": sum(p.numel() for p in outline(config).parameters()),
+        "parameters": sum(p.numel() for p in outline.parameters()),
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
@@ -144,42 +125,13 @@ def run(
     step: Step = step_in_process,
 ) -> dict[str, Any]:
     """Run the benchmark: so many rounds of each size. Returns the result, which is also saved after each round."""
-    result: dict[str, Any] = {
-        "kind": "cpu",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
-        "model": about_model(model),
-        "arguments": {"updates": updates, "repeats": dict(repeats)},
-        "sizes": {},
-    }
+    arguments = {"updates": updates, "repeats": dict(repeats)}
+    result = new_result("cpu", model=about_model(model), arguments=arguments, sizes={})
     for name, rounds in repeats.items():
         for found in run_size(step, name, model=model, updates=updates, repeats=rounds, console=console):
             result["sizes"][name] = found
             save(result)
     return result
-
-
-def result_path(result: dict[str, Any], folder: Path) -> Path:
-    """`<date>_<kind>.json`."""
-    return folder / f"{result['date'][:10]}_{result['kind']}.json"
-
-
-def write_result(result: dict[str, Any], folder: Path) -> Path:
-    """Write a result in place of one of the same kind and day.
-
-    Sizes that this one has not run are taken over from that one, if machine, versions and model are the same.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = result_path(result, folder)
-    if "sizes" in result and path.is_file():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        if all(earlier[key] == result[key] for key in ("machine", "versions", "model")):
-            repeats = {**earlier["arguments"]["repeats"], **result["arguments"]["repeats"]}
-            sizes = {**earlier["sizes"], **result["sizes"]}
-            result = {**result, "arguments": {**result["arguments"], "repeats": repeats}, "sizes": sizes}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return path
 
 
 def main() -> int:

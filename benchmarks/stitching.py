@@ -23,16 +23,18 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, set_seed
 
-from toolkit.data import PromptCollator, doubling
+from benchmarks.records import RESULTS
+from toolkit.data import doubling
 from toolkit.functional import masked_mean
-from toolkit.models import QBound, Sequences, SharedBase, add_q_roles, generate_by_q, response_logprobs
+from toolkit.models import QBound, Sequences, SharedBase, add_q_roles, response_logprobs
 from toolkit.reports import write_json
+from toolkit.sampling import Sampler
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.q_learning import QTrainer
 
 QUESTIONS, BATCH, LEARNING_RATE = 8, 48, 5e-3
 EOS = 2
-RESULT = Path(__file__).parent / "results" / "stitching.json"
+RESULT = RESULTS / "stitching.json"
 
 
 class Task:
@@ -132,13 +134,8 @@ def learn_q(task: Task, steps: int) -> dict[str, float]:
             logging_strategy="no", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         QTrainer(args, tokenizer, base, Dataset.from_list(task.rows), callbacks=[]).train()
-    batch = PromptCollator(0)([{"input_ids": prompt} for prompt in task.prompts])
-    device = base.device
-    answers = generate_by_q(
-        base, batch["input_ids"].to(device), batch["attention_mask"].to(device), max_new_tokens=5,
-        stop_token_ids=[EOS], pad_token_id=0, temperature=None,
-    )  # fmt: skip
-    return task.measure(answers.tolist())
+    sampler = Sampler(base, tokenizer, role="q", response_length=5, temperature=None)
+    return task.measure(sampler(sampler.collator([{"input_ids": prompt} for prompt in task.prompts])).response_ids)
 
 
 def run(seed: int, steps: int, questions: int = QUESTIONS) -> dict[str, dict[str, float]]:

@@ -3,7 +3,6 @@
 python -m benchmarks.table
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.contenders import CONTENDERS
+from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, where
 from benchmarks.summary import bar_line
 from benchmarks.work import PHASES
 
-RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = DOCS / "benchmarks.md"
 KINDS = ("cpu", "gpu")
 _COLUMNS = (
     "contender",
@@ -76,28 +75,11 @@ def terminal_table(size: str, found: Mapping[str, Any]) -> Table:
     return table
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, its columns but the first aligned to the right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def _size_title(size: str, work: Mapping[str, Any]) -> str:
     prompt, response = work["prompt_tokens"], work["response_tokens"]
     return (
         f"{size}: {work['rollouts']} rollouts, prompts of {min(prompt)}–{max(prompt)} tokens, responses of "
         f"{min(response)}–{max(response)}, {work['epochs']} epochs, micro-batch {work['micro_batch']}"
-    )
-
-
-def where(result: Mapping[str, Any]) -> str:
-    """Date, machine and versions of a result."""
-    machine = result["machine"]
-    gpu = f", {machine['gpu']} with {machine['gpu_memory_gb']:.0f} GB" if "gpu" in machine else ""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return (
-        f"{result['date'][:10]}, {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
-        f"{machine['memory_gb']:.0f} GB{gpu}; {versions}."
     )
 
 
@@ -164,12 +146,6 @@ def _gpu(result: Mapping[str, Any]) -> str:
 _SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {"cpu": _cpu, "gpu": _gpu}
 
 
-def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any] | None:
-    """The newest result of a kind, or None."""
-    files = sorted(folder.glob(f"*_{kind}.json"))
-    return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
-
-
 def section(kind: str, result: Mapping[str, Any] | None) -> str:
     """What stands between a kind's markers in the docs."""
     return _SECTIONS[kind](result) if result else "No result yet."
@@ -182,11 +158,8 @@ def filled(page: str, folder: Path = RESULTS) -> str:
         ValueError: a marker is missing.
     """
     for kind in KINDS:
-        before, begin, rest = page.partition(f"<!-- {kind} results -->\n")
-        _, end, after = rest.partition(f"<!-- end of {kind} results -->")
-        if not begin or not end:
-            raise ValueError(f"the page lacks the markers of the {kind} results")
-        page = f"{before}{begin}{section(kind, newest(kind, folder))}\n{end}{after}"
+        text = section(kind, newest(kind, folder))
+        page = fill(page, f"{kind} results", f"end of {kind} results", text)
     return page
 
 

@@ -235,7 +235,7 @@ def given_responses(model: PreTrainedModel, work: Work) -> Iterator[None]:
         given = _Given(work)
         # transformers samples with torch.multinomial and with nothing else.
         with mock.patch.object(torch, "multinomial", given.draw):
-            return generate(*args, **kwargs, logits_processor=LogitsProcessorList([given]))
+            return generate(*args, **{**kwargs, "logits_processor": LogitsProcessorList([given])})
 
     with mock.patch.object(model, "generate", follow):
         yield

@@ -20,8 +20,7 @@ from benchmarks import floor
 from benchmarks.contenders import CONTENDERS, LEARNING_RATE, RANK, Job
 from benchmarks.loops import PhaseClock, gradient_norms, run
 from benchmarks.work import PROMPTS, SIZES, Size, Work, padding_tokenizer, sample_work
-from toolkit.models import load_base
-from toolkit.models.base import load_config, outline
+from toolkit.models import META, ModelSpec, load_base, load_model
 from toolkit.reports import peak_memory_gb
 
 WARM_UP = 1  # updates
@@ -58,7 +57,7 @@ def measure(model: str, work: Work, name: str, *, updates: int) -> dict[str, Any
 
 def measure_floor(model: str, work: Work) -> dict[str, Any]:
     """Operations and seconds of the matmuls, for a separate and for a shared value role."""
-    layers, head = floor.linear_layers(outline(load_config(model)))
+    layers, head = floor.linear_layers(load_model(ModelSpec(model), device=META))
     found = {value: floor.matmuls(work, layers, head, value=value, rank=RANK) for value in ("separate", "shared")}
     return floor.measure(found, dtype=torch.bfloat16, device="cpu")
 

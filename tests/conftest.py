@@ -29,6 +29,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from tests import tiny_runs
 from toolkit.data import doubling
 from toolkit.models import SharedBase
 
@@ -121,3 +122,17 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the hh-rlhf pairs in ../shared, which only development checkouts have")
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """A random Llama with a byte tokenizer and a chat template; pad == eos, as Llama checkpoints ship."""
+    return tiny_runs.save_llama(tmp_path_factory.mktemp("checkpoint"), tiny_runs.byte_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def llama3_checkpoint(tmp_path_factory) -> Path:
+    """A random Llama with a tokenizer of Llama 3's shape; the configuration has several ends, as Llama 3.1's."""
+    tokenizer = tiny_runs.llama3_tokenizer()
+    ends = tokenizer.convert_tokens_to_ids(["<|end_of_text|>", "<|eot_id|>"])
+    return tiny_runs.save_llama(tmp_path_factory.mktemp("llama3"), tokenizer, eos_token_id=ends)

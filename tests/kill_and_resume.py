@@ -33,7 +33,8 @@ TIMING = ("samples_per_second", "rollout_seconds", "score_seconds", "step_second
 
 def run(folder: Path, name: str, stage: str, resume: bool) -> None:
     """One process of a trial: what `toolkit STAGE doubling … --run name [--resume]` does."""
-    from toolkit.recipes import load, stages
+    from toolkit.recipes import load
+    from toolkit.runs import stages
 
     recipe = load("doubling", *SMALL, run=name, runs_dir=folder)
     with (folder / f"{name}.log").open("a", encoding="utf-8") as log:
@@ -48,7 +49,7 @@ class Runs:
     def __init__(self, folder: Path):
         self.folder = folder
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["toolkit.recipes.stages"])
+        self.context.set_forkserver_preload(["toolkit.runs.stages"])
         self.seconds = 0.0
 
     def start(self, name: str, stage: str = "ppo", *, resume: bool = False) -> multiprocessing.process.BaseProcess:

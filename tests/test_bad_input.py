@@ -1,6 +1,6 @@
 """What a user can get wrong, by the front door: the command ends with 1 and one message, without a traceback.
 
-Mistakes inside a recipe file are in `tests/recipes/test_loading.py`, those of data files in `tests/data/`, those of
+Mistakes inside a recipe file are in `tests/spec/test_load.py`, those of data files in `tests/data/`, those of
 adapters in `tests/models/test_adapters.py`.
 """
 
@@ -14,7 +14,7 @@ from transformers import T5Config
 from typer.testing import CliRunner
 
 from tests.conftest import lora, tiny_model
-from tests.recipes.helpers import PAIRS, QUERIES, byte_tokenizer, save_llama
+from tests.tiny_runs import PAIRS, QUERIES, byte_tokenizer, save_llama
 from toolkit.cli import app
 from toolkit.models import SharedBase, save_role
 
@@ -99,7 +99,7 @@ CASES = {
     "missing checkpoint": (
         llama(model="/no/such/model"),
         r'ModelError: base.model: no checkpoint could be loaded from the folder "/no/such/model".*'
-        r"Name a local checkpoint with MODEL=/path/to/checkpoint",
+        r"Name a folder or hub id with safetensors weights and a tokenizer. With make: MODEL=/path/to/checkpoint",
     ),
     "a folder that is no checkpoint": (
         llama(model="./empty"),
@@ -109,7 +109,7 @@ CASES = {
     "a multimodal model": (llama(model="multimodal"), r'ModelError: base.model: "multimodal" is .*multimodal'),
     "an adapter for another base": (
         llama("start.policy=other_policy"),
-        "AdapterError: other_policy: the adapter belongs to another base",
+        "AdapterError: start.policy: other_policy belongs to another base",
     ),
     "a reward adapter without a head": (
         llama("start.reward=other_policy", rule=False),
@@ -123,14 +123,14 @@ CASES = {
     "pickled weights": (llama("start.policy=pickled"), "the weights are a pickle .* which is never opened here"),
     "a tokenizer without a chat template": (
         llama("data.chat=true", model="no_template"),
-        "DataError: .*has no chat template.*data.chat=false",
+        "DataError: data.chat: .*has no chat template.*set chat to false",
     ),
     "a tokenizer without an end": (llama(model="no_end"), 'the tokenizer of "no_end" has no eos_token'),
-    "a tokenizer of another checkpoint": (llama(model="other_tokenizer"), "SelfCheckError: the tokenizer"),
+    "a tokenizer of another checkpoint": (llama(model="other_tokenizer"), "SelfCheckError: ppo: the tokenizer"),
     "an empty data set": (llama("data.train=empty.jsonl"), r"data.train: no row can be used \(the file is empty\)"),
     "a data set smaller than the batch": (
         llama("data.train=few.jsonl", "data.validation_size=1"),
-        r"DataError: 1 prompts are fewer than one batch of 2 .*Add prompts or lower these",
+        r"DataError: ppo: 1 prompts are fewer than one batch of 2 .*Add prompts or lower these",
     ),
     "a broken line": (llama("data.train=broken.jsonl"), "broken.jsonl, line 2: not valid JSON"),
     "a missing column": (llama("data.train=column.jsonl"), "column.jsonl, line 1: .*present: question, id"),
@@ -140,7 +140,7 @@ CASES = {
     ),
     "a setting of the hub for a file": (
         llama("data.name=main"),
-        r"DataError: data.name would have no effect: only a hub id has that, and \S*queries.json is none",
+        r"DataError: data.name: name would have no effect: only a hub id has that, and \S*queries.json is none",
     ),
     "prompts over the limit": (
         llama("data.train=long.jsonl"),
@@ -150,9 +150,9 @@ CASES = {
     "a file that is not there": (llama("data.train=no/queries.jsonl"), "no/queries.jsonl: there is no such file"),
     "a function that is not there": (
         llama("scorer.function=rewards_for_test:gone"),
-        'scorer.function: rewards_for_test has no function "gone"',
+        'scorer.function — rewards_for_test has no function "gone"',
     ),
-    "a module that is not there": (llama("scorer.function=gone:rule"), 'scorer.function: no module "gone"'),
+    "a module that is not there": (llama("scorer.function=gone:rule"), 'scorer.function — no module "gone"'),
     "a function of another form": (llama("scorer.function=gone"), "is not of the form module:function"),
     "a reward of another length": (
         llama("scorer.function=rewards_for_test:short"),

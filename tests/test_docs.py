@@ -11,11 +11,11 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 from typer.testing import CliRunner
 
-from tests.recipes.helpers import PAIRS, REPOSITORY, llama3_tokenizer, save_llama
+from tests.tiny_runs import PAIRS, REPOSITORY, llama3_tokenizer, save_llama
 from toolkit.cli import app
 from toolkit.data import TASKS
-from toolkit.recipes.keys import owner_fields
-from toolkit.recipes.sections import PLAIN_SECTIONS, STAGE_CLASSES
+from toolkit.spec.keys import owner_fields
+from toolkit.spec.sections import PLAIN_SECTIONS, STAGE_CLASSES
 
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
 _PPO = ["ppo.max_steps=1", "ppo.response_length=4", "ppo.per_device_train_batch_size=2"]
@@ -48,15 +48,20 @@ SMALL["doubling_q"] = [
     "collect.max_prompts=20", "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1",
 ]  # fmt: skip
 SMALL["mine"] = SMALL["llama3_8b_lora"]
+RUN_LANGUAGES = ("", "sh", "powershell")  # a block of another language, as text, is not run
 STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "show")
 FROM_NOTHING = ("doubling", "doubling_q")
 
 
 def commands(page: Path) -> list[str]:
     """Lines of the page's code blocks that begin with make, toolkit or cp; continued lines joined."""
-    blocks = re.findall(r"```(?:sh|powershell)?\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [line.split("  #")[0].strip() for line in lines if line.startswith(("make ", "toolkit ", "cp "))]
+    runnable, language = [], None
+    for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            language = line.removeprefix("```") if language is None else None
+        elif language in RUN_LANGUAGES and line.startswith(("make ", "toolkit ", "cp ")):
+            runnable.append(line.split("  #")[0].strip())
+    return runnable
 
 
 def as_toolkit(command: str) -> list[str] | None:
@@ -87,8 +92,6 @@ def run(words: list[str], desk: Path) -> None:
     words = [f"base.model={model}" if word.startswith("base.model=") else word for word in words]
     words = [re.sub(r"^ppo\.max_steps=\d+$", "ppo.max_steps=3", word) for word in words]
     name = Path(words[1]).stem if len(words) > 1 else ""
-    if not Path("runs", name).exists():  # a page that is tested by itself
-        words = [word for word in words if word != "--resume"]
     if words[0] in STAGES and name in SMALL:
         named = [] if name.startswith("doubling") else [f"base.model={model}"]  # in place of the hub's
         small = [*SMALL[name], *named]
@@ -163,8 +166,23 @@ def test_every_test_that_the_options_page_names_exists():
     assert fields - words <= owner_fields(STAGE_CLASSES["ppo"]).keys() and len(fields) > 20, fields
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link can name after # on a page: its headings, as a code host writes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
             if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+                linked = page.parent / target if target else page
+                assert linked.exists(), f"{page.name}: {target}"
+                assert not anchor or anchor in anchors(linked), f"{page.name}: {target}#{anchor}"
+
+
+def test_the_index_names_every_page():
+    text = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8")
+    named = re.findall(r"^- \[.+?\]\((\w+\.md)\)", text, flags=re.MULTILINE)
+    pages = [path.name for path in PAGES if path.name not in ("README.md", "index.md")]
+    assert sorted(named) == sorted(pages)

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.recipes.helpers import PAIRS, QUERIES, REPOSITORY, llama3_tokenizer, save_llama
+from tests.tiny_runs import PAIRS, QUERIES, REPOSITORY, llama3_tokenizer, save_llama
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 SMALL_DOUBLING = [

@@ -5,8 +5,9 @@
     trainer = recipes.load("doubling").ppo_trainer()
     trainer.train()
 
-The tree, from the bottom: `functional` (maths), `models` and `data`, `rewards` and `reports`,
-`trainers`, `recipes`, `cli`. A package imports only from those before it.
+The tree, from the bottom: `functional` (maths), `models` and `data`, `rewards`, `checkpoints` and `reports`,
+`sampling`, `trainers`, `spec` (what a recipe says), `runs` (what a run does), `inference` (what a trained run is used
+for), `recipes`, `cli`. A package imports only from those before it.
 """
 
 import logging

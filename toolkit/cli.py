@@ -10,14 +10,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 import toolkit
+from toolkit.errors import RunInterrupted, ToolkitError
 
-if TYPE_CHECKING:
-    from toolkit.recipes.talk import Speaker
+# How the options that a remedy names are written on a command line: see `toolkit.errors.Problem`.
+IN_SHELL = {
+    "run": "RUN=name, --run name",
+    "overwrite": "OVERWRITE=1 (--overwrite)",
+    "resume": "RESUME=1 (--resume)",
+    "from_run": "FROM=run, --from-run run",
+}
 
 app = typer.Typer(
     add_completion=True,
@@ -31,7 +37,7 @@ app = typer.Typer(
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    from toolkit.recipes.loading import names
+    from toolkit.spec.load import names
 
     return [name for name in names() if name.startswith(incomplete)]
 
@@ -74,8 +80,6 @@ Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's a
 @contextmanager
 def _errors(debug: bool, *, resumable: bool = False) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
-    from toolkit.errors import RunInterrupted, ToolkitError
-
     try:
         import datasets
         from transformers.utils import logging
@@ -89,11 +93,17 @@ def _errors(debug: bool, *, resumable: bool = False) -> Iterator[None]:
     except ToolkitError as error:
         if debug:
             raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {error.text(IN_SHELL)}{_make_hint(error)}", file=sys.stderr)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         print(f"Interrupted.{_way_on() if resumable else ''}", file=sys.stderr)
         raise typer.Exit(130) from error
+
+
+def _make_hint(error: ToolkitError) -> str:
+    """The variable of make for a key that nearly everybody sets."""
+    fields = {problem.field for problem in error.problems}
+    return " With make: MODEL=/path/to/checkpoint." if "base.model" in fields else ""
 
 
 def _way_on() -> str:
@@ -121,7 +131,8 @@ def _stage(stage: str, text: str, example: str) -> None:
         with _errors(debug, resumable=name is None):
             from dataclasses import replace
 
-            from toolkit.recipes import load, stages
+            from toolkit.recipes import load
+            from toolkit.runs import stages
 
             loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
             named = replace(loaded, name=name or loaded.name)
@@ -165,7 +176,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
 @app.command("recipes", help="List the shipped recipes.")
 def list_recipes() -> None:
-    from toolkit.recipes.loading import about, names
+    from toolkit.spec.load import about, names
 
     width = max(map(len, names()))
     for name in names():
@@ -188,7 +199,7 @@ def check_recipe(
         from toolkit.recipes import check, load
 
         report = check(load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir))
-        print(report)
+        print(report.text(IN_SHELL))
         report.raise_problems()
 
 
@@ -207,24 +218,12 @@ def show_recipe(recipe: RecipeArgument = "doubling", overrides: Overrides = None
 # ---------------------------------------------------------------------- trained policies
 
 
-def _speaker(run: str, runs_dir: Path, max_new_tokens: int | None, temperature: float, seed: int) -> "Speaker":
-    from transformers import set_seed
-
-    from toolkit.recipes import finished, q_talk, talk
-
-    recipe = finished.open_run(run, runs_dir=runs_dir, by_q=True)
-    kind = q_talk.QSpeaker if finished.answers_by_q(recipe) else talk.Speaker
-    speaker = kind.of_run(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
-    set_seed(seed)
-    return speaker
-
-
 @app.command(
     "generate",
     help="Answer prompts with a trained policy: those given, those of a file, or the first held-out ones.",
     epilog='Example: toolkit generate doubling "S小写:5487x2=" --compare',
 )
-def generate(
+def generate_command(
     run: RunArgument,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts as text.", metavar="[PROMPT]...")] = None,
     file: Annotated[Path | None, typer.Option("--file", help="Prompts in any format of the data section.")] = None,
@@ -244,32 +243,25 @@ def generate(
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
-        if num_samples > 1:
-            _generate_best(run, runs_dir, max_new_tokens, temperature, compare,
-                           num_samples=num_samples, texts=prompts or (), file=file, number=number, seed=seed,
-                           output=output)  # fmt: skip
+        from toolkit.errors import RecipeError
+        from toolkit.inference.generate import generate, generate_best
+        from toolkit.inference.saved_run import open_run
+
+        if num_samples == 1:
+            recipe = open_run(run, runs_dir=runs_dir, by_q=True)
+            generate(
+                recipe, texts=prompts or (), file=file, number=number, compare=compare, max_new_tokens=max_new_tokens,
+                temperature=temperature or 0.0, seed=seed, output=output,
+            )  # fmt: skip
             return
-        from toolkit.recipes import talk
-
-        temperature = temperature or 0.0
-        speaker = _speaker(run, runs_dir, max_new_tokens, temperature, seed)
-        talk.answer_all(speaker, texts=prompts or (), file=file, number=number, compare=compare, output=output)
-
-
-def _generate_best(
-    run: str, runs_dir: Path, max_new_tokens: int | None, temperature: float | None, compare: bool, **settings: Any
-) -> None:
-    from toolkit.errors import RecipeError
-    from toolkit.recipes import candidates, finished
-
-    if temperature == 0 or compare:
-        raise RecipeError("--num-samples samples from the policy alone: leave out --compare, and --temperature=0.")
-    overrides = [
-        f"ppo.{key}={value}"
-        for key, value in (("temperature", temperature), ("response_length", max_new_tokens))
-        if value is not None
-    ]
-    candidates.answer_best(finished.open_run(run, *overrides, runs_dir=runs_dir), **settings)
+        if temperature == 0 or compare:
+            raise RecipeError("--num-samples samples from the policy alone: leave out --compare, and --temperature=0.")
+        changes = {"temperature": temperature, "response_length": max_new_tokens}
+        overrides = [f"ppo.{key}={value}" for key, value in changes.items() if value is not None]
+        recipe = open_run(run, *overrides, runs_dir=runs_dir)
+        generate_best(
+            recipe, num_samples=num_samples, texts=prompts or (), file=file, number=number, seed=seed, output=output
+        )
 
 
 @app.command(
@@ -287,10 +279,15 @@ def chat(
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
-        from toolkit.recipes import talk
+        from transformers import set_seed
 
-        speaker = _speaker(run, runs_dir, max_new_tokens, temperature, seed)
-        talk.converse(speaker, compare=compare)
+        from toolkit.inference.generate import converse
+        from toolkit.inference.saved_run import open_run, trained_sampler
+
+        recipe = open_run(run, runs_dir=runs_dir, by_q=True)
+        sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
+        set_seed(seed)
+        converse(recipe, sampler, compare=compare)
 
 
 @app.command(
@@ -298,13 +295,14 @@ def chat(
     help="Measure a trained policy, or the answers by Q, on its held-out prompts: score, KL, lengths, own metrics.",
     epilog="Example: toolkit eval doubling data.test_size=5000",
 )
-def evaluate(
+def evaluate_command(
     run: RunArgument, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), debug: Debug = False
 ) -> None:
     with _errors(debug):
-        from toolkit.recipes import finished
+        from toolkit.inference.evaluate import evaluate
+        from toolkit.inference.saved_run import open_run
 
-        finished.evaluate(finished.open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True))
+        evaluate(open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True))
 
 
 @app.command(
@@ -320,12 +318,12 @@ def export(
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
-        from toolkit.recipes import finished
+        from toolkit.inference.saved_run import export_adapter, export_merged, open_run
 
-        recipe = finished.open_run(run, runs_dir=runs_dir)
+        recipe = open_run(run, runs_dir=runs_dir)
         if merge:
-            folder, said = finished.export_merged(recipe, output)
+            folder, said = export_merged(recipe, output)
             print(said)
         else:
-            folder = finished.export_adapter(recipe, output)
+            folder = export_adapter(recipe, output)
         print(f"written: {folder}")

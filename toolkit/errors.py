@@ -1,15 +1,87 @@
-"""Every error that a user can cause.
+"""Every error that a user can cause, as a value.
 
-`ToolkitError` is the root; the command line prints one without a traceback. Each category is also the
-built-in type that it replaces, so that `except ValueError` in a notebook still works. To add one,
-inherit `ToolkitError` and that built-in type, and say when it is raised.
+`ToolkitError` is the root. Each category is also the built-in type that it replaces, so that `except ValueError` in a
+notebook still works. To add one, inherit `ToolkitError` and that built-in type, and say when it is raised.
 
-A message says what is wrong, where (file and key, or role), the value seen, and the next step.
+Whoever finds a problem says which setting (`field`), what is wrong with the value seen, and the next step (`remedy`).
+A field is named as where it is known: an argument or a field of a configuration. Whoever knows more adds it: `within`
+puts the section of a recipe before the field, and `text` writes the options of a remedy as notebooks or the command
+line have them.
 """
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from string import Template
+from typing import Self
+
+IN_PYTHON = {"run": 'run="name"', "overwrite": "overwrite=True", "resume": "resume=True", "from_run": 'from_run="name"'}
+"""How the options that a remedy may name as `$run`, `$overwrite`, `$resume` and `$from_run` are written in Python."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that a user can mend.
+
+    Args:
+        wrong: what is wrong, with the value seen: a sentence.
+        field: the setting, with dots; empty where it is no setting's.
+        remedy: the next step: a sentence. `$overwrite` and the like stand for an option.
+    """
+
+    wrong: str
+    field: str = ""
+    remedy: str = ""
+
+    def within(self, section: str) -> "Problem":
+        """The same, with its field in a section; a problem of no field is one of the section itself."""
+        return replace(self, field=".".join(filter(None, (section, self.field))))
+
+    def text(self, options: Mapping[str, str] = IN_PYTHON, *, separator: str = " — ") -> str:
+        """The problem on one line, its remedy in the words of Python or of another language."""
+        remedy = Template(self.remedy).safe_substitute(options)
+        return f"{self.field}{separator if self.field else ''}{self.wrong} {remedy}".rstrip()
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 class ToolkitError(Exception):
-    """Root of the errors that a user can cause and mend."""
+    """Root of the errors that a user can cause and mend: one `Problem`, or several, `wrong` saying whose they are."""
+
+    def __init__(self, wrong: str, *, field: str = "", remedy: str = "", problems: Iterable[Problem] = ()):
+        super().__init__(wrong)
+        listed = tuple(problems)
+        self._whose = wrong if listed else None
+        self.problems = listed or (Problem(wrong, field, remedy),)
+
+    def within(self, section: str) -> Self:
+        """This error, its fields now in a section."""
+        self.problems = tuple(problem.within(section) for problem in self.problems)
+        return self
+
+    def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
+        """The message, for a notebook or with the options of another language."""
+        if self._whose is None:
+            return self.problems[0].text(options, separator=": ")
+        head = f"{self._whose} has {len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        return "\n  ".join([head, *(problem.text(options) for problem in self.problems)])
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+@contextmanager
+def within(section: str) -> Iterator[None]:
+    """Errors inside name their fields in a section."""
+    try:
+        yield
+    except ToolkitError as error:
+        raise error.within(section)  # noqa: B904  (it is the same error)
+
+
+class ConfigError(ToolkitError, ValueError):
+    """Fields of a configuration object are out of range, or rule each other out. Carries all of them."""
 
 
 class RecipeError(ToolkitError, ValueError):
@@ -41,12 +113,7 @@ class CheckpointError(ToolkitError, ValueError):
 
 
 class RunInterrupted(ToolkitError, RuntimeError):
-    """Ctrl-C or SIGTERM ended a run, after its step was finished and all was saved.
-
-    Args:
-        message: what was saved, and where.
-        signal_number: of the signal that asked.
-    """
+    """Ctrl-C or SIGTERM ended a run, after its step was finished and all was saved."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoints import MANIFEST, checkpoint_folders, folders, newest_whole, problem_of, rotate, whole_folder
+from toolkit.checkpoints import checkpoint_folders, folders, newest_whole, problem_of, rotate, whole_folder
+from toolkit.checkpoints.folders import MANIFEST
 from toolkit.errors import CheckpointError
 
 

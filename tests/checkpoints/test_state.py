@@ -7,14 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.checkpoints import (
-    STATE_FILE,
-    get_random_states,
-    kept_random_states,
-    read_state,
-    set_random_states,
-    write_state,
-)
+from toolkit.checkpoints import get_random_states, kept_random_states, read_state, set_random_states, write_state
+from toolkit.checkpoints.state import STATE_FILE
 from toolkit.errors import CheckpointError
 
 LEAVES = st.one_of(

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.helpers import byte_tokenizer
+from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Demonstrations, Preferences, Prompts, doubling
-from toolkit.data.left_out import Unusable
-from toolkit.data.pairs import Pair, read_pair
-from toolkit.data.parts import draw_parts
+from toolkit.data.preferences import Pair, read_pair
+from toolkit.data.rows import Unusable, draw_parts
 from toolkit.errors import DataError
 
 DATA = Path(__file__).parents[2] / "data"
@@ -69,11 +68,14 @@ def test_forms_of_text():
         ({"chosen": ASKED + said("a"), "rejected": ASKED + said("a")}, "chosen and rejected are equal"),
         ({"chosen": said("a"), "rejected": said("b")}, "an empty prompt"),
         ({"chosen": ASKED, "rejected": ASKED + said("b")}, "its last turn is not the assistant's"),
-        ({"chosen": [{"role": "assistant"}], "rejected": said("b")}, "a message that is no object with role and"),
+        ({"chosen": [{"role": "assistant"}], "rejected": said("b")}, 'a message without text as "content"'),
         ({"chosen": [*ASKED, *ASKED, *said("a")], "rejected": ASKED + said("b")}, "different prompts"),
         ({"prompt": ASKED, "chosen": ASKED + said("a"), "rejected": said("b")}, "an answer of 2 messages beside its"),
         ({"prompt": " ", "chosen": "a", "rejected": "b"}, "an empty prompt"),
-        ({"prompt": f"{HH} Done.", "chosen": "a", "rejected": "b"}, "a prompt that is no dialogue: its last turn is"),
+        (
+            {"prompt": f"{HH} Done.", "chosen": "a", "rejected": "b"},
+            "a dialogue that cannot be a prompt: its last",
+        ),
         ({**SAME_PAIR[0], "margin": "much"}, "a margin that is no finite number"),
         ({**SAME_PAIR[0], "margin": True}, "a margin that is no finite number"),
         ({**SAME_PAIR[0], "margin": float("nan")}, "a margin that is no finite number"),
@@ -94,7 +96,7 @@ def test_pairs_that_cannot_be_used(row, reason):
                 "chosen": {"from": "gpt", "value": "a"},
                 "rejected": {"from": "gpt", "value": "b"},
             },
-            r'line 2: .*"conversations" beside chosen and rejected is not read. Name it with data.columns.prompt=conv',
+            r'^columns: .*line 2: .*"conversations" beside chosen and rejected is not read. Name it \(prompt: conver',
         ),
         (
             {"instruction": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
@@ -127,7 +129,7 @@ def test_every_form_is_tokenised_alike_and_margins_come_along(tmp_path):
 def test_where_all_are_too_long_the_limit_is_what_to_change(tmp_path):
     path = write(tmp_path / "x.jsonl", SAME_PAIR[:2])
     for limit in ("max_prompt_length", "max_response_length"):
-        with pytest.raises(DataError, match=rf"tokens \(first: .*line 1\)\). Raise data.{limit}, or name another"):
+        with pytest.raises(DataError, match=rf"^train: .* tokens \(first: .*line 1\)\). Raise {limit}, or name"):
             Preferences(byte_tokenizer(), path, path, **{limit: 2}).pairs("train")
 
 
@@ -160,9 +162,9 @@ def test_the_plain_form_is_hh_rlhfs_own_text(tmp_path):
 
 def test_plain_or_chat_is_said_and_not_guessed(tmp_path):
     path = write(tmp_path / "x.jsonl", SAME_PAIR)
-    with pytest.raises(DataError, match=r"no chat template, and dialogues need one.*set data.chat=false for hh-rlhf's"):
+    with pytest.raises(DataError, match=r"^chat: .* no chat template, .*set chat to false for .* hh-rlhf's"):
         Preferences(plain(byte_tokenizer()), path, path)
-    with pytest.raises(DataError, match=r"data.system has no effect with data.chat=false"):
+    with pytest.raises(DataError, match="^system: it has no effect where chat is false. Remove one"):
         Preferences(byte_tokenizer(), path, path, chat=False, system="x")
     system = [{"role": "system", "content": "Be brief."}, *ASKED]
     path = write(tmp_path / "y.jsonl", [SAME_PAIR[0], {"prompt": system, "chosen": "a", "rejected": "b"}])
@@ -233,10 +235,27 @@ def test_demonstrations_that_cannot_be_used(tmp_path):
     path = write(tmp_path / "y.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match=r"line 1: a demonstration is in the column messages, .*; present: prompt"):
         Demonstrations(byte_tokenizer(), path, path).demonstrations("train")
-    with pytest.raises(DataError, match="data.validation is missing"):
-        Demonstrations(byte_tokenizer(), path)
+    with pytest.raises(DataError, match="^validation: it is missing. Name a source of held-out demonstrations, or"):
+        Demonstrations(byte_tokenizer(), path).demonstrations("train")
     with pytest.raises(DataError, match="has no chat template"):
         Demonstrations(doubling.tokenizer(), path, path)
+
+
+def test_demonstrations_held_out_by_prompt(tmp_path):
+    rows = [{"prompt": f"question {number // 2}", "completion": f"a{number}"} for number in range(12)]
+    path = write(tmp_path / "x.jsonl", [*rows, {"text": "alone"}, {"text": "also alone"}])
+    task = Demonstrations(byte_tokenizer(), path, validation_size=3)
+    places = [
+        {row["place"] for row in task.row_places("sft") if row["split"] == split} for split in ("train", "validation")
+    ]
+    assert len(places[0] | places[1]) == 14 and 3 <= len(places[1]) <= 4
+    prompts = [{tuple(row["input_ids"][: row["labels"].count(-100)]) for row in task.demonstrations(split)} - {()}
+               for split in ("train", "validation")]  # fmt: skip
+    assert not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == 6
+    with pytest.raises(DataError, match="^validation_size: it has no effect with validation. Remove one of them"):
+        Demonstrations(byte_tokenizer(), path, path, validation_size=3)
+    with pytest.raises(DataError, match="^max_train_rows: a number from 1 is needed, got 0"):
+        Demonstrations(byte_tokenizer(), path, path, max_train_rows=0)
 
 
 # ---------------------------------------------------------------------- parts
@@ -262,6 +281,7 @@ def test_parts_are_disjoint_and_drawn_by_seed(tmp_path):
                                                          task.prompts("train")["prompt"]}  # fmt: skip
     assert not shared
     assert len(task.pairs("validation")) == 40
+    assert task.row_places("q") == task.row_places("collect") == task.row_places("ppo")  # their prompts are PPO's
     assert drawn(0, reward=24, ppo=8)[1] == places != drawn(1, reward=24, ppo=8)[1]
 
 
@@ -271,15 +291,15 @@ def test_parts_that_do_not_fit(tmp_path):
     def task(**parts):
         return Preferences(byte_tokenizer(), path, path, parts=parts)
 
-    with pytest.raises(DataError, match=r'data.parts: no stage is called "rewards". Did you mean reward\?'):
+    with pytest.raises(DataError, match=r'^parts: no stage is called "rewards". Did you mean reward\?'):
         task(rewards=1)
-    with pytest.raises(DataError, match=r"data.parts.ppo: a whole number from 1 is needed, got 0"):
+    with pytest.raises(DataError, match=r"^parts.ppo: a whole number from 1 is needed, got 0"):
         task(ppo=0)
-    with pytest.raises(DataError, match=r"asks for 2 for reward, 1 for ppo, and there are 2 usable pairs"):
+    with pytest.raises(DataError, match=r"^parts.ppo: 1 pairs are asked for, and 0 of the 2 usable ones are left"):
         task(reward=2, ppo=1).pairs("train")
-    with pytest.raises(DataError, match=r"takes all 2 pairs and leaves none for the sft stage. .*data.parts.sft=…"):
+    with pytest.raises(DataError, match=r"^parts: they take all 2 pairs and leave none for the sft stage.* parts.sft."):
         task(reward=1, ppo=1).demonstrations("train")
-    with pytest.raises(DataError, match=r"data.parts.ppo: 1 pairs are asked for, and 0 are left, since pairs with the"):
+    with pytest.raises(DataError, match=r"^parts.ppo: 1 pairs .* 0 of the 3 usable ones are left, since pairs with"):
         draw_parts(["a", "b", "b"], {"reward": 2, "ppo": 1}, seed=next(
             seed for seed in range(20) if len(draw_parts(["a", "b", "b"], {"reward": 2}, seed=seed)["reward"]) == 3
         ))  # fmt: skip

@@ -6,9 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from tests.recipes.helpers import byte_tokenizer
+from tests.tiny_runs import byte_tokenizer
 from toolkit.data import LabelledCollator, Preferences, PromptCollator, doubling, pad_rows, sources
-from toolkit.data.dialogues import parse_dialogue
+from toolkit.data.messages import dialogue_turns
+from toolkit.data.rows import Unusable
 from toolkit.errors import DataError
 
 TEMPLATE = (
@@ -35,16 +36,21 @@ def write(path, rows):
 
 
 def test_dialogues():
-    assert parse_dialogue("\n\nHuman: a b\n\nAssistant: c\n\nHuman: d\n\nAssistant: e\n\nf") == [
+    text = "\n\nHuman: a b\n\nAssistant: c\n\nHuman: d\n\nAssistant: e\n\nf"
+    assert dialogue_turns(text, answered=True) == [
         {"role": "user", "content": "a b"},
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": "d"},
         {"role": "assistant", "content": "e\n\nf"},
     ]
-    with pytest.raises(ValueError, match="does not begin"):
-        parse_dialogue("Hello")
-    with pytest.raises(ValueError, match="not the assistant's"):
-        parse_dialogue("\n\nHuman: a")
+    with pytest.raises(Unusable, match="does not begin"):
+        dialogue_turns("Hello", answered=True)
+    with pytest.raises(Unusable, match="not the assistant's"):
+        dialogue_turns("\n\nHuman: a", answered=True)
+    with pytest.raises(Unusable, match="cannot be a prompt: its last turn is the assistant's"):
+        dialogue_turns("\n\nHuman: a\n\nAssistant: b", answered=False)
+    with pytest.raises(Unusable, match="an empty prompt"):
+        dialogue_turns("\n\nAssistant:", answered=False)
 
 
 def test_a_pair_is_tokenised_as_a_rollout_would_be(tmp_path, chat_tokenizer):
@@ -167,15 +173,15 @@ def test_pairs_held_out_and_columns_of_other_names(tmp_path):
     assert made(seed=1).pairs("validation")[:] != held_out[:]
     assert len(task.row_places("reward")) == 20 and "train: 14 pairs | validation: 6 pairs" in task.report()
     for changes, message in (
-        ({"validation": str(path)}, "data.validation_size has no effect with data.validation"),
-        ({"validation_size": 0}, "data.validation_size: a number from 1 is needed, got 0"),
-        ({"columns": {"promt": "question"}}, 'the task has no column "promt". Did you mean prompt?'),
+        ({"validation": str(path)}, "^validation_size: it has no effect with validation"),
+        ({"validation_size": 0}, "^validation_size: a number from 1 is needed, got 0"),
+        ({"columns": {"promt": "question"}}, '^columns: the task has no column "promt". Did you mean prompt?'),
     ):
         with pytest.raises(DataError, match=message):
             made(**changes)
-    with pytest.raises(DataError, match=r"validation_size \(99\) leaves no training rows"):
+    with pytest.raises(DataError, match="^validation_size: 99 leaves no training rows"):
         made(validation_size=99).pairs("train")
-    with pytest.raises(DataError, match='line 1: no column "ask", which data.columns names; present: question, good'):
+    with pytest.raises(DataError, match='^columns.prompt: .*line 1: no column "ask"; present: question, good'):
         made(columns={"prompt": "ask"}).pairs("train")
 
 
@@ -193,7 +199,7 @@ def test_limits_on_rows_and_unique_prompts(tmp_path, chat_tokenizer):
         ([PAIR, '{"chosen": \n'], r"pairs.jsonl, line 2: not valid JSON"),
         (["[1]\n"], r"line 1: a JSON object is needed, this is a list"),
         ([{"chosen": "x"}], r'line 1: column "rejected" is missing; present: chosen'),
-        ([], r"data.train: no row can be used \(the file is empty\). Mend .*pairs.jsonl, or name another source"),
+        ([], r"^train: no row can be used \(the file is empty\). Mend .*pairs.jsonl, or name another source"),
         ([{"chosen": "a", "rejected": "a"}], r"no row can be used \(1 × chosen and rejected are equal"),
     ],
 )
@@ -208,10 +214,10 @@ def test_other_bad_sources(tmp_path, chat_tokenizer, tokenizer):
     with pytest.raises(DataError, match="there is no such file"):
         Preferences(chat_tokenizer, str(tmp_path / "no.jsonl"), good).pairs("train")
     with pytest.raises(
-        DataError, match=r"data.subset would have no effect: only a hub id has that, and \S*pairs.jsonl"
+        DataError, match=r"^subset: subset would have no effect: only a hub id has that, and \S*pairs.jsonl"
     ):
         Preferences(chat_tokenizer, good, good, subset="part")
-    with pytest.raises(DataError, match="data.validation is missing: name a file of held-out pairs"):
+    with pytest.raises(DataError, match="^validation: it is missing. Name a source of held-out pairs, or hold some"):
         Preferences(chat_tokenizer, good).pairs("train")
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes('{"chosen": "é"}'.encode("latin-1"))
@@ -226,7 +232,7 @@ def test_other_bad_sources(tmp_path, chat_tokenizer, tokenizer):
 def test_real_pairs(shared_data, chat_tokenizer):
     for line in (shared_data / "validation.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        chosen, rejected = parse_dialogue(row["chosen"]), parse_dialogue(row["rejected"])
+        chosen, rejected = (dialogue_turns(row[side], answered=True) for side in ("chosen", "rejected"))
         assert chosen[-1]["role"] == rejected[-1]["role"] == "assistant"
 
 

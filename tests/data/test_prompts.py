@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from tests.recipes.helpers import byte_tokenizer
+from tests.tiny_runs import byte_tokenizer
 from toolkit.data import TASKS, PromptCollator, Prompts, Rollout, doubling, sources
 from toolkit.errors import DataError
 
@@ -143,9 +143,7 @@ def test_other_columns_are_passed_on(tmp_path, chat_tokenizer):
         "about": [None, {"b": 1}],
         "messages": [[user("1")], [user("2")]],
     }
-    with pytest.raises(
-        DataError, match='data.train: .*x.jsonl: column "score" does not hold values of one type .*Mend'
-    ):
+    with pytest.raises(DataError, match='^train: .*x.jsonl: column "score" does not hold values of one type .*Mend'):
         task_of(tmp_path, chat_tokenizer, [*rows, {"query": "3", "score": "high"}]).prompts("train")
 
 
@@ -180,7 +178,6 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
         ({"prompt": [user("1"), {"role": "tool", "content": "2"}]}, "the chat template refuses it: no role tool"),
     ]
     task = task_of(tmp_path, chat_tokenizer, [row for row, _ in rows], max_prompt_length=20)
-    assert task.left_out == {} and task.left_out_rows() == []  # nothing is read before it is asked for
     assert task.prompts("train")["prompt"][:] == ["_:1=x:", f"_:{'1' * 15}=x:"]
     expected = [(f"{task.train}, line {n}", reason) for n, (_, reason) in enumerate(rows, 1) if reason]
     assert [(row["place"], row["reason"]) for row in task.left_out_rows() if row["split"] == "train"] == expected
@@ -215,9 +212,7 @@ def test_other_kinds_in_other_columns(tmp_path, chat_tokenizer):
 
 
 def test_nothing_is_left(tmp_path, chat_tokenizer):
-    with pytest.raises(
-        DataError, match=r"data.train: no row can be used \(the file is empty\). Mend .*x.jsonl, or name"
-    ):
+    with pytest.raises(DataError, match=r"^train: no row can be used \(the file is empty\). Mend .*x.jsonl, or name"):
         task_of(tmp_path, chat_tokenizer, []).prompts("train")
     message = r"no row can be used \(2 × an empty prompt \(first: .*x.jsonl, line 1\)\)"
     with pytest.raises(DataError, match=message):
@@ -231,11 +226,12 @@ def test_a_template_that_renders_nothing(tmp_path, chat_tokenizer):
 
 
 def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):
-    task = task_of(tmp_path, chat_tokenizer, [{"query": ""}, {"other": "1"}])
+    task, path = task_of(tmp_path, chat_tokenizer, [{"query": ""}, {"other": "1"}]), tmp_path / "x.jsonl"
     for _ in range(2):
         with pytest.raises(DataError, match="line 2"):
             task.prompts("train")
-    assert task.left_out == {"train": {"an empty prompt": 1}}
+    path.write_text(path.read_text().replace("other", "query"))
+    assert task.left_out["train"] == {"an empty prompt": 1}
 
 
 # ---------------------------------------------------------------------- splits
@@ -270,13 +266,13 @@ def test_rows_with_the_same_prompt_are_held_out_together(tmp_path, chat_tokenize
 
 def test_too_much_held_out(tmp_path, chat_tokenizer):
     task = task_of(tmp_path, chat_tokenizer, rows_of(1, 2, 3), validation=None, validation_size=3)
-    message = r"data.validation_size \(3\) leaves no training rows: .*x.jsonl has 3 that can be used. Lower it, or name"
+    message = r"^validation_size: 3 leaves no training rows: .*x.jsonl has 3 that can be used. Lower it, or name"
     with pytest.raises(DataError, match=message):
         task.prompts("train")
     task = task_of(tmp_path, chat_tokenizer, rows_of(1, 2, 3), validation=None, validation_size=2)
     assert len(task.prompts("train")) == 1 and task.left_out == {"train": {}, "validation": {}}
     assert task.report() == "train: 1 prompts | validation: 2 prompts"
-    with pytest.raises(DataError, match=r"data.validation_size \(100\) leaves no training rows"):
+    with pytest.raises(DataError, match="^validation_size: 100 leaves no training rows"):
         task_of(tmp_path, chat_tokenizer, rows_of(1, 2), validation=None).prompts("train")
 
 
@@ -307,20 +303,20 @@ def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"columns": {"promt": "q"}}, 'data.columns: the task has no column "promt". Did you mean prompt?'),
+        ({"columns": {"promt": "q"}}, '^columns: the task has no column "promt". Did you mean prompt?'),
         ({"columns": {"x": "q"}}, 'has no column "x". The names are prompt, messages, input_ids. The file\'s own name'),
-        ({"columns": {"prompt": 3}}, "data.columns.prompt: the name of a column is needed, got 3"),
-        ({"chat": False, "system": ""}, "data.system has no effect with data.chat=false. Remove one of them"),
+        ({"columns": {"prompt": 3}}, "^columns.prompt: the name of a column is needed, got 3"),
+        ({"chat": False, "system": ""}, "^system: it has no effect where chat is false. Remove one of them"),
         (
             {"subset": "a"},
-            "data.subset would have no effect: only a hub id has that, and no such file is none. Remove it",
+            "^subset: subset would have no effect: only a hub id has that, and no such file is none. Remove it",
         ),
-        ({"name": "a"}, r"data.name would have no effect: .* Remove it \(data.name=null\)."),
-        ({"subset": "a", "name": "a"}, "data.subset and data.name would have no effect"),
-        ({"validation_size": 0}, "data.validation_size: a number from 1 is needed, got 0"),
-        ({"max_prompt_length": 0}, "data.max_prompt_length: a number from 1"),
-        ({"max_train_rows": 0}, "data.max_train_rows: a number from 1"),
-        ({"max_validation_rows": -1}, "data.max_validation_rows: a number from 1 is needed, got -1"),
+        ({"name": "a"}, "^name: name would have no effect: .* Remove it."),
+        ({"subset": "a", "name": "a"}, "^subset: subset and name would have no effect"),
+        ({"validation_size": 0}, "^validation_size: a number from 1 is needed, got 0"),
+        ({"max_prompt_length": 0}, "^max_prompt_length: a number from 1"),
+        ({"max_train_rows": 0}, "^max_train_rows: a number from 1"),
+        ({"max_validation_rows": -1}, "^max_validation_rows: a number from 1 is needed, got -1"),
     ],
 )
 def test_arguments_that_contradict(arguments, message, tokenizer):
@@ -338,18 +334,22 @@ def test_arguments_that_contradict(arguments, message, tokenizer):
             {},
             'line 1: a prompt is in the column "input_ids", "messages", "prompt", "query"; pres',
         ),
-        ({"text": "1", "id": 2}, {}, "present: text, id. Name the column with data.columns.prompt="),
+        (
+            {"text": "1", "id": 2},
+            {},
+            "present: text, id. Rename the column of the prompt, or name it as columns.",
+        ),
         ({"query": "1"}, {"columns": {"prompt": "q"}}, 'line 1: a prompt is in the column "q"; present: query'),
         ({}, {}, "present: none"),
         (
             {"input_ids": [3]},
             {"system": "0"},
-            "line 1: data.system has no effect on prompts that are token ids. Remove",
+            "^system: .*line 1: it has no effect on prompts that are token ids. Remove",
         ),
         (
             {"messages": []},
             {"chat": False},
-            "line 1: messages need the chat template. Remove data.chat=false, or name a",
+            "^chat: .*line 1: messages need the chat template. Set it to true, or name a",
         ),
         ({"prompt": [user("1")]}, {"chat": False}, "line 1: messages need the chat template"),
     ],
@@ -360,13 +360,11 @@ def test_sources_that_do_not_fit_the_recipe(row, arguments, message, tmp_path, c
 
 
 def test_a_tokenizer_without_chat_template(tmp_path, tokenizer):
-    message = (
-        "line 1: the tokenizer has no chat template, .* Use an instruction-tuned checkpoint, or set data.chat=false"
-    )
+    message = "^chat: the tokenizer has no chat template, .* Use an instruction-tuned checkpoint, or set chat to false"
     for row in ({"query": "1"}, {"prompt": "1"}):
         with pytest.raises(DataError, match=message):
             task_of(tmp_path, tokenizer, [row]).prompts("train")
-    with pytest.raises(DataError, match="Use an instruction-tuned checkpoint.$"):
+    with pytest.raises(DataError, match=message):
         task_of(tmp_path, tokenizer, [{"messages": [user("1")]}]).prompts("train")
     assert task_of(tmp_path, tokenizer, [{"query": "1"}], chat=False).prompts("train")["input_ids"][0] == ids("1")
 

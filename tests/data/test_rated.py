@@ -87,7 +87,7 @@ def test_columns_that_are_missing(tmp_path, tokenizer, row, message):
 
 def test_limits(tmp_path, tokenizer):
     assert len(rated(tmp_path, tokenizer, [ROW] * 5, max_train_rows=2).rated("train")) == 2
-    with pytest.raises(DataError, match="q_data.max_train_rows: a number from 1 is needed, got 0"):
+    with pytest.raises(DataError, match="^max_train_rows: a number from 1 is needed, got 0"):
         rated(tmp_path, tokenizer, [ROW], max_train_rows=0)
 
 

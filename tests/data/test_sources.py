@@ -18,7 +18,7 @@ DATA = Path(__file__).parents[2] / "data"
 
 
 def read(path, **arguments):
-    return list(read_rows(str(path), setting="data.train", **arguments))
+    return list(read_rows(str(path), field="train", **arguments))
 
 
 def file(path, content):
@@ -164,7 +164,7 @@ def test_a_hub_id(monkeypatch):
         (
             "x.tsv",
             "a\tb\n",
-            r'data.train: .*x.tsv ends in ".tsv", which is not read. Name a .jsonl, .json, .csv, .parq',
+            r'train: .*x.tsv ends in ".tsv", which is not read. Name a .jsonl, .json, .csv, .parq',
         ),
         ("x.pkl", b"\x80\x04N.", "which is not read. .*a folder that save_to_disk wrote, or a hub id"),
     ],
@@ -176,7 +176,7 @@ def test_damaged_files(name, content, message, tmp_path):
 
 
 def test_what_comes_before_the_damage_is_read(tmp_path):
-    rows = read_rows(str(file(tmp_path / "x.jsonl", '{"a": 1}\n{')), setting="data.train")
+    rows = read_rows(str(file(tmp_path / "x.jsonl", '{"a": 1}\n{')), field="train")
     assert next(rows)[1] == {"a": 1}
     with pytest.raises(DataError, match="line 2"):
         next(rows)
@@ -193,11 +193,9 @@ def test_a_missing_file_names_the_nearest(ending, tmp_path):
 
 def test_names_that_can_be_nothing(tmp_path):
     (tmp_path / "prompts").mkdir()
-    with pytest.raises(
-        DataError, match=r'data.train: there is no ".*/prompt". Did you mean .*/prompts\? Name a .jsonl'
-    ):
+    with pytest.raises(DataError, match=r'train: there is no ".*/prompt". Did you mean .*/prompts\? Name a .jsonl'):
         read(tmp_path / "prompt")
-    with pytest.raises(DataError, match=r'data.train: there is no "".* Name a .jsonl, .json'):
+    with pytest.raises(DataError, match=r'train: there is no "".* Name a .jsonl, .json'):
         read("")
 
 
@@ -211,17 +209,15 @@ def test_folders_that_datasets_cannot_read(tmp_path):
     Dataset.from_dict({"a": [1]}).save_to_disk(broken)
     for name in ("data-00000-of-00001.arrow", "state.json"):
         file(broken / name, "{}")
-        with pytest.raises(DataError, match="data.train: .*broken is no folder that datasets can read"):
+        with pytest.raises(DataError, match="train: .*broken is no folder that datasets can read"):
             read(broken)
     odd = tmp_path / "odd"
     DatasetDict(first=Dataset.from_dict({"a": [1]})).save_to_disk(odd)
     with pytest.raises(
-        DataError, match=r"^data.train: \S*odd has no split train; it has first. Name a split's own folder: "
+        DataError, match=r"^train: \S*odd has no split train; it has first. Name a split's own folder: "
     ):
         read(odd)
-    with pytest.raises(
-        DataError, match=r"^data.train: \S*odd has no split test or validation; it has first. .*odd/first.$"
-    ):
+    with pytest.raises(DataError, match=r"^train: \S*odd has no split test or validation; it has first. .*odd/first.$"):
         read(odd, split="validation")
     assert read(odd / "first") == [(f"{odd}/first, row 1", {"a": 1})]
 
@@ -229,14 +225,12 @@ def test_folders_that_datasets_cannot_read(tmp_path):
 def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file(tmp_path / "prompts", "")
-    with pytest.raises(
-        DataError, match=r'data.train: "promts" is no file, and the hub did not give it \(.*\). Did you me'
-    ):
+    with pytest.raises(DataError, match=r'train: "promts" is no file, and the hub did not give it \(.*\). Did you me'):
         read("promts")
-    with pytest.raises(DataError, match=r"did not give it \(.+\). Name files with data.train=… and data.validation=…"):
+    with pytest.raises(DataError, match=r"did not give it \(.+\). Name files in its place"):
         read("nobody/nothing-of-the-kind")
     monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: DatasetDict(dev=Dataset.from_dict({"a": [1]})))
-    with pytest.raises(DataError, match="data.train: some/pairs has no split train; it has dev. Name another source"):
+    with pytest.raises(DataError, match="train: some/pairs has no split train; it has dev. Name another source"):
         read("some/pairs")
 
 
@@ -250,7 +244,7 @@ def test_a_configuration_that_is_missing_or_unknown(name, tmp_path, monkeypatch)
     load = sources.load_dataset
     monkeypatch.setattr(sources, "load_dataset", lambda _, *names, data_dir: load(str(tmp_path), *names))
     seen = "none is named" if name is None else '"mian" is none of them'
-    message = f"data.train: some/sums has the configurations 'main', 'socratic', and {seen}. Name one with data.name=…."
+    message = f"train: some/sums has the configurations 'main', 'socratic', and {seen}. Give one as name."
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         read("some/sums", name=name)
     assert read("some/sums", name="socratic") == [("some/sums (train), row 1", {"a": 1})]
@@ -258,14 +252,14 @@ def test_a_configuration_that_is_missing_or_unknown(name, tmp_path, monkeypatch)
 
 def test_settings_of_a_hub_id_need_one(tmp_path):
     path = str(file(tmp_path / "x.jsonl", '{"a": 1}'))
-    for sources_ in ((path, None), (path, path), (str(tmp_path), None)):
+    for sources_ in ((path,), (path, path), (str(tmp_path),)):
         check_hub_settings(*sources_, subset=None, name=None)
         for settings in ({"subset": "a"}, {"name": "a", "subset": None}):
             with pytest.raises(
                 DataError, match="would have no effect: only a hub id has that, and .* is none. Remove it"
             ):
                 check_hub_settings(*sources_, **settings)
-    for sources_ in (("some/pairs", None), ("some/pairs", path), (path, "some/pairs")):
+    for sources_ in (("some/pairs",), ("some/pairs", path), (path, "some/pairs")):
         check_hub_settings(*sources_, subset="a", name="a")
     assert is_hub_id("some/pairs") and is_hub_id("squad")
     assert not any(map(is_hub_id, ("", "some/pairs.jsonl", "/no/where", path, str(tmp_path))))
@@ -290,6 +284,9 @@ def test_the_messages_of_a_row():
         assert messages_of_row("x.jsonl, line 1", row) == asked
     # Tables give every message the keys of all; a template must not see those that a message does not have.
     assert messages_of_row("x.parquet, row 1", {"messages": [{**asked[0], "name": None}]}) == asked
+    columns = {"prompt": "question", "chosen": "good"}  # of which the row needs no other than the prompt's
+    assert messages_of_row("x.jsonl, line 1", {"question": "a", "prompt": "b"}, columns) == asked
+    assert messages_of_row("x.jsonl, line 1", {"prompt": "a"}, columns) == asked
     with pytest.raises(DataError, match="line 1: no column messages, prompt or query; present: input_ids. Rename"):
         messages_of_row("x.jsonl, line 1", {"input_ids": [1]})
     with pytest.raises(DataError, match='line 1, column "query": an empty prompt. Mend or remove the row'):

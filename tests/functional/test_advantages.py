@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tolerances import EXACT, FP32
-from toolkit.functional import generalized_advantage_estimation
+from toolkit.functional import (
+    generalized_advantage_estimation,
+    penalize_missing_eos,
+    penalize_short,
+    pool_values,
+    shape_rewards,
+)
 
 
 def double_sum(rewards, values, lengths, gamma, lam):
@@ -90,3 +96,69 @@ def test_a_cut_episode_goes_on_with_its_final_value():
     to_the_end, _ = generalized_advantage_estimation(rewards, values, full, final_values=final, **settings)
     ended, _ = generalized_advantage_estimation(rewards, values, full, **settings)
     assert (to_the_end - ended)[0, 3].item() == pytest.approx(1.8, rel=1e-5)
+
+
+def test_rewards_by_hand():
+    kl = torch.tensor([[0.5, 0.25, 9.0], [1.0, 9.0, 9.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    rewards = shape_rewards(torch.tensor([1.0, -1.0]), kl, mask, kl_coef=0.2)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.95, 0.0], [-1.2, 0.0, 0.0]]), **EXACT)
+
+
+def test_the_score_stands_at_the_last_token_whatever_follows():
+    mask = torch.tensor([[True, True, False, False]])
+    rewards = shape_rewards(torch.tensor([3.0]), torch.zeros(1, 4), mask, kl_coef=0.1)
+    assert rewards.tolist() == [[0.0, 3.0, 0.0, 0.0]]
+
+
+def test_an_empty_response_is_an_error():
+    with pytest.raises(ValueError, match=r"responses \[1\] are empty"):
+        shape_rewards(torch.zeros(2), torch.zeros(2, 1), torch.tensor([[True], [False]]), kl_coef=0.1)
+
+
+def test_missing_eos_penalty():
+    scores = penalize_missing_eos(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), penalty=0.5)
+    assert scores.tolist() == [2.0, 1.5]
+
+
+def test_short_responses_penalty():
+    scores = penalize_short(torch.tensor([2.0, 2.0]), torch.tensor([2, 3]), minimum=3, penalty=0.5)
+    assert scores.tolist() == [1.5, 2.0]
+
+
+VALUES = torch.tensor([[1.0, 2.0, 6.0], [4.0, 0.0, 9.0]])
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+def test_pooled_values_by_hand():
+    torch.testing.assert_close(pool_values(VALUES, MASK, "none"), VALUES, **EXACT)
+    expected = torch.tensor([[3.0, 3.0, 3.0], [2.0, 2.0, 0.0]])
+    torch.testing.assert_close(pool_values(VALUES, MASK, "response_mean"), expected, **EXACT)
+    expected = torch.tensor([[1.0, 1.5, 3.0], [4.0, 2.0, 0.0]])
+    torch.testing.assert_close(pool_values(VALUES, MASK, "prefix_mean"), expected, **EXACT)
+    with pytest.raises(ValueError, match="must be one of none, response_mean, prefix_mean, got 'mean'"):
+        pool_values(VALUES, MASK, "mean")
+
+
+def test_the_mean_of_values_is_the_value_of_the_mean_state():
+    """What a critic that pools its states before a linear head computes, in numpy."""
+    generator = np.random.default_rng(0)
+    states, weight, bias = generator.normal(size=(2, 3, 5)), generator.normal(size=5), 0.7
+    mask = MASK.numpy()
+    values = torch.tensor(states @ weight + bias, dtype=torch.float32)
+    for row in range(2):
+        real = states[row, mask[row]]
+        whole = torch.tensor(real.mean(axis=0) @ weight + bias, dtype=torch.float32).expand(len(real))
+        torch.testing.assert_close(pool_values(values, MASK, "response_mean")[row, : len(real)], whole, **FP32)
+        means = [real[: t + 1].mean(axis=0) @ weight + bias for t in range(len(real))]
+        prefix = torch.tensor(np.array(means), dtype=torch.float32)
+        torch.testing.assert_close(pool_values(values, MASK, "prefix_mean")[row, : len(real)], prefix, **FP32)
+
+
+def test_a_prefix_mean_knows_nothing_of_later_values():
+    values = VALUES.clone().requires_grad_()
+    pool_values(values, MASK, "prefix_mean")[0, 1].backward()
+    torch.testing.assert_close(values.grad[0], torch.tensor([0.5, 0.5, 0.0]), **EXACT)
+    values.grad = None
+    pool_values(values, MASK, "response_mean")[0, 0].backward()
+    torch.testing.assert_close(values.grad[0], torch.full((3,), 1 / 3), **FP32)

@@ -1,9 +1,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Categorical
 
-from tests.tolerances import FP32
-from toolkit.functional import token_logprobs
+from tests.tolerances import EXACT, FP32
+from toolkit.functional import token_logprobs, token_logprobs_and_entropy
+from toolkit.functional.logprobs import in_chunks
 
 
 def brute_force(hidden, head, tokens, temperature):
@@ -71,3 +73,77 @@ def test_shapes_must_fit():
     hidden, head, tokens = case()
     with pytest.raises(ValueError, match="do not fit"):
         token_logprobs(hidden, head, tokens[:, :3])
+
+
+# ---------------------------------------------------------------------- with the entropy
+
+
+def states(n=7):
+    torch.manual_seed(0)
+    return torch.randn(n, 5), nn.Linear(5, 11), torch.randint(11, (n,))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_and_its_gradient_are_those_of_torch_s_distribution(chunk_size, temperature):
+    hidden, head, tokens = states()
+    ours_in, theirs_in = (hidden.clone().requires_grad_() for _ in range(2))
+    settings = {"temperature": temperature, "chunk_size": chunk_size}
+    logprobs, entropy = token_logprobs_and_entropy(ours_in, head, tokens, **settings)
+    theirs = Categorical(logits=head(theirs_in) / temperature)
+    torch.testing.assert_close(entropy, theirs.entropy(), **FP32)
+    torch.testing.assert_close(logprobs, theirs.log_prob(tokens), **FP32)
+    torch.testing.assert_close(logprobs, token_logprobs(hidden, head, tokens, **settings), **FP32)
+    (entropy * torch.arange(7)).sum().backward()
+    (theirs.entropy() * torch.arange(7)).sum().backward()
+    torch.testing.assert_close(ours_in.grad, theirs_in.grad, **FP32)
+
+
+def test_entropy_of_shapes_and_of_impossible_tokens():
+    hidden, head, tokens = states(6)
+    logprobs, entropy = token_logprobs_and_entropy(hidden.view(2, 3, -1), head, tokens.view(2, 3), chunk_size=4)
+    assert logprobs.shape == entropy.shape == (2, 3)
+    empty = token_logprobs_and_entropy(hidden[:0], head, tokens[:0])
+    assert empty[0].shape == empty[1].shape == (0,) and token_logprobs(hidden[:0], head, tokens[:0]).shape == (0,)
+    mask = torch.tensor([0.0, 0.0, -torch.inf])
+    state = torch.zeros(1, 3, requires_grad=True)
+    _, entropy = token_logprobs_and_entropy(state, lambda x: x + mask, torch.tensor([0]))
+    torch.testing.assert_close(entropy, torch.log(torch.tensor([2.0])), **EXACT)
+    entropy.sum().backward()
+    assert torch.isfinite(state.grad).all()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+def test_results_and_gradients_are_those_of_one_call(chunk_size):
+    torch.manual_seed(0)
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    calls = []
+
+    def function(x, y):
+        calls.append(len(y))
+        return torch.stack([(x @ weight).exp() * y, y])
+
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    ours, theirs = in_chunks(function, inputs[0], y, chunk_size=chunk_size), function(inputs[1], y)
+    assert torch.equal(ours, theirs) and ours.shape == (2, 7)
+    forward = -(-7 // chunk_size)
+    assert calls[:-1] == [min(chunk_size, 7 - i * chunk_size) for i in range(forward)]
+    grads = [torch.autograd.grad(found.square().sum(), [inside, weight])
+             for found, inside in zip((ours, theirs), inputs, strict=True)]  # fmt: skip
+    torch.testing.assert_close(*grads)
+    assert len(calls) == 2 * forward + 1  # each chunk again in the backward pass
+
+
+def test_without_gradient_nothing_is_computed_twice():
+    calls = []
+    x = torch.ones(4, 2, requires_grad=True)
+    with torch.no_grad():
+        in_chunks(lambda part: calls.append(1) or part.sum(dim=1), x, chunk_size=2)
+    assert len(calls) == 2
+
+
+def test_no_positions_and_no_chunk():
+    assert in_chunks(lambda x: torch.stack([x.sum(dim=1)] * 3), torch.ones(0, 5), chunk_size=4).shape == (3, 0)
+    with pytest.raises(ValueError, match="chunk_size must be positive, got 0"):
+        in_chunks(torch.sum, torch.ones(3), chunk_size=0)

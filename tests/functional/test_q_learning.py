@@ -360,9 +360,9 @@ def test_q_values_in_chunks_are_those_of_the_whole_with_their_gradients():
         lengths.append(len(states))
         return states @ weight.T
 
-    found = token_q_values(hidden, head, tokens, lowest=-0.5, chunk_size=4)
+    q_taken, excess = token_q_values(hidden, head, tokens, lowest=-0.5, chunk_size=4)
     assert lengths == [4, 4, 2]
-    (found.q.sum() + 3 * found.excess.sum()).backward()
+    (q_taken.sum() + 3 * excess.sum()).backward()
     assert sorted(lengths) == [2, 2, 4, 4, 4, 4]  # computed again in the backward pass, no more positions at a time
     grads = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
@@ -371,8 +371,8 @@ def test_q_values_in_chunks_are_those_of_the_whole_with_their_gradients():
     for n, token in enumerate(tokens.tolist()):
         taken.append(q[n, token])
         others.append(sum((q[n, v] + 0.5) ** 2 for v in range(11) if v != token) / 10)
-    torch.testing.assert_close(found.q, torch.stack(taken), **FP32)
-    torch.testing.assert_close(found.excess, torch.stack(others), **FP32)
+    torch.testing.assert_close(q_taken, torch.stack(taken), **FP32)
+    torch.testing.assert_close(excess, torch.stack(others), **FP32)
     (torch.stack(taken).sum() + 3 * torch.stack(others).sum()).backward()
     for ours, theirs in zip(grads, (hidden.grad, weight.grad), strict=True):
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < RELATIVE

@@ -1,12 +1,28 @@
-import json
+import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from tests.functional import two_processes
 from tests.tolerances import EXACT
-from toolkit.functional import masked_mean, masked_var, scale_to_unit_variance, standard_error, whiten, wilson_interval
+from toolkit.functional import (
+    Moments,
+    average_ranks,
+    best_of_kl_bound,
+    calibration_bins,
+    expected_best,
+    expected_calibration_error,
+    masked_mean,
+    masked_var,
+    pearson_correlation,
+    scale_to_unit_variance,
+    spearman_correlation,
+    standard_error,
+    update_moments,
+    whiten,
+    wilson_interval,
+)
 
 VALUES = torch.tensor([[1.0, 2.0, 100.0], [3.0, 6.0, -50.0]])
 MASK = torch.tensor([[True, True, False], [True, True, False]])
@@ -76,13 +92,73 @@ def test_a_mask_must_be_boolean_and_fit():
         masked_mean(VALUES, MASK[:, :2])
 
 
-def test_over_two_processes_as_over_all_values_together(tmp_path):
-    torch.multiprocessing.spawn(two_processes.run, (str(tmp_path),), nprocs=2)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    kept = np.concatenate([np.array(v)[np.array(m)] for v, m in two_processes.PARTS])
-    centred, deviation = kept - kept.mean(), kept.std(ddof=1)
-    for kind, expected in enumerate((centred / deviation, centred / deviation + kept.mean())):
-        parts = [np.array(found[rank][kind])[np.array(mask)] for rank, (_, mask) in enumerate(two_processes.PARTS)]
-        np.testing.assert_allclose(np.concatenate(parts), expected, rtol=0, atol=1e-5)
-    alone = whiten(*(torch.tensor(x) for x in two_processes.PARTS[1]))
-    assert (alone - torch.tensor(found[1][0])).abs().max() > 0.1
+@pytest.mark.parametrize("splits", [[12], [1, 11], [5, 4, 3], [1] * 12])
+def test_moments_do_not_depend_on_the_batches(splits):
+    torch.manual_seed(3)
+    values = 1000 + torch.randn(12)
+    moments = Moments()
+    for part in values.split(splits):
+        moments = update_moments(moments, part)
+    assert moments.seen == 12
+    assert moments.mean == pytest.approx(values.double().mean().item(), rel=1e-12)
+    assert moments.std == pytest.approx(values.double().std().item(), rel=1e-9)
+
+
+def test_moments_of_too_little_or_of_equal_numbers_divide_by_one():
+    assert update_moments(Moments(), torch.tensor([5.0])).std == 1.0
+    assert update_moments(Moments(), torch.tensor([5.0, 5.0])).std == 1.0
+
+
+def test_calibration_by_hand():
+    probabilities = torch.tensor([0.05, 0.15, 0.55, 0.95, 1.0, 0.5])
+    outcomes = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    bins = calibration_bins(probabilities, outcomes, bins=2)
+    assert [(one.low, one.high, one.number) for one in bins] == [
+        (0.0, 0.5, 2),
+        (0.5, 1.0, 4),
+    ]  # 0.5: upper
+    assert bins[0].predicted == pytest.approx(0.1) and bins[0].observed == 0.5
+    assert bins[1].predicted == pytest.approx(0.75) and bins[1].observed == 0.5
+    assert expected_calibration_error(bins) == pytest.approx((2 * 0.4 + 4 * 0.25) / 6)
+    assert [one.low for one in calibration_bins(probabilities, outcomes)] == [0.0, 0.1, 0.5, 0.9]
+
+
+def test_correlations_by_hand():
+    # 1 − 6·Σd²/(n(n² − 1)), the ranks being 1 2 3 4 5 and 2 1 3 5 4
+    a, b = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([20.0, 10.0, 30.0, 60.0, 35.0])
+    assert spearman_correlation(a, b) == pytest.approx(1 - 6 * (1 + 1 + 0 + 1 + 1) / 120)
+    assert pearson_correlation(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 3.0])) == pytest.approx(-1)
+    assert pearson_correlation(a, torch.full((5,), 2.0)) == spearman_correlation(torch.zeros(5), a) == 0.0
+    assert average_ranks(torch.tensor([3.0, 3.0, 1.0, 3.0])).tolist() == [3, 3, 1, 3]
+
+
+def test_correlations_agree_with_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(6, (50,), generator=generator).double()  # with ties
+    b = a + torch.randn(50, generator=generator).double()
+    assert spearman_correlation(a, b) == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-12)
+    assert pearson_correlation(a, b) == pytest.approx(stats.pearsonr(a, b).statistic, abs=1e-12)
+    assert math.isfinite(spearman_correlation(a[:1], b[:1]))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_expected_best_is_the_mean_over_all_subsets(n):
+    torch.manual_seed(0)
+    scores = torch.randn(3, n).double()
+    by_hand = [
+        sum(max(subset) for row in scores.tolist() for subset in itertools.combinations(row, k)) / (3 * math.comb(n, k))
+        for k in range(1, n + 1)
+    ]
+    torch.testing.assert_close(expected_best(scores), torch.tensor(by_hand, dtype=torch.float64), **EXACT)
+    assert expected_best(scores)[0] == pytest.approx(scores.mean().item())
+
+
+def test_the_bound_holds_and_is_nearly_met_where_nothing_ties():
+    """Of m equally likely responses with distinct scores, the i-th is chosen with p = (i^n − (i−1)^n) / m^n."""
+    m = 2000
+    for n in (1, 2, 4, 8):
+        chosen = [((i / m) ** n) - ((i - 1) / m) ** n for i in range(1, m + 1)]
+        kl = sum(p * math.log(p * m) for p in chosen if p > 0)
+        assert kl <= best_of_kl_bound(n) + 1e-12
+        assert kl == pytest.approx(best_of_kl_bound(n), abs=0.01)

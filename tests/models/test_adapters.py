@@ -153,7 +153,7 @@ def test_bad_folders(tmp_path):
         load_role(bare(), "reward", broken("d", lambda f: (f / "adapter_model.safetensors").write_bytes(b"\0" * 40)))
     with pytest.raises(AdapterError, match=r"role.json is not valid JSON"):
         load_role(bare(), "reward", broken("e", lambda f: (f / "role.json").write_text("{")))
-    with pytest.raises(AdapterError, match="belongs to another base.*Check base.model"):
+    with pytest.raises(AdapterError, match="belongs to another base.*Name the base that it was trained on"):
         load_role(bare("gpt2"), "reward", good)
 
     def other_size(folder):

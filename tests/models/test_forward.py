@@ -7,8 +7,8 @@ from toolkit.data import pad_rows
 from toolkit.models import (
     Sequences,
     SharedBase,
+    read_policy,
     response_logprobs,
-    response_logprobs_and_values,
     response_values,
     score_positions,
     sequence_logits,
@@ -44,7 +44,7 @@ def test_one_pass_for_a_shared_value_gives_what_two_give():
     base = shared_base(value="shared")
     sequences = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
     with torch.no_grad(), base.role("policy"):
-        logprobs, values = response_logprobs_and_values(base, sequences)
+        logprobs, values, *_ = read_policy(base, sequences)
         torch.testing.assert_close(logprobs, response_logprobs(base, sequences), **EXACT)
         torch.testing.assert_close(values, response_values(base, sequences), **EXACT)
 

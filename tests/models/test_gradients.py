@@ -9,8 +9,8 @@ from tests.conftest import shared_base, tiny_model
 from tests.tolerances import RELATIVE
 from toolkit.models import (
     Sequences,
+    read_policy,
     response_logprobs,
-    response_logprobs_and_values,
     response_values,
     save_role,
 )
@@ -80,7 +80,7 @@ def test_gradients_equal_those_of_separate_models(value, checkpointing, backward
     sequences = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
     if value == "shared":
         with base.role("policy"):
-            logprobs, values = response_logprobs_and_values(base, sequences, chunk_size=2)
+            logprobs, values, *_ = read_policy(base, sequences, chunk_size=2)
             ((padded * logprobs).sum() + (padded * values**2).sum()).backward()
     else:
         losses = []

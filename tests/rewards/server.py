@@ -1,6 +1,7 @@
 """A reward server on the loopback interface, in a thread of its own."""
 
 import json
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +9,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 def lengths(_, message):
     return 200, json.dumps({"scores": [len(text) for text in message["responses"]]}).encode()
+
+
+class _Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """Says nothing of a client that went away, as one does whose time is up."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Server:
@@ -36,8 +46,7 @@ class Server:
             def log_message(self, *_):
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
+        self.http = _Quiet(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}/score"
 

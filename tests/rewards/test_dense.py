@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.recipes.helpers import byte_tokenizer
+from tests.tiny_runs import byte_tokenizer
 from tests.tolerances import EXACT
 from tests.trainers.helpers import dataset, rollout, trainer
 from toolkit.data import Rollout
@@ -124,5 +124,5 @@ def test_what_is_no_score(dense, said):
 def test_scaling_and_clipping_are_for_one_number_a_response(tmp_path):
     for settings in ({"score_clip": 1.0}, {"use_score_scaling": True}):
         ours = trainer(tmp_path, reward=lambda r: DenseScores(tokens=TOKENS), **settings)
-        with pytest.raises(RewardError, match="ppo.use_score_scaling and ppo.score_clip are for one number a response"):
+        with pytest.raises(RewardError, match="use_score_scaling and score_clip are for one number a response"):
             ours.step({}, rollout(RESPONSES), DenseScores(tokens=TOKENS))

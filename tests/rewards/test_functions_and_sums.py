@@ -85,7 +85,7 @@ def test_a_file_beside_the_recipe(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- async
 
 
-class Judge:
+class Slow:
     """Waits for all responses at once, and notes how often, and in which loop and thread, it was called."""
 
     def __init__(self):
@@ -103,21 +103,21 @@ class Judge:
 
 
 def test_an_async_reward_is_awaited_once_for_the_whole_rollout():
-    judge = Judge()
+    slow = Slow()
     for _ in range(2):
-        assert score_with(judge, rollout(RESPONSES)).tolist() == LENGTHS
+        assert score_with(slow, rollout(RESPONSES)).tolist() == LENGTHS
     # One loop for all calls: an HTTP session belongs to the loop that it was made in.
-    assert judge.calls == 2 and len(judge.loops) == 1
+    assert slow.calls == 2 and len(slow.loops) == 1
 
 
 def test_an_async_reward_in_a_running_loop():
     """As in a notebook, whose main thread runs one."""
-    judge = Judge()
+    slow = Slow()
 
     async def cell():
-        return score_with(judge, rollout(RESPONSES)).tolist()
+        return score_with(slow, rollout(RESPONSES)).tolist()
 
-    assert asyncio.run(cell()) == LENGTHS and threading.current_thread() not in judge.threads
+    assert asyncio.run(cell()) == LENGTHS and threading.current_thread() not in slow.threads
 
 
 def test_an_async_function_of_a_file_that_fails(tmp_path):
@@ -147,7 +147,7 @@ def test_a_weighted_sum_by_hand():
 
 def test_a_part_that_fails_is_named():
     both = WeightedSum({"fine": lambda r: r.lengths, "bad": lambda r: [float("nan")] * 4})
-    with pytest.raises(RewardError, match='part "bad" of the sum: the reward gave nan to the response'):
+    with pytest.raises(RewardError, match="^parts.bad: the reward gave nan to the response"):
         score_with(both, rollout(RESPONSES))
     assert both.last_parts == {}
     with pytest.raises(RewardError, match="a sum has no part fin; it has fine"):

@@ -1,6 +1,8 @@
 """A real server on the loopback interface; nothing is patched but the environment."""
 
+import contextlib
 import socket
+import threading
 import time
 
 import pytest
@@ -73,17 +75,17 @@ def test_one_that_stays_down_ends_the_run(serve):
     server = serve(lambda n, message: (500, b"out of\nmemory"))
     with pytest.raises(RewardError) as error:
         score_with(asking(server), batch())
-    text = str(error.value)
-    assert len(server.messages) == 3
-    assert text.startswith(f"scorer.url: {server.url} gave no answer in 3 tries over 0 s; the last: status 500")
-    assert "('out of memory')" in text and "RESUME=1" in text
+    (problem,) = error.value.problems
+    assert len(server.messages) == 3 and problem.field == "url"
+    assert problem.wrong.startswith(f"{server.url} gave no answer in 3 tries over 0 s; the last: status 500")
+    assert "('out of memory')" in problem.wrong and "from the run's last checkpoint" in problem.remedy
 
 
 def test_nobody_there():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    with pytest.raises(RewardError, match=r"no answer in 2 tries .* the last: ConnectionRefusedError"):
+    with pytest.raises(RewardError, match=r"no answer in 2 tries .* the last: ConnectError: .*Connection refused"):
         RemoteReward(url, retries=1, first_wait=0.01)(batch())
 
 
@@ -100,6 +102,40 @@ def test_time_out(serve):
     silent = serve(lambda n, message: (*lengths(n, message), 0.5))
     with pytest.raises(RewardError, match=r"no answer in 2 tries over \d s; the last: nothing for 0.1 s"):
         asking(silent, timeout=0.1, retries=1)(batch())
+
+
+def test_a_deadline_for_all_tries_together(serve):
+    down = serve(lambda n, message: (503, b""))
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"gave no answer in 2 tries over 0 s; the last: status 503"):
+        asking(down, deadline=0.4, first_wait=0.15, retries=9)(batch())  # a third would come after 0.45 s
+    assert 0.15 <= time.monotonic() - started < 0.4 and len(down.messages) == 2
+
+
+def test_an_answer_by_the_drop_is_not_waited_for():
+    """The server is never silent for long, and never done."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(2**16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(1000):
+                    connection.sendall(b" ")
+                    time.sleep(0.02)
+
+        threading.Thread(target=drip, daemon=True).start()
+        reward = RemoteReward(f"http://127.0.0.1:{listener.getsockname()[1]}/", retries=0, timeout=5, deadline=0.2)
+        with pytest.raises(RewardError, match=r"in 1 tries .* the last: an answer that was not complete after 0.2 s"):
+            reward(batch())
+
+
+def test_an_answer_without_end_is_refused(serve):
+    server = serve(lambda n, message: (200, b" " * (2**24 + 1)))
+    with pytest.raises(RewardError, match="gave an answer of more than 16 MiB"):
+        asking(server)(batch())
+    assert len(server.messages) == 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
@@ -147,7 +183,7 @@ def test_the_token_comes_from_the_environment(serve, monkeypatch):
         asking(server, token_variable="REWARD_TOKEN_FOR_TEST")
     assert "cret" not in str(error.value)
     monkeypatch.delenv("REWARD_TOKEN_FOR_TEST")
-    with pytest.raises(RewardError, match="scorer.token_variable: the environment has no variable REWARD_TOKEN_FOR"):
+    with pytest.raises(RewardError, match="^token_variable: the environment has no variable REWARD_TOKEN_FOR"):
         asking(server, token_variable="REWARD_TOKEN_FOR_TEST")
 
 

@@ -40,9 +40,9 @@ def test_class_scores_are_log_probabilities_of_the_named_class():
 
 
 def test_head_and_class_column_must_fit():
-    with pytest.raises(RewardError, match=r"has 3 output\(s\) and scorer.class_column is None"):
+    with pytest.raises(RewardError, match=r"has 3 output\(s\) and class_column is None"):
         RewardAdapter(shared_base(labels=3), pad_token_id=0)
-    with pytest.raises(RewardError, match=r"has 1 output\(s\) and scorer.class_column is 'style'"):
+    with pytest.raises(RewardError, match=r"has 1 output\(s\) and class_column is 'style'"):
         RewardAdapter(shared_base(), pad_token_id=0, class_column="style")
     reward = RewardAdapter(shared_base(labels=3), pad_token_id=0, class_column="style")
     with pytest.raises(RewardError, match='no column "style"; present: number'):

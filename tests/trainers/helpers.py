@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from tests.conftest import shared_base
 from toolkit.data import Rollout, doubling
-from toolkit.models import SharedBase, classifier_config, load_classifier
+from toolkit.models import ModelSpec, SharedBase, load_model
 from toolkit.rewards import RewardAdapter
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import PPOConfig
@@ -87,6 +87,6 @@ _OWN = {
 def own_classifier(kind: str, *, labels: int = 1, tokenizer: Any = None, dtype: str = "float32", **changes: Any) -> Any:
     """A random sequence classifier for the ids of `tokenizer`, of the doubling task if None."""
     values = {"max_position_embeddings": 64, **_OWN[kind], **changes}
-    config = classifier_config(tokenizer or doubling.tokenizer(), num_labels=labels, config=values)
+    settings = {"tokenizer": tokenizer or doubling.tokenizer(), "num_labels": labels, "device": torch.device("cpu")}
     torch.manual_seed(0)
-    return load_classifier(config, dtype=dtype, device=torch.device("cpu"))
+    return load_model(ModelSpec(config=values, dtype=dtype), "sequence_classifier", **settings)

@@ -74,7 +74,7 @@ def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path
         return metrics
 
     monkeypatch.setattr(ours, "_backward_micro_batch", overflows)
-    with pytest.raises(SelfCheckError, match=r"the gradient's norm is nan at update 2.*go on from the last checkpoint"):
+    with pytest.raises(SelfCheckError, match=r"the gradient's norm is nan at update 2.*Go on from the last checkpoint"):
         ours.step({}, rollout(RESPONSES), SCORES)
     assert same(before, weights(ours))
 

@@ -17,7 +17,7 @@ from tests.conftest import lora, randomize, tiny_model
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from toolkit.data import doubling
 from toolkit.models import SharedBase, add_q_roles, load_base
-from toolkit.models.base import default_device
+from toolkit.models.load import default_device
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.q_learning import QTrainer

@@ -9,7 +9,7 @@ from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
 from toolkit.data import PromptCollator, doubling
 from toolkit.models import SharedBase, load_base
-from toolkit.trainers.scores import ScoreShaper
+from toolkit.trainers.objective import ScoreShaper
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
 SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
@@ -233,10 +233,10 @@ def test_any_of_the_base_s_stop_tokens_ends_a_response(tmp_path):
     base = shared_base()
     base.checkpoint_stops = (3, 2)
     ours = trainer(tmp_path, base, count_reward(7))
-    assert ours.stop_token_ids == [2, 3]
+    assert ours.roles.stop_token_ids(ours.processing_class) == [2, 3]
     asked = []
 
-    def generated(ids, mask, generation):
+    def generated(ids, mask, generation, **_):
         asked.append(generation.eos_token_id)
         return torch.tensor([[5, 3, 2, 2], [5, 6, 7, 8], [2, 3, 0, 0], [9, 9, 9, 3]])
 
@@ -264,24 +264,27 @@ def test_tokens_that_end_a_response_by_the_settings_of_generation_alone(tmp_path
     ("changes", "said"),
     [
         ({"kl_penalty_in": "loss"}, "needs another kl_estimator than k1, whose gradient is 0 on average"),
-        ({"kl_penalty_in": "both"}, "kl_penalty_in must be one of reward, loss"),
-        ({"use_score_norm": True}, "use_score_norm would have no effect without use_score_scaling"),
-        ({"entropy_coef": -0.1}, "entropy_coef must be 0 or more"),
-        ({"old_policy_kl_coef": -1.0}, "old_policy_kl_coef must be 0 or more"),
-        ({"update_kl_limit": 0.0}, "update_kl_limit must be positive"),
+        ({"kl_penalty_in": "both"}, "kl_penalty_in — 'reward' or 'loss' is needed, got 'both'"),
+        ({"use_score_norm": True}, "use_score_norm — would have no effect without use_score_scaling"),
+        ({"entropy_coef": -0.1}, "entropy_coef — must be 0 or more"),
+        ({"old_policy_kl_coef": -1.0}, "old_policy_kl_coef — must be 0 or more"),
+        ({"update_kl_limit": 0.0}, "update_kl_limit — must be positive"),
         ({"short_response_penalty": 1.0}, "have an effect together only"),
         ({"min_response_length": 3}, "have an effect together only"),
         ({"drop_short_responses": True}, "have an effect together only"),
         (
             {"drop_short_responses": True, "min_response_length": 2, "short_response_penalty": 1.0},
-            "short_response_penalty would have no effect with drop_short_responses",
+            "short_response_penalty — would have no effect with drop_short_responses",
         ),
-        ({"loop": "trl", "drop_short_responses": True, "min_response_length": 2}, "trl has no drop_short_responses"),
-        ({"value_learning_rate": -1.0}, "value_learning_rate must be 0 or more"),
-        ({"score_clip": 0.0}, "score_clip must be positive"),
-        ({"cliprange": 0.0}, "cliprange must be positive or null"),
-        ({"loop": "trl", "entropy_coef": 0.1}, "loop: trl has no entropy_coef"),
-        ({"loop": "trl", "cliprange_value": None}, "loop: trl always clips; cliprange_value must be a number"),
+        (
+            {"loop": "trl", "drop_short_responses": True, "min_response_length": 2},
+            "drop_short_responses — would have no effect with loop: trl",
+        ),
+        ({"value_learning_rate": -1.0}, "value_learning_rate — must be 0 or more"),
+        ({"score_clip": 0.0}, "score_clip — must be positive"),
+        ({"cliprange": 0.0}, "cliprange — must be positive or null"),
+        ({"loop": "trl", "entropy_coef": 0.1}, "entropy_coef — would have no effect with loop: trl"),
+        ({"loop": "trl", "cliprange_value": None}, "cliprange_value — a number is needed with loop: trl, got None"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, said, tmp_path):

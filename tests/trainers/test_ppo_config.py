@@ -1,52 +1,71 @@
-from dataclasses import fields
+from typing import get_args, get_type_hints
 
 import pytest
 
 from tests.trainers.helpers import config
-from toolkit.trainers.ppo_config import HONOURED, INSTEAD, PPOConfig, ignored_by_our_loop
+from toolkit.errors import ConfigError
+from toolkit.functional import KL_ESTIMATORS, VALUE_POOLINGS
+from toolkit.trainers.ppo_config import PPOConfig
 
 
-def test_the_lists_name_real_fields():
-    names = {f.name for f in fields(PPOConfig)}
-    assert names >= HONOURED
-    assert names >= set(INSTEAD)
-    assert not HONOURED & set(INSTEAD)
-
-
-def test_trls_dead_fields_are_refused_each_with_a_reason():
-    dead = ignored_by_our_loop({"sft_model_path": "x", "batch_size": 4, "push_to_hub": True, "kl_coef": 0.1, "typo": 1})
-    assert dead == {
-        "sft_model_path": "the base is base.model",
-        "batch_size": "a batch is per_device_train_batch_size × gradient_accumulation_steps",
-        "push_to_hub": "the toolkit's PPO loop does not read it",
-    }
+def test_the_words_are_those_of_the_maths():
+    types = get_type_hints(PPOConfig)
+    assert get_args(types["kl_estimator"]) == (*KL_ESTIMATORS, "full")
+    assert get_args(types["value_pooling"]) == VALUE_POOLINGS
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"response_length": 0}, "response_length must be at least 1"),
-        ({"max_length": 0}, "max_length must be at least 1 or null, got 0"),
-        ({"loop": "trl", "max_length": 256}, "loop: trl has no max_length"),
-        ({"gamma": 1.5}, "gamma must be between 0 and 1, got 1.5"),
-        ({"num_mini_batches": 3}, "a batch of 4 .* cannot be divided into num_mini_batches = 3"),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3, abs, full, got 'k4'"),
-        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty must be positive or null, got -1.0"),
-        ({"max_steps": 3, "total_episodes": 12}, "max_steps and total_episodes both set the number of updates"),
-        ({"loop": "trl", "kl_estimator": "k2"}, "loop: trl knows the kl_estimator k1 and k3 only"),
-        ({"loop": "trl", "kl_target": 6.0}, "kl_target would have no effect"),
-        ({"loop": "trl", "sample_with_replacement": True}, "sample_with_replacement would have no effect"),
-        ({"kl_target": 0.0}, "kl_target must be positive or null, got 0.0"),
-        ({"num_mini_batches": 0}, "num_mini_batches must be at least 1, got 0"),
-        ({"kl_horizon": 0}, "kl_horizon must be at least 1, got 0"),
-        ({"loop": "mine"}, "loop must be one of toolkit, trl, got 'mine'"),
-        ({"value": "none"}, "value must be one of separate, shared"),
+        ({"temperature": 0.0}, "temperature — must be positive, got 0.0."),
+        ({"response_length": 0}, "response_length — must be at least 1, got 0."),
+        ({"max_length": 0}, "max_length — must be at least 1 or null, got 0."),
+        ({"loop": "trl", "max_length": 256}, "max_length — would have no effect with loop: trl, which has none."),
+        ({"gamma": 1.5}, "gamma — must be between 0 and 1, got 1.5."),
+        (
+            {"num_mini_batches": 3},
+            "num_mini_batches — a batch of 4 (per_device_train_batch_size × gradient_accumulation_steps) cannot be "
+            "divided into 3.",
+        ),
+        ({"kl_estimator": "k4"}, "kl_estimator — 'k1' or 'k2' or 'k3' or 'abs' or 'full' is needed, got 'k4'."),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty — must be positive or null, got -1.0."),
+        (
+            {"max_steps": 3, "total_episodes": 12},
+            "total_episodes — sets the number of updates, and so does max_steps. Give one.",
+        ),
+        ({"loop": "trl", "kl_estimator": "k2"}, "kl_estimator — 'k1' or 'k3' is needed with loop: trl, got 'k2'."),
+        ({"loop": "trl", "kl_target": 6.0}, "kl_target — would have no effect with loop: trl, which has none."),
+        (
+            {"loop": "trl", "sample_with_replacement": True},
+            "sample_with_replacement — would have no effect with loop: trl, which has none.",
+        ),
+        ({"kl_target": 0.0}, "kl_target — must be positive or null, got 0.0."),
+        ({"num_mini_batches": 0}, "num_mini_batches — must be at least 1, got 0."),
+        ({"kl_horizon": 0}, "kl_horizon — must be at least 1, got 0."),
+        ({"loop": "mine"}, "loop — 'toolkit' or 'trl' is needed, got 'mine'."),
+        ({"value": "none"}, "value — 'separate' or 'shared' is needed, got 'none'."),
+        ({"kl_coef": "high"}, "kl_coef — a number is needed, got 'high'."),
     ],
 )
 def test_bad_values(changes, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError) as error:
         config(tmp_path, **changes)
+    assert str(error.value) == f"PPOConfig has 1 problem\n  {message}"
+
+
+def test_all_bad_values_are_in_one_error(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        config(tmp_path, kl_coef=-1, loop="mine", value_adam_beta1=1.0)
+    assert {p.field: p.wrong for p in error.value.problems} == {
+        "kl_coef": "must be 0 or more, got -1.",
+        "loop": "'toolkit' or 'trl' is needed, got 'mine'.",
+        "value_adam_beta1": "must be from 0 to below 1 or null, got 1.0.",
+    }
+
+
+def test_trls_own_loop_takes_what_its_class_has(tmp_path):
+    args = config(tmp_path, loop="trl", kl_estimator="k3", cliprange=0.1, eval_do_sample=True, logprob_chunk_size=4)
+    assert args.loop == "trl"
 
 
 def test_number_of_updates(tmp_path):

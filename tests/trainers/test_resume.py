@@ -1,190 +1,31 @@
 """A run that was stopped and resumed ends with the weights of one that was not, bit for bit, in every stage."""
 
-import json
 import os
-import random
 import shutil
 import signal
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import transformers
-from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
-from trl import RewardConfig, SFTConfig
+from transformers import EarlyStoppingCallback, TrainerCallback
 
-from tests.conftest import lora, randomize, tiny_model
-from tests.trainers.helpers import count_reward, own_classifier
-from tests.trainers.helpers import trainer as ppo_trainer
-from toolkit.data import doubling
+from tests.trainers.helpers import count_reward
+from tests.trainers.resumable import (
+    STAGES,
+    STEPS,
+    assert_same,
+    disturb,
+    make,
+    metrics,
+    ppo,
+    ppo_gathered,
+    ppo_shared_adaptive,
+    reward_pairs,
+    sft_model,
+    sft_policy,
+    weights,
+)
 from toolkit.errors import CheckpointError, RunInterrupted
-from toolkit.models import QBound, SharedBase, ValueModel, add_lora, add_q_roles
-from toolkit.reports import MetricsFile
-from toolkit.trainers.q_config import QConfig
-from toolkit.trainers.q_learning import QTrainer
-from toolkit.trainers.resume import ResumableTrainer
-from toolkit.trainers.reward import reward_trainer
-from toolkit.trainers.reward_model import reward_model_trainer
-from toolkit.trainers.sft import sft_trainer
-
-STEPS = 6
-COMMON = {
-    "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2, "report_to": "none",
-    "use_cpu": True, "bf16": False, "disable_tqdm": True, "learning_rate": 1e-2, "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine",
-}  # fmt: skip
-DROPOUT = {"lora_dropout": 0.3}  # draws random numbers in every forward pass
-TIMING = ("seconds", "runtime", "per_second")
-
-
-def rows(columns: dict, count: int) -> Dataset:
-    generator = torch.Generator().manual_seed(0)
-    middles = torch.randint(10, 40, (count, 4), generator=generator).tolist()
-    return Dataset.from_dict({name: [make(m) for m in middles] for name, make in columns.items()})
-
-
-def sft_model(folder: Path, **changes):
-    data = rows({"input_ids": lambda m: [1, *m, 2]}, 12)
-    model = tiny_model("gpt2")  # tied embeddings
-    model.config.resid_pdrop = model.transformer.drop.p = 0.1
-    return sft_trainer(SFTConfig(output_dir=str(folder), **{**COMMON, **changes}), doubling.tokenizer(), model, data,
-                       data, callbacks=[MetricsFile(folder / "metrics.jsonl")])  # fmt: skip
-
-
-def sft_policy(folder: Path, **changes):
-    base = SharedBase(tiny_model())
-    base.add_role("policy", lora(**DROPOUT))
-    data = rows({"input_ids": lambda m: [1, *m, 2]}, 10)
-    return sft_trainer(SFTConfig(output_dir=str(folder), **{**COMMON, **changes}), doubling.tokenizer(), base, data,
-                       data, callbacks=[MetricsFile(folder / "metrics.jsonl")])  # fmt: skip
-
-
-def reward_pairs(folder: Path, **changes):
-    base = SharedBase(tiny_model())
-    base.add_role("reward", lora(**DROPOUT))
-    data = rows({"chosen_ids": lambda m: [1, *m, 5, 2], "rejected_ids": lambda m: [1, *m, 6, 2]}, 11)
-    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
-    callbacks = [MetricsFile(folder / "metrics.jsonl")]
-    return reward_trainer(args, doubling.tokenizer(), base, data, data, callbacks=callbacks)
-
-
-def reward_classes(folder: Path, **changes):
-    base = SharedBase(tiny_model())
-    base.add_role("reward", lora(**DROPOUT), num_labels=3)
-    data = rows({"input_ids": lambda m: [1, *m, 2], "labels": lambda m: m[0] % 3}, 8)
-    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
-    callbacks = [MetricsFile(folder / "metrics.jsonl")]
-    return reward_trainer(args, doubling.tokenizer(), base, data, data, callbacks=callbacks)
-
-
-def reward_model_lora(folder: Path, **changes):
-    model = add_lora(own_classifier("llama"), lora(**DROPOUT))
-    data = rows({"chosen_ids": lambda m: [1, *m, 5, 2], "rejected_ids": lambda m: [1, *m, 6, 2]}, 11)
-    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
-    callbacks = [MetricsFile(folder / "metrics.jsonl")]
-    return reward_model_trainer(args, doubling.tokenizer(), model, data, data, callbacks=callbacks)
-
-
-def reward_model_classes(folder: Path, **changes):
-    data = rows({"input_ids": lambda m: [1, *m, 2], "labels": lambda m: m[0] % 3}, 8)
-    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
-    callbacks = [MetricsFile(folder / "metrics.jsonl")]
-    model = own_classifier("bert", labels=3)
-    return reward_model_trainer(args, doubling.tokenizer(), model, data, data, callbacks=callbacks)
-
-
-def ppo(folder: Path, reward=None, **changes):
-    base = SharedBase(tiny_model())
-    base.add_role("policy", lora(**DROPOUT))
-    base.add_role("reference")
-    base.add_role("value", None if changes.get("value") == "shared" else lora(**DROPOUT))
-    base.add_role("reward", lora())
-    randomize(base, "policy", "value", "reward")
-    settings = {**COMMON, "num_ppo_epochs": 2, "num_mini_batches": 2, **changes}
-    made = ppo_trainer(folder, base, reward, **settings)
-    made.add_callback(MetricsFile(folder / "metrics.jsonl"))
-    return made
-
-
-def ppo_shared_adaptive(folder: Path, **changes):
-    adaptive = {"value": "shared", "kl_target": 0.5, "kl_horizon": 8, "kl_estimator": "full", "use_score_scaling": True}
-    return ppo(folder, **{**adaptive, "sample_with_replacement": True, **changes})
-
-
-def ppo_own_value(folder: Path, **changes):
-    """A critic on a base of its own, all of whose weights train, and an optimizer that keeps its state in 8 bits."""
-    base = SharedBase(tiny_model())
-    base.add_role("policy", lora(r=64, **DROPOUT))  # large enough to be kept in 8 bits
-    base.add_role("reference")
-    base.add_role("reward", lora())
-    settings = tiny_model("gpt2").config
-    settings.num_labels = 1
-    base.place_value(ValueModel(AutoModelForSequenceClassification.from_config(settings), None))
-    randomize(base, "policy", "reward")
-    options = {"optim": "lion_8bit", "value_pooling": "response_mean", "learning_rate": 1e-3, "num_ppo_epochs": 2}
-    made = ppo_trainer(folder, base, **{**COMMON, **options, **changes})
-    made.add_callback(MetricsFile(folder / "metrics.jsonl"))
-    return made
-
-
-def ppo_gathered(folder: Path, **changes):
-    """Updates of three batches, from passes of four."""
-    return ppo(folder, **{"rollouts_per_update": 3, "num_ppo_epochs": 1, **changes})
-
-
-def q(folder: Path, **changes):
-    base = SharedBase(tiny_model())
-    add_q_roles(base, lora(**DROPOUT), bound=QBound())
-    base.add_role("reference")
-    data = rows(
-        {
-            "prompt_ids": lambda m: [1, *m[:2]],
-            "response_ids": lambda m: [*m[2:], 2],
-            "rewards": lambda m: [None, 0.0, m[3] / 50],
-            "ended": lambda m: True,
-        },
-        11,
-    )
-    settings = {**COMMON, "bound": "sigmoid", "target_decay": 0.7, "response_length": 3, **changes}
-    prompts = Dataset.from_dict({"input_ids": [[1, 20], [1, 30, 31]]})
-    return QTrainer(QConfig(output_dir=str(folder), **settings), doubling.tokenizer(), base, data, prompts,
-                    reward=count_reward(2), callbacks=[MetricsFile(folder / "metrics.jsonl")])  # fmt: skip
-
-
-STAGES = (
-    sft_model, sft_policy, reward_pairs, reward_classes, reward_model_lora, reward_model_classes, ppo,
-    ppo_shared_adaptive, ppo_own_value, q,
-)  # fmt: skip
-
-
-def make(stage, folder: Path, **changes):
-    transformers.set_seed(7)
-    torch.manual_seed(7)
-    return stage(folder, **changes)
-
-
-def weights(made) -> dict[str, torch.Tensor]:
-    # The target of Q is not trained, and moves all the same.
-    every = made.model.named_parameters()
-    return {name: p.detach().clone() for name, p in every if p.requires_grad or "q_target" in name}
-
-
-def metrics(folder: Path) -> list[dict]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not any(t in k for t in TIMING)} for row in found]
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys() and len(one) > 1
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-def disturb() -> None:
-    """What another process would have: other random states."""
-    random.seed(99), np.random.seed(99), torch.manual_seed(99)
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
@@ -345,21 +186,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence(tmp_path):
         make(ppo, tmp_path / "empty").train(resume_from_checkpoint=True)
 
 
-def test_other_data_weights_alone_and_other_versions(tmp_path, monkeypatch):
-    make(reward_pairs, tmp_path / "a", max_steps=1).train()
-    other = make(reward_pairs, tmp_path / "a", max_steps=1)
-    other.train_dataset = other.train_dataset.select(range(10))
-    with pytest.raises(CheckpointError, match=r"other training data \(11 rows; now 10\)"):
-        other.train(resume_from_checkpoint=True)
-    make(reward_pairs, tmp_path / "b", max_steps=1, save_only_model=True).train()
-    with pytest.raises(CheckpointError, match=r"holds weights alone and no state\.json"):
-        make(reward_pairs, tmp_path / "b", max_steps=1).train(resume_from_checkpoint=True)
-    monkeypatch.setattr("toolkit.trainers.resume.versions", lambda: {"torch": "9.9", "transformers": "9", "trl": "9",
-                                                                     "peft": "9", "bitsandbytes": "9"})  # fmt: skip
-    with pytest.warns(UserWarning, match=r"other versions \(torch .* → 9.9, .*not exact to the last bit"):
-        make(reward_pairs, tmp_path / "a", max_steps=1).train(resume_from_checkpoint=True)
-
-
 def test_a_frozen_role_that_changed_is_refused(tmp_path):
     make(ppo, tmp_path, max_steps=1).train()
     other = make(ppo, tmp_path, max_steps=2)
@@ -367,27 +193,6 @@ def test_a_frozen_role_that_changed_is_refused(tmp_path):
         other.roles.head("reward").weight.add_(1)
     with pytest.raises(CheckpointError, match="the reward adapter is not the one that this run began with"):
         other.train(resume_from_checkpoint=True)
-
-
-@pytest.mark.parametrize("stage", [ppo, sft_policy, reward_pairs, q], ids=lambda stage: stage.__name__)
-def test_a_base_that_changed_is_refused(stage, tmp_path):
-    make(stage, tmp_path, max_steps=1).train()
-    other = make(stage, tmp_path, max_steps=2)
-    with torch.no_grad():
-        other.roles.causal_lm.model.norm.weight.add_(1e-3)
-    with pytest.raises(CheckpointError, match="written on a base with other weights"):
-        other.train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path, monkeypatch):
-    whole = ResumableTrainer._whole_state
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            ResumableTrainer, "_whole_state", lambda self: {k: v for k, v in whole(self).items() if k != "base"}
-        )
-        make(ppo, tmp_path, max_steps=1).train()
-    with pytest.raises(CheckpointError, match="written by an earlier version of the toolkit"):
-        make(ppo, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("stage", [sft_policy, reward_pairs, ppo], ids=lambda stage: stage.__name__)

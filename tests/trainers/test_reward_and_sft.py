@@ -10,7 +10,7 @@ from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
 from tests.conftest import lora, randomize, tiny_model
-from tests.models.test_base import NF4
+from tests.models.test_load import NF4
 from tests.tolerances import EXACT
 from toolkit.data import doubling
 from toolkit.errors import DataError
@@ -141,7 +141,7 @@ def test_the_token_level_loss_learns_pairs(tmp_path):
     reward_trainer(args, tokenizer, base, pairs(), callbacks=[]).train()
     after = evaluate_reward(base, pairs(16), pad_token_id=0, batch_size=8)
     assert after["accuracy"] == 1.0 and after["margin"] > 1
-    with pytest.raises(ValueError, match="loss: bradley_terry or token_level is needed, got 'hinge'"):
+    with pytest.raises(ValueError, match="loss — 'bradley_terry' or 'token_level' is needed, got 'hinge'"):
         RewardConfig(output_dir=str(tmp_path), loss="hinge", **COMMON)
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
@@ -13,11 +12,10 @@ from tests.tolerances import FP32
 from tests.trainers.helpers import own_classifier, rollout
 from toolkit.data import doubling
 from toolkit.errors import DataError, ModelError
-from toolkit.models import add_lora, classifier_config, load_classifier, load_classifier_weights
+from toolkit.models import ModelSpec, add_lora, load_classifier_weights, load_model
 from toolkit.rewards import RewardModel, read_sequences, score_with
-from toolkit.trainers.reward import evaluate_reward
+from toolkit.trainers.reward import evaluate_reward, reward_trainer
 from toolkit.trainers.reward_config import RewardConfig
-from toolkit.trainers.reward_model import reward_model_trainer
 
 COMMON = {
     "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-2,
@@ -38,6 +36,11 @@ def tokenizer_where(same: str | None):
     return tokenizer
 
 
+def classifier_at(folder, tokenizer, dtype="float32", **settings):
+    spec = ModelSpec(str(folder), dtype=dtype, **settings)
+    return load_model(spec, "sequence_classifier", tokenizer=tokenizer, num_labels=1, device=torch.device("cpu"))
+
+
 def data(tokenizer, copies=8):
     """Pairs that end as sampled responses do; with bos == eos the first token is that one, too."""
     end = tokenizer.eos_token_id
@@ -53,7 +56,7 @@ def data(tokenizer, copies=8):
 def trainer(model, tokenizer, folder, dataset=None, **changes):
     args = RewardConfig(output_dir=str(folder), **{"max_steps": 12, **COMMON, **changes})
     dataset = data(tokenizer) if dataset is None else dataset
-    return reward_model_trainer(args, tokenizer, model, dataset, dataset, callbacks=[])
+    return reward_trainer(args, tokenizer, model, dataset, dataset, callbacks=[])
 
 
 CASES = [("llama", None), ("llama", "pad eos"), ("opt", "bos eos"), ("opt", "pad eos"), ("bert", None)]
@@ -115,7 +118,7 @@ def test_a_loss_at_every_token_is_that_of_a_loop_over_pairs(adapted, tmp_path):
     model = add_lora(model, lora()) if adapted else model
     args = RewardConfig(output_dir=str(tmp_path), loss="token_level", **{**COMMON, "max_steps": 2})
     pairs = data(tokenizer, 1)
-    made = reward_model_trainer(args, tokenizer, model, pairs, pairs, callbacks=[])
+    made = reward_trainer(args, tokenizer, model, pairs, pairs, callbacks=[])
     model.eval()
     batch = made.data_collator([pairs[i] for i in range(3)])
     loss = made.compute_loss(model, batch)
@@ -131,8 +134,8 @@ def test_a_loss_at_every_token_is_that_of_a_loop_over_pairs(adapted, tmp_path):
         terms.append(sum(-torch.nn.functional.logsigmoid(a - b) for a, b in zip(*held, strict=True)) / len(steps))
     torch.testing.assert_close(loss, sum(terms) / 3, **FP32)
     made.train()
-    with pytest.raises(ModelError, match="reward.loss: token_level reads the head at every token, and that of a Bert"):
-        reward_model_trainer(args, tokenizer, own_classifier("bert"), pairs, callbacks=[])
+    with pytest.raises(ModelError, match="loss: token_level reads the head at every token, and that of a Bert"):
+        reward_trainer(args, tokenizer, own_classifier("bert"), pairs, callbacks=[])
 
 
 def test_all_weights_train_as_trl_trains_them(tmp_path):
@@ -162,9 +165,9 @@ def test_classes_and_their_accuracy(tmp_path):
     )  # fmt: skip
     assert not isinstance(made, TRLRewardTrainer)
     figures = {"pad_token_id": 0, "batch_size": 64}
-    before = evaluate_reward(made.judge, labelled, **figures)
+    before = evaluate_reward(made.scorer, labelled, **figures)
     made.train()
-    after = evaluate_reward(made.judge, labelled, **figures)
+    after = evaluate_reward(made.scorer, labelled, **figures)
     assert before["accuracy"] < 0.6 and after["accuracy"] > 0.95 and after["loss"] < before["loss"]
     assert made.model.training  # left as it was
     rows = labelled["input_ids"][:5]
@@ -183,9 +186,7 @@ def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpoint
     base.save_pretrained(tmp_path / "base")
     tokenizer = doubling.tokenizer()
     tokenizer.save_pretrained(tmp_path / "base")
-    config = classifier_config(tokenizer, num_labels=1, model=str(tmp_path / "base"))
-    loaded = load_classifier(config, str(tmp_path / "base"), device=torch.device("cpu"))
-    model = add_lora(loaded, lora())
+    model = add_lora(classifier_at(tmp_path / "base", tokenizer), lora())
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     made = trainer(model, tokenizer, tmp_path, gradient_checkpointing=checkpointing)
     made.train()
@@ -193,7 +194,7 @@ def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpoint
     assert all(torch.equal(named[name], weight) for name, weight in frozen.items())
     trained = {name for name, p in named.items() if p.requires_grad}
     assert {name.split(".")[-2] for name in trained if "lora" not in name} == {"default"}
-    assert evaluate_reward(made.judge, data(tokenizer), pad_token_id=0, batch_size=8)["accuracy"] == 1.0
+    assert evaluate_reward(made.scorer, data(tokenizer), pad_token_id=0, batch_size=8)["accuracy"] == 1.0
     made.save_model(str(tmp_path))
     assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
     rows = data(tokenizer, 1)["chosen_ids"]
@@ -202,7 +203,7 @@ def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpoint
     with torch.no_grad():
         theirs = torch.stack([plain(input_ids=torch.tensor([row])).logits[0] for row in rows])
     torch.testing.assert_close(theirs, expected, **FP32)
-    again = add_lora(load_classifier(config, str(tmp_path / "base"), device=torch.device("cpu")), lora())
+    again = add_lora(classifier_at(tmp_path / "base", tokenizer), lora())
     load_classifier_weights(again, tmp_path / "model")
     torch.testing.assert_close(read_sequences(again, rows, pad_token_id=0, batch_size=3), expected, **FP32)
     with pytest.raises(ModelError, match="does not fit this model"):
@@ -215,11 +216,8 @@ def test_what_trains_is_float32_on_any_base(bits, tmp_path):
     tokenizer = doubling.tokenizer()
     own_classifier("llama", hidden_size=64).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    config = classifier_config(tokenizer, num_labels=1, model=str(tmp_path / "base"))
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if bits == 4 else None
-    loaded = load_classifier(
-        config, str(tmp_path / "base"), quantization=quantization, dtype="bfloat16", device=torch.device("cpu")
-    )
+    loaded = classifier_at(tmp_path / "base", tokenizer, quantization=quantization, dtype="bfloat16")
     model = add_lora(loaded, lora())
     made = trainer(model, tokenizer, tmp_path, bf16=True, max_steps=2)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
@@ -232,40 +230,3 @@ def test_what_trains_is_float32_on_any_base(bits, tmp_path):
         assert model(input_ids=torch.tensor(rows[:1])).logits.dtype == torch.float32
     # Scores that were bfloat16 on the way would not change by that.
     assert not torch.equal(scores, scores.bfloat16().float())
-
-
-def test_bases_that_do_not_fit(tmp_path):
-    other = doubling.tokenizer()
-    other.add_tokens(["?"])
-    model = own_classifier("bert", tokenizer=other)
-    model.save_pretrained(tmp_path)
-    other.save_pretrained(tmp_path)
-    tokenizer = doubling.tokenizer()
-    with pytest.raises(ModelError, match=r"has another tokenizer than base \(1 entries differ\).*scorer.kind=model"):
-        classifier_config(tokenizer, num_labels=1, model=str(tmp_path))
-    with pytest.raises(ModelError, match='no base for a classifier could be loaded from "no/where"'):
-        classifier_config(tokenizer, num_labels=1, model="no/where")
-    with pytest.raises(ModelError, match="reward_model.config: transformers cannot build this model"):
-        classifier_config(tokenizer, num_labels=1, config={"model_type": "brt"})
-    with pytest.raises(ModelError, match="no sequence classifier for models of type vit"):
-        classifier_config(tokenizer, num_labels=1, config={"model_type": "vit"})
-    with pytest.raises(ModelError, match="the model has 10 tokens and the tokenizer of base"):
-        classifier_config(tokenizer, num_labels=1, config={"model_type": "bert", "vocab_size": 10})
-    with pytest.raises(ModelError, match="adapters.reward: "):
-        add_lora(own_classifier("bert"), lora().__class__(target_modules=["q_proj"]))
-
-
-def test_a_classifier_that_lacks_weights_is_not_filled_up_at_random(tmp_path):
-    made = own_classifier("llama")
-    made.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    layer, head = "model.layers.1.mlp.up_proj.weight", "score.weight"
-    for missing, trained, refused in ((layer, False, True), (head, False, False), (head, True, True)):
-        kept = {name: tensor for name, tensor in weights.items() if name != missing}
-        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        arguments = {"dtype": "float32", "device": torch.device("cpu"), "trained": trained}
-        if refused:
-            with pytest.raises(ModelError, match=rf"has no weights for {missing}, where the model would be random"):
-                load_classifier(made.config, str(tmp_path), **arguments)
-        else:
-            load_classifier(made.config, str(tmp_path), **arguments)  # a fresh head on a language model

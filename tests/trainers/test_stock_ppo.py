@@ -5,7 +5,7 @@ from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 from tests.conftest import shared_base
 from tests.trainers.helpers import config, dataset
 from toolkit.data import doubling
-from toolkit.errors import RecipeError
+from toolkit.errors import ConfigError
 from toolkit.trainers.stock_ppo import stock_ppo_trainer
 
 
@@ -33,19 +33,19 @@ def test_the_unmodified_trainer_trains_policy_and_value_on_the_shared_base(tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"value": "shared"}, "ppo.value must be separate"),
-        ({"gradient_checkpointing": True}, "ppo.gradient_checkpointing must be false"),
+        ({"value": "shared"}, "value — TRL's loop runs policy and value one after the other: it must be separate"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing — TRL's loop does not switch it on"),
     ],
 )
 def test_what_trl_cannot_honour_is_refused(changes, message, tmp_path):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         stock(tmp_path, shared_base(value=changes.get("value", "separate")), **changes)
 
 
 def test_pad_equal_to_eos_and_class_heads_are_refused(tmp_path):
     tokenizer = doubling.tokenizer()
     tokenizer.pad_token = "E"
-    with pytest.raises(RecipeError, match="pad and eos are one token"):
+    with pytest.raises(ConfigError, match="pad and eos are one token"):
         stock(tmp_path, tokenizer=tokenizer)
-    with pytest.raises(RecipeError, match="reward adapter of one output"):
+    with pytest.raises(ConfigError, match="reward adapter of one output"):
         stock(tmp_path, shared_base(labels=3))

@@ -122,7 +122,7 @@ def test_every_weight_of_a_value_model_learns(tmp_path):
 def test_a_cut_response_goes_on_with_the_value_model_s_value(tmp_path):
     made = ValueModel(classifier(), None)
     ours = trainer(tmp_path, base_with(made), truncated_as="bootstrap")
-    found = ours._values_after(rollout(RESPONSES))
+    found = ours.rollouts.values_after(rollout(RESPONSES))
     with torch.no_grad():
         states = made.backbone(input_ids=torch.tensor([PROMPTS[1] + RESPONSES[1]])).last_hidden_state
         expected = made.head(states)[0, -1, 0]

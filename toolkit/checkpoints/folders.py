@@ -19,29 +19,20 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from toolkit.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+_PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _ASIDE = ".partial"
-_ABANDONED = "abandoned-"
 
 
 def step_of(folder: Path) -> int:
     """The step at which a checkpoint was written, from its name."""
-    return int(folder.name.removesuffix(_ASIDE).removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
+    return int(folder.name.removesuffix(_ASIDE).removeprefix(_PREFIX))
 
 
-def _named(output: Path, suffix: str = "") -> list[Path]:
-    found = []
-    for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*{suffix}"):
-        if folder.is_dir() and folder.name.removesuffix(suffix).removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit():
-            found.append(folder)
-    return sorted(found, key=step_of)
-
-
-def checkpoint_folders(output: str | Path) -> list[Path]:
-    """The checkpoints in a folder, damaged ones too, oldest first."""
-    return _named(Path(output))
-
-
-# ---------------------------------------------------------------------- writing
+def checkpoint_folders(output: str | Path, suffix: str = "") -> list[Path]:
+    """The checkpoints in a folder, damaged ones too, oldest first; with a suffix those whose names end in it."""
+    folders = (path for path in Path(output).glob(f"{_PREFIX}*{suffix}") if path.is_dir())
+    numbered = (path for path in folders if path.name.removesuffix(suffix).removeprefix(_PREFIX).isdigit())
+    return sorted(numbered, key=step_of)
 
 
 def _sync(path: Path) -> None:
@@ -60,20 +51,12 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
 def _seal(folder: Path) -> None:
     """Sync every file, and say in the manifest what is there; from here on the folder is whole."""
-    files = _files(folder)
-    for path in files:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    for path in (*files, *{path.parent for path in files}):
         _sync(path)
-    for inner in {path.parent for path in files}:
-        _sync(inner)
-    entries = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files
-    }
+    entries = {f.relative_to(folder).as_posix(): {"bytes": f.stat().st_size, "sha256": _digest(f)} for f in files}
     aside = folder / f"{MANIFEST}{_ASIDE}"
     aside.write_text(json.dumps({"files": entries}, indent=1) + "\n", encoding="utf-8")
     _sync(aside)
@@ -83,12 +66,9 @@ def _seal(folder: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: str | Path) -> Iterator[Path]:
-    """Write a checkpoint: gives a folder to fill, which afterwards appears under its name, whole.
+    """Write the checkpoint `…/checkpoint-N`: gives a folder to fill, which afterwards appears under its name, whole.
 
     A folder of that name is replaced. Until the new one is whole the old one stays.
-
-    Args:
-        folder: `…/checkpoint-N`.
 
     Raises:
         CheckpointError: the disk is full, or does not let itself be written.
@@ -103,8 +83,8 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         _give_name(aside)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{folder}: the checkpoint cannot be written ({error}). Earlier ones are untouched: make room there, "
-            "then resume."
+            f"{folder}: the checkpoint cannot be written ({error}). Earlier ones are untouched.",
+            remedy="Make room there, then resume.",
         ) from error
 
 
@@ -114,9 +94,6 @@ def _give_name(aside: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
     _sync(folder.parent)
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def problem_of(folder: str | Path) -> str | None:
@@ -143,14 +120,9 @@ def newest_whole(output: str | Path, *, say: Callable[[str], None]) -> Path | No
     """The newest whole checkpoint in a folder, None where there is none.
 
     One that was whole when its process was killed, just before it got its name, is given it; what unfinished writes
-    left is deleted.
-
-    Args:
-        output: the folder that holds checkpoints.
-        say: is told of each newer one that is skipped, and why.
+    left is deleted. `say` is told of each newer one that is skipped, and why.
     """
-    output = Path(output)
-    for aside in _named(output, _ASIDE):
+    for aside in checkpoint_folders(output, _ASIDE):
         if problem_of(aside) is None:
             _give_name(aside)
         else:
@@ -167,32 +139,20 @@ def set_aside_later(output: str | Path, checkpoint: Path) -> None:
     """Give later checkpoints another name, where a run goes on from an earlier one of its folder.
 
     They would be taken for the newest of that run, and its own new ones be deleted before them.
-
-    Args:
-        output: the folder that holds checkpoints.
-        checkpoint: the one that the run goes on from; nothing is done where it is of another folder.
     """
     if checkpoint.resolve().parent != Path(output).resolve():
         return
     for folder in checkpoint_folders(output):
         if step_of(folder) > step_of(checkpoint):
-            aside = folder.with_name(f"{_ABANDONED}{folder.name}")
-            number = 2
+            aside, number = folder.with_name(f"abandoned-{folder.name}"), 2
             while aside.exists():
-                aside, number = folder.with_name(f"{_ABANDONED}{number}-{folder.name}"), number + 1
+                aside, number = folder.with_name(f"abandoned-{number}-{folder.name}"), number + 1
             folder.rename(aside)
 
 
 def rotate(output: str | Path, limit: int | None, *, keep: Collection[Path]) -> None:
-    """Delete the oldest checkpoints over a limit.
-
-    Args:
-        output: the folder that holds checkpoints.
-        limit: how many may stay; None or 0 for all.
-        keep: those that stay in any case: the one just written, which is whole, and the best.
-    """
-    if limit is None or limit <= 0:
-        return
-    for folder in checkpoint_folders(output)[:-limit]:
+    """Delete the oldest checkpoints over a limit (None or 0 for none) but those to keep, as the new and the best."""
+    over = checkpoint_folders(output)[:-limit] if limit and limit > 0 else []
+    for folder in over:
         if folder not in keep:
             shutil.rmtree(folder, ignore_errors=True)

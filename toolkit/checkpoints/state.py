@@ -1,13 +1,18 @@
-"""Nested state without pickle: the structure as JSON, the tensors in safetensors beside it.
+"""Nested state without pickle, the structure as JSON, the tensors in safetensors beside it; and every random state.
 
 JSON has no tuples, and only text for keys, and both matter to optimizers. `{"tuple": […]}` and `{"map": [[key,
 value], …]}` stand for them, `{"tensor": name}` for a tensor; every dict is a map, so that no key can be mistaken.
 """
 
 import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,8 +35,8 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         items = [_encode(item, f"{place}.{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     raise CheckpointError(
-        f"{place} is a {type(value).__name__}, which cannot be saved without pickle. State is made of numbers, text, "
-        "lists, tuples, dicts and tensors."
+        f"{place} is a {type(value).__name__}, which cannot be saved without pickle.",
+        remedy="Make state of numbers, text, lists, tuples, dicts and tensors.",
     )
 
 
@@ -51,9 +56,7 @@ def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 def write_state(folder: str | Path, state: dict[str, Any]) -> None:
     """Write nested state into a folder; tensors keep their type, floats every bit.
 
-    Args:
-        folder: exists.
-        state: dicts (keys: text or whole numbers), lists, tuples, numbers, text, None and tensors.
+    It is of dicts (keys: text or whole numbers), lists, tuples, numbers, text, None and tensors.
 
     Raises:
         CheckpointError: the state holds something else.
@@ -78,3 +81,34 @@ def read_state(folder: str | Path) -> dict[str, Any]:
         return _decode(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the saved state cannot be read ({error}).") from error
+
+
+def get_random_states() -> dict[str, Any]:
+    """Every global generator's state: Python's, NumPy's, torch's on the CPU and on each GPU; for `write_state`."""
+    name, keys, position, has_gauss, gauss = cast(tuple, np.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put back what `get_random_states` gave. GPUs that were not there keep theirs."""
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Whatever is drawn inside, the generators afterwards are as they were before."""
+    states = get_random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)

@@ -10,16 +10,12 @@ from types import FrameType
 
 @dataclass
 class StopRequest:
-    """Whether somebody asked to stop.
-
-    Args:
-        received: the signal that asked, None as long as none did.
-        met: whether training ends for it, with everything saved; a signal that comes too late for a step is met by
-            the next one.
-    """
+    """Whether somebody asked to stop."""
 
     received: signal.Signals | None = None
+    """The signal that asked, None as long as none did."""
     met: bool = False
+    """Whether training ends for it, with everything saved; one that comes too late for a step is met by the next."""
 
 
 @contextmanager

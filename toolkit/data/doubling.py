@@ -1,31 +1,27 @@
 """The doubling task: the double of a number, written in the style that a prefix asks for.
 
-`S小写:5487x2=` is to be continued with `一〇九七四E`. `S` begins a sequence, `E` ends it, `P` pads. A
-model is pretrained on questions without a prefix (`S__:5487x2=`), which it answers in any of three
-styles; PPO is to teach it what the prefix means, from nothing but a reward for the style.
-
-There are 9,000 numbers in 3 styles, so 27,000 questions with a prefix. Those of the validation and
-the test split are never a PPO prompt.
+`S小写:5487x2=` is to be continued with `一〇九七四E`. `S` begins a sequence, `E` ends it, `P` pads. A model is
+pretrained on questions without a prefix (`S__:5487x2=`), which it answers in any of three styles; PPO is to teach it
+what the prefix means, from nothing but a reward for the style. Of the 27,000 questions with a prefix (9,000 numbers, 3
+styles) those of the validation and the test split are never a PPO prompt.
 """
 
 import random
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from toolkit.data.messages import Messages
 from toolkit.data.rollouts import Rollout
+from toolkit.data.task import Task
 from toolkit.errors import DataError
 
-STYLES = {
-    "数字": "0123456789",
-    "小写": "〇一二三四五六七八九",
-    "大写": "零壹贰叁肆伍陆柒捌玖",
-}
+STYLES = {"数字": "0123456789", "小写": "〇一二三四五六七八九", "大写": "零壹贰叁肆伍陆柒捌玖"}
 VOCABULARY = ["P", "S", "E", *"".join(STYLES.values()), *"数字大写小:=_x"]
-SPLITS = ("train", "validation", "test")
 NO_PREFIX = "__"
 
 
@@ -50,7 +46,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @dataclass(frozen=True)
-class Doubling:
+class Doubling(Task):
     """The task's data sets.
 
     Args:
@@ -63,13 +59,14 @@ class Doubling:
     validation_size: int = 300
     test_size: int = 1000
 
+    task: ClassVar[str] = "doubling"
+
     def __post_init__(self) -> None:
         total = 9000 * len(STYLES)
         if min(self.validation_size, self.test_size) < 1 or self.validation_size + self.test_size >= total:
-            raise DataError(
-                f"data.validation_size ({self.validation_size}) and data.test_size ({self.test_size}) must be "
-                f"positive and together fewer than the {total} questions that there are."
-            )
+            sizes = f"validation_size ({self.validation_size}) and test_size ({self.test_size})"
+            wrong = f"{sizes} must be positive and together fewer than the {total} questions that there are."
+            raise DataError(wrong, field="test_size")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -79,33 +76,19 @@ class Doubling:
     def _questions(self) -> dict[str, list[tuple[int, str]]]:
         every = [(number, style) for number in range(1000, 10000) for style in STYLES]
         random.Random(self.seed).shuffle(every)
-        held_out = self.validation_size + self.test_size
-        return {
-            "validation": every[: self.validation_size],
-            "test": every[self.validation_size : held_out],
-            "train": every[held_out:],
-        }
+        first, last = self.validation_size, self.validation_size + self.test_size
+        return {"validation": every[:first], "test": every[first:last], "train": every[last:]}
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    @property
-    def chats(self) -> bool:
-        """A question stands alone; nothing said before it counts."""
-        return False
-
-    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """The last message as a question.
-
-        Raises:
-            DataError: it has characters that the model does not know.
-        """
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """The last message as a question, which stands alone."""
         text = messages[-1]["content"]
         unknown = "".join(sorted(set(text) - set(VOCABULARY)))
         if unknown or not text:
-            raise DataError(
-                f'the prompt "{text}": "{unknown}" is not in the vocabulary. Ask like {question(5487, "小写")}'
-            )
+            wrong = f'the prompt "{text}": "{unknown}" is not in the vocabulary.'
+            raise DataError(wrong, remedy=f"Ask like {question(5487, '小写')}.")
         return self._encode(text)
 
     def demonstrations(self, split: str) -> Dataset:
@@ -114,45 +97,26 @@ class Doubling:
         The question, which cannot be predicted, is not part of the loss.
         """
         rows = self._questions["train"] + self._questions["test"] if split == "train" else self._questions[split]
-        questions = [self._encode(question(n)) for n, _ in rows]
-        answers = [self._encode(answer(n, s) + "E") for n, s in rows]
-        return Dataset.from_dict(
-            {
-                "input_ids": [q + a for q, a in zip(questions, answers, strict=True)],
-                "labels": [[-100] * len(q) + a for q, a in zip(questions, answers, strict=True)],
-            }
-        )
+        encoded = [(self._encode(question(n)), self._encode(answer(n, s) + "E")) for n, s in rows]
+        labels = [[-100] * len(q) + a for q, a in encoded]
+        return Dataset.from_dict({"input_ids": [q + a for q, a in encoded], "labels": labels})
 
     def labelled(self, split: str) -> Dataset:
         """Whole sequences without a prefix and the style of the answer; columns `input_ids`, `labels`."""
         rows, styles = self._questions[split], list(STYLES)
-        return Dataset.from_dict(
-            {
-                "input_ids": [self._encode(question(n) + answer(n, s) + "E") for n, s in rows],
-                "labels": [styles.index(s) for _, s in rows],
-            }
-        )
+        ids = [self._encode(question(n) + answer(n, s) + "E") for n, s in rows]
+        return Dataset.from_dict({"input_ids": ids, "labels": [styles.index(s) for _, s in rows]})
 
     def prompts(self, split: str) -> Dataset:
         """Questions with a prefix; columns `input_ids`, `style` (class index) and `answer`."""
         rows, styles = self._questions[split], list(STYLES)
-        return Dataset.from_dict(
-            {
-                "input_ids": [self._encode(question(n, s)) for n, s in rows],
-                "style": [styles.index(s) for _, s in rows],
-                "answer": [answer(n, s) for n, s in rows],
-            }
-        )
+        ids, answers = [self._encode(question(n, s)) for n, s in rows], [answer(n, s) for n, s in rows]
+        return Dataset.from_dict({"input_ids": ids, "style": [styles.index(s) for _, s in rows], "answer": answers})
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """`exact_match` (right number, right style, ended) and `style_accuracy` (only digits of the style)."""
-        digits = list(STYLES.values())
-        exact = [
-            text == expected and ended
-            for text, expected, ended in zip(rollout.responses, rollout.columns["answer"], rollout.ended, strict=True)
-        ]
-        styled = [
-            bool(text) and set(text) <= set(digits[style])
-            for text, style in zip(rollout.responses, rollout.columns["style"], strict=True)
-        ]
+        digits, rows = list(STYLES.values()), zip(rollout.responses, rollout.columns["style"], strict=True)
+        styled = [bool(text) and set(text) <= set(digits[style]) for text, style in rows]
+        answered = zip(rollout.responses, rollout.columns["answer"], rollout.ended, strict=True)
+        exact = [text == expected and ended for text, expected, ended in answered]
         return {"exact_match": sum(exact) / len(exact), "style_accuracy": sum(styled) / len(styled)}

@@ -44,21 +44,16 @@ def rollout_of(
     stop_token_ids: Sequence[int],
     limits: Sequence[int] | None = None,
 ) -> Rollout:
-    """What generation gave for a batch, each response cut after its first stop token.
+    """What generation gave for a batch of `PromptCollator`, each response cut after its first stop token.
 
-    Args:
-        batch: the prompts, from `PromptCollator`.
-        generated: for each prompt the tokens that came after it.
-        tokenizer: of the policy.
-        stop_token_ids: tokens that end a response.
-        limits: tokens that each response may have; None for as many as there are.
+    `generated` are the tokens after each prompt, and `limits` how many of them each response may have; None for all.
     """
     response_ids, ended = [], []
     for row, limit in zip(generated, limits or [len(row) for row in generated], strict=True):
         # All rows go on to the longest limit of a batch: what one says before its own does not depend on what follows.
-        own = list(row[:limit])
-        stop = next((i + 1 for i, token in enumerate(own) if token in stop_token_ids), 0)
-        response_ids.append(own[:stop] if stop else own)
+        ids = list(row[:limit])
+        stop = next((i + 1 for i, token in enumerate(ids) if token in stop_token_ids), 0)
+        response_ids.append(ids[:stop] if stop else ids)
         ended.append(bool(stop))
     return Rollout(
         prompts=tokenizer.batch_decode(batch["prompt_ids"]),
@@ -70,25 +65,16 @@ def rollout_of(
     )
 
 
+_ROWS = ("prompts", "responses", "prompt_ids", "response_ids", "ended")
+
+
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     """One rollout of all rows, in order."""
-    return Rollout(
-        prompts=[text for r in rollouts for text in r.prompts],
-        responses=[text for r in rollouts for text in r.responses],
-        prompt_ids=[ids for r in rollouts for ids in r.prompt_ids],
-        response_ids=[ids for r in rollouts for ids in r.response_ids],
-        ended=[flag for r in rollouts for flag in r.ended],
-        columns={key: [x for r in rollouts for x in r.columns[key]] for key in rollouts[0].columns},
-    )
+    columns = {key: [x for r in rollouts for x in r.columns[key]] for key in rollouts[0].columns}
+    return Rollout(**{name: [x for r in rollouts for x in getattr(r, name)] for name in _ROWS}, columns=columns)
 
 
 def select(rollout: Rollout, rows: Sequence[int]) -> Rollout:
     """Some rows of a rollout, in the order given."""
-    return Rollout(
-        prompts=[rollout.prompts[i] for i in rows],
-        responses=[rollout.responses[i] for i in rows],
-        prompt_ids=[rollout.prompt_ids[i] for i in rows],
-        response_ids=[rollout.response_ids[i] for i in rows],
-        ended=[rollout.ended[i] for i in rows],
-        columns={key: [values[i] for i in rows] for key, values in rollout.columns.items()},
-    )
+    columns = {key: [values[i] for i in rows] for key, values in rollout.columns.items()}
+    return Rollout(**{name: [getattr(rollout, name)[i] for i in rows] for name in _ROWS}, columns=columns)

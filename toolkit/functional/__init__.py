@@ -25,22 +25,24 @@ Dimensions: `B` batch, `T` response tokens, `P` prompt tokens, `L` prompt and re
 of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
 """
 
-from toolkit.functional.advantages import generalized_advantage_estimation
-from toolkit.functional.best_of import best_of_kl_bound, expected_best
-from toolkit.functional.calibration import (
-    CalibrationBin,
-    average_ranks,
-    calibration_bins,
-    expected_calibration_error,
-    pearson_correlation,
-    spearman_correlation,
+from toolkit.functional.advantages import (
+    VALUE_POOLINGS,
+    generalized_advantage_estimation,
+    penalize_missing_eos,
+    penalize_short,
+    pool_values,
+    shape_rewards,
 )
-from toolkit.functional.kl import KL_ESTIMATORS, FullKL, adapt_kl_coef, full_kl, kl_abs, kl_k1, kl_k2, kl_k3
+from toolkit.functional.kl import KL_ESTIMATORS, adapt_kl_coef, full_kl, kl_abs, kl_k1, kl_k2, kl_k3
 from toolkit.functional.logprobs import token_logprobs, token_logprobs_and_entropy
-from toolkit.functional.losses import ClippedLoss, clipped_policy_loss, clipped_value_loss
-from toolkit.functional.preferences import bradley_terry_loss, first_differences, token_level_preference_loss
+from toolkit.functional.losses import (
+    ClippedLoss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    first_differences,
+    token_level_preference_loss,
+)
 from toolkit.functional.q_learning import (
-    TokenQ,
     best_q_values,
     bounded_q,
     conservative_loss,
@@ -50,33 +52,34 @@ from toolkit.functional.q_learning import (
     td_loss,
     token_q_values,
 )
-from toolkit.functional.rewards import penalize_missing_eos, penalize_short, shape_rewards
 from toolkit.functional.statistics import (
     Moments,
+    average_ranks,
+    best_of_kl_bound,
+    calibration_bins,
+    expected_best,
+    expected_calibration_error,
     masked_mean,
     masked_var,
+    pearson_correlation,
     scale_to_unit_variance,
+    spearman_correlation,
     standard_error,
     update_moments,
     whiten,
     wilson_interval,
 )
-from toolkit.functional.values import VALUE_POOLINGS, pool_values
 
 __all__ = [
     "KL_ESTIMATORS",
     "VALUE_POOLINGS",
-    "CalibrationBin",
     "ClippedLoss",
-    "FullKL",
     "Moments",
-    "TokenQ",
     "adapt_kl_coef",
     "average_ranks",
     "best_of_kl_bound",
     "best_q_values",
     "bounded_q",
-    "bradley_terry_loss",
     "calibration_bins",
     "clipped_policy_loss",
     "clipped_value_loss",
@@ -111,4 +114,4 @@ __all__ = [
     "update_moments",
     "whiten",
     "wilson_interval",
-]
+]  # fmt: skip

@@ -7,18 +7,36 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def _chunk_logprobs(hidden: Tensor, lm_head: Callable[[Tensor], Tensor], tokens: Tensor, temperature: float) -> Tensor:
-    logits = lm_head(hidden).float() / temperature  # (chunk, V)
-    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, dim=-1)
+def in_chunks(function: Callable[..., Tensor], *tensors: Tensor, chunk_size: int) -> Tensor:
+    """The results (..., N) of `function` for all positions, computed for `chunk_size` of them at a time.
+
+    Where the first tensor needs a gradient each chunk is computed again in the backward pass, so that what the function
+    makes on the way exists for one chunk only, in either pass.
+
+    Args:
+        function: maps a chunk of each tensor, (chunk, ...), to (..., chunk). Whatever else it depends on must be the
+            same in the backward pass.
+        tensors: (N, ...) each. The function is called once where N is 0, so that the result has its shape.
+        chunk_size: positions a call.
+
+    Example:
+        >>> in_chunks(lambda x: x.sum(dim=1), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), chunk_size=2)
+        tensor([ 3.,  7., 11.])
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be positive, got {chunk_size}")
+    recompute = torch.is_grad_enabled() and tensors[0].requires_grad
+    results = []
+    for start in range(0, max(len(tensors[0]), 1), chunk_size):
+        chunk = [tensor[start : start + chunk_size] for tensor in tensors]
+        results.append(checkpoint(function, *chunk, use_reentrant=False) if recompute else function(*chunk))
+    return torch.cat(results, dim=-1)
 
 
-def _chunk_logprobs_and_entropy(
-    hidden: Tensor, lm_head: Callable[[Tensor], Tensor], tokens: Tensor, temperature: float
-) -> Tensor:
-    log_p = (lm_head(hidden).float() / temperature).log_softmax(dim=-1)  # (chunk, V)
-    # A token of probability 0 adds nothing, where 0·∞ would be nan.
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(dim=-1)
-    return torch.stack([log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy])
+def check_temperature(temperature: float) -> None:
+    """Raises a ValueError unless it is positive."""
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
 
 
 def token_logprobs(
@@ -29,7 +47,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 128,
 ) -> Tensor:
-    """log softmax(lm_head(hidden) / temperature) at `tokens`, in float32.
+    """log softmax(lm_head(hidden) / temperature) at `tokens`: float32 (...).
 
     The head runs on `chunk_size` positions at a time and its logits are recomputed in the backward
     pass, so that the peak is chunk_size·V numbers however long the response is. (One 512-token
@@ -41,14 +59,14 @@ def token_logprobs(
         tokens: int64 (...), the leading dimensions of `hidden`.
         temperature: positive; the one that the tokens were sampled with.
         chunk_size: positions for which logits exist at a time.
-
-    Returns:
-        float32 (...).
-
-    Raises:
-        ValueError: the shapes do not fit, or the temperature or chunk size is not positive.
     """
-    return _in_chunks(_chunk_logprobs, hidden, lm_head, tokens, temperature, chunk_size).view(tokens.shape)
+
+    def of_chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
+        logits = lm_head(hidden).float() / temperature  # (chunk, V)
+        return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, dim=-1)
+
+    flat = _flat(hidden, tokens, temperature)
+    return in_chunks(of_chunk, *flat, chunk_size=chunk_size).view(tokens.shape)
 
 
 def token_logprobs_and_entropy(
@@ -61,36 +79,23 @@ def token_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """What `token_logprobs` gives, and the entropy −Σ_v p(v) log p(v) of the distribution before each token.
 
-    Arguments as for `token_logprobs`. In natural units; of the tempered distribution, which is the one sampled from.
-
-    Returns:
-        float32 (...) each.
-
-    Raises:
-        ValueError: as for `token_logprobs`.
+    In natural units; of the tempered distribution, which is the one sampled from. Arguments as for `token_logprobs`.
     """
-    found = _in_chunks(_chunk_logprobs_and_entropy, hidden, lm_head, tokens, temperature, chunk_size)
-    logprobs, entropy = found.view(2, *tokens.shape)
+
+    def of_chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
+        log_p = (lm_head(hidden).float() / temperature).log_softmax(dim=-1)  # (chunk, V)
+        # A token of probability 0 adds nothing, where 0·∞ would be nan.
+        entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(dim=-1)
+        return torch.stack([log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy])
+
+    flat = _flat(hidden, tokens, temperature)
+    logprobs, entropy = in_chunks(of_chunk, *flat, chunk_size=chunk_size).view(2, *tokens.shape)
     return logprobs, entropy
 
 
-def _in_chunks(
-    function: Callable[..., Tensor],
-    hidden: Tensor,
-    lm_head: Callable[[Tensor], Tensor],
-    tokens: Tensor,
-    temperature: float,
-    chunk_size: int,
-) -> Tensor:
-    """The function's results (…, chunk) for all positions, joined on the last dimension; recomputed in backward."""
+def _flat(hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """States (N, H) and tokens (N,) of all positions."""
     if hidden.shape[:-1] != tokens.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} and tokens {tuple(tokens.shape)} do not fit")
-    if temperature <= 0 or chunk_size < 1:
-        raise ValueError(f"temperature ({temperature}) and chunk_size ({chunk_size}) must be positive")
-    flat_hidden, flat_tokens = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
-    recompute = torch.is_grad_enabled() and hidden.requires_grad
-    chunks = []
-    for start in range(0, max(flat_tokens.numel(), 1), chunk_size):  # at least one, so that the result has its shape
-        part = flat_hidden[start : start + chunk_size], lm_head, flat_tokens[start : start + chunk_size], temperature
-        chunks.append(checkpoint(function, *part, use_reentrant=False) if recompute else function(*part))
-    return torch.cat(chunks, dim=-1)
+    check_temperature(temperature)
+    return hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)

@@ -12,24 +12,18 @@ discount). A reward at the last token alone is thus never discounted, and one at
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from toolkit.functional.logprobs import check_temperature, in_chunks
 from toolkit.functional.statistics import masked_mean
 
 
 def bounded_q(logits: Tensor, scale: Tensor, bias: Tensor, *, lowest: float, highest: float) -> Tensor:
-    """Q-values between two bounds: lowest + (highest − lowest) · σ(scale · logits + bias), in float32.
+    """Q-values between the bounds of all returns: lowest + (highest − lowest) · σ(scale · logits + bias), in float32.
 
-    Args:
-        logits: any shape.
-        scale: scalar.
-        bias: scalar.
-        lowest: of all returns.
-        highest: of all returns.
+    Logits of any shape; scale and bias are scalars.
 
     Example:
         >>> bounded_q(torch.zeros(1), torch.tensor(1.0), torch.tensor(0.0), lowest=-1.0, highest=3.0)
@@ -38,16 +32,11 @@ def bounded_q(logits: Tensor, scale: Tensor, bias: Tensor, *, lowest: float, hig
     return lowest + (highest - lowest) * torch.sigmoid(scale * logits.float() + bias)
 
 
-# ---------------------------------------------------------------------- what Q is held against
-
-
 def _steps(rewards: Tensor, reward_mask: Tensor, response_mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """What each token brings by itself, and the factor of what comes after it; (B, T) each, 0 outside the mask."""
     if not rewards.shape == reward_mask.shape == response_mask.shape:
-        raise ValueError(
-            f"rewards {tuple(rewards.shape)}, reward_mask {tuple(reward_mask.shape)} and response_mask "
-            f"{tuple(response_mask.shape)} differ in shape"
-        )
+        shapes = (tuple(x.shape) for x in (rewards, reward_mask, response_mask))
+        raise ValueError("rewards {}, reward_mask {} and response_mask {} differ in shape".format(*shapes))
     rewards, zero = rewards.float(), torch.zeros_like(rewards, dtype=torch.float32)
     given = reward_mask & response_mask
     discounts = torch.where(given, torch.full_like(zero, gamma), torch.ones_like(zero))
@@ -73,7 +62,7 @@ def q_targets(
     n_steps: int = 1,
     final_values: Tensor | None = None,
 ) -> Tensor:
-    """What Q(s_t, a_t) is to become.
+    """What Q(s_t, a_t) is to become: float32 (B, T), 0 outside the mask.
 
         y_t = max_v Q̄(s_{t+1}, v)              where no reward is given at t
         y_t = r_t + γ · max_v Q̄(s_{t+1}, v)    where one is
@@ -95,19 +84,10 @@ def q_targets(
         final_values: (B,), max_v Q̄ after the last token for responses that were only cut off, 0 for those that ended;
             None for all 0.
 
-    Returns:
-        float32 (B, T), 0 outside the mask.
-
-    Raises:
-        ValueError: shapes differ, or n_steps is less than 1.
-
     Example:
         >>> q_targets(
-        ...     torch.tensor([[0.5, 0.9, 0.2]]),
-        ...     rewards=torch.tensor([[0.0, 1.0, 2.0]]),
-        ...     reward_mask=torch.tensor([[False, True, True]]),
-        ...     response_mask=torch.tensor([[True, True, True]]),
-        ...     gamma=0.5,
+        ...     torch.tensor([[0.5, 0.9, 0.2]]), rewards=torch.tensor([[0.0, 1.0, 2.0]]),
+        ...     reward_mask=torch.tensor([[False, True, True]]), response_mask=torch.ones(1, 3).bool(), gamma=0.5,
         ... )
         tensor([[0.9000, 1.1000, 2.0000]])
     """
@@ -121,28 +101,16 @@ def q_targets(
 
 
 def monte_carlo_returns(
-    rewards: Tensor,
-    reward_mask: Tensor,
-    response_mask: Tensor,
-    *,
-    gamma: float,
-    cut: Tensor | None = None,
+    rewards: Tensor, reward_mask: Tensor, response_mask: Tensor, *, gamma: float, cut: Tensor | None = None
 ) -> Tensor:
     """What the response went on to get from each token on: G_t = r_t + d_t · G_{t+1}, discounted as in `q_targets`.
 
     Whoever acts at his best gets no less on average, so that max(y_t, G_t) is a better target while Q̄ is still far
     off (Chebotar et al. 2023, section 4.3). Where rewards are random the bound is that of each sample, and the maximum
-    is above the mean.
+    is above the mean. Arguments as for `q_targets`, but `cut`: bool (B,), True where a response was only cut off and
+    what would have come is not known; None for none.
 
-    Args:
-        rewards: (B, T).
-        reward_mask: bool (B, T), as for `q_targets`.
-        response_mask: bool (B, T).
-        gamma: γ.
-        cut: bool (B,), True where a response was only cut off and what would have come is not known; None for none.
-
-    Returns:
-        float32 (B, T), 0 outside the mask; −∞, which bounds nothing, in rows that were cut.
+    Gives float32 (B, T), 0 outside the mask; −∞, which bounds nothing, in rows that were cut.
 
     Example:
         >>> monte_carlo_returns(
@@ -151,8 +119,7 @@ def monte_carlo_returns(
         tensor([[2., 2., 2.]])
     """
     gained, discounts = _steps(rewards, reward_mask, response_mask, gamma)
-    following = torch.zeros_like(gained[:, 0])
-    backwards = []
+    following, backwards = torch.zeros_like(gained[:, 0]), []
     for t in reversed(range(gained.shape[1])):
         following = gained[:, t] + discounts[:, t] * following
         backwards.append(following)
@@ -160,17 +127,10 @@ def monte_carlo_returns(
     return returns if cut is None else returns.masked_fill(cut.unsqueeze(1) & response_mask, -torch.inf)
 
 
-# ---------------------------------------------------------------------- losses
-
-
 def td_loss(q: Tensor, targets: Tensor, response_mask: Tensor, *, count: Tensor | float | None = None) -> Tensor:
-    """½ · mean of (Q(s_t, a_t) − y_t)². The first term of equation 2 of arXiv 2309.10150.
+    """½ · mean of (Q(s_t, a_t) − y_t)², (B, T) each; `count` as for `masked_mean`.
 
-    Args:
-        q: (B, T), with gradient.
-        targets: (B, T), constant.
-        response_mask: bool (B, T).
-        count: divisor of the mean: see `masked_mean`.
+    The first term of equation 2 of arXiv 2309.10150. Q has the gradient, targets are constant.
     """
     return 0.5 * masked_mean((q - targets).square(), response_mask, count=count)
 
@@ -179,42 +139,16 @@ def conservative_loss(excess: Tensor, response_mask: Tensor, *, count: Tensor | 
     """½ · mean over tokens of the mean over the actions not taken of (Q(s_t, v) − lowest)².
 
     The second term of equation 2 of arXiv 2309.10150, where actions are drawn with a probability proportional to
-    1 − π_β(v | s): with one action taken in each sample of a state, that is each of the others alike.
-
-    Args:
-        excess: (B, T), from `token_q_values`, with gradient.
-        response_mask: bool (B, T).
-        count: divisor of the mean: see `masked_mean`.
+    1 − π_β(v | s): with one action taken in each sample of a state, that is each of the others alike. The mean over
+    those actions is `excess` (B, T), from `token_q_values`, with gradient.
     """
     return 0.5 * masked_mean(excess, response_mask, count=count)
 
 
-# ---------------------------------------------------------------------- Q-values, a few positions at a time
-
-
-class TokenQ(NamedTuple):
-    """Q at the tokens that were taken, and what the other tokens have over the lowest; (N,) each."""
-
-    q: Tensor
-    excess: Tensor
-
-
-def _chunk_q(hidden: Tensor, q_head: Callable[[Tensor], Tensor], tokens: Tensor, lowest: float) -> Tensor:
-    values, token = q_head(hidden).float(), tokens.unsqueeze(-1)  # (chunk, V), (chunk, 1)
-    others = (values - lowest).scatter(-1, token, 0.0)
-    excess = others.square().sum(dim=-1) / (values.shape[-1] - 1)
-    return torch.stack([values.gather(-1, token).squeeze(-1), excess])
-
-
 def token_q_values(
-    hidden: Tensor,
-    q_head: Callable[[Tensor], Tensor],
-    tokens: Tensor,
-    *,
-    lowest: float,
-    chunk_size: int = 128,
-) -> TokenQ:
-    """Q(s, a) at `tokens`, and Σ_{v ≠ a} (Q(s, v) − lowest)² / (V − 1), in float32.
+    hidden: Tensor, q_head: Callable[[Tensor], Tensor], tokens: Tensor, *, lowest: float, chunk_size: int = 128
+) -> tuple[Tensor, Tensor]:
+    """Q(s, a) at `tokens`, and their excess Σ_{v ≠ a} (Q(s, v) − lowest)² / (V − 1): float32 (N,) each.
 
     The head runs on `chunk_size` positions at a time and its outputs are computed again in the backward pass, so that
     the peak is some 3·chunk_size·V numbers however long the responses are.
@@ -225,38 +159,27 @@ def token_q_values(
         tokens: int64 (N,).
         lowest: what the Q-values of the other actions are compared with.
         chunk_size: positions for which Q-values of the whole vocabulary exist at a time.
-
-    Raises:
-        ValueError: the shapes do not fit, or the chunk size is not positive.
     """
     if hidden.shape[:-1] != tokens.shape or tokens.dim() != 1:
         raise ValueError(f"hidden {tuple(hidden.shape)} and tokens {tuple(tokens.shape)} do not fit")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be positive, got {chunk_size}")
-    recompute = torch.is_grad_enabled() and hidden.requires_grad
-    parts = [torch.empty(2, 0, device=hidden.device)]
-    for start in range(0, tokens.numel(), chunk_size):
-        part = slice(start, start + chunk_size)
-        chunk = hidden[part], q_head, tokens[part], lowest
-        parts.append(checkpoint(_chunk_q, *chunk, use_reentrant=False) if recompute else _chunk_q(*chunk))
-    return TokenQ(*torch.cat(parts, dim=1))
+
+    def of_chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
+        values, token = q_head(hidden).float(), tokens.unsqueeze(-1)  # (chunk, V), (chunk, 1)
+        others = (values - lowest).scatter(-1, token, 0.0)
+        excess = others.square().sum(dim=-1) / (values.shape[-1] - 1)
+        return torch.stack([values.gather(-1, token).squeeze(-1), excess])
+
+    q, excess = in_chunks(of_chunk, hidden, tokens, chunk_size=chunk_size)
+    return q, excess
 
 
 def best_q_values(hidden: Tensor, q_head: Callable[[Tensor], Tensor], *, chunk_size: int = 128) -> Tensor:
-    """max_v Q(s, v) at each state, in float32: (N,). Call it without gradient; arguments as for `token_q_values`."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be positive, got {chunk_size}")
-    parts = [torch.empty(0, device=hidden.device)]
-    for start in range(0, hidden.shape[0], chunk_size):
-        parts.append(q_head(hidden[start : start + chunk_size]).float().amax(dim=-1))
-    return torch.cat(parts)
-
-
-# ---------------------------------------------------------------------- the policy
+    """max_v Q(s, v) at each state, in float32: (N,). Arguments as for `token_q_values`."""
+    return in_chunks(lambda chunk: q_head(chunk).float().amax(dim=-1), hidden, chunk_size=chunk_size)
 
 
 def q_policy_logprobs(q: Tensor, ref_logprobs: Tensor, *, temperature: float) -> Tensor:
-    """log π(v | s) with π ∝ π_ref · exp((Q − V) / τ): likely under the reference, and good by Q.
+    """log π(v | s) with π ∝ π_ref · exp((Q − V) / τ), float32 (..., V): likely under the reference, and good by Q.
 
     V(s) = Σ_v π_ref(v | s) Q(s, v), so that Q − V is the advantage over the reference. This is the decoding of Snell et
     al. 2022, "Offline RL for Natural Language Generation with Implicit Language Q Learning", arXiv 2206.11871, with
@@ -268,19 +191,12 @@ def q_policy_logprobs(q: Tensor, ref_logprobs: Tensor, *, temperature: float) ->
         ref_logprobs: (..., V), normalised.
         temperature: τ, positive. Small values follow Q, large ones the reference.
 
-    Returns:
-        float32 (..., V), normalised.
-
-    Raises:
-        ValueError: the temperature is not positive.
-
     Example:
         >>> ref = torch.tensor([0.5, 0.5]).log()
         >>> q_policy_logprobs(torch.tensor([1.0986, 0.0]), ref, temperature=1.0).exp()  # 1.0986 = ln 3
         tensor([0.7500, 0.2500])
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    check_temperature(temperature)
     q, ref_logprobs = q.float(), ref_logprobs.float()
     value = (ref_logprobs.exp() * q).sum(dim=-1, keepdim=True)
     return (ref_logprobs + (q - value) / temperature).log_softmax(dim=-1)

@@ -1,55 +1,35 @@
-"""Statistics over the tokens that a mask keeps."""
+"""Statistics over the tokens that a mask keeps, and of samples: calibration, correlation, the best of several."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Reduce = Callable[[Tensor], Tensor]
-
 _VARIANCE_FLOOR = 1e-8  # as in TRL's and OpenAI's whitening, so that advantages agree with theirs
 
 
-def _check_same_shape(values: Tensor, mask: Tensor) -> None:
-    if values.shape != mask.shape:
-        raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"a mask is boolean, True where a value counts; got {mask.dtype}")
-
-
 def masked_mean(values: Tensor, mask: Tensor, *, count: Tensor | float | None = None) -> Tensor:
-    """Mean of `values` where `mask` is True: Σ mask·values / count.
+    """Mean of `values` where `mask`, a bool of the same shape, is True: Σ mask·values / count; 0 where nothing counts.
 
-    Args:
-        values: any shape.
-        mask: bool, the shape of `values`; True where a value counts.
-        count: divisor in place of the number of True entries. The token count of a whole mini-batch
-            here makes the means of its micro-batches add up to the mean of the mini-batch.
-
-    Returns:
-        Scalar. 0 where nothing counts.
+    `count` is a divisor in place of the number of True entries. The token count of a whole mini-batch there makes the
+    means of its micro-batches add up to the mean of the mini-batch.
 
     Example:
         >>> masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
         tensor(2.)
     """
-    _check_same_shape(values, mask)
+    if values.shape != mask.shape:
+        raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"a mask is boolean, True where a value counts; got {mask.dtype}")
     divisor = mask.sum().clamp(min=1) if count is None else count
     # where() and not a product: a masked position may hold inf or nan, and 0·inf is nan.
     return torch.where(mask, values, torch.zeros_like(values)).sum() / divisor
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Unbiased variance of `values` where `mask` is True: Σ mask·(values − mean)² / (n − 1).
-
-    Args:
-        values: any shape.
-        mask: bool, the shape of `values`.
-
-    Returns:
-        Scalar. 0 where fewer than two values count, since one value has no spread to speak of.
+    """Unbiased variance where `mask` is True, Σ mask·(values − mean)² / (n − 1); 0 where fewer than two values count.
 
     Example:
         >>> masked_var(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
@@ -74,14 +54,10 @@ class Moments(NamedTuple):
 
 
 def update_moments(moments: Moments, values: Tensor) -> Moments:
-    """The moments with more numbers among them.
+    """The moments with more numbers, of any shape and at least one, among them.
 
     Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
     equation 2.1: exact for any split of the numbers into batches.
-
-    Args:
-        moments: so far.
-        values: any shape, at least one number.
 
     Example:
         >>> moments = update_moments(update_moments(Moments(), torch.tensor([1.0, 2.0])), torch.tensor([6.0]))
@@ -95,54 +71,18 @@ def update_moments(moments: Moments, values: Tensor) -> Moments:
     return Moments(count, moments.mean + shift * number / count, deviations + shift**2 * moments.seen * number / count)
 
 
-def _mean_and_variance(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
-    """Those of `masked_mean` and `masked_var`, of the values of all processes together."""
-    _check_same_shape(values, mask)
-    add_up = reduce or (lambda sums: sums)
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    total, count = add_up(torch.stack([kept.sum(), mask.sum().to(values.dtype)]))
-    mean = total / count.clamp(min=1)
-    # From the deviations, and not from the sum of squares, which cancels where the mean is large.
-    deviations = torch.where(mask, values - mean, torch.zeros_like(values)).square().sum()
-    return mean, add_up(deviations) / (count - 1).clamp(min=1)
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and variance 1 over the mask: (values − mean) / √(var + 1e-8); (B, T), 0 outside the mask.
 
-
-def whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
-    """Shift and scale to mean 0 and variance 1 over the mask: (values − mean) / √(var + 1e-8).
-
-    Used for advantages (Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", detail
-    20). Entries outside the mask become 0.
-
-    Args:
-        values: (B, T).
-        mask: bool (B, T).
-        reduce: adds a tensor up over the processes that hold a part of the values each, all of which call this
-            function: mean and variance are then of all parts. None where there is one process.
-
-    Returns:
-        (B, T).
+    Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", detail 20, of advantages.
     """
-    mean, variance = _mean_and_variance(values, mask, reduce)
-    scaled = (values - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR)
+    scaled = (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + _VARIANCE_FLOOR)
     return torch.where(mask, scaled, torch.zeros_like(scaled))
 
 
-def scale_to_unit_variance(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
-    """Scale to variance 1 over the mask and keep the mean where it is. Used for rewards.
-
-    A reward's sign carries meaning that whitening would remove (the same paper, detail 16, where it
-    is whitening "without shifting the mean"). Entries outside the mask become 0.
-
-    Args:
-        values: (B, T).
-        mask: bool (B, T).
-        reduce: as for `whiten`.
-
-    Returns:
-        (B, T).
-    """
-    mean, variance = _mean_and_variance(values, mask, reduce)
-    scaled = (values - mean) * torch.rsqrt(variance + _VARIANCE_FLOOR) + mean
+def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
+    """As `whiten`, with the mean where it is: of rewards, whose sign carries meaning (detail 16)."""
+    scaled = whiten(values, mask) + masked_mean(values, mask)
     return torch.where(mask, scaled, torch.zeros_like(scaled))
 
 
@@ -174,3 +114,98 @@ def wilson_interval(successes: int, trials: int, *, z: float = 1.96) -> tuple[fl
     center = (p + z * z / (2 * trials)) / denominator
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / denominator
     return max(0.0, center - half), min(1.0, center + half)
+
+
+class CalibrationBin(NamedTuple):
+    """Predictions between `low` and `high`: how many, their mean, and how often what they predict came true."""
+
+    low: float
+    high: float
+    number: int
+    predicted: float
+    observed: float
+
+
+def calibration_bins(probabilities: Tensor, outcomes: Tensor, *, bins: int = 10) -> list[CalibrationBin]:
+    """Predictions (N,) in bins of equal width, empty ones left out; `outcomes` (N,) are 1 where they came true, else 0.
+
+    Guo et al. 2017, "On Calibration of Modern Neural Networks", arXiv 1706.04599, section 2.
+
+    Example:
+        >>> calibration_bins(torch.tensor([0.1, 0.3, 0.9]), torch.tensor([0.0, 1.0, 1.0]), bins=2)[0].observed
+        0.5
+    """
+    probabilities, outcomes = probabilities.double(), outcomes.double()
+    numbers = (probabilities * bins).long().clamp(max=bins - 1)
+    filled = []
+    for number in numbers.unique().tolist():
+        inside = numbers == number
+        means = float(probabilities[inside].mean()), float(outcomes[inside].mean())
+        filled.append(CalibrationBin(number / bins, (number + 1) / bins, int(inside.sum()), *means))
+    return filled
+
+
+def expected_calibration_error(bins: list[CalibrationBin]) -> float:
+    """Σ over bins of (share of all predictions) · |observed − predicted|: equation 3 of the same paper."""
+    return sum(one.number * abs(one.observed - one.predicted) for one in bins) / sum(one.number for one in bins)
+
+
+def pearson_correlation(first: Tensor, second: Tensor) -> float:
+    """Linear correlation of two quantities (N,). 0 where one of them does not vary.
+
+    Example:
+        >>> round(pearson_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0])), 4)
+        0.5
+    """
+    a, b = first.double() - first.double().mean(), second.double() - second.double().mean()
+    scale = float((a.square().sum() * b.square().sum()).sqrt())
+    return float((a * b).sum()) / scale if scale > 0 else 0.0
+
+
+def average_ranks(values: Tensor) -> Tensor:
+    """Ranks from 1 of `values` (N,), float64; equal values share the mean of their ranks.
+
+    Example:
+        >>> average_ranks(torch.tensor([7.0, 1.0, 7.0]))
+        tensor([2.5000, 1.0000, 2.5000], dtype=torch.float64)
+    """
+    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0).double() - (counts.double() - 1) / 2)[inverse]
+
+
+def spearman_correlation(first: Tensor, second: Tensor) -> float:
+    """Correlation of the ranks of two quantities (N,), equal values sharing theirs (Spearman 1904); 0 as above.
+
+    Example:
+        >>> round(spearman_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 8.0, 9.0])), 4)
+        1.0
+    """
+    return pearson_correlation(average_ranks(first), average_ranks(second))
+
+
+def expected_best(scores: Tensor) -> Tensor:
+    """Mean score of the best of k, for each k from 1 to n, from n samples (B, n) of a prompt: unbiased, float64 (n,).
+
+    The best of k among n sorted samples s_1 ≤ … ≤ s_n is s_i with probability C(i − 1, k − 1) / C(n, k); so that all
+    subsets of k are averaged over (the estimator of Chen et al. 2021, arXiv 2107.03374, section 2.1, for scores).
+
+    Example:
+        >>> expected_best(torch.tensor([[1.0, 3.0, 2.0]]))
+        tensor([2.0000, 2.6667, 3.0000], dtype=torch.float64)
+    """
+    n = scores.shape[1]
+    ranked = scores.double().sort(dim=1).values.mean(dim=0)  # (n,)
+    rows = [[math.comb(i, k - 1) / math.comb(n, k) for i in range(n)] for k in range(1, n + 1)]
+    return torch.tensor(rows, dtype=torch.float64) @ ranked.cpu()
+
+
+def best_of_kl_bound(n: int) -> float:
+    """KL(best-of-n policy, policy) ≤ log n − (n − 1)/n, in nats a response: an upper bound.
+
+    Beirami et al. 2024, "Theoretical guarantees on the best-of-n alignment policy", arXiv 2401.01879.
+
+    Example:
+        >>> round(best_of_kl_bound(4), 4)
+        0.6363
+    """
+    return math.log(n) - (n - 1) / n

@@ -1,104 +1,86 @@
 """One base model and the roles on it; knows transformers, peft and bitsandbytes.
 
-`base` loads the base, `roles` holds the adapters and switches them (nothing else does), `heads` and
-`forward` read values, scores and log-probabilities, `value_model` is a value role with a base of its
-own, `q_values` and `q_decoding` read a role's logits as Q-values, `adapters` saves and loads PEFT folders, `merge`
-puts one into the base's weights, `views` shows roles to trainers that are not ours.
+`load` has every model from a `ModelSpec` and `pretrained` what is read of a checkpoint before; `roles` holds the
+adapters and switches them (nothing else does), `forward` reads values, scores and log-probabilities, `q_values` reads a
+role's logits as Q-values. `value_model` is a value role with a base of its own and `classifier` a reward with one.
+`adapters` saves and loads PEFT folders, `views` shows roles to trainers that are not ours, `lora` has all that is used
+of PEFT beyond its public interface.
 """
 
-from toolkit.models.adapters import base_digest, load_role, load_weights, role_digest, save_role
-from toolkit.models.base import build_base, load_base, load_tokenizer, neutral_generation_config
+from toolkit.models.adapters import load_role, load_weights, save_role
 from toolkit.models.classifier import (
     add_lora,
     check_reads_tokens,
-    check_same_tokenizer,
-    classifier_config,
-    classifier_outline,
     classifier_token_scores,
     head_in_float32,
-    load_classifier,
+    head_name,
     load_classifier_weights,
     save_classifier,
     train_in_float32,
 )
 from toolkit.models.forward import (
     PolicyReading,
-    ResponseKL,
     read_policy,
-    response_full_kl,
     response_logprobs,
-    response_logprobs_and_values,
     response_values,
     sequence_logits,
-    token_logits,
     value_after_response,
 )
-from toolkit.models.heads import ScoreHead, score_positions
-from toolkit.models.memory import LENGTH_MULTIPLE, release_memory
-from toolkit.models.merge import Merged, merge_adapter
-from toolkit.models.q_decoding import generate_by_q
-from toolkit.models.q_head import QBound
+from toolkit.models.heads import QBound, ScoreHead, score_positions
+from toolkit.models.load import META, ModelSpec, load_base, load_model, model_config
+from toolkit.models.pretrained import check_same_tokenizer, load_tokenizer, weight_file_problems
 from toolkit.models.q_values import (
-    ResponseQ,
-    StateValues,
+    LargestQ,
+    WeightedByQ,
     add_q_roles,
-    q_of_states,
     response_log_ratios,
     response_q,
     response_state_values,
     update_q_target,
 )
-from toolkit.models.roles import HEAD_ROLES, Q_ROLES, ROLES, SharedBase, missing_modules
-from toolkit.models.sequences import Sequences
+from toolkit.models.roles import HEAD_ROLES, SharedBase
+from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, release_memory
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
+from toolkit.models.weights import base_digest, merge_adapter, role_digest, weight_bytes
 
 __all__ = [
     "HEAD_ROLES",
     "LENGTH_MULTIPLE",
-    "Q_ROLES",
-    "ROLES",
-    "Merged",
+    "META",
+    "LargestQ",
+    "ModelSpec",
     "PolicyReading",
     "PolicyView",
     "QBound",
-    "ResponseKL",
-    "ResponseQ",
     "ScoreHead",
     "SequenceClassifierView",
     "Sequences",
     "SharedBase",
-    "StateValues",
     "TokenScoreView",
     "ValueModel",
+    "WeightedByQ",
     "add_lora",
     "add_q_roles",
     "base_digest",
-    "build_base",
     "check_reads_tokens",
     "check_same_tokenizer",
-    "classifier_config",
-    "classifier_outline",
     "classifier_token_scores",
-    "generate_by_q",
     "head_in_float32",
+    "head_name",
     "load_base",
-    "load_classifier",
     "load_classifier_weights",
+    "load_model",
     "load_role",
     "load_tokenizer",
     "load_value_model",
     "load_weights",
     "merge_adapter",
-    "missing_modules",
-    "neutral_generation_config",
-    "q_of_states",
+    "model_config",
     "read_policy",
     "release_memory",
-    "response_full_kl",
     "response_log_ratios",
     "response_logprobs",
-    "response_logprobs_and_values",
     "response_q",
     "response_state_values",
     "response_values",
@@ -107,8 +89,9 @@ __all__ = [
     "save_role",
     "score_positions",
     "sequence_logits",
-    "token_logits",
     "train_in_float32",
     "update_q_target",
     "value_after_response",
-]
+    "weight_bytes",
+    "weight_file_problems",
+]  # fmt: skip

@@ -1,12 +1,17 @@
-"""Linear heads that read scores, values or classes off the hidden states."""
+"""Heads that read scores, values or classes off the hidden states, and Q-values off the logits."""
 
 import math
+from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from toolkit.functional import bounded_q
+
 HeadInit = Literal["normal", "orthogonal"]
+Q_BOUND_FILE = "q_bound.safetensors"
 
 
 class ScoreHead(nn.Linear):
@@ -40,22 +45,59 @@ class ScoreHead(nn.Linear):
 
 
 def score_positions(input_ids: Tensor, attention_mask: Tensor, pad_token_id: int) -> Tensor:
-    """Where a sequence's score is read: its last token that is not `pad_token_id`.
+    """Where a sequence's score is read: int64 (B,), its last token that is not `pad_token_id`.
 
-    That is where transformers' sequence-classification models read, and so where `trl.RewardTrainer`
-    trains. Where pad and end-of-sequence are one token, it is the token before the end; a score read
-    one token further would come from a state that training never saw.
+    That is where transformers' sequence-classification models read, and so where `trl.RewardTrainer` trains. Where pad
+    and end-of-sequence are one token, it is the token before the end; a score read one token further would come from a
+    state that training never saw. A row that holds nothing but pad tokens is read at its last real one.
 
     Args:
         input_ids: int64 (B, L).
-        attention_mask: bool (B, L), True at real tokens.
+        attention_mask: (B, L), 1 at real tokens.
         pad_token_id: the one that the head was trained with.
-
-    Returns:
-        int64 (B,). A row that holds nothing but pad tokens is read at its last real one.
     """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     kept = attention_mask.bool()
     last_real = torch.where(kept, positions, -1).amax(dim=1)
     last_not_pad = torch.where(kept & (input_ids != pad_token_id), positions, -1).amax(dim=1)
     return torch.where(last_not_pad >= 0, last_not_pad, last_real)
+
+
+class QBound(nn.Module):
+    """lowest + (highest − lowest) · σ(scale · logit + bias), with a scale and a bias that are learned, in float32.
+
+    Args:
+        lowest: of all returns.
+        highest: of all returns.
+        scale: at first. A language model's logits are some tens apart, and σ is flat where it has to tell them apart.
+        bias: at first. A negative one begins with low Q-values, from which rewards and Monte-Carlo returns raise what
+            is good; high ones would have to come down token by token, behind a target that follows slowly.
+
+    Raises:
+        ValueError: the bounds are not in order.
+    """
+
+    def __init__(self, *, lowest: float = 0.0, highest: float = 1.0, scale: float = 0.2, bias: float = -5.0):
+        super().__init__()
+        if not lowest < highest:
+            raise ValueError(f"the lowest return ({lowest}) must be below the highest ({highest})")
+        self.scale = nn.Parameter(torch.tensor([scale], dtype=torch.float32))
+        self.bias = nn.Parameter(torch.tensor([bias], dtype=torch.float32))
+        self.lowest, self.highest = lowest, highest
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Of any floating type to float32."""
+        return bounded_q(logits, self.scale, self.bias, lowest=self.lowest, highest=self.highest)
+
+    def save(self, folder: Path) -> None:
+        """Write scale, bias and bounds into a role's folder."""
+        bounds = {name: torch.tensor(getattr(self, name)).double() for name in ("lowest", "highest")}
+        save_file({**{name: x.cpu() for name, x in self.state_dict().items()}, **bounds}, folder / Q_BOUND_FILE)
+
+    @classmethod
+    def load(cls, folder: Path) -> "QBound":
+        """What `save` wrote."""
+        saved = load_file(folder / Q_BOUND_FILE)
+        bound = cls(lowest=float(saved.pop("lowest")), highest=float(saved.pop("highest")))
+        bound.load_state_dict(saved)
+        return bound

@@ -4,21 +4,23 @@ Both are adapters on the one base whose `lm_head` is read as Q. The target costs
 """
 
 import copy
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from peft import LoraConfig
 from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor
 
 from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
 from toolkit.models.forward import (
-    _response_tokens,
-    _scatter,
-    _states_before_response_tokens,
+    after_responses,
+    before_response_tokens,
     hidden_states_of,
     response_logprobs,
+    scatter,
 )
-from toolkit.models.q_head import QBound
+from toolkit.models.heads import QBound
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
 
@@ -27,7 +29,6 @@ def add_q_roles(base: SharedBase, config: LoraConfig, *, bound: QBound | None = 
     """Add the role "q" with a fresh adapter, and "q_target" as a copy of it.
 
     Args:
-        base: carries neither.
         config: of both adapters. Their dropout counts for "q" alone.
         bound: keeps Q-values between two bounds; None reads the logits as they are.
     """
@@ -47,7 +48,7 @@ def update_q_target(base: SharedBase, *, decay: float) -> None:
         target.lerp_(online.to(target.dtype), 1.0 - decay)
 
 
-def q_of_states(base: SharedBase, role: str, states: Tensor) -> Tensor:
+def _q_of_states(base: SharedBase, role: str, states: Tensor) -> Tensor:
     """Q of every token at each state: (N, H) to float32 (N, V). Switches to the role by itself."""
     with base.role(role):  # an adapter may have a part on lm_head
         logits = base.lm_head(states).float()
@@ -62,16 +63,14 @@ class ResponseQ(NamedTuple):
 
 
 def response_q(base: SharedBase, sequences: Sequences, *, lowest: float = 0.0, chunk_size: int = 128) -> ResponseQ:
-    """Q of each response token, with gradient. Call it in the role "q", and `backward` too."""
-    states, mask = _states_before_response_tokens(base, sequences), sequences.response_mask
-    found = token_q_values(
-        states,
-        lambda part: q_of_states(base, "q", part),
-        _response_tokens(sequences),
-        lowest=lowest,
-        chunk_size=chunk_size,
-    )
-    return ResponseQ(*(_scatter(x, mask) for x in found))
+    """Q of each response token, with gradient: float32 (B, T) each, 0 outside the mask.
+
+    Call it in the role "q", and `backward` too. For the arguments see `toolkit.functional.token_q_values`.
+    """
+    states, mask = before_response_tokens(hidden_states_of(base, sequences), sequences), sequences.response_mask
+    q_of, tokens = partial(_q_of_states, base, "q"), sequences.response_tokens
+    read = token_q_values(states, q_of, tokens, lowest=lowest, chunk_size=chunk_size)
+    return ResponseQ(*(scatter(x, mask) for x in read))
 
 
 class StateValues(NamedTuple):
@@ -89,38 +88,29 @@ def response_state_values(
 
     Switches to the role by itself.
     """
-    mask = sequences.response_mask
     with base.role(role), base.in_eval_mode():
         hidden = hidden_states_of(base, sequences)
-        rows = torch.arange(mask.shape[0], device=mask.device)
-        states = hidden[rows.unsqueeze(1).expand_as(mask)[mask], sequences.response_positions[mask] - 1]
-        found = best_q_values(
-            torch.cat([states, hidden[rows, sequences.lengths - 1]]),
-            lambda part: q_of_states(base, role, part),
-            chunk_size=chunk_size,
-        )
-    return StateValues(_scatter(found[: len(states)], mask), found[len(states) :])
+        before = before_response_tokens(hidden, sequences)
+        states = torch.cat([before, after_responses(hidden, sequences)])
+        best = best_q_values(states, partial(_q_of_states, base, role), chunk_size=chunk_size)
+    return StateValues(scatter(best[: len(before)], sequences.response_mask), best[len(before) :])
 
 
 @torch.no_grad()
 def response_log_ratios(
     base: SharedBase, sequences: Sequences, *, temperature: float | None, chunk_size: int = 128
 ) -> Tensor:
-    """log π(a | s) − log π_ref(a | s) of each response token under the policy that Q defines.
+    """log π(a | s) − log π_ref(a | s) under the policy that Q defines: float32 (B, T), 0 outside the mask.
 
     Switches to "q" and "reference" by itself.
 
     Args:
-        base: carries both.
-        sequences: prompts and responses that π gave.
+        sequences: what π gave.
         temperature: τ of π ∝ π_ref · exp(Q/τ); None for the deterministic π that takes the largest Q, whose
             log-probability is 0.
         chunk_size: response tokens for which the whole vocabulary exists at a time.
-
-    Returns:
-        float32 (B, T), 0 outside the mask.
     """
-    mask, tokens = sequences.response_mask, _response_tokens(sequences)
+    mask, tokens = sequences.response_mask, sequences.response_tokens
     with base.in_eval_mode():
         if temperature is None:
             with base.role("reference"):
@@ -128,16 +118,50 @@ def response_log_ratios(
         states = {}
         for role in ("q", "reference"):
             with base.role(role):
-                states[role] = _states_before_response_tokens(base, sequences)
+                states[role] = before_response_tokens(hidden_states_of(base, sequences), sequences)
         parts = [torch.empty(0, device=mask.device)]
         for start in range(0, tokens.numel(), chunk_size):
             part = slice(start, start + chunk_size)
-            ref = _ref_logprobs(base, states["reference"][part])
-            logprobs = q_policy_logprobs(q_of_states(base, "q", states["q"][part]), ref, temperature=temperature)
+            with base.role("reference"):
+                ref = base.lm_head(states["reference"][part]).float().log_softmax(dim=-1)
+            logprobs = q_policy_logprobs(_q_of_states(base, "q", states["q"][part]), ref, temperature=temperature)
             parts.append((logprobs - ref).gather(1, tokens[part].unsqueeze(1)).squeeze(1))
-    return _scatter(torch.cat(parts), mask)
+    return scatter(torch.cat(parts), mask)
 
 
-def _ref_logprobs(base: SharedBase, states: Tensor) -> Tensor:
-    with base.role("reference"):
-        return base.lm_head(states).float().log_softmax(dim=-1)
+class LargestQ(LogitsProcessor):
+    """Q of every token, from the logits of the role "q"; decoded greedily, the token with the largest."""
+
+    def __init__(self, base: SharedBase):
+        self.base = base
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.base.heads["q"](scores) if "q" in self.base.heads else scores
+
+
+class WeightedByQ(LogitsProcessor):
+    """log π with π ∝ π_ref · exp(Q/τ), from the logits of the reference: see `toolkit.functional.q_policy_logprobs`.
+
+    Each token costs a second forward pass, in the role "q", with a cache of its own. `attention_mask` is (B, P) of the
+    left-padded prompts, 1 at real tokens; `temperature` is τ.
+    """
+
+    def __init__(self, base: SharedBase, attention_mask: Tensor, *, temperature: float):
+        self.base, self.mask, self.temperature = base, attention_mask.long(), temperature
+        self.cache = DynamicCache(config=base.config)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        unread = input_ids[:, self.cache.get_seq_length() :]
+        self.mask = torch.nn.functional.pad(self.mask, (0, input_ids.shape[1] - self.mask.shape[1]), value=1)
+        # Both a padded and an unpadded row get the positions that an unpadded one has.
+        positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)[:, -unread.shape[1] :]
+        with self.base.role("q"):
+            output = self.base.causal_lm.base_model(
+                input_ids=unread,
+                attention_mask=self.mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        q = _q_of_states(self.base, "q", output.last_hidden_state[:, -1])
+        return q_policy_logprobs(q, scores.log_softmax(dim=-1), temperature=self.temperature)

@@ -1,20 +1,24 @@
-"""Prompts and responses laid out for a forward pass."""
+"""Prompts and responses laid out for a forward pass, and the memory that passes of all sizes leave."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from toolkit.models.memory import LENGTH_MULTIPLE
+# Lengths are rounded up to this. Each new shape costs a CPU a compiled kernel, and memory to keep it (measured on
+# SmolLM2-135M: resident memory grows by some 20 MB a length); a GPU's matrix units like multiples of 8 too.
+LENGTH_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class Sequences:
     """B prompts with their responses, right-padded to the longest of these B, rounded up to `LENGTH_MULTIPLE`.
 
-    Every mask comes from the lengths, none from token ids: a checkpoint whose pad token is its
-    end-of-sequence token loses nothing.
+    Every mask comes from the lengths, none from token ids: a checkpoint whose pad token is its end-of-sequence token
+    loses nothing.
 
     Args:
         input_ids: int64 (B, L), prompt and response without a gap, then padding.
@@ -38,17 +42,17 @@ class Sequences:
         """Lay out ragged lists of ids.
 
         Raises:
-            ValueError: the lists differ in length, or a prompt is empty (its first response token would
-                have nothing to be predicted from).
+            ValueError: the lists differ in length, or a prompt is empty (its first response token would have nothing
+                to be predicted from).
         """
-        if any(len(ids) == 0 for ids in prompt_ids):
+        if not all(map(len, prompt_ids)):
             raise ValueError("a prompt needs at least one token")
         rows = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-        longest = -(-max(len(row) for row in rows) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        longest = -(-max(map(len, rows)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         return cls(
-            input_ids=torch.tensor([row + [pad_token_id] * (longest - len(row)) for row in rows], device=device),
-            prompt_lengths=torch.tensor([len(ids) for ids in prompt_ids], device=device),
-            response_lengths=torch.tensor([len(ids) for ids in response_ids], device=device),
+            torch.tensor([row + [pad_token_id] * (longest - len(row)) for row in rows], device=device),
+            torch.tensor([len(ids) for ids in prompt_ids], device=device),
+            torch.tensor([len(ids) for ids in response_ids], device=device),
         )
 
     @property
@@ -75,11 +79,39 @@ class Sequences:
     @property
     def response_mask(self) -> Tensor:
         """bool (B, T), True at the tokens of the response; T is the longest response of the batch."""
-        longest = int(self.response_lengths.max())
-        return torch.arange(longest, device=self.input_ids.device) < self.response_lengths[:, None]
+        return self._response_steps < self.response_lengths[:, None]
 
     @property
     def response_positions(self) -> Tensor:
         """int64 (B, T), where in a row each response token stands; outside the mask, the row's last token."""
-        steps = torch.arange(int(self.response_lengths.max()), device=self.input_ids.device)
-        return torch.minimum(self.prompt_lengths[:, None] + steps, self.lengths[:, None] - 1)
+        return torch.minimum(self.prompt_lengths[:, None] + self._response_steps, self.lengths[:, None] - 1)
+
+    @property
+    def _response_steps(self) -> Tensor:
+        return torch.arange(int(self.response_lengths.max()), device=self.input_ids.device)
+
+    @property
+    def response_tokens(self) -> Tensor:
+        """int64 (N,), the real tokens of all responses, a row after the other."""
+        return self.input_ids.gather(1, self.response_positions)[self.response_mask]
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(None)
+        library.malloc_trim  # noqa: B018  (glibc has it, other C libraries do not)
+    except (OSError, AttributeError, TypeError):
+        return None
+    return library
+
+
+def release_memory() -> None:
+    """Return freed memory to the system, where the C library would keep it.
+
+    Activations of one micro-batch after another are of all sizes; glibc keeps what they leave, and the peak grows
+    over a run. On a GPU PyTorch's own cache serves better, and nothing is done.
+    """
+    library = None if torch.cuda.is_available() else _libc()
+    if library is not None:
+        library.malloc_trim(0)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-from toolkit.models.forward import sequence_logits, token_logits
+from toolkit.models.forward import hidden_states_in, sequence_logits
 from toolkit.models.roles import SharedBase
 
 
@@ -62,9 +62,7 @@ class TokenScoreView(nn.Module):
 class SequenceClassifierView(nn.Module):
     """The role "reward" as a sequence classifier, for `trl.RewardTrainer` and transformers' `Trainer`.
 
-    Args:
-        base: carries the role.
-        pad_token_id: see `score_positions`.
+    `pad_token_id` is what the head reads with: see `score_positions`.
     """
 
     def __init__(self, base: SharedBase, *, pad_token_id: int):
@@ -73,20 +71,11 @@ class SequenceClassifierView(nn.Module):
         # TRL writes pad_token_id and reads num_labels here; the shared configuration stays as it is.
         self.config = type(base.config).from_dict(base.config.to_dict())
         self.config.num_labels = base.head("reward").out_features
+        self.gradient_checkpointing_enable = base.gradient_checkpointing_enable
+        self.activation_checkpointing_enable = base.activation_checkpointing_enable
 
     def add_model_tags(self, tags: list[str]) -> None:
         """Tags are for model cards of whole models; an adapter's card is written by `save_role`'s caller."""
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        """The name that transformers uses from 5.23 on."""
-        self.base.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def forward(
         self,
@@ -103,7 +92,8 @@ class SequenceClassifierView(nn.Module):
         belong to its loss (`use_cache`, `margin`) are not read here.
         """
         if every_token:
-            return SequenceClassifierOutput(logits=token_logits(self.base, input_ids, attention_mask))
+            hidden = hidden_states_in(self.base, input_ids, attention_mask, "reward")
+            return SequenceClassifierOutput(logits=self.base.head("reward")(hidden))
         logits = sequence_logits(self.base, input_ids, attention_mask, pad_token_id=self.pad_token_id)
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)

@@ -1,9 +1,7 @@
-"""Samples before and after, as a table and as JSON Lines."""
+"""Samples of responses before and after training."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -14,48 +12,26 @@ from toolkit.data import Rollout
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Responses to prompts, with their scores, as a report needs them.
-
-    Args:
-        prompts: as text.
-        responses: as text, one a prompt.
-        scores: one a response.
-    """
+class Responses:
+    """Prompts and responses as text, and scores, one each, as a report needs them."""
 
     prompts: list[str]
     responses: list[str]
     scores: list[float]
 
     @classmethod
-    def of(cls, rollout: Rollout, scores: Tensor) -> "Answers":
-        """Those of a scored rollout; scores are (B,)."""
+    def of(cls, rollout: Rollout, scores: Tensor) -> "Responses":
+        """Those of a rollout of B responses and their scores (B,)."""
         return cls(list(rollout.prompts), list(rollout.responses), [round(score, 4) for score in scores.tolist()])
 
 
-def sample_rows(before: Answers, after: Answers) -> list[dict[str, Any]]:
-    """One row a prompt, with the response and its score before and after training.
-
-    Raises:
-        ValueError: the two are not of the same prompts.
-    """
+def sample_rows(before: Responses, after: Responses) -> list[dict[str, Any]]:
+    """One row a prompt, the same before and after training, with both responses and their scores."""
     if before.prompts != after.prompts:
         raise ValueError("samples before and after must be of the same prompts")
-    return [
-        {
-            "prompt": prompt,
-            "before": before.responses[i],
-            "before_score": before.scores[i],
-            "after": after.responses[i],
-            "after_score": after.scores[i],
-        }
-        for i, prompt in enumerate(before.prompts)
-    ]
-
-
-def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows as JSON Lines."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    columns = (before.prompts, before.responses, before.scores, after.responses, after.scores)
+    names = ("prompt", "before", "before_score", "after", "after_score")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _clip(text: str, limit: int = 300) -> Text:
@@ -66,25 +42,10 @@ def _clip(text: str, limit: int = 300) -> Text:
 def samples_table(rows: Sequence[dict[str, Any]], *, limit: int = 5) -> Table:
     """The first rows for the terminal."""
     table = Table(title="samples before and after", show_lines=True)
-    for name in ("prompt", "before", "after"):
+    texts = ("prompt", "before", "after")
+    for name in texts:
         table.add_column(name, overflow="fold", ratio=1)
     table.add_column("score", justify="right", no_wrap=True)
     for row in rows[:limit]:
-        score = f"{row['before_score']:.2f} → {row['after_score']:.2f}"
-        table.add_row(_clip(row["prompt"]), _clip(row["before"]), _clip(row["after"]), score)
+        table.add_row(*(_clip(row[name]) for name in texts), f"{row['before_score']:.2f} → {row['after_score']:.2f}")
     return table
-
-
-def append_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Add rows to a JSON Lines file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def keep_until(path: Path, step: int) -> None:
-    """Drop what a file of rows with `step` says of later ones, and a line that a kill cut short."""
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

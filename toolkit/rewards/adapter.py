@@ -1,7 +1,8 @@
 """The reward adapter on the shared base as a reward callback, and how whole sequences are read."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from peft import PeftModel
@@ -9,15 +10,40 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from toolkit.data import Rollout, pad_rows
+from toolkit.errors import Problem
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, sequence_logits
-from toolkit.rewards.classes import ClassScore, check_outputs, scores_of
+from toolkit.rewards.base import Reward
+from toolkit.rewards.scorer import ClassScorer, ScorerContext, problems_of
 
-Judge: TypeAlias = SharedBase | PreTrainedModel | PeftModel
-"""What scores: a shared base that carries the role "reward", or a sequence classifier on a base of its own."""
+
+def logits_of(
+    rows: Sequence[Sequence[int]], outputs: int, batch_size: int, forward: Callable[[list[int]], Tensor]
+) -> Tensor:
+    """Logits of rows, float32 (N, outputs) on the CPU: those of similar length together, for little padding.
+
+    Args:
+        rows: N sequences of token ids.
+        outputs: of the head.
+        batch_size: rows a forward pass.
+        forward: logits (n, outputs) of n rows by their indices.
+    """
+    logits = torch.zeros(len(rows), outputs)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    for start in range(0, len(rows), batch_size):
+        part = order[start : start + batch_size]
+        logits[part] = forward(part).float().cpu()
+        release_memory()
+    return logits
 
 
 @torch.no_grad()
-def read_sequences(base: Judge, rows: Sequence[Sequence[int]], *, pad_token_id: int, batch_size: int) -> Tensor:
+def read_sequences(
+    base: SharedBase | PreTrainedModel | PeftModel,
+    rows: Sequence[Sequence[int]],
+    *,
+    pad_token_id: int,
+    batch_size: int,
+) -> Tensor:
     """The scores or classes of whole sequences: float32 (N, num_labels), on the CPU.
 
     Args:
@@ -30,60 +56,66 @@ def read_sequences(base: Judge, rows: Sequence[Sequence[int]], *, pad_token_id: 
         outputs, multiple = base.head("reward").out_features, LENGTH_MULTIPLE
     else:
         outputs, multiple = base.config.num_labels, 1  # rounded up, a length could pass the last position
-    logits = torch.zeros(len(rows), outputs)
-    # Rows of similar length together: less padding is computed.
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+
+    def forward(part: list[int]) -> Tensor:
+        padded = pad_rows([rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=multiple)
+        ids, mask = (tensor.to(base.device) for tensor in padded)
+        if isinstance(base, SharedBase):
+            return sequence_logits(base, ids, mask, pad_token_id=pad_token_id)
+        return base(input_ids=ids, attention_mask=mask).logits
+
     was_training = base.training
     base.eval()
     try:
-        for start in range(0, len(rows), batch_size):
-            part = order[start : start + batch_size]
-            ids, mask = pad_rows([rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=multiple)
-            logits[part] = _logits(base, ids.to(base.device), mask.to(base.device), pad_token_id).float().cpu()
-            release_memory()
+        return logits_of(rows, outputs, batch_size, forward)
     finally:
         base.train(was_training)
-    return logits
 
 
-def _logits(base: Judge, input_ids: Tensor, attention_mask: Tensor, pad_token_id: int) -> Tensor:
-    if isinstance(base, SharedBase):
-        return sequence_logits(base, input_ids, attention_mask, pad_token_id=pad_token_id)
-    return base(input_ids=input_ids, attention_mask=attention_mask).logits
+@dataclass(kw_only=True)
+class AdapterScorer(ClassScorer):
+    """The reward adapter on the shared base, which the reward stage trains."""
+
+    kind: ClassVar[str] = "adapter"
+    needs_reward_role: ClassVar[bool] = True
+
+    def check(self, context: ScorerContext) -> list[Problem]:
+        problems = super().check(context)
+        if context.roles is not None and "reward" in context.roles.roles:
+            outputs = context.roles.head("reward").out_features
+            problems += problems_of(self.check_outputs, outputs, whose="the reward head")
+        return problems
+
+    def build(self, context: ScorerContext) -> Reward:
+        assert context.roles is not None
+        return RewardAdapter(
+            context.roles, pad_token_id=context.pad_token_id, batch_size=context.batch_size, **vars(self)
+        )
 
 
-class RewardAdapter:
+@dataclass(eq=False, repr=False)
+class RewardAdapter(AdapterScorer):
     """Scores responses with the role "reward" of a shared base.
 
     Args:
         base: carries the role.
         pad_token_id: the one that the head was trained with.
-        class_column: for a head with several outputs, the data set's column with the index of the wanted
-            class.
-        class_score: what a class's score is: "logprob", which saturates at 0 once the class is certain, or "logit",
-            which goes on paying for more of the same.
         batch_size: responses a forward pass.
 
     Raises:
         RewardError: a head with several outputs and no column to choose by, or the reverse.
     """
 
-    def __init__(
-        self,
-        base: SharedBase,
-        *,
-        pad_token_id: int,
-        class_column: str | None = None,
-        class_score: ClassScore = "logprob",
-        batch_size: int = 64,
-    ):
-        check_outputs(base.head("reward").out_features, class_column, whose="the reward head")
-        self.base, self.pad_token_id = base, pad_token_id
-        self.class_column, self.class_score = class_column, class_score
-        self.batch_size = batch_size
+    base: SharedBase
+    pad_token_id: int = field(kw_only=True)
+    batch_size: int = field(default=64, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_outputs(self.base.head("reward").out_features, whose="the reward head")
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = [[*p, *r] for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
         with self.base.autocast():
             logits = read_sequences(self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.batch_size)
-        return scores_of(logits, rollout, class_column=self.class_column, class_score=self.class_score)
+        return self.scores_of(logits, rollout)

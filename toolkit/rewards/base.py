@@ -1,19 +1,22 @@
-"""What a reward is, and the check on what it returns."""
+"""What a reward is, how it is called, and the check on what it returns."""
 
+import asyncio
 import inspect
+import threading
 import traceback
 from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.data import Rollout
 from toolkit.errors import RewardError, ToolkitError
-from toolkit.rewards.awaiting import wait_for
 from toolkit.rewards.dense import DenseScores, Scores
 
-Answer = Tensor | Sequence[float] | DenseScores
+ScoreLike = Tensor | Sequence[float] | DenseScores
+"""What a reward may return."""
 
 
 class Reward(Protocol):
@@ -27,7 +30,21 @@ class Reward(Protocol):
     made of numbers, text, lists, dicts and tensors, is then part of every checkpoint.
     """
 
-    def __call__(self, rollout: Rollout) -> Answer | Awaitable[Answer]: ...
+    def __call__(self, rollout: Rollout) -> ScoreLike | Awaitable[ScoreLike]: ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A reward that changes as it goes, as by a running mean."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+def state_of(reward: Any) -> Stateful | None:
+    """The reward, if it has a state. The weights of a network that scores are none: they stay as they are."""
+    return reward if isinstance(reward, Stateful) and not isinstance(reward, nn.Module) else None
 
 
 def score_with(reward: Reward, rollout: Rollout) -> Scores:
@@ -41,20 +58,23 @@ def score_with(reward: Reward, rollout: Rollout) -> Scores:
     """
     try:
         with torch.no_grad():
-            answer = reward(rollout)
-            scores: Any = wait_for(answer) if inspect.isawaitable(answer) else answer
+            returned = reward(rollout)
+            scores: Any = _wait_for(returned) if inspect.isawaitable(returned) else returned
     except ToolkitError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise RewardError(
-            f"the reward raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}). "
-            "Mend it there; --debug shows the whole traceback."
-        ) from error
+        wrong = f"the reward raised {type(error).__name__}: {error} ({place_of(error)})."
+        raise RewardError(wrong, remedy="Mend it there.") from error
     return check_scores(scores, rollout)
 
 
-def check_scores(scores: Answer, rollout: Rollout) -> Scores:
+def place_of(error: Exception) -> str:
+    """The file and line that an error comes from."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}, line {frame.lineno}"
+
+
+def check_scores(scores: ScoreLike, rollout: Rollout) -> Scores:
     """The scores as float32 (B,) on the CPU, or dense ones as `DenseScores.checked` makes them.
 
     Raises:
@@ -73,7 +93,33 @@ def check_scores(scores: Answer, rollout: Rollout) -> Scores:
         )
     if not bool(torch.isfinite(tensor).all()):
         row = int((~torch.isfinite(tensor)).nonzero()[0])
-        raise RewardError(
-            f"the reward gave {tensor[row]} to the response {rollout.responses[row]!r}; scores are finite."
-        )
+        wrong = f"the reward gave {tensor[row]} to the response {rollout.responses[row]!r}; scores are finite."
+        raise RewardError(wrong)
     return tensor
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own.
+
+    A notebook's main thread has a running loop, in which nothing can be waited for. One loop for all calls, since a
+    reward's HTTP session belongs to the loop that it was first used in.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
+    return loop
+
+
+def _wait_for(awaitable: Awaitable[Any]) -> Any:
+    """What an awaitable comes to; called from outside of coroutines that this has started."""
+
+    async def result() -> Any:
+        with torch.no_grad():  # holds for the thread that enters it
+            return await awaitable
+
+    future = asyncio.run_coroutine_threadsafe(result(), _loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # Ctrl-C while waiting
+        raise

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,20 +44,17 @@ class DenseScores:
         Raises:
             RewardError: an entry too many or too few, a span outside of the text, or a number that is not finite.
         """
-        given = {"scores": self.scores, "tokens": self.tokens, "spans": self.spans}
-        for name, entries in given.items():
-            if entries is not None and len(entries) != len(rollout):
-                raise RewardError(f"the reward returned {len(entries)} {name} for {len(rollout)} responses.")
-        nothing: list[list] = [[]] * len(rollout)
+        count = len(rollout)
+        for name, entries in vars(self).items():
+            if entries is not None and len(entries) != count:
+                raise RewardError(f"the reward returned {len(entries)} {name} for {count} responses.")
         try:
-            scores = torch.zeros(len(rollout)) if self.scores is None else _floats(self.scores)
-            tokens = [_floats(row) for row in (nothing if self.tokens is None else self.tokens)]
-            spans = [
-                [(int(start), int(end), float(score)) for start, end, score in row] for row in self.spans or nothing
-            ]
+            scores = torch.zeros(count) if self.scores is None else _floats(self.scores)
+            tokens = [_floats(row) for row in (self.tokens if self.tokens is not None else [[]] * count)]
+            spans = [[(int(a), int(b), float(score)) for a, b, score in row] for row in self.spans or [[]] * count]
         except (TypeError, ValueError) as error:
             raise RewardError(f"the reward returned DenseScores that are not made of numbers: {error}.") from error
-        if scores.shape != (len(rollout),):
+        if scores.shape != (count,):
             raise RewardError(f"the reward returned scores of shape {tuple(scores.shape)}, not one a response.")
         for row, response in enumerate(rollout.responses):
             length = rollout.lengths[row]
@@ -70,8 +69,8 @@ class DenseScores:
                         f"the reward gave a score to the characters {start} to {end} of the response {response!r}, "
                         f"which has {len(response)}."
                     )
-            given_here = [scores[row : row + 1], tokens[row], _floats([score for *_, score in spans[row]])]
-            if not bool(torch.isfinite(torch.cat(given_here)).all()):
+            numbers = [scores[row : row + 1], tokens[row], _floats([score for *_, score in spans[row]])]
+            if not bool(torch.isfinite(torch.cat(numbers)).all()):
                 raise RewardError(f"the reward gave a number that is not finite to the response {response!r}.")
         return DenseScores(scores, tokens, spans)
 
@@ -80,22 +79,21 @@ class DenseScores:
     @property
     def total(self) -> Tensor:
         """The sum of all that each response got, (B,)."""
-        within = [float(t.sum()) + sum(s for *_, s in row) for t, row in zip(*self._within, strict=True)]
-        return torch.as_tensor(self.scores) + torch.tensor(within)
+        scores, tokens, spans = _parts(self)
+        return scores + torch.tensor(
+            [float(of_tokens.sum()) + sum(s for *_, s in row) for of_tokens, row in zip(tokens, spans, strict=True)]
+        )
 
     def at_tokens(self, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """The scores of tokens and spans at their tokens, (B, T); those of whole responses are not among them."""
         placed = torch.zeros(len(rollout), max(rollout.lengths))
-        for row, (tokens, spans) in enumerate(zip(*self._within, strict=True)):
+        _, of_tokens, of_spans = _parts(self)
+        for row, (tokens, spans) in enumerate(zip(of_tokens, of_spans, strict=True)):
             placed[row, : len(tokens)] += tokens
             ends = _completing_tokens(tokenizer, rollout.response_ids[row], rollout.responses[row]) if spans else []
             for _, end, score in spans:
                 placed[row, ends[end - 1]] += score
         return placed
-
-    @property
-    def _within(self) -> tuple[Sequence[Tensor], Sequence[Sequence[Span]]]:
-        return [torch.as_tensor(row) for row in self.tokens or []], self.spans or []
 
 
 Scores = Tensor | DenseScores
@@ -110,47 +108,44 @@ def select_scores(scores: Scores, rows: Sequence[int]) -> Scores:
     """Those of some responses."""
     if isinstance(scores, Tensor):
         return scores[list(rows)]
-    tokens, spans = scores._within
-    return DenseScores(torch.as_tensor(scores.scores)[list(rows)], [tokens[i] for i in rows], [spans[i] for i in rows])
+    ends, tokens, spans = _parts(scores)
+    return DenseScores(ends[list(rows)], [tokens[i] for i in rows], [spans[i] for i in rows])
 
 
 def concatenate_scores(scores: Sequence[Scores]) -> Scores:
     """Those of several rollouts, one after the other; dense if any are."""
-    if all(isinstance(part, Tensor) for part in scores):
-        return torch.cat([total_scores(part) for part in scores])
-    dense = [_as_dense(part) for part in scores]
-    return DenseScores(
-        torch.cat([torch.as_tensor(part.scores) for part in dense]),
-        [row for part in dense for row in part._within[0]],
-        [row for part in dense for row in part._within[1]],
-    )
+    ends, tokens, spans = zip(*map(_parts, scores), strict=True)
+    whole = torch.cat(ends)
+    return DenseScores(whole, [*chain(*tokens)], [*chain(*spans)]) if _any_dense(scores) else whole
 
 
 def weighted_scores(scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
     """Σ weight · scores of the same responses; dense if any are."""
-    if all(isinstance(part, Tensor) for part in scores):
-        return torch.stack([w * total_scores(part) for w, part in zip(weights, scores, strict=True)]).sum(dim=0)
-    dense = [_as_dense(part) for part in scores]
-    ends = torch.stack([w * torch.as_tensor(part.scores) for w, part in zip(weights, dense, strict=True)]).sum(dim=0)
+    parts = [(weight, *_parts(part)) for weight, part in zip(weights, scores, strict=True)]
+    ends = torch.stack([weight * of_ends for weight, of_ends, _, _ in parts]).sum(dim=0)
+    if not _any_dense(scores):
+        return ends
     tokens, spans = [], []
     for row in range(len(ends)):
-        of_parts = [w * part._within[0][row] for w, part in zip(weights, dense, strict=True)]
-        lengths = {len(t) for t in of_parts if len(t)}
-        tokens.append(torch.stack([t for t in of_parts if len(t)]).sum(dim=0) if lengths else torch.zeros(0))
-        spans.append(
-            [(a, b, w * s) for w, part in zip(weights, dense, strict=True) for a, b, s in part._within[1][row]]
-        )
+        given = [weight * of_tokens[row] for weight, _, of_tokens, _ in parts if len(of_tokens[row])]
+        tokens.append(torch.stack(given).sum(dim=0) if given else torch.zeros(0))
+        spans.append([(a, b, weight * score) for weight, *_, of_spans in parts for a, b, score in of_spans[row]])
     return DenseScores(ends, tokens, spans)
+
+
+def _parts(scores: Scores) -> tuple[Tensor, Any, Any]:
+    """Scores at the ends, at tokens and at spans; for plain numbers nothing at the latter."""
+    if isinstance(scores, Tensor):
+        return scores, [torch.zeros(0)] * len(scores), [[]] * len(scores)
+    return torch.as_tensor(scores.scores), scores.tokens, scores.spans
+
+
+def _any_dense(scores: Sequence[Scores]) -> bool:
+    return any(isinstance(part, DenseScores) for part in scores)
 
 
 def _floats(values: Tensor | Sequence[float]) -> Tensor:
     return torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-
-
-def _as_dense(scores: Scores) -> DenseScores:
-    if isinstance(scores, DenseScores):
-        return scores
-    return DenseScores(scores, [torch.zeros(0)] * len(scores), [[]] * len(scores))
 
 
 def _completing_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:
@@ -160,9 +155,8 @@ def _completing_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], t
     what a beginning of the tokens decodes to counts as far as it agrees with the whole text.
     """
     beginnings = tokenizer.batch_decode([list(ids[:n]) for n in range(1, len(ids) + 1)], skip_special_tokens=True)
-    found: list[int] = []
+    completing: list[int] = []
     for token, beginning in enumerate(beginnings):
-        pairs = zip(beginning, text, strict=False)
-        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(beginning), len(text)))
-        found += [token] * (agreed - len(found))
-    return found + [len(ids) - 1] * (len(text) - len(found))
+        agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(beginning, text, strict=False)))
+        completing += [token] * (agreed - len(completing))
+    return completing + [len(ids) - 1] * (len(text) - len(completing))

@@ -1,19 +1,22 @@
 """A plain Python function as a reward callback."""
 
-import ast
 import importlib
 import importlib.util
+import symtable
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
-from toolkit.errors import RewardError
-from toolkit.rewards.base import Reward
+from toolkit.errors import Problem, RewardError
+from toolkit.rewards.base import Reward, place_of
+from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
+from toolkit.settings import setting
 
 
-def load_function(name: str) -> Reward:
+def load_function(function: str) -> Reward:
     """Find a function by "module:function" or "file.py:function", sync or async.
 
     Modules of the current folder are found as by `python -m`; a file is run, and a relative one is looked for from the
@@ -22,108 +25,95 @@ def load_function(name: str) -> Reward:
     Raises:
         RewardError: the name has another form, there is no such module, file or function, or its code fails.
     """
-    place, function_name = _halves(name)
-    module = _module_of_file(place) if is_file(name) else _module(place)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise RewardError(f'scorer.function: {place} has no function "{function_name}".')
-    return function
+    place, name = _halves(function)
+    reward: Reward | None = getattr(_module(place), name, None)
+    if not callable(reward):
+        raise _wrong(f'{place} has no function "{name}".')
+    return reward
 
 
-def check_function(name: str) -> None:
+def check_function(function: str) -> None:
     """That there is such a function. A file is read and not run; a module has to be imported, as by `load_function`.
 
     Raises:
         RewardError: as by `load_function`.
     """
-    if not is_file(name):
-        load_function(name)
+    place, name = _halves(function)
+    if not place.endswith(".py"):
+        load_function(function)
         return
-    place, function_name = _halves(name)
     path = _existing(place)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        raise RewardError(f"scorer.function: {place} is not Python: {error}. Mend it there.") from error
-    if function_name not in _names(tree):
-        raise RewardError(f'scorer.function: {place} has no function "{function_name}".')
+        symbols = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        raise _wrong(f"{place} is not Python: {error}.", "Mend it there.") from error
+    if not any(symbol.get_name() == name and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
+        raise _wrong(f'{place} has no function "{name}".')
 
 
-def is_file(name: str) -> bool:
-    """Whether a function's name has a file in it, in place of a module."""
-    return name.rpartition(":")[0].endswith(".py")
-
-
-def beside(name: str, folder: Path) -> str:
+def beside(function: str, folder: Path) -> str:
     """A function's name with its file in `folder`, if that has it and the current folder does not."""
-    place, _, function_name = name.rpartition(":")
+    place, _, name = function.rpartition(":")
     there = folder / place
-    if not is_file(name) or Path(place).expanduser().is_file() or not there.is_file():
-        return name
-    return f"{there.resolve()}:{function_name}"
+    if not place.endswith(".py") or Path(place).expanduser().is_file() or not there.is_file():
+        return function
+    return f"{there.resolve()}:{name}"
 
 
-def _halves(name: str) -> tuple[str, str]:
-    place, _, function_name = name.rpartition(":")  # the last one: C:\rewards.py:brevity
-    if not place or not function_name:
-        raise RewardError(f'scorer.function: "{name}" is not of the form module:function or file.py:function.')
-    return place, function_name
+def _wrong(wrong: str, remedy: str = "") -> RewardError:
+    return RewardError(wrong, field="function", remedy=remedy)
+
+
+def _halves(function: str) -> tuple[str, str]:
+    place, _, name = function.rpartition(":")  # the last one: C:\rewards.py:brevity
+    if not place or not name:
+        raise _wrong(f'"{function}" is not of the form module:function or file.py:function.')
+    return place, name
 
 
 def _existing(place: str) -> Path:
     path = Path(place).expanduser().absolute()
     if not path.is_file():
-        raise RewardError(f'scorer.function: no file "{place}", looked for at {path}.')
+        raise _wrong(f'no file "{place}", looked for at {path}.')
     return path
 
 
-def _names(tree: ast.Module) -> set[str]:
-    """What a module's code names: functions, classes, variables and imports, those within an `if` or `try`, too."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.alias):
-            found.add(node.asname or node.name)
-    return found
-
-
-def _run(what: str, load: Callable[[], ModuleType]) -> ModuleType:
+def _module(place: str) -> ModuleType:
+    path, here = _existing(place) if place.endswith(".py") else None, str(Path.cwd())
+    if path is None and here not in sys.path:
+        sys.path.insert(0, here)
     try:
-        return load()
+        return importlib.import_module(place) if path is None else _run(path)
     except ModuleNotFoundError as error:
-        raise RewardError(
-            f'scorer.function: no module "{error.name}", looked for from {Path.cwd()} and in the environment.'
-        ) from error
+        raise _wrong(f'no module "{error.name}", looked for from {here} and in the environment.') from error
     except Exception as error:
         # A syntax error has no line of its own in the traceback.
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        at = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
-        raise RewardError(
-            f"scorer.function: {what} cannot be loaded: {type(error).__name__}: {error}{at}. Mend it there."
-        ) from error
+        at = "" if isinstance(error, SyntaxError) else f" ({place_of(error)})"
+        raise _wrong(f"{place} cannot be loaded: {type(error).__name__}: {error}{at}.", "Mend it there.") from error
 
 
-def _module(name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    return _run(name, lambda: importlib.import_module(name))
-
-
-def _module_of_file(place: str) -> ModuleType:
-    path = _existing(place)
-    # Not by its own name: a file rewards.py must not stand in for an installed module of that name.
+def _run(path: Path) -> ModuleType:
+    """The module of a file, not by its own name: `rewards.py` must not stand in for an installed module `rewards`."""
     spec = importlib.util.spec_from_file_location(f"reward_file_{abs(hash(path))}", path)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
-    loader = spec.loader
+    spec.loader.exec_module(module)
+    return module
 
-    def load() -> ModuleType:
-        loader.exec_module(module)
-        return module
 
-    return _run(place, load)
+@dataclass(kw_only=True)
+class FunctionScorer(Scorer):
+    """A Python function, sync or async."""
+
+    kind: ClassVar[str] = "function"
+    function: str = setting(MISSING, '"module:function" or "file.py:function".')
+
+    def conflicts(self) -> Iterator[Problem]:
+        return self.missing("function", "module:function or file.py:function")
+
+    def check(self, context: ScorerContext) -> list[Problem]:
+        return problems_of(check_function, self.function)
+
+    def build(self, context: ScorerContext) -> Reward:
+        return load_function(self.function)

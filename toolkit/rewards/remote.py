@@ -7,58 +7,76 @@ A POST for each batch, `{"prompts": […], "responses": […], "columns": {name:
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from http.client import HTTPException
-from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, OpenerDirector, Request, build_opener
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+import httpx2
+import tenacity
 
 from toolkit.data import Rollout, select
-from toolkit.errors import RewardError
+from toolkit.errors import Problem, RewardError
+from toolkit.rewards.base import Reward
+from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
+from toolkit.settings import AT_LEAST_1, NOT_NEGATIVE, Range, setting
 
-_LONGEST_WAIT = 60.0
-
-
-class _NoRedirects(HTTPRedirectHandler):
-    """A redirected POST becomes a GET, and would take the token to another host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
+_SECONDS = Range("positive and finite", lambda x: 0 < x < math.inf)
+_LONGEST_WAIT = 60.0  # seconds
+_LARGEST_BODY = 2**24  # bytes: a batch of a million scores
 
 
 @dataclass
-class RemoteReward:
+class RemoteScorer(Scorer):
+    """An HTTP server."""
+
+    kind: ClassVar[str] = "remote"
+    url: str = setting(MISSING, "where batches are sent by POST.")
+    batch_size: int = setting(16, "responses a request.", AT_LEAST_1)
+    timeout: float = setting(30.0, "seconds in which the server may be silent.", _SECONDS)
+    retries: int = setting(5, "tries of a request after the first, each after a wait twice as long.", NOT_NEGATIVE)
+    deadline: float | None = setting(None, "seconds for a batch with all its tries; null for no limit.", _SECONDS)
+    token_variable: str | None = setting(None, "name of the environment variable that holds a bearer token.")
+
+    def conflicts(self) -> Iterator[Problem]:
+        yield from self.missing("url", "http:// or https://") if not self.url else _url_problems(self.url)
+        if not re.fullmatch(r"[A-Za-z_]\w*", self.token_variable or "x", re.ASCII):
+            # It may be the token itself, which must not be shown.
+            yield Problem("the name of an environment variable is needed: letters, digits and _.", "token_variable")
+
+    def check(self, context: ScorerContext) -> list[Problem]:
+        return [] if self.token_variable is None else problems_of(read_token, self.token_variable)
+
+    def build(self, context: ScorerContext) -> Reward:
+        return RemoteReward(**vars(self))
+
+
+class _Passing(Exception):
+    """A failure after which another try may succeed, in words, and the seconds to wait that the server asks for."""
+
+    def __init__(self, reason: str, retry_after: float | None = None):
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
+@dataclass
+class RemoteReward(RemoteScorer):
     """Scores responses by asking a server, one batch after another.
 
     A try that fails by a lost connection, the time-out, or status 429 or 5xx is repeated after `first_wait` seconds,
     then after twice as long each time, or as long as the server asks for by `Retry-After`; a minute at most. Any other
     answer that is no success ends the run at once. Redirects are not followed. Proxies are those of the environment.
 
-    Args:
-        url: http:// or https://.
-        batch_size: responses a request.
-        timeout: seconds in which the server may be silent.
-        retries: tries of a request after the first.
-        token_variable: name of the environment variable that holds a bearer token. The token stands nowhere else.
-        first_wait: seconds before the first of the retries.
-
     Raises:
         RewardError: the environment has no such variable.
     """
 
-    url: str
-    batch_size: int = 16
-    timeout: float = 30.0
-    retries: int = 5
-    token_variable: str | None = None
     first_wait: float = 1.0
-    _opener: OpenerDirector = field(init=False, repr=False)
-    _headers: dict[str, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._opener = build_opener(_NoRedirects)
+        super().__post_init__()
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.token_variable is not None:
             self._headers["Authorization"] = f"Bearer {read_token(self.token_variable)}"
@@ -70,118 +88,114 @@ class RemoteReward:
             RewardError: the server stayed away, refused, or gave no such answer; or a column cannot be sent.
         """
         scores: list[float] = []
-        for start in range(0, len(rollout), self.batch_size):
-            part = select(rollout, range(start, min(start + self.batch_size, len(rollout))))
-            scores += self._scores(self._ask(_body(part)), part)
+        with httpx2.Client(headers=self._headers, timeout=self.timeout, follow_redirects=False) as client:
+            for start in range(0, len(rollout), self.batch_size):
+                part = select(rollout, range(start, min(start + self.batch_size, len(rollout))))
+                scores += self._scores(self._ask(client, _body(part)), part)
         return scores
 
-    def _ask(self, body: bytes) -> bytes:
-        started, wait = time.monotonic(), self.first_wait
-        for tries_left in range(self.retries, -1, -1):
-            asked_for = None
-            try:
-                request = Request(self.url, data=body, headers=self._headers, method="POST")
-                with self._opener.open(request, timeout=self.timeout) as answer:
-                    return answer.read()
-            except HTTPError as error:
-                reason = f"status {error.code} {error.reason}{_excerpt(_read(error))}"
-                if error.code != 429 and error.code < 500:
-                    raise RewardError(
-                        f"scorer.url: {self.url} refused a request: {reason}. "
-                        "Mend the address, the token or the server."
-                    ) from error
-                asked_for = _seconds(error.headers.get("Retry-After"))
-            except (OSError, HTTPException) as error:
-                cause = error.reason if isinstance(error, URLError) else error
-                reason = f"nothing for {self.timeout:g} s" if isinstance(cause, TimeoutError) else _described(cause)
-            if tries_left:
-                time.sleep(min(_LONGEST_WAIT, asked_for if asked_for is not None else wait))
-                wait *= 2
-        seconds = time.monotonic() - started
-        raise RewardError(
-            f"scorer.url: {self.url} gave no answer in {self.retries + 1} tries over {seconds:.0f} s; "
-            f"the last: {reason}. See to the server, then go on from the last checkpoint with RESUME=1 (--resume)."
+    def _ask(self, client: httpx2.Client, body: bytes) -> bytes:
+        started, limit = time.monotonic(), self.deadline or math.inf
+        tries = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(self.retries + 1) | tenacity.stop_before_delay(limit),
+            wait=self._wait,
+            retry=tenacity.retry_if_exception_type(_Passing),
+            reraise=True,
         )
-
-    def _scores(self, answer: bytes, part: Rollout) -> list[float]:
-        wanted = f'{{"scores": [{len(part)} numbers]}} is needed'
         try:
-            values = json.loads(answer)
+            return tries(self._try, client, body, started + limit)
+        except _Passing as error:
+            count, seconds = tries.statistics["attempt_number"], time.monotonic() - started
+            wrong = f"gave no answer in {count} tries over {seconds:.0f} s; the last: {error}."
+            raise self._wrong(wrong, "See to the server, then go on from the run's last checkpoint.") from error
+
+    def _wait(self, state: tenacity.RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome is not None else None
+        asked_for = error.retry_after if isinstance(error, _Passing) else None
+        if asked_for is None:
+            asked_for = tenacity.wait_exponential(self.first_wait)(state)
+        return min(_LONGEST_WAIT, asked_for)
+
+    def _try(self, client: httpx2.Client, body: bytes, until: float) -> bytes:
+        received = bytearray()
+        try:
+            with client.stream("POST", self.url, content=body) as response:
+                for part in response.iter_bytes():
+                    received += part
+                    if len(received) > _LARGEST_BODY:
+                        raise self._wrong(f"gave an answer of more than {_LARGEST_BODY >> 20} MiB.")
+                    if time.monotonic() > until:
+                        raise _Passing(f"an answer that was not complete after {self.deadline:g} s")
+        except httpx2.TimeoutException as error:
+            raise _Passing(f"nothing for {self.timeout:g} s") from error
+        except httpx2.RequestError as error:
+            raise _Passing(f"{type(error).__name__}: {error}") from error
+        if response.is_success:
+            return bytes(received)
+        reason = f"status {response.status_code} {response.reason_phrase}{_excerpt(received)}"
+        if response.status_code == 429 or response.is_server_error:
+            header = response.headers.get("Retry-After", "")  # its other form, a date, is passed over
+            raise _Passing(reason, float(header) if header.isdecimal() else None)
+        raise self._wrong(f"refused a request: {reason}.", "Mend the address, the token or the server.")
+
+    def _scores(self, body: bytes, part: Rollout) -> list[float]:
+        wanted = f'{{"scores": [{len(part)} numbers]}} is needed.'
+        try:
+            values = json.loads(body)
         except ValueError as error:
-            raise RewardError(
-                f"scorer.url: {self.url} did not answer with JSON{_excerpt(answer)}; {wanted}."
-            ) from error
+            raise self._wrong(f"did not answer with JSON{_excerpt(body)}; {wanted}") from error
         scores = values.get("scores") if isinstance(values, dict) else None
         if not isinstance(scores, list):
-            raise RewardError(f"scorer.url: {self.url} answered without scores{_excerpt(answer)}; {wanted}.")
+            raise self._wrong(f"answered without scores{_excerpt(body)}; {wanted}")
         if len(scores) != len(part):
-            raise RewardError(
-                f"scorer.url: {self.url} answered with {len(scores)} scores for {len(part)} responses; {wanted}."
-            )
-        for row, score in enumerate(scores):
+            raise self._wrong(f"answered with {len(scores)} scores for {len(part)} responses; {wanted}")
+        for score, response in zip(scores, part.responses, strict=True):
             if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-                raise RewardError(
-                    f"scorer.url: {self.url} gave {score!r} to the response {part.responses[row]!r}; scores are finite "
-                    "numbers."
-                )
+                raise self._wrong(f"gave {score!r} to the response {response!r}; scores are finite numbers.")
         return [float(score) for score in scores]
 
+    def _wrong(self, wrong: str, remedy: str = "") -> RewardError:
+        return RewardError(f"{self.url} {wrong}", field="url", remedy=remedy)
 
-def read_token(variable: str) -> str:
+
+def read_token(token_variable: str) -> str:
     """A bearer token from the environment.
 
     Raises:
         RewardError: it is not there, or cannot be sent. The message does not show it.
     """
-    token = os.environ.get(variable, "").strip()
+    token = os.environ.get(token_variable, "").strip()
     if not token:
-        raise RewardError(
-            f"scorer.token_variable: the environment has no variable {variable}. Set it to the server's token."
-        )
-    if not (token.isascii() and token.isprintable()):
-        raise RewardError(
-            f"scorer.token_variable: {variable} holds signs that no token has, such as a line break. Set it anew."
-        )
-    return token
+        wrong, remedy = f"the environment has no variable {token_variable}.", "Set it to the server's token."
+    elif not (token.isascii() and token.isprintable()):
+        wrong, remedy = f"{token_variable} holds signs that no token has, such as a line break.", "Set it anew."
+    else:
+        return token
+    raise RewardError(wrong, field="token_variable", remedy=remedy)
 
 
 def _body(part: Rollout) -> bytes:
-    columns = {name: list(values) for name, values in part.columns.items()}
-    message = {"prompts": list(part.prompts), "responses": list(part.responses), "columns": columns}
-    try:
-        return json.dumps(message, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        unfit = next((name for name, values in columns.items() if not _fits_json(values)), "prompts")
-        raise RewardError(
-            f'the column "{unfit}" of the prompts cannot be sent as JSON ({error}). Remove it from the data, or make '
-            "text or numbers of it."
-        ) from error
+    for name, values in part.columns.items():
+        try:
+            json.dumps(values, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            wrong = f'the column "{name}" of the prompts cannot be sent as JSON ({error}).'
+            raise RewardError(wrong, remedy="Remove it from the data, or make text or numbers of it.") from error
+    return json.dumps({"prompts": part.prompts, "responses": part.responses, "columns": part.columns}).encode()
 
 
-def _fits_json(values: Sequence[Any]) -> bool:
-    try:
-        json.dumps(values, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _read(error: HTTPError) -> bytes:
-    try:
-        return error.read(300)
-    except (OSError, HTTPException):
-        return b""
-
-
-def _excerpt(answer: bytes) -> str:
-    text = " ".join(answer[:200].decode("utf-8", "replace").split())
+def _excerpt(body: bytes | bytearray) -> str:
+    text = " ".join(body[:200].decode("utf-8", "replace").split())
     return f" ({text!r})" if text else ""
 
 
-def _described(cause: Any) -> str:
-    return f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(cause)
-
-
-def _seconds(header: str | None) -> float | None:
-    """`Retry-After` in seconds; its other form, a date, is passed over."""
-    return float(header) if header is not None and header.isdecimal() else None
+def _url_problems(url: str) -> Iterator[Problem]:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        known = False
+    if not known or any(sign.isspace() for sign in url):
+        yield Problem(f"http:// or https:// with a host is needed, got {url!r}.", "url")
+    elif parts.username is not None or parts.password is not None:
+        yield Problem("holds a user or password, and the recipe is saved with the run.", "url", "Use token_variable.")

@@ -1,4 +1,4 @@
-"""Rewards by rule, for recipes that need no reward model."""
+"""Functions for `kind: function` in the shipped recipes; a kind of its own has its own module."""
 
 import re
 

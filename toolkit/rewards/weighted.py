@@ -1,14 +1,17 @@
 """A weighted sum of rewards as a reward callback."""
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.data import Rollout
-from toolkit.errors import RewardError
-from toolkit.rewards.base import Reward, score_with
+from toolkit.errors import Problem, RewardError, within
+from toolkit.rewards.base import Reward, score_with, state_of
 from toolkit.rewards.dense import Scores, total_scores, weighted_scores
+from toolkit.rewards.scorer import Scorer, ScorerContext
 
 
 class WeightedSum:
@@ -32,34 +35,25 @@ class WeightedSum:
     """
 
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float] | None = None):
-        unknown = [name for name in weights or {} if name not in parts]
-        if unknown or not parts:
-            raise RewardError(
-                f"a sum has no part {', '.join(unknown)}; it has {', '.join(parts)}."
-                if parts
-                else "a sum needs at least one part."
-            )
-        self.parts = dict(parts)
-        self.weights = {name: float((weights or {}).get(name, 1.0)) for name in parts}
+        self.parts, weights = dict(parts), weights or {}
+        unknown = [name for name in weights if name not in parts]
+        if not parts:
+            raise RewardError("a sum needs at least one part.", field="parts")
+        if unknown:
+            raise RewardError(f"a sum has no part {', '.join(unknown)}; it has {', '.join(parts)}.", field="weights")
+        self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
         self.last_parts: dict[str, Tensor] = {}
 
     def __call__(self, rollout: Rollout) -> Scores:
         scores: dict[str, Scores] = {}
         for name, part in self.parts.items():
-            try:
+            with within(f"parts.{name}"):
                 scores[name] = score_with(part, rollout)
-            except RewardError as error:
-                raise RewardError(f'part "{name}" of the sum: {error}') from error
         self.last_parts = {name: total_scores(part) for name, part in scores.items()}
         return weighted_scores(list(scores.values()), [self.weights[name] for name in scores])
 
     def _changing(self) -> dict[str, Any]:
-        """Parts with a state. The weights of a frozen network are none."""
-        return {
-            name: part
-            for name, part in self.parts.items()
-            if hasattr(part, "state_dict") and not isinstance(part, nn.Module)
-        }
+        return {name: part for name, part in self.parts.items() if state_of(part) is not None}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self._changing().items()}
@@ -67,3 +61,42 @@ class WeightedSum:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self._changing().items():
             part.load_state_dict(state[name])
+
+
+@dataclass(kw_only=True)
+class SumScorer(Scorer):
+    """A weighted sum of scorers of the other kinds.
+
+    Args:
+        parts: by a name of yours, each a scorer with a `weight`: its share in the sum, 1 by default; 0 logs it alone.
+    """
+
+    kind: ClassVar[str] = "sum"
+    parts: dict[str, Any]
+
+    def conflicts(self) -> Iterator[Problem]:
+        yield from self.missing("parts", "one or more")
+        for name, part in self.parts.items():
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+                wrong = f"{name!r} cannot name a part: its mean is logged as score/NAME."
+                yield Problem(wrong, "parts", "Use letters, digits, _ . -")
+            if isinstance(part, SumScorer):
+                yield Problem("is a sum within a sum.", f"parts.{name}", "Give its parts to the outer one.")
+
+    @property
+    def needs_reward_role(self) -> bool:  # type: ignore[override]
+        return any(part.needs_reward_role for part in self.parts.values())
+
+    @property
+    def needs_reward_model(self) -> bool:  # type: ignore[override]
+        return any(part.needs_reward_model for part in self.parts.values())
+
+    def check(self, context: ScorerContext) -> list[Problem]:
+        return [p.within(f"parts.{name}") for name, part in self.parts.items() for p in part.check(context)]
+
+    def build(self, context: ScorerContext) -> Reward:
+        rewards = {}
+        for name, part in self.parts.items():
+            with within(f"parts.{name}"):
+                rewards[name] = part.build(context)
+        return WeightedSum(rewards, {name: part.weight for name, part in self.parts.items()})

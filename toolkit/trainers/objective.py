@@ -1,25 +1,118 @@
-"""What the policy's update minimises: the clipped surrogate, and the terms that a recipe adds to it."""
+"""What an update of PPO is made from, and what it minimises: shaped scores, a rollout's experience, the loss."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from toolkit.functional import KL_ESTIMATORS, clipped_policy_loss, kl_k3, masked_mean
+from toolkit import functional as F
+from toolkit.data import Rollout
+from toolkit.errors import RewardError
 from toolkit.models import PolicyReading
+from toolkit.rewards import Scores
 from toolkit.trainers.ppo_config import PPOConfig
 
 
-class PolicyTargets(NamedTuple):
-    """What the policy is held against; (B, T) each."""
+class ScoreShaper:
+    """Scales, centres and clips scores by what was seen so far, as TRL up to 0.11 did under the same names.
 
-    old_logprobs: Tensor
-    ref_logprobs: Tensor
-    advantages: Tensor
-    response_mask: Tensor
+    `use_score_scaling` divides by the running standard deviation, `use_score_norm` takes the running mean away first,
+    `score_clip` then cuts at ± its value. The scores of an update are among those that its moments are of.
+    """
+
+    def __init__(self, args: PPOConfig):
+        self.args, self.moments = args, F.Moments()
+        self.scales = args.use_score_scaling or args.score_clip is not None
+        self.penalizes = args.missing_eos_penalty is not None or args.short_response_penalty is not None
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Scaled scores, (B,); remembers those that it is given."""
+        args = self.args
+        if args.use_score_scaling:
+            self.moments = F.update_moments(self.moments, scores)
+            centre = self.moments.mean if args.use_score_norm else 0.0
+            scores = (scores - centre) / self.moments.std
+        return scores if args.score_clip is None else scores.clamp(-args.score_clip, args.score_clip)
+
+    def place(self, scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores as the reward gave them; as trained on: scaled, clipped and with penalties; and the share of the
+        latter that stands at the last token, all of it unless the reward is dense: (B,) each.
+
+        Raises:
+            RewardError: dense scores, with a setting that is for one number a response.
+        """
+        if isinstance(scores, Tensor):
+            shaped = self._penalized(self(scores), rollout)
+            return scores, shaped, shaped
+        if self.scales:
+            raise RewardError(
+                "the reward gives scores within responses (DenseScores), and use_score_scaling and score_clip are for "
+                "one number a response.",
+                remedy="Leave them out, and scale in the reward.",
+            )
+        at_end = self._penalized(torch.as_tensor(scores.scores), rollout)
+        return scores.total, self._penalized(scores.total, rollout), at_end
+
+    def _penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        args = self.args
+        if args.missing_eos_penalty is not None:
+            scores = F.penalize_missing_eos(scores, torch.tensor(rollout.ended), penalty=args.missing_eos_penalty)
+        if args.short_response_penalty is not None:
+            lengths, minimum = torch.tensor(rollout.lengths), args.min_response_length
+            scores = F.penalize_short(scores, lengths, minimum=minimum, penalty=args.short_response_penalty)
+        return scores
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.moments._asdict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = F.Moments(**state)
+
+
+class Experience(NamedTuple):
+    """What an update needs to know about a rollout of B responses of up to T tokens."""
+
+    rollout: Rollout
+    response_mask: Tensor  # bool (B, T)
+    old_logprobs: Tensor  # (B, T)
+    ref_logprobs: Tensor  # (B, T)
+    old_values: Tensor  # (B, T)
+    scores: Tensor  # (B,), as the reward gave them
+    shaped_scores: Tensor  # (B,), as trained on: scaled, clipped and with penalties
+    kl: Tensor  # (B, T), by the estimator that was asked for
+    rewards: Tensor  # (B, T)
+    advantages: Tensor  # (B, T), whitened
+    returns: Tensor  # (B, T)
+
+    def of(self, rows: list[int], mask: Tensor) -> "Experience":
+        """What a forward pass of some rows is held against, as wide as their mask and on its device."""
+        names = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns")
+        held = {name: getattr(self, name)[rows, : mask.shape[1]].to(mask.device) for name in names}
+        return self._replace(response_mask=mask, **held)
+
+
+def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
+    """Metrics of the rollout and of the critic on it."""
+    mask = experience.response_mask
+    kl = experience.kl.masked_fill(~mask, 0.0).sum(dim=1).mean()
+    entropy = -experience.old_logprobs.masked_fill(~mask, 0.0).sum(dim=1).mean()
+    variance = F.masked_var(experience.returns, mask)
+    residual = F.masked_var(experience.returns - experience.old_values, mask)
+    lengths = torch.tensor(experience.rollout.lengths, dtype=torch.float32)
+    return {
+        "score": float(experience.scores.mean()),
+        "score_se": F.standard_error(experience.scores),
+        "kl": float(kl),
+        "rlhf_reward": float(experience.shaped_scores.mean() - kl_coef * kl),
+        "length": float(lengths.mean()),
+        "eos_share": sum(experience.rollout.ended) / len(experience.rollout),
+        "entropy": float(entropy),
+        "explained_variance": float(1 - residual / variance.clamp(min=1e-8)),
+    }
 
 
 def policy_objective(
-    args: PPOConfig, reading: PolicyReading, targets: PolicyTargets, *, kl_coef: float, count: float
+    args: PPOConfig, reading: PolicyReading, held: Experience, *, kl_coef: float, count: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L = L_clip + β · KL(π, π_ref) + α · KL(π_old, π) − c · H(π), each a mean over the tokens of a mini-batch.
 
@@ -31,41 +124,31 @@ def policy_objective(
     Args:
         args: which terms there are.
         reading: of the policy being trained, with gradient.
-        targets: constants.
+        held: what it is held against.
         kl_coef: β, now.
         count: tokens of the mini-batch, of which these are a part.
 
     Returns:
         The loss, and metrics that add up over the parts of a mini-batch.
     """
-    mask = targets.response_mask
+    mask, logprobs, old_logprobs = held.response_mask, reading.logprobs, held.old_logprobs
 
     def mean(values: Tensor) -> Tensor:
-        return masked_mean(values, mask, count=count)
+        return F.masked_mean(values, mask, count=count)
 
-    clipped = clipped_policy_loss(
-        reading.logprobs, targets.old_logprobs, targets.advantages, mask, cliprange=args.cliprange, count=count
-    )
+    limit = args.cliprange
+    clipped = F.clipped_policy_loss(logprobs, old_logprobs, held.advantages, mask, cliprange=limit, count=count)
     # The old policy sampled, so that it is the first argument: KL(old policy, new policy).
-    approx_kl = mean(kl_k3(targets.old_logprobs, reading.logprobs))
-    loss = clipped.loss
-    metrics = {
-        "policy_loss": clipped.loss,
-        "clip_fraction": clipped.clip_fraction,
-        "approx_kl": approx_kl,
-        "ratio": mean((reading.logprobs - targets.old_logprobs).exp()),
-    }
+    approx_kl = mean(F.kl_k3(old_logprobs, logprobs))
+    loss, metrics = clipped.loss, {"policy_loss": clipped.loss, "clip_fraction": clipped.clip_fraction}
+    metrics |= {"approx_kl": approx_kl, "ratio": mean((logprobs - old_logprobs).exp())}
     if args.kl_penalty_in == "loss":
-        if reading.ref_kl is None:
-            kl = mean(KL_ESTIMATORS[args.kl_estimator](reading.logprobs, targets.ref_logprobs))
-        else:
-            kl = mean(reading.ref_kl)
-        loss = loss + kl_coef * kl
-        metrics["kl_loss"] = kl
+        full = reading.ref_kl
+        kl = mean(F.KL_ESTIMATORS[args.kl_estimator](logprobs, held.ref_logprobs) if full is None else full)
+        loss, metrics["kl_loss"] = loss + kl_coef * kl, kl
     if args.old_policy_kl_coef:
         loss = loss + args.old_policy_kl_coef * approx_kl
     if reading.entropy is not None:
         entropy = mean(reading.entropy)
-        loss = loss - args.entropy_coef * entropy
-        metrics["token_entropy"] = entropy
+        loss, metrics["token_entropy"] = loss - args.entropy_coef * entropy, entropy
     return loss, metrics

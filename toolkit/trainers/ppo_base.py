@@ -5,7 +5,7 @@ It is TRL's class by type, and transformers' `Trainer` by set-up; `ppo.py` adds 
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,28 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
-from transformers.trainer_callback import PrinterCallback
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
 
 from toolkit.checkpoints import read_state
-from toolkit.data import PlacedDataLoader, PromptCollator, Rollout
-from toolkit.errors import CheckpointError, RecipeError, ToolkitError
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, role_digest, save_role
+from toolkit.data import PlacedDataLoader, PromptCollator, concatenate
+from toolkit.errors import CheckpointError, ConfigError
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, role_digest
 from toolkit.reports import append_jsonl, keep_until
-from toolkit.rewards import Reward, total_scores
+from toolkit.rewards import Reward, concatenate_scores, state_of, total_scores
+from toolkit.sampling import check_room
 from toolkit.trainers import self_checks
-from toolkit.trainers.evaluation import EvaluatesRollouts
+from toolkit.trainers.common import Metrics, SamplingTrainer
+from toolkit.trainers.objective import ScoreShaper
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
-from toolkit.trainers.resume import ResumableTrainer
-from toolkit.trainers.rollouts import Gathered, gather
-from toolkit.trainers.scores import ScoreShaper
+from toolkit.trainers.rollouts import Rollouts
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _ROWS_SHOWN = 4  # of a rollout, at every logged step
-
-
 _QUICK_START = """## Quick start
 
 `policy/` is the trained adapter, and `value/` the critic's; for the base that they were trained on:
@@ -55,23 +52,12 @@ policy = PeftModel.from_pretrained(base, "policy")  # of this folder
 """
 
 
-def _shown(gathered: Gathered) -> list[dict[str, Any]]:
-    """What the policy said to the first few prompts, and what it was worth."""
-    rollout, scores = gathered.rollout, total_scores(gathered.scores).tolist()
-    return [
-        {"prompt": rollout.prompts[row], "response": rollout.responses[row], "score": scores[row],
-         "ended": rollout.ended[row]}
-        for row in range(min(_ROWS_SHOWN, len(rollout)))
-    ]  # fmt: skip
-
-
-class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
+class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     """A TRL `PPOTrainer` whose models are roles of one `SharedBase`. See `PPOTrainer` for the arguments."""
 
     _tag_names = ("trl", "ppo", "ppo-lora-toolkit")
+    algorithm, rollouts_type = "PPO", Rollouts
     # Set by transformers' Trainer.
-    state: Any
-    control: Any
     optimizer: Any
     lr_scheduler: Any
 
@@ -84,7 +70,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         train_dataset: Dataset,
         eval_dataset: Dataset | None = None,
         *,
-        metrics: Callable[[Rollout], dict[str, float]] | None = None,
+        metrics: Metrics | None = None,
         base_name: str = "",
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
@@ -92,15 +78,15 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
         for prompts in (train_dataset, eval_dataset):
             if args.max_length is not None and prompts is not None:
-                self_checks.check_room(map(len, prompts["input_ids"]), args.max_length)
+                check_room(map(len, prompts["input_ids"]), args.max_length)
         self_checks.check_tokenizer(processing_class, roles)
         roles.train_roles("policy", "value")
         collator = PromptCollator(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)
-        # Not TRL's __init__, which builds an Accelerator without precision, sets no seed, zeroes dropout and
-        # changes the model: transformers' own, two classes up.
-        Trainer.__init__(
-            self,
-            model=roles,
+        super().__init__(
+            roles,
+            reward,
+            metrics,
+            base_name,
             args=args,
             data_collator=collator,
             train_dataset=train_dataset,
@@ -109,18 +95,10 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        if self.accelerator.num_processes > 1:
-            raise ToolkitError("PPO here runs on one GPU; start it without torchrun or accelerate launch.")
         if args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
-        if callbacks:
-            self.remove_callback(DEFAULT_PROGRESS_CALLBACK)
-            self.remove_callback(PrinterCallback)
-        self.roles, self.reward, self.metrics = roles, reward, metrics
-        self.base_name = base_name
-        self.stop_token_ids = roles.stop_token_ids(processing_class)
         self.score_shaper = ScoreShaper(args)
-        self.kl_coef = args.kl_coef  # changed by the adaptive controller, where ppo.kl_target asks for it
+        self.kl_coef = args.kl_coef  # changed by the adaptive controller, where kl_target asks for it
         self.state = OnlineTrainerState(**{**vars(self.state), "episode": 0})
         self.is_peft_model = True
         if args.gradient_checkpointing:
@@ -138,7 +116,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         self.total_updates = args.number_of_updates(len(train_dataset))
         self._pass: Iterator[dict[str, Any]] | None = None  # the one that batches come from
         self._pass_is_over = False  # its last batch was drawn, and what is due at its end is not done
-        self._gathered_parts: dict[str, Tensor] | None = None
+        self._parts: dict[str, Tensor] | None = None  # of the scores of several rollouts
         self._last_metrics: dict[str, float] = {}
         self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
@@ -158,28 +136,23 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             self.optimizer = kind(groups, **arguments)
             unknown = self.args.value_optimizer.keys() - self.optimizer.defaults.keys()
             if unknown:
-                raise RecipeError(
-                    f"ppo.optim: {self.args.optim.value} has no {', '.join(sorted(unknown))}, which the settings of "
-                    "the value role (ppo.value_…) name. Leave those out, or take adamw_torch."
-                )
+                wrong = f"{self.args.optim.value} has no {', '.join(sorted(unknown))}, which the settings of the value "
+                wrong += "role (value_…) name."
+                raise ConfigError(wrong, field="optim", remedy="Leave those out, or take adamw_torch.")
         return self.optimizer
 
     def _prepare_training(self) -> None:
         if self._ready:
             return
         if not self.args.rollout_do_sample:
-            warnings.warn(GREEDY_ROLLOUTS, stacklevel=2)
+            warnings.warn(GREEDY_ROLLOUTS.text(), stacklevel=2)
         self.create_optimizer()
         self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
         self_checks.check_in_optimizer(self.roles, self.optimizer)
         self.optimizer = self.accelerator.prepare(self.optimizer)
-        prompt = self.train_dataset[0]["input_ids"]
-        self_checks.check_rollout_uses_policy(
-            self.roles,
-            prompt,
-            pad_token_id=self.processing_class.pad_token_id,
-            autocast=self.compute_loss_context_manager,
-        )
+        prompt, pad = self.train_dataset[0]["input_ids"], self.processing_class.pad_token_id
+        autocast = self.compute_loss_context_manager
+        self_checks.check_rollout_uses_policy(self.roles, prompt, pad_token_id=pad, autocast=autocast)
         self._ready = True
 
     # ------------------------------------------------------------------ the whole run
@@ -187,18 +160,12 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> dict[str, float]:
         """Train for `total_updates` updates: the loop of `generate`, `score` and `step`, with events.
 
-        SIGINT (Ctrl-C) and SIGTERM are met at the end of the update: it is finished, everything is saved.
-
         Args:
-            resume_from_checkpoint: True for the newest whole checkpoint in `args.output_dir`, or a checkpoint folder.
-            arguments: none; those of transformers' `train` have no effect here, and are refused.
+            resume_from_checkpoint: as of every trainer: see `ResumableTrainer.train`.
+            arguments: none; those of transformers' `train` are refused.
 
         Returns:
             The metrics of the last update; empty if a checkpoint had all of them behind it.
-
-        Raises:
-            CheckpointError: there is no whole checkpoint, or it is of another run.
-            RunInterrupted: a signal asked to stop, and the run was saved.
         """
         if arguments:
             raise TypeError(f"train() got an unexpected argument {next(iter(arguments))!r}")
@@ -241,30 +208,46 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             self.control = self.callback_handler.on_epoch_end(args, state, self.control)
             self._act()
         if args.load_best_model_at_end and state.best_model_checkpoint:
-            self._load_best_model()
+            self.load_best()
         self.is_in_train = False
         self.control = self.callback_handler.on_train_end(args, state, self.control)
         return self._last_metrics if state.global_step > began else {}
 
     def _timed_step(self) -> dict[str, float]:
-        """An update, with the rollouts that it is from."""
-        gathered = gather(self)
-        self._gathered_parts = gathered.parts
-        self._shown = _shown(gathered)
-        started = time.perf_counter()
+        """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""
+        rollouts, all_scores, parts = [], [], []
+        rollout_seconds = score_seconds = 0.0
+        for left in reversed(range(self.args.rollouts_per_update)):
+            batch = self.next_batch()
+            started = time.perf_counter()
+            rollouts.append(self.generate(batch))
+            sampled = time.perf_counter()
+            all_scores.append(self.score(batch, rollouts[-1]))
+            parts.append(self.score_parts())
+            rollout_seconds += sampled - started
+            score_seconds += time.perf_counter() - sampled
+            if left:
+                self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
+        rollout, scores = concatenate(rollouts), concatenate_scores(all_scores)
+        self._shown = [
+            {"prompt": rollout.prompts[i], "response": rollout.responses[i], "score": score, "ended": rollout.ended[i]}
+            for i, score in enumerate(total_scores(scores)[:_ROWS_SHOWN].tolist())
+        ]
+        rows = [
+            {"input_ids": ids, **{name: column[i] for name, column in rollout.columns.items()}}
+            for i, ids in enumerate(rollout.prompt_ids)
+        ]
+        batch = self.data_collator(rows)
         try:
-            metrics = self.step(gathered.batch, gathered.rollout, gathered.scores)
+            self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            started = time.perf_counter()
+            metrics = self.step(batch, rollout, scores)
         finally:
-            self._gathered_parts = None
-        seconds = time.perf_counter() - started
-        return {
-            **metrics,
-            "episode": self.state.episode,
-            "samples_per_second": len(gathered.rollout) / (gathered.rollout_seconds + gathered.score_seconds + seconds),
-            "rollout_seconds": gathered.rollout_seconds,
-            "score_seconds": gathered.score_seconds,
-            "step_seconds": seconds,
-        }
+            self._parts = None
+        seconds = {"rollout_seconds": rollout_seconds, "score_seconds": score_seconds}
+        seconds["step_seconds"] = time.perf_counter() - started
+        speed = len(rollout) / sum(seconds.values())
+        return {**metrics, "episode": self.state.episode, "samples_per_second": speed, **seconds}
 
     def next_batch(self) -> dict[str, Any]:
         """The next batch of prompts, of the next pass where one ends."""
@@ -279,10 +262,6 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             self._pass, self._pass_is_over = None, True
         return batch
 
-    def after_rollout(self) -> None:
-        """Events of a batch that was answered and scored, with more to come before the update."""
-        self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
-
     def _act(self) -> None:
         """Do what the callbacks asked for: log, evaluate, save."""
         if self.control.should_log and self.state.global_step > self._last_logged:
@@ -293,7 +272,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         best = False
         if self.control.should_evaluate:
             self.control.should_evaluate = False
-            best = self._determine_best_metric(self.evaluate(), trial=None)
+            best = self.is_best(self.evaluate())
         if self.control.should_save or (best and self.args.save_strategy == "best"):
             self.control.should_save = False
             self.save_checkpoint()
@@ -306,31 +285,15 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
 
     # ------------------------------------------------------------------ saving
 
+    @property
+    def saved_roles(self) -> Iterable[str]:  # type: ignore[override]
+        return self.roles.trained_roles
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save each trained role as a PEFT folder named after it, and TRL's model card."""
-        folder = Path(output_dir or self.args.output_dir)
-        for role in self.roles.trained_roles:
-            save_role(
-                self.roles,
-                role,
-                folder / role,
-                pad_token_id=self.processing_class.pad_token_id,
-                base_name=self.base_name,
-            )
+        super().save_model(output_dir)
         if not _internal_call:
-            self._write_model_card(folder)
-
-    def _write_model_card(self, folder: Path) -> None:
-        """TRL's card; one of a base in a local folder would send its readers to a model called None."""
-        self.create_model_card(model_name=folder.resolve().parent.name)
-        card = Path(self.args.output_dir) / "README.md"
-        text = card.read_text(encoding="utf-8")
-        name = self.base_name or "a base without a name"
-        text = text.replace("[None](https://huggingface.co/None)", f"`{name}`")
-        begin, end = text.find("## Quick start"), text.find("## Training procedure")
-        if begin >= 0 and end > begin:
-            text = f"{text[:begin]}{_QUICK_START.format(base=name)}{text[end:]}"
-        card.write_text(text, encoding="utf-8")
+            write_model_card(self, Path(output_dir or self.args.output_dir), base_name=self.base_name)
 
     def save_checkpoint(self) -> Path:
         """As of every trainer; in a loop of your own before the first update, too."""
@@ -338,13 +301,7 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         return super().save_checkpoint()
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
-        """Put a checkpoint's whole state into this trainer, for a loop of your own; `train` does so by itself.
-
-        Args:
-            folder: what `save_checkpoint` wrote.
-
-        Returns:
-            The state as it was read.
+        """Put what `save_checkpoint` wrote into this trainer, for a loop of your own, and return the whole state.
 
         Raises:
             CheckpointError: it is damaged, holds weights alone, or is of another run.
@@ -354,19 +311,15 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
         self._restoring = state = read_state(checkpoint)
         self.load_saved(checkpoint)
         self.state = type(self.state).load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        self._load_callback_state()
-        self._load_optimizer_and_scheduler(str(checkpoint))
-        self._load_rng_state(str(checkpoint))
+        self.load_callbacks()
+        self.load_optimizer(checkpoint)
+        self.load_progress(checkpoint)
         return state
-
-    def load_saved(self, folder: Path) -> None:
-        """The trained roles as `save_model` wrote them."""
-        for role in self.roles.trained_roles:
-            load_weights(self.roles, role, folder / role)
 
     def own_state(self) -> dict[str, Any]:
         """What is carried from update to update: the KL controller, the moments of the scores, the place among the
         prompts, the reward where it changes as it goes; and what the frozen roles are."""
+        changing = state_of(self.reward)
         return {
             "kl_coef": self.kl_coef,
             "scores": self.score_shaper.state_dict(),
@@ -374,39 +327,28 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
             "pass_is_over": self._pass_is_over,
             "metrics": self._last_metrics,
             "last_logged": self._last_logged,
-            "reward": None if self.changing_reward is None else self.changing_reward.state_dict(),
+            "reward": None if changing is None else changing.state_dict(),
             "frozen": self._frozen(),
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Put back what `own_state` gave.
-
-        Raises:
-            CheckpointError: a frozen role is not what it was.
-        """
         changed = [role for role, digest in self._frozen().items() if state["frozen"].get(role) != digest]
         if changed:
-            raise CheckpointError(
-                f"the {' and '.join(changed)} adapter is not the one that this run began with: scores or KL would mean "
-                "something else from here on. Give it back, or start anew (OVERWRITE=1, --overwrite)."
-            )
+            wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
+            wrong += "scores or KL would mean something else from here on."
+            raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
         self.kl_coef = state["kl_coef"]
         self.score_shaper.load_state_dict(state["scores"])
         self.dataloader.load_state_dict(state["dataloader"])
         self._pass, self._pass_is_over = None, state["pass_is_over"]
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
-        if self.changing_reward is not None and state["reward"] is not None:
-            self.changing_reward.load_state_dict(state["reward"])
+        changing = state_of(self.reward)
+        if changing is not None and state["reward"] is not None:
+            changing.load_state_dict(state["reward"])
 
     def _frozen(self) -> dict[str, str]:
         roles = (role for role in self.roles.roles if role not in self.roles.trained_roles)
         return {role: role_digest(self.roles, role) for role in roles if self.roles.parameters_of(role)}
-
-    @property
-    def changing_reward(self) -> Any:
-        """The reward, if it has state of its own. (The weights of a module that scores do not change with the run, and
-        may be as large as the base.)"""
-        return self.reward if hasattr(self.reward, "state_dict") and not isinstance(self.reward, nn.Module) else None
 
     # TRL's remaining methods read models that a shared base does not have.
 
@@ -417,20 +359,24 @@ class SharedBaseTrainer(EvaluatesRollouts, ResumableTrainer, TRLPPOTrainer):
     def get_train_dataloader(self) -> DataLoader:
         return self.dataloader
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Held-out prompts in batches, in order."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return DataLoader(dataset, batch_size=self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
-
     def generate_completions(self, sampling: bool = False) -> None:
         """TRL's sample table: the responses to the held-out prompts with their scores; all, or the first batch."""
-        if self.eval_dataset is None:
+        if (prompts := self.eval_dataset) is None:
             return
-        rows = min(len(self.eval_dataset), self.args.per_device_eval_batch_size) if sampling else len(self.eval_dataset)
-        _, rollout, scores = self.evaluate_rollout(self.eval_dataset.select(range(rows)))
-        table = Table(show_lines=True)
-        for name in ("query", "model response", "score"):
-            table.add_column(name)
+        rows = min(len(prompts), self.args.per_device_eval_batch_size) if sampling else len(prompts)
+        _, rollout, scores = self.evaluate_rollout(prompts.select(range(rows)))
+        table = Table("query", "model response", "score", show_lines=True)
         for prompt, response, score in zip(rollout.prompts, rollout.responses, scores.tolist(), strict=True):
             table.add_row(Text(prompt), Text(response), f"{score:.3f}")
         Console().print(table)
+
+
+def write_model_card(trainer: TRLPPOTrainer, folder: Path, *, base_name: str) -> None:
+    """TRL's card; one of a base in a local folder would send its readers to a model called None."""
+    trainer.create_model_card(model_name=folder.resolve().parent.name, tags=["ppo-lora-toolkit"])
+    card, name = Path(trainer.args.output_dir) / "README.md", base_name or "a base without a name"
+    text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
+    begin, end = text.find("## Quick start"), text.find("## Training procedure")
+    if 0 <= begin < end:
+        text = f"{text[:begin]}{_QUICK_START.format(base=name)}{text[end:]}"
+    card.write_text(text, encoding="utf-8")

@@ -9,73 +9,40 @@ whatever else a trainer or a callback carries from step to step.
 import math
 import time
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from toolkit.checkpoints import (
-    StopRequest,
-    get_random_states,
-    kept_random_states,
-    newest_whole,
-    problem_of,
-    read_state,
-    rotate,
-    set_aside_later,
-    set_random_states,
-    stop_requests,
-    whole_folder,
-    write_state,
-)
-from toolkit.data import data_digest
+from toolkit import checkpoints
 from toolkit.errors import CheckpointError, RunInterrupted
-from toolkit.models import SharedBase, base_digest
-from toolkit.reports import versions
-
-# Other versions of these may round differently, or store their state differently.
-_EXACT_WITH = ("torch", "transformers", "trl", "peft", "bitsandbytes")
+from toolkit.trainers.same_run import check_same_run, run_identity
+from toolkit.trainers.trainer_internals import TrainerHooks, take_rates_of_schedule
 
 
 class _StopAtStepEnd(TrainerCallback):
     """Ends training where somebody asked for it, with a checkpoint."""
 
-    def __init__(self, request: StopRequest):
+    def __init__(self, request: checkpoints.StopRequest):
         self.request = request
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.request.received is not None:
             control.should_save = control.should_training_stop = self.request.met = True
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if not self.request.met:
-            return
-        if state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer():
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.request.met and (state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer()):
             # The run, or the pass, really is over: no later step would do what is due here.
             control.should_save = control.should_save or control.should_evaluate
-        else:
+        elif self.request.met:
             control.should_log = control.should_evaluate = control.should_save = False
 
 
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=3)
-
-
-class ResumableTrainer(Trainer):
+class ResumableTrainer(TrainerHooks):
     """A `Trainer` whose checkpoints hold the whole run. Comes before TRL's class among a trainer's bases.
 
     A subclass says how its weights are read (`load_saved`), and what it carries from step to step besides what every
@@ -88,45 +55,18 @@ class ResumableTrainer(Trainer):
     """Steps at which this run was resumed."""
 
     state: Any  # set by transformers' Trainer
-    _request = StopRequest()
+    roles: Any = None  # the shared base, where a role of one is trained
+    _request = checkpoints.StopRequest()
     _restoring: dict[str, Any]
     _began: float | None = None
     _goes_on_from: Path | None = None
-    _digest: str | None = None
-
-    # ------------------------------------------------------------------ what a subclass says
-
-    def load_saved(self, folder: Path) -> None:
-        """Put the weights that `save_model` wrote into the roles or the model."""
-        raise NotImplementedError
-
-    def own_state(self) -> dict[str, Any]:
-        """What else is carried from step to step; for `write_state`."""
-        metrics = getattr(self, "_metrics", {"train": {}})["train"]
-        return {
-            # The sums from which the next line of metrics is made.
-            "loss": float(self._tr_loss),
-            "last_logged": self._globalstep_last_logged,
-            "metrics": {name: [float(value) for value in values] for name, values in metrics.items()},
-            "tokens": getattr(self, "_total_train_tokens", 0),
-        }
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Put back what `own_state` gave."""
-        self._tr_loss = torch.tensor(state["loss"], device=self.args.device)
-        self._total_loss_scalar = -state["loss"]  # transformers reports the mean loss of this call alone
-        self._globalstep_last_logged = state["last_logged"]
-        if hasattr(self, "_metrics"):
-            for name, values in state["metrics"].items():
-                self._metrics["train"][name] = values
-            self._total_train_tokens = state["tokens"]
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         """The training loop, from a checkpoint or from the beginning."""
         if checkpoint is not None:
-            self._restoring = read_state(checkpoint)
+            self._restoring = checkpoints.read_state(checkpoint)
             # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
-            set_random_states(self._restoring["random"])
+            checkpoints.set_random_states(self._restoring["random"])
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             self._check_not_past(checkpoint, state.global_step, self.args.max_steps)
             over = state.global_step >= state.max_steps and not self._asks_for_more(state)
@@ -138,8 +78,9 @@ class ResumableTrainer(Trainer):
         """Nothing, if the run is at least as long as what the checkpoint has behind it; below 1 it says nothing."""
         if 0 < max_steps < step:
             raise CheckpointError(
-                f"{checkpoint} has {step} steps behind it, and the run is to have {max_steps}. Take an earlier "
-                "checkpoint, or make the run longer."
+                f"{checkpoint} has {step} steps behind it, and the run is to have {max_steps}.",
+                field="max_steps",
+                remedy="Take an earlier checkpoint, or make the run longer.",
             )
 
     def _asks_for_more(self, state: TrainerState) -> bool:
@@ -154,38 +95,28 @@ class ResumableTrainer(Trainer):
     def _take_over(self, checkpoint: Path, state: TrainerState) -> TrainOutput:
         """A checkpoint of a run that was over, from which transformers would train a step more."""
         self.state = state
-        self._check_same_run(str(checkpoint), self._restoring)
-        self._load_callback_state()
+        check_same_run(checkpoint, self._restoring, self._identity)
+        self.load_callbacks()
         best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
         self.load_saved(Path(best) if best else checkpoint)
         self._count_resumption()
         return TrainOutput(state.global_step, 0.0, {})
 
-    # ------------------------------------------------------------------ precision
-
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """The autocast region that `bf16` or `fp16` asks for. transformers leaves it to accelerate's wrapper around the
-        forward pass of the whole model, and the forward passes here are of its parts."""
-        return self.accelerator.autocast()
-
-    # ------------------------------------------------------------------ training
-
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
-        """Train, from the beginning or from a checkpoint.
+        """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
 
         SIGINT (Ctrl-C) and SIGTERM are met at the end of the step: it is finished, everything is saved.
 
         Args:
             resume_from_checkpoint: True for the newest whole checkpoint in `args.output_dir`, or a checkpoint folder.
                 Later ones beside that are then of another course: they become `abandoned-checkpoint-N`.
-            arguments: as in TRL and transformers.
 
         Raises:
             CheckpointError: there is no whole checkpoint, or it is of another run.
             RunInterrupted: a signal asked to stop, and the run was saved.
         """
         checkpoint = self._checkpoint_of(resume_from_checkpoint)
-        with stop_requests() as request:
+        with checkpoints.stop_requests() as request:
             self._request = request
             callback = _StopAtStepEnd(request)
             self.add_callback(callback)
@@ -206,68 +137,62 @@ class ResumableTrainer(Trainer):
     def _checkpoint_of(self, asked: str | Path | bool | None) -> Path | None:
         if asked is None or asked is False:
             return None
-        if asked is True:
-            found = newest_whole(self.args.output_dir, say=_warn)
-            if found is None:
-                raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint to go on from.")
-            return found
-        return self._verified(asked)
+        if asked is not True:
+            return self._verified(asked)
+        output = self.args.output_dir
+        newest = checkpoints.newest_whole(output, say=lambda sentence: warnings.warn(sentence, stacklevel=5))
+        if newest is None:
+            raise CheckpointError(f"{output} holds no whole checkpoint to go on from.")
+        return newest
 
     def _verified(self, folder: str | Path) -> Path:
-        problem = problem_of(folder)
+        problem = checkpoints.problem_of(folder)
         if problem is not None:
             raise CheckpointError(f"{folder} is no whole checkpoint: {problem}.")
         return Path(folder)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """As in `Trainer`; training draws the same random numbers whether it was called or not."""
-        with kept_random_states():
+        with checkpoints.kept_random_states():
             return super().evaluate(*arguments, **named)
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Whether to save under the strategy "best", which overrules the wish to save of whoever asked to stop."""
-        return super()._determine_best_metric(metrics, trial) or self._request.met
-
-    # ------------------------------------------------------------------ writing
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """As of every trainer; and whatever the strategy "best" says, whoever asked to stop gets a checkpoint."""
+        return super().is_best(metrics) or self._request.met
 
     def _folder_of(self, step: int) -> Path:
         return Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
-    def save_checkpoint(self) -> Path:
-        """Write the whole run into `checkpoint-N` of the output folder, whole or not at all, and delete old ones.
+    def _best(self) -> Path | None:
+        return self._folder_of(self.state.best_global_step) if self.state.best_global_step else None
 
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+    def save_checkpoint(self) -> Path:
+        """Write the whole run into `checkpoint-N` of the output folder, whole or not at all, and delete old ones."""
         self.store_flos()
-        state, folder = self.state, self._folder_of(self.state.global_step)
-        best = self._folder_of(state.best_global_step) if state.best_global_step else None
+        state, folder, best = self.state, self._folder_of(self.state.global_step), self._best()
         if best == folder or (best is not None and best.is_dir()):
             state.best_model_checkpoint = str(best)
         state.stateful_callbacks = self._callback_states()
         if self._goes_on_from is not None:  # only now is it sure that the run goes another course
-            set_aside_later(self.args.output_dir, self._goes_on_from)
+            checkpoints.set_aside_later(self.args.output_dir, self._goes_on_from)
             self._goes_on_from = None
-        with whole_folder(folder) as aside:
+        with checkpoints.whole_folder(folder) as aside:
             self.save_model(str(aside), _internal_call=True)
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
             if not self.args.save_only_model:
-                write_state(aside, self._whole_state())
-        rotate(self.args.output_dir, self.args.save_total_limit, keep={folder} | ({best} if best else set()))
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder))
+                checkpoints.write_state(aside, self._whole_state())
+        keep = {folder, best} if best else {folder}
+        checkpoints.rotate(self.args.output_dir, self.args.save_total_limit, keep=keep)
+        self.push_checkpoint(folder)
         return folder
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.save_checkpoint()
 
     def _callback_states(self) -> dict[str, Any]:
         """States of the callbacks that have one, by class, as transformers writes them."""
-        found: dict[str, Any] = {}
+        by_class: dict[str, Any] = {}
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, []).append(callback.state())
-        return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+                by_class.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: states[0] if len(states) == 1 else states for name, states in by_class.items()}
 
     def _whole_state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler
@@ -275,14 +200,12 @@ class ResumableTrainer(Trainer):
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
-            "random": get_random_states(),
+            "random": checkpoints.get_random_states(),
             "own": self.own_state(),
-            "data": self._about_data(),
-            "base": self._about_base(),
+            **self._identity,
             "stopped_early": self._stopped_early(),
             "seconds": self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began),
             "resumed_at": self.resumed_at,
-            "versions": versions(),
         }
 
     def _stopped_early(self) -> bool:
@@ -293,101 +216,43 @@ class ResumableTrainer(Trainer):
             if isinstance(callback, EarlyStoppingCallback)
         )
 
-    def _about_data(self) -> dict[str, Any]:
-        if self._digest is None:
-            self._digest = data_digest(self.train_dataset)
-        return {"rows": len(self.train_dataset), "sha256": self._digest}
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return run_identity(self.train_dataset, self.roles)
 
-    def _about_base(self) -> str | None:
-        """Of the shared base, where the trainer trains a role of one."""
-        roles: SharedBase | None = getattr(self, "roles", None)
-        return None if roles is None else base_digest(roles)
-
-    # ------------------------------------------------------------------ reading
-
-    # The steps of `Trainer.train` that read a checkpoint, in its order.
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.load_saved(Path(resume_from_checkpoint))
-
-    def _load_callback_state(self) -> None:
+    def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is."""
-        stored = {
-            name: list(states) if isinstance(states, list) else [states]
-            for name, states in self.state.stateful_callbacks.items()
-        }
+        stored = self.state.stateful_callbacks.items()
+        stored = {name: list(states) if isinstance(states, list) else [states] for name, states in stored}
         for callback in self.callback_handler.callbacks:
             waiting = stored.get(type(callback).__name__)
             if isinstance(callback, ExportableState) and waiting:
                 for attribute, value in waiting.pop(0)["attributes"].items():
                     setattr(callback, attribute, value)
-        best = self._folder_of(self.state.best_global_step) if self.state.best_global_step else None
+        best = self._best()
         self.state.best_model_checkpoint = str(best) if best is not None and best.is_dir() else None
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
+    def load_optimizer(self, checkpoint: Path) -> None:
+        """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
         state = self._restoring
-        self._check_same_run(checkpoint, state)
+        check_same_run(checkpoint, state, self._identity)
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{checkpoint} is of another run: its optimizer does not fit ({error}).") from error
         self.lr_scheduler.load_state_dict(state["scheduler"])
-        self._take_rates_of_this_schedule()
+        take_rates_of_schedule(self.lr_scheduler, self.optimizer)
         if state["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self._count_resumption()
-
-    def _take_rates_of_this_schedule(self) -> None:
-        """Of a run that is made longer the shorter one's last rate, often 0, is not that of its next step."""
-        scheduler = self.lr_scheduler
-        if isinstance(scheduler, LambdaLR):
-            rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-            scheduler._last_lr = [base * factor(scheduler.last_epoch) for base, factor in rates]
-            for group, rate in zip(self.optimizer.param_groups, scheduler._last_lr, strict=True):
-                group["lr"] = rate
 
     def _count_resumption(self) -> None:
         self.seconds_before = self._restoring["seconds"]
         self.resumed_at = (*self._restoring["resumed_at"], self.state.global_step)
 
-    def _check_same_run(self, checkpoint: str, state: dict[str, Any]) -> None:
-        then, now = state["data"], self._about_data()
-        if then != now:
-            raise CheckpointError(
-                f"{checkpoint} was written on other training data ({then['rows']} rows; now {now['rows']}), so its "
-                "place in them means nothing. Give the data back, or start anew (OVERWRITE=1, --overwrite)."
-            )
-        if "base" not in state:
-            raise CheckpointError(
-                f"{checkpoint} was written by an earlier version of the toolkit, and lacks what this one goes on with. "
-                "Begin anew (OVERWRITE=1, --overwrite), or go on with that version."
-            )
-        if state["base"] != self._about_base():
-            raise CheckpointError(
-                f"{checkpoint} was written on a base with other weights: its adapters mean nothing on this one. Give "
-                "the base back (base.model), or start anew (OVERWRITE=1, --overwrite)."
-            )
-        here = versions()
-        changed = [
-            f"{name} {state['versions'].get(name)} → {here[name]}"
-            for name in _EXACT_WITH
-            if state["versions"].get(name) != here[name]
-        ]
-        if changed:
-            _warn(f"{checkpoint} was written with other versions ({', '.join(changed)}): not exact to the last bit.")
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """With the optimizer."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The last thing to be restored: what comes before may draw random numbers."""
-        if checkpoint is not None:
-            self._goes_on_from = Path(checkpoint)
-            self.load_own_state(self._restoring["own"])
-            set_random_states(self._restoring["random"])
-            self._restoring = {}
-
-    def _load_best_model(self) -> None:
-        self.load_saved(Path(self.state.best_model_checkpoint))
+    def load_progress(self, checkpoint: Path) -> None:
+        """What `own_state` gave, and then the random states: what comes before may draw random numbers."""
+        self._goes_on_from = checkpoint
+        self.load_own_state(self._restoring["own"])
+        checkpoints.set_random_states(self._restoring["random"])
+        self._restoring = {}

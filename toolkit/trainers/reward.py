@@ -1,203 +1,175 @@
-"""The reward stage: train the role "reward" on pairs, or on classes.
+"""The reward stage: train the role "reward", or a sequence classifier on a base of its own, and what it is then worth.
 
-Scalar rewards are trained by TRL's `RewardTrainer`, with its Bradley–Terry loss or with one at every token, classes by
-transformers' `Trainer` with cross-entropy. Both see the role as a sequence classifier, read at the same position as
-in PPO.
+One number a sequence is trained on pairs by TRL's `RewardTrainer`, with its Bradley–Terry loss or one at every token,
+classes by transformers' `Trainer` with cross-entropy. A model reads the ids of the policy's tokenizer, at the same
+position as in PPO.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
+from toolkit import models
 from toolkit.data import LabelledCollator
 from toolkit.errors import DataError
 from toolkit.functional import first_differences, token_level_preference_loss, wilson_interval
-from toolkit.models import (
-    SequenceClassifierView,
-    SharedBase,
-    load_weights,
-    release_memory,
-    save_role,
-    score_positions,
-)
-from toolkit.reports import JudgedPair
-from toolkit.rewards import Judge, read_sequences
-from toolkit.trainers.resume import ResumableTrainer
+from toolkit.reports import ScoredPair
+from toolkit.rewards import read_sequences
+from toolkit.trainers.common import RoleTrainer, in_place_of_progress
 from toolkit.trainers.reward_config import RewardConfig
 
 
-class _SavesRole(ResumableTrainer):
-    """Saves and loads the reward role as a PEFT folder where `Trainer` would take the whole view."""
+class ScorerTrainer(RoleTrainer):
+    """Trains what gives scores, which `Trainer` sees as a sequence classifier; by itself on classes.
 
-    roles: SharedBase
-    role_arguments: dict[str, Any]
-    judged: Sequence[JudgedPair] = ()
-    """Held-out pairs as they were last judged."""
+    With `roles` it is the role "reward" and saved as a PEFT folder, else a classifier, or the adapter on it.
+    """
 
-    @property
-    def judge(self) -> SharedBase:
-        """What scores: see `read_sequences`."""
-        return self.model.base
+    scorer: Any
+    """What `read_sequences` reads: `roles` or the classifier."""
+    saved_roles = ("reward",)
+    judged: Sequence[ScoredPair] = ()
+    """Held-out pairs as they were last scored."""
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
-        release_memory()
+        models.release_memory()
         return loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = Path(output_dir or self.args.output_dir) / "reward"
-        save_role(self.model.base, "reward", folder, **self.role_arguments)
+        if self.roles is not None:
+            return super().save_model(output_dir)
+        models.save_classifier(self.scorer, self.processing_class, Path(output_dir or self.args.output_dir) / "model")
 
     def load_saved(self, folder: Path) -> None:
-        """The reward role as `save_model` wrote it."""
-        load_weights(self.model.base, "reward", folder / "reward")
+        if self.roles is not None:
+            return super().load_saved(folder)
+        models.load_classifier_weights(self.scorer, folder / "model")
 
 
-class PairTrainer(TRLRewardTrainer):
-    """TRL's `RewardTrainer` with a loss at every token, too."""
-
-    def token_scores(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """The head at every token: float32 (B, L)."""
-        raise NotImplementedError
+class RewardTrainer(ScorerTrainer, TRLRewardTrainer):
+    """TRL's `RewardTrainer` with a loss at every token, too. Nothing is sent anywhere."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's Bradley–Terry loss, or the token-level one with TRL's centring and metrics."""
-        if not (isinstance(self.args, RewardConfig) and self.args.loss == "token_level"):
+        if not _is_token_level(self.args):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        values = self.token_scores(model, ids, mask)  # (2B, L)
-        ends = score_positions(ids, mask, self.processing_class.pad_token_id)  # (2B,)
+        if self.roles is None:
+            values = models.classifier_token_scores(self.scorer, ids, mask)  # (2B, L)
+        else:
+            values = self.model(input_ids=ids, attention_mask=mask, every_token=True).logits.squeeze(-1)
+        ends = models.score_positions(ids, mask, self.processing_class.pad_token_id)  # (2B,)
         scores = values.gather(1, ends.unsqueeze(1))  # (2B, 1)
         outputs = SequenceClassifierOutput(logits=scores)
         with torch.no_grad():  # for accuracy, margin and the rest of what it logs
             super().compute_loss(lambda **_: outputs, inputs)
-        chosen_ends, rejected_ends = ends.chunk(2)
-        bounds = {"chosen_ends": chosen_ends, "rejected_ends": rejected_ends}
-        loss = token_level_preference_loss(
-            *values.chunk(2),
-            starts=first_differences(*ids.chunk(2), **bounds),
-            margin=inputs.get("margin", 0.0),
-            **bounds,
-        )
+        bounds = dict(zip(("chosen_ends", "rejected_ends"), ends.chunk(2), strict=True))
+        starts, margin = first_differences(*ids.chunk(2), **bounds), inputs.get("margin", 0.0)
+        loss = token_level_preference_loss(*values.chunk(2), starts=starts, margin=margin, **bounds)
         if self.args.center_rewards_coefficient is not None:
             chosen, rejected = scores.squeeze(1).chunk(2)
             loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
         return (loss, outputs) if return_outputs else loss
 
 
-class RewardTrainer(_SavesRole, PairTrainer):
-    """TRL's `RewardTrainer` on the shared base. Nothing is sent anywhere, and the head stays in float32."""
-
-    def _send_telemetry(self) -> None:
-        """TRL reports architecture and GPU of each run; the toolkit does not."""
-
-    def token_scores(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = model(input_ids=input_ids, attention_mask=attention_mask, every_token=True).logits
-        return scores.squeeze(-1)
-
-
-class ClassTrainer(_SavesRole):
-    """transformers' `Trainer` for a reward head with several outputs."""
-
-
-def check_columns(dataset: Dataset, outputs: int) -> None:
-    """Nothing, if a data set has the columns that a head of so many outputs is trained on.
-
-    Raises:
-        DataError: it has not.
-    """
-    needed = ("input_ids", "labels") if outputs > 1 else ("chosen_ids", "rejected_ids")
-    if not set(needed) <= set(dataset.column_names):
-        raise DataError(
-            f"the reward stage needs the columns {' and '.join(needed)} for a head with {outputs} output(s); present: "
-            f"{', '.join(dataset.column_names)}."
-        )
+def _is_token_level(args: TRLRewardConfig) -> bool:
+    return isinstance(args, RewardConfig) and args.loss == "token_level"
 
 
 def reward_trainer(
     args: TRLRewardConfig,
     processing_class: PreTrainedTokenizerBase,
-    roles: SharedBase,
+    model: models.SharedBase | PreTrainedModel | PeftModel,
     train_dataset: Dataset,
     eval_dataset: Dataset | None = None,
     *,
     base_name: str = "",
     callbacks: list[TrainerCallback] | None = None,
-) -> RewardTrainer | ClassTrainer:
-    """A trainer for the role "reward", which `roles` carries with its head.
+) -> ScorerTrainer:
+    """A trainer for a reward.
 
     Args:
-        args: TRL's configuration or ours, also for classes.
-        processing_class: tokenizer.
-        roles: the shared base. Its reward role is made trainable, alone.
-        train_dataset: `chosen_ids` and `rejected_ids` for a scalar head, `input_ids` and `labels` for classes.
-        eval_dataset: likewise.
-        base_name: name of the base to write into the saved adapter.
+        args: TRL's or ours, also for classes.
+        processing_class: the policy's tokenizer, whose ids the data sets hold.
+        model: a shared base, whose role "reward" is made trainable, alone; or a sequence classifier on a base of its
+            own, of which all weights are trained, or those of its adapter and head.
+        train_dataset: `chosen_ids` and `rejected_ids` for one output, `input_ids` and `labels` for classes.
+        base_name: name of the shared base to write into the saved adapter.
         callbacks: as in `Trainer`; the default progress bar is not added if there are any.
 
     Raises:
         DataError: the columns do not fit the head.
+        ModelError: a loss at every token, and the model is no decoder.
     """
-    classes = roles.head("reward").out_features > 1
-    check_columns(train_dataset, roles.head("reward").out_features)
-    roles.train_roles("reward")
-    view = SequenceClassifierView(roles, pad_token_id=processing_class.pad_token_id)
-    common = {
-        "model": view,
+    roles, pad_token_id = model if isinstance(model, models.SharedBase) else None, processing_class.pad_token_id
+    if isinstance(model, models.SharedBase):
+        outputs = model.head("reward").out_features
+        model.train_roles("reward")
+    else:
+        outputs = int(model.config.num_labels)
+        if _is_token_level(args):
+            models.check_reads_tokens(model)
+    needed = ("chosen_ids", "rejected_ids") if outputs == 1 else ("input_ids", "labels")
+    present = train_dataset.column_names
+    if not set(needed) <= set(present):
+        raise DataError(
+            f"the reward stage needs the columns {' and '.join(needed)} for a head with {outputs} output(s); present: "
+            f"{', '.join(present)}."
+        )
+    common: dict[str, Any] = {
+        "model": model if roles is None else models.SequenceClassifierView(roles, pad_token_id=pad_token_id),
         "args": args,
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "processing_class": processing_class,
         "callbacks": callbacks,
     }
-    trainer: RewardTrainer | ClassTrainer
-    if classes:
-        trainer = ClassTrainer(**common, data_collator=LabelledCollator(processing_class.pad_token_id))
+    if outputs == 1:
+        trainer: ScorerTrainer = RewardTrainer(**common)
     else:
-        trainer = RewardTrainer(**common)
-    trainer.roles = roles
-    trainer.role_arguments = {"pad_token_id": processing_class.pad_token_id, "base_name": base_name}
-    if callbacks:
-        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
-        trainer.remove_callback(PrinterCallback)
+        trainer = ScorerTrainer(**common, data_collator=LabelledCollator(pad_token_id))
+    trainer.scorer, trainer.roles, trainer.base_name = model, roles, base_name
+    if roles is None:
+        models.train_in_float32(model)  # after TRL, which casts what trains on a quantised base to bfloat16
+    in_place_of_progress(trainer, callbacks)
     return trainer
 
 
 def judge_pairs(
-    roles: Judge, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, pad_token_id: int, batch_size: int
-) -> list[JudgedPair]:
+    scorer: Any, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, pad_token_id: int, batch_size: int
+) -> list[ScoredPair]:
     """Both scores of each pair, with its texts and the lengths of its responses.
 
     Args:
-        roles: what scores, with one output: a base that carries the role "reward", or a classifier.
+        scorer: a base that carries the role "reward", or a classifier, with one output.
         dataset: `chosen_ids` and `rejected_ids`, and `prompt_length`; without that column the prompt is what both
             begin with.
-        tokenizer: turns ids into text.
         pad_token_id: see `toolkit.models.score_positions`.
-        batch_size: sequences a forward pass.
     """
     sides = {side: dataset[f"{side}_ids"][:] for side in ("chosen", "rejected")}
     read = {"pad_token_id": pad_token_id, "batch_size": batch_size}
-    scores = {side: read_sequences(roles, ids, **read).squeeze(1).tolist() for side, ids in sides.items()}
+    scores = {side: read_sequences(scorer, ids, **read).squeeze(1).tolist() for side, ids in sides.items()}
     if "prompt_length" in dataset.column_names:
         prompts = dataset["prompt_length"][:]
     else:
-        prompts = [_shared_beginning(*pair) for pair in zip(*sides.values(), strict=True)]
+        both = (zip(*pair, strict=False) for pair in zip(*sides.values(), strict=True))
+        prompts = [len(list(takewhile(lambda ids: ids[0] == ids[1], pair))) for pair in both]
     judged = []
     for row, length in enumerate(prompts):
-        pair: JudgedPair = {"prompt": tokenizer.decode(sides["chosen"][row][:length])}
+        pair: ScoredPair = {"prompt": tokenizer.decode(sides["chosen"][row][:length])}
         for side, ids in sides.items():
             response = ids[row][length:]
             pair[side] = tokenizer.decode(response, skip_special_tokens=True)
@@ -206,38 +178,20 @@ def judge_pairs(
     return judged
 
 
-def _shared_beginning(chosen: Sequence[int], rejected: Sequence[int]) -> int:
-    same = [a == b for a, b in zip(chosen, rejected, strict=False)]
-    return same.index(False) if False in same else len(same)
-
-
-def pair_figures(judged: Sequence[JudgedPair]) -> dict[str, Any]:
-    """Accuracy on pairs with its 95 % interval, loss, and mean margin.
-
-    Args:
-        judged: from `judge_pairs`.
-
-    Returns:
-        As `evaluate_reward` for pairs.
-    """
+def pair_figures(judged: Sequence[ScoredPair]) -> dict[str, Any]:
+    """What `evaluate_reward` gives for pairs, from those of `judge_pairs`."""
     margin = torch.tensor([pair["chosen_score"] - pair["rejected_score"] for pair in judged])
-    figures = {"loss": float(-nn.functional.logsigmoid(margin).mean()), "margin": float(margin.mean())}
-    return _with_accuracy(int((margin > 0).sum()), len(judged), figures)
+    loss = float(-nn.functional.logsigmoid(margin).mean())
+    return _with_accuracy(margin > 0, loss=loss, margin=float(margin.mean()))
 
 
-def _with_accuracy(right: int, rows: int, figures: dict[str, float]) -> dict[str, Any]:
-    low, high = wilson_interval(right, rows)
-    return {"accuracy": right / rows, "accuracy_ci": [low, high], **figures, "rows": rows}
+def _with_accuracy(right: Tensor, **figures: float) -> dict[str, Any]:
+    number, rows = int(right.sum()), len(right)
+    return {"accuracy": number / rows, "accuracy_ci": [*wilson_interval(number, rows)], **figures, "rows": rows}
 
 
-def evaluate_reward(roles: Judge, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
-    """Accuracy of the reward role on held-out rows, with its 95 % interval, and the loss.
-
-    Args:
-        roles: carries the role; or a classifier on a base of its own.
-        dataset: pairs or labelled sequences, as the head needs.
-        pad_token_id: see `toolkit.models.score_positions`.
-        batch_size: sequences a forward pass.
+def evaluate_reward(scorer: Any, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
+    """Accuracy of a reward on held-out rows, pairs or labelled sequences, with its 95 % interval, and the loss.
 
     Returns:
         `accuracy` (a tie counts as wrong), `accuracy_ci` (Wilson), `loss`, `rows`, and for pairs `margin`, the mean
@@ -245,10 +199,8 @@ def evaluate_reward(roles: Judge, dataset: Dataset, *, pad_token_id: int, batch_
     """
     read = {"pad_token_id": pad_token_id, "batch_size": batch_size}
     if "labels" in dataset.column_names:
-        logits = read_sequences(roles, dataset["input_ids"], **read)
-        labels = torch.tensor(dataset["labels"])
-        right = int((logits.argmax(dim=1) == labels).sum())
-        return _with_accuracy(right, len(dataset), {"loss": float(nn.functional.cross_entropy(logits, labels))})
-    chosen, rejected = (read_sequences(roles, dataset[f"{side}_ids"], **read) for side in ("chosen", "rejected"))
+        logits, labels = read_sequences(scorer, dataset["input_ids"], **read), torch.tensor(dataset["labels"])
+        return _with_accuracy(logits.argmax(dim=1) == labels, loss=float(nn.functional.cross_entropy(logits, labels)))
+    chosen, rejected = (read_sequences(scorer, dataset[f"{side}_ids"], **read) for side in ("chosen", "rejected"))
     scores = zip(chosen.squeeze(1).tolist(), rejected.squeeze(1).tolist(), strict=True)
     return pair_figures([{"chosen_score": better, "rejected_score": worse} for better, worse in scores])

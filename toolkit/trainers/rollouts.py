@@ -1,103 +1,155 @@
-"""From prompts to what an update is made from: answered, scored, gathered, filtered."""
+"""Responses as a configuration asks for them, and what the roles say about them; in training and without it."""
 
-import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import PreTrainedTokenizerBase
 
-from toolkit.data import Rollout, concatenate, rollout_of
-from toolkit.models import release_memory
-from toolkit.rewards import Scores, concatenate_scores
+from toolkit import models
+from toolkit.data import Rollout
+from toolkit.functional import kl_k1, pool_values
+from toolkit.rewards import Reward
+from toolkit.sampling import Evaluator, Sampler
 from toolkit.trainers.ppo_config import PPOConfig
-from toolkit.trainers.self_checks import check_room
-
-if TYPE_CHECKING:
-    from toolkit.trainers.ppo import PPOTrainer
-
-NOTHING_LEFT = (
-    "all responses of an update were shorter than ppo.min_response_length and dropped, so that it changed nothing: "
-    "lower that, or see in samples what the policy says."
-)
+from toolkit.trainers.q_config import QConfig
 
 
-def answer(trainer: "PPOTrainer", batch: dict[str, Any], *, do_sample: bool) -> Rollout:
-    """What the policy says to a batch of prompts.
+class RolesOnRollout(NamedTuple):
+    """What the roles say about a rollout, float32 (B, T) each; zeros where something was not asked for."""
 
-    Args:
-        trainer: its policy answers, by its temperature and limits.
-        batch: as `PromptCollator` makes it.
-        do_sample: False decodes greedily.
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    full_kl: Tensor
 
-    Raises:
-        DataError: `ppo.max_length` leaves a prompt no room for a response.
+
+@dataclass(frozen=True)
+class RoleRollouts:
+    """Makes and measures rollouts in the roles of a shared base.
+
+    `args` say how long responses are, how they are decoded and how much is computed at a time.
     """
-    args, tokenizer, roles = trainer.args, trainer.processing_class, trainer.roles
-    limits = response_limits(args, [len(ids) for ids in batch["prompt_ids"]])
-    config = GenerationConfig(
-        max_new_tokens=max(limits),
-        do_sample=do_sample,
-        # The whole distribution is sampled, which is what the log-probabilities of the update are of.
-        **({"temperature": args.temperature, "top_k": 0, "top_p": 1.0} if do_sample else {}),
-        eos_token_id=trainer.stop_token_ids,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    ids, mask = (batch[name].to(roles.device) for name in ("input_ids", "attention_mask"))
-    with roles.role("policy"), trainer.compute_loss_context_manager():
-        output = roles.generate(ids, mask, config)
-    release_memory()
-    return rollout_of(batch, output.tolist(), tokenizer=tokenizer, stop_token_ids=trainer.stop_token_ids, limits=limits)
+
+    args: Any
+    tokenizer: PreTrainedTokenizerBase
+    roles: models.SharedBase
+    autocast: Callable[[], AbstractContextManager]
+
+    def _sampler(self, **settings: Any) -> Sampler:
+        length = self.args.response_length
+        return Sampler(self.roles, self.tokenizer, response_length=length, autocast=self.autocast, **settings)
+
+    def sequences(self, rollout: Rollout, rows: Sequence[int]) -> models.Sequences:
+        """Some rows laid out for a forward pass."""
+        ids = ([of_rows[i] for i in rows] for of_rows in (rollout.prompt_ids, rollout.response_ids))
+        return models.Sequences.from_ids(*ids, pad_token_id=self.tokenizer.pad_token_id, device=self.roles.device)
 
 
-def response_limits(args: PPOConfig, prompt_lengths: list[int]) -> list[int]:
-    """How many tokens each response may have: `response_length`, and with its prompt no more than `max_length`.
+class Rollouts(RoleRollouts):
+    """Makes, reads and measures rollouts of the policy of PPO, with the reference, and the value role if it is read."""
 
-    Raises:
-        DataError: a prompt leaves no room for one.
-    """
-    if args.max_length is None:
-        return [args.response_length] * len(prompt_lengths)
-    check_room(prompt_lengths, args.max_length)
-    return [min(args.response_length, args.max_length - length) for length in prompt_lengths]
+    args: PPOConfig
+
+    def sampler(self, *, do_sample: bool = True) -> Sampler:
+        """The policy, sampled or decoded greedily."""
+        return self._sampler(max_length=self.args.max_length, temperature=self.args.temperature if do_sample else None)
+
+    def evaluator(self, reward: Reward, metrics: Callable[[Rollout], dict[str, float]] | None = None) -> Evaluator:
+        """Measures by `eval_do_sample`, `per_device_eval_batch_size` prompts at a time."""
+        args, sampler = self.args, self.sampler(do_sample=self.args.eval_do_sample)
+        return Evaluator(sampler, reward, self.log_ratios, args.per_device_eval_batch_size, args.seed, metrics)
+
+    # What follows is read in the same kind of forward pass as in the update.
+
+    @torch.no_grad()
+    def read(self, rollout: Rollout, *, values: bool = True, full_kl: bool = False) -> RolesOnRollout:
+        """What policy, reference and value say about a rollout: float32 (B, T) each, on the CPU."""
+        whole = RolesOnRollout(*(torch.zeros(len(rollout), max(rollout.lengths)) for _ in range(4)))
+        with self.roles.in_eval_mode(), self.autocast():
+            for part, sequences in self._parts(rollout, range(len(rollout))):
+                for to_fill, tensor in zip(whole, self._read(sequences, values=values, full_kl=full_kl), strict=True):
+                    if tensor is not None:
+                        to_fill[part, : tensor.shape[1]] = tensor.cpu()
+        return whole
+
+    def log_ratios(self, rollout: Rollout) -> Tensor:
+        """log π − log π_ref of each response: (B,)."""
+        read = self.read(rollout, values=False)
+        return kl_k1(read.logprobs, read.ref_logprobs).sum(dim=1)  # both are 0 outside the mask
+
+    @torch.no_grad()
+    def values_after(self, rollout: Rollout) -> Tensor:
+        """What comes after a response that was cut, by the value role: float32 (B,), 0 where it ended by itself."""
+        values = torch.zeros(len(rollout))
+        cut = [i for i, ended in enumerate(rollout.ended) if not ended]
+        with self.roles.in_eval_mode(), self.autocast(), self.roles.role("value"):
+            for part, sequences in self._parts(rollout, cut):
+                values[part] = models.value_after_response(self.roles, sequences).cpu()
+        return values
+
+    def _parts(self, rollout: Rollout, rows: Sequence[int]) -> Iterator[tuple[list[int], models.Sequences]]:
+        for part in by_length(rollout, rows, self.args.local_rollout_forward_batch_size):
+            yield part, self.sequences(rollout, part)
+            models.release_memory()
+
+    def _read(self, sequences: models.Sequences, *, values: bool, full_kl: bool) -> tuple[Tensor | None, ...]:
+        """In the order of `RolesOnRollout`; None for what was not asked for."""
+        roles = self.roles
+        settings: dict[str, Any] = {"temperature": self.args.temperature, "chunk_size": self.args.logprob_chunk_size}
+        with roles.role("policy"):
+            policy = models.read_policy(roles, sequences, ref_kl=full_kl, **settings)
+        ref_logprobs, old_values = policy.ref_logprobs, policy.values
+        if ref_logprobs is None:
+            with roles.role("reference"):
+                ref_logprobs = models.response_logprobs(roles, sequences, **settings)
+        if values and old_values is None:
+            with roles.role("value"):
+                old_values = models.response_values(roles, sequences)
+        if old_values is not None:
+            old_values = pool_values(old_values, sequences.response_mask, self.args.value_pooling)
+        return policy.logprobs, ref_logprobs, old_values, policy.ref_kl
 
 
-def kept_rows(args: PPOConfig, rollout: Rollout) -> list[int]:
-    """Rows that are trained on: all, or with `drop_short_responses` those of at least `min_response_length` tokens."""
-    lengths = enumerate(rollout.lengths)
-    return [row for row, length in lengths if not args.drop_short_responses or length >= args.min_response_length]
+class QRollouts(RoleRollouts):
+    """Makes and measures rollouts of the policy that Q defines, and of the reference."""
+
+    args: QConfig
+
+    def sampler(self, *, by_q: bool = True) -> Sampler:
+        """The policy as `decoding` says; or the reference, decoded in the same way."""
+        sampler = self._sampler(role="q", temperature=self.args.temperature)
+        return sampler if by_q else sampler.reference
+
+    def evaluator(
+        self, reward: Reward, metrics: Callable[[Rollout], dict[str, float]] | None = None, *, by_q: bool = True
+    ) -> Evaluator:
+        """Measures the policy or the reference, `per_device_eval_batch_size` prompts at a time.
+
+        `kl` is an estimate where responses are sampled, and the divergence of these responses where they are greedy,
+        log π being 0 there.
+        """
+        args, sampler = self.args, self.sampler(by_q=by_q)
+        log_ratios = partial(self._log_ratios, sampler)
+        return Evaluator(sampler, reward, log_ratios, args.per_device_eval_batch_size, args.seed, metrics)
+
+    def _log_ratios(self, sampler: Sampler, rollout: Rollout) -> Tensor:
+        """log π − log π_ref of each response: float64 (B,)."""
+        temperature, size = sampler.temperature, self.args.q_chunk_size
+        if sampler.role == "reference" and temperature is not None:
+            return torch.zeros(len(rollout), dtype=torch.float64)  # π is the reference
+        sequences = self.sequences(rollout, range(len(rollout)))
+        with self.autocast():
+            ratios = models.response_log_ratios(self.roles, sequences, temperature=temperature, chunk_size=size)
+        models.release_memory()
+        return ratios.sum(dim=1).cpu().double()
 
 
-class Gathered(NamedTuple):
-    """What an update is made from: `rollouts_per_update` batches of prompts, answered and scored."""
-
-    batch: dict[str, Any]
-    """Of all prompts, as `PromptCollator` makes one."""
-    rollout: Rollout
-    scores: Scores
-    parts: dict[str, Tensor]
-    """What each part of a weighted sum gave, (B,) each."""
-    rollout_seconds: float
-    score_seconds: float
-
-
-def gather(trainer: Any) -> Gathered:
-    """Draw, answer and score what the next update of a PPO trainer needs."""
-    batches, rollouts, scores, parts, seconds = [], [], [], [], [0.0, 0.0]
-    for left in reversed(range(trainer.args.rollouts_per_update)):
-        batches.append(trainer.next_batch())
-        started = time.perf_counter()
-        rollouts.append(trainer.generate(batches[-1]))
-        answered = time.perf_counter()
-        scores.append(trainer.score(batches[-1], rollouts[-1]))
-        parts.append(trainer.score_parts())
-        seconds[0] += answered - started
-        seconds[1] += time.perf_counter() - answered
-        if left:
-            trainer.after_rollout()
-    if len(batches) == 1:
-        return Gathered(batches[0], rollouts[0], scores[0], parts[0], *seconds)
-    whole = concatenate(rollouts)
-    rows = [{"input_ids": ids} | {k: v[i] for k, v in whole.columns.items()} for i, ids in enumerate(whole.prompt_ids)]
-    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return Gathered(trainer.data_collator(rows), whole, concatenate_scores(scores), joined, *seconds)
+def by_length(rollout: Rollout, rows: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Rows in groups of `size`, those of similar length together, so that little padding is computed."""
+    order = sorted(rows, key=lambda i: len(rollout.prompt_ids[i]) + len(rollout.response_ids[i]))
+    return (order[start : start + size] for start in range(0, len(order), size))

@@ -1,4 +1,4 @@
-"""Checks at the start of PPO. Each finds a mistake that would otherwise train the wrong thing in silence."""
+"""Checks at the start of training. Each raises on a mistake that would otherwise train the wrong thing in silence."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainingArguments
 
 from toolkit.errors import DataError, SelfCheckError
 from toolkit.models import SharedBase
@@ -18,65 +18,39 @@ RATIO_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-
 
 
 def check_dataset(dataset: Dataset, batch_size: int) -> None:
-    """The data set has the prompts' ids and fills at least one batch.
-
-    Raises:
-        DataError: it does not (TRL would wait for ever for a first batch).
-    """
+    """The data set has the prompts' ids and fills at least one batch, for which TRL would wait for ever."""
     if "input_ids" not in dataset.column_names:
         raise DataError(f"the prompts need a column input_ids; present: {', '.join(dataset.column_names)}.")
     if len(dataset) < batch_size:
         raise DataError(
             f"{len(dataset)} prompts are fewer than one batch of {batch_size} "
-            "(ppo.per_device_train_batch_size × ppo.gradient_accumulation_steps). Add prompts or lower these."
-        )
-
-
-def check_room(prompt_lengths: Iterable[int], max_length: int | None) -> None:
-    """Each prompt leaves room for a response of at least one token.
-
-    Args:
-        prompt_lengths: tokens of each prompt.
-        max_length: of prompt and response together; None for no limit.
-
-    Raises:
-        DataError: one does not.
-    """
-    longest = max(prompt_lengths, default=0)
-    if max_length is not None and longest >= max_length:
-        raise DataError(
-            f"a prompt has {longest} tokens, and ppo.max_length: {max_length} leaves no room for a response. "
-            f"Shorten the prompts (data.max_prompt_length={max_length - 1} or less) or raise ppo.max_length."
+            "(per_device_train_batch_size × gradient_accumulation_steps).",
+            remedy="Add prompts or lower these.",
         )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> None:
-    """Tokenizer and model know the same tokens.
-
-    Raises:
-        SelfCheckError: they do not.
-    """
-    rows = base.causal_lm.get_input_embeddings().weight.shape[0]
+    """Tokenizer and model know the same tokens."""
+    rows, tokens = base.causal_lm.get_input_embeddings().weight.shape[0], len(tokenizer)
     for name in ("eos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name)
         if token is None or not 0 <= token < rows:
             raise SelfCheckError(f"the tokenizer's {name} is {token}; the base has embeddings for 0 to {rows - 1}.")
-    if len(tokenizer) > rows:
-        raise SelfCheckError(
-            f"the tokenizer has {len(tokenizer)} tokens and the base {rows} embeddings: they are not of one checkpoint."
-        )
+    if tokens > rows:
+        wrong = f"the tokenizer has {tokens} tokens and the base {rows} embeddings: they are not of one checkpoint."
+        raise SelfCheckError(wrong)
     if base.value_model is not None:
         theirs = base.value_model.backbone.get_input_embeddings().weight.shape[0]
-        if len(tokenizer) > theirs:
-            raise SelfCheckError(
-                f"the value model has {theirs} embeddings and the tokenizer {len(tokenizer)} tokens: it cannot read "
-                "all that the policy writes. Take a model of the same family."
-            )
+        if tokens > theirs:
+            wrong = f"the value model has {theirs} embeddings and the tokenizer {tokens} tokens: "
+            wrong += "it cannot read all that the policy writes."
+            raise SelfCheckError(wrong, remedy="Take a model of the same family.")
     stops = base.checkpoint_stops
     if stops and tokenizer.eos_token_id not in stops:
         raise SelfCheckError(
             f"the tokenizer ends a response with id {tokenizer.eos_token_id} and the base with {list(stops)}: "
-            "responses would not end where the base was trained to. Use the tokenizer of the checkpoint."
+            "responses would not end where the base was trained to.",
+            remedy="Use the tokenizer of the checkpoint.",
         )
 
 
@@ -94,38 +68,32 @@ def check_rollout_uses_policy(
     whole runs without noticing (verl#3821).
 
     Args:
-        base: carries the policy.
         prompt: ids of any prompt.
-        pad_token_id: for generation.
         autocast: gives the precision context of training. One for each forward pass: a region keeps the cast
             weights that it has seen.
-
-    Raises:
-        SelfCheckError: generation does not follow the adapter.
     """
     ids = torch.tensor([prompt], device=base.device)
-    mask = torch.ones_like(ids)
+    mask, parameters = torch.ones_like(ids), base.parameters_of("policy")
     config = GenerationConfig(
         max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=pad_token_id
     )
 
     def generated() -> Tensor:
         with base.role("policy"), base.in_eval_mode(), autocast():
-            return (
-                base.causal_lm.generate(input_ids=ids, attention_mask=mask, generation_config=config).logits[0].float()
-            )
+            output = base.causal_lm.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            return output.logits[0].float()
 
     before = generated()
     noise = torch.Generator().manual_seed(0)
-    saved = [p.clone() for p in base.parameters_of("policy")]
+    saved = [p.clone() for p in parameters]
     try:
-        for parameter in base.parameters_of("policy"):  # of both signs: alike they would add up, past float16's range
+        for parameter in parameters:  # of both signs: alike they would add up, past float16's range
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise).to(parameter))
         changed = generated()
         with base.role("policy"), base.in_eval_mode(), autocast():
             expected = base.lm_head(base.hidden_states(ids, mask))[:, -1].float()
     finally:  # Ctrl-C in a notebook would leave another policy behind
-        for parameter, old in zip(base.parameters_of("policy"), saved, strict=True):
+        for parameter, old in zip(parameters, saved, strict=True):
             parameter.copy_(old)
     scale = (expected - before).abs().max()
     if not (scale > 0 and (changed - expected).abs().max() <= 0.2 * scale):  # nor where they are NaN
@@ -133,57 +101,43 @@ def check_rollout_uses_policy(
 
 
 def check_in_optimizer(base: SharedBase, optimizer: torch.optim.Optimizer) -> None:
-    """Every parameter of a trained role is in the optimizer, and no other is.
-
-    Raises:
-        SelfCheckError: one is missing or one too many.
-    """
+    """Every parameter of a trained role is in the optimizer, and no other is."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for role in base.trained_roles:
-        missing = sum(id(p) not in held for p in base.parameters_of(role))
-        if missing:
+        trained = {id(p) for p in base.parameters_of(role)}
+        if missing := len(trained - held):
             raise SelfCheckError(f'{missing} tensors of the trained role "{role}" are not in the optimizer.')
-    trained = {id(p) for role in base.trained_roles for p in base.parameters_of(role)}
-    if held - trained:
-        raise SelfCheckError(f"the optimizer holds {len(held - trained)} tensors of no trained role.")
+        held -= trained
+    if held:
+        raise SelfCheckError(f"the optimizer holds {len(held)} tensors of no trained role.")
 
 
 def check_gradients(base: SharedBase, roles: Iterable[str], *, scaled: bool = False) -> None:
-    """After the first backward passes each trained role has finite gradients, and not only zeros.
-
-    Args:
-        base: carries the roles.
-        roles: those that are trained.
-        scaled: gradients are scaled up for float16, so that one that is not finite is no mistake.
-
-    Raises:
-        SelfCheckError: a role got none (an adapter that was inactive or frozen gets none, in silence).
-    """
+    """After the first backward passes each of these roles has finite gradients, and not only zeros. (An adapter that
+    was inactive or frozen gets none, in silence.) Those that are scaled up for float16 may overflow."""
     for role in roles:
-        gradients = [p.grad for p in base.parameters_of(role)]
-        missing = sum(g is None for g in gradients)
-        if missing:
-            raise SelfCheckError(f'{missing} of {len(gradients)} tensors of the trained role "{role}" got no gradient.')
-        if not scaled and not all(bool(torch.isfinite(g).all()) for g in gradients if g is not None):
+        parameters = base.parameters_of(role)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if missing := len(parameters) - len(gradients):
+            wrong = f'{missing} of {len(parameters)} tensors of the trained role "{role}" got no gradient.'
+            raise SelfCheckError(wrong)
+        if not scaled and not all(bool(torch.isfinite(g).all()) for g in gradients):
             raise SelfCheckError(f'the first gradient of the role "{role}" is not finite.')
-        if not any(bool(g.any()) for g in gradients if g is not None):
+        if not any(bool(g.any()) for g in gradients):
             raise SelfCheckError(f'the first gradient of the role "{role}" is zero everywhere.')
 
 
-def check_ratio(log_ratio: Tensor, response_mask: Tensor, dtype: torch.dtype) -> None:
-    """Before the first update the policy is the one that sampled: ratio 1 at every token.
+def check_ratio(base: SharedBase, args: TrainingArguments, log_ratio: Tensor, response_mask: Tensor) -> None:
+    """Before the first update the policy is the one that sampled: ratio 1 at every token, up to the precision.
 
-    Args:
-        log_ratio: (B, T).
-        response_mask: bool (B, T).
-        dtype: in which the base computes.
-
-    Raises:
-        SelfCheckError: it is not.
+    With active dropout it is another all the same, and nothing is checked. Both tensors are (B, T).
     """
-    error = float(log_ratio[response_mask].abs().mean())
-    if not error <= RATIO_TOLERANCE[dtype]:
+    if base.adapter_config("policy").lora_dropout > 0:
+        return
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else base.causal_lm.dtype
+    error, tolerance = float(log_ratio[response_mask].abs().mean()), RATIO_TOLERANCE[dtype]
+    if not error <= tolerance:
         raise SelfCheckError(
-            f"before the first update log(ratio) is {error:.2e} from 0 on average, more than "
-            f"{RATIO_TOLERANCE[dtype]:.0e}: old and new log-probabilities are not of the same policy."
+            f"before the first update log(ratio) is {error:.2e} from 0 on average, more than {tolerance:.0e}: old and "
+            "new log-probabilities are not of the same policy."
         )

@@ -1,5 +1,6 @@
 """The sft stage on TRL's `SFTTrainer`: pretrain a base from random weights, or train the policy's first adapter."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,70 +8,52 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.trainer_callback import PrinterCallback
 from transformers.utils import SAFE_WEIGHTS_NAME
 from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
-from toolkit.models import SharedBase, load_weights, save_role
-from toolkit.trainers.resume import ResumableTrainer
+from toolkit.models import SharedBase
+from toolkit.trainers.common import RoleTrainer, in_place_of_progress
 
 
-class SFTTrainer(ResumableTrainer, TRLSFTTrainer):
+class SFTTrainer(RoleTrainer, TRLSFTTrainer):
     """TRL's `SFTTrainer`; nothing is sent anywhere.
 
     With `roles` it trains the policy's adapter and saves it as a PEFT folder, else all weights of a model.
     """
 
-    roles: SharedBase | None = None
-    base_name = ""
-
-    def _send_telemetry(self) -> None:
-        """TRL reports architecture and GPU of each run; the toolkit does not."""
+    saved_roles = ("policy",)
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
-        if self.roles is None:
-            return super()._run(checkpoint, arguments)
-        with self.roles.role("policy"):
+        with self._trained_role():
             return super()._run(checkpoint, arguments)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
-        if self.roles is None:
+        with self._trained_role():
             return super().evaluate(*arguments, **named)
-        with self.roles.role("policy"):
-            return super().evaluate(*arguments, **named)
+
+    def _trained_role(self) -> AbstractContextManager:
+        return nullcontext() if self.roles is None else self.roles.role("policy")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = Path(output_dir or self.args.output_dir)
-        if self.roles is None:
-            self.model.save_pretrained(folder / "model")
-            self.processing_class.save_pretrained(folder / "model")
-        else:
-            pad_token_id = self.processing_class.pad_token_id
-            save_role(self.roles, "policy", folder / "policy", pad_token_id=pad_token_id, base_name=self.base_name)
+        if self.roles is not None:
+            return super().save_model(output_dir)
+        folder = Path(output_dir or self.args.output_dir) / "model"
+        self.model.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)
 
     def load_saved(self, folder: Path) -> None:
-        """The model or the policy's adapter as `save_model` wrote it."""
-        if self.roles is None:
-            load_model(self.model, folder / "model" / SAFE_WEIGHTS_NAME)
-        else:
-            load_weights(self.roles, "policy", folder / "policy")
+        if self.roles is not None:
+            return super().load_saved(folder)
+        load_model(self.model, folder / "model" / SAFE_WEIGHTS_NAME)
 
 
 def cut_rows(dataset: Dataset, args: SFTConfig) -> dict[str, int]:
-    """How many rows TRL will cut to `max_length`, and how many of these lose every token of the loss and are left out.
-
-    Args:
-        dataset: `input_ids`, and `labels` or none.
-        args: TRL's configuration. Rows that are wrapped into others are divided, and none is cut.
-
-    Returns:
-        `cut` and `without_loss`; empty where no row is cut.
-    """
+    """`cut`: how many rows TRL will cut to `max_length`, and `without_loss`: how many of these lose every token of the
+    loss and are left out. Empty where no row is cut."""
     limit = args.max_length
     if limit is None or (args.packing and args.packing_strategy != "bfd"):
-        return {}
+        return {}  # rows that are wrapped into others are divided, and none is cut
     long = dataset.filter(lambda ids: len(ids) > limit, input_columns="input_ids")
     if not len(long):
         return {}
@@ -94,12 +77,9 @@ def sft_trainer(
     """A trainer for the sft stage.
 
     Args:
-        args: TRL's configuration.
-        processing_class: tokenizer.
         model: a model with random weights, all of which are trained; or a shared base that carries the policy,
             whose adapter is trained.
         train_dataset: `input_ids`, and `labels` (−100 where a token is not part of the loss) or none.
-        eval_dataset: likewise.
         base_name: name of the base to write into the saved adapter.
         callbacks: as in `Trainer`; the default progress bar is not added if there are any.
     """
@@ -120,7 +100,5 @@ def sft_trainer(
         for parameter in roles.parameters_of("policy"):
             parameter.data = parameter.data.to(torch.float32)
         roles.train_roles("policy")
-    if callbacks:
-        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
-        trainer.remove_callback(PrinterCallback)
+    in_place_of_progress(trainer, callbacks)
     return trainer

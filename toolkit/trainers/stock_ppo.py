@@ -1,28 +1,25 @@
 """The unmodified PPOTrainer of TRL 1.12 on the shared base: parity oracle, and for those who want exactly TRL."""
 
 from dataclasses import fields
+from pathlib import Path
 
-import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
-from toolkit.data import pad_rows
-from toolkit.errors import RecipeError
-from toolkit.models import PolicyView, SharedBase, TokenScoreView
+from toolkit.data import PromptCollator
+from toolkit.errors import ConfigError, Problem
+from toolkit.models import PolicyView, SharedBase, TokenScoreView, save_role
+from toolkit.trainers.common import in_place_of_progress, precision
+from toolkit.trainers.ppo_base import write_model_card
 from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.rollouts import Rollouts
 from toolkit.trainers.self_checks import check_dataset, check_tokenizer
 
 
 def trl_config(args: PPOConfig, rows: int) -> TRLPPOConfig:
-    """Ours as TRL's own class, with the settings that TRL needs spelt out.
-
-    Args:
-        args: ours.
-        rows: prompts in the data set.
-    """
+    """Ours as TRL's own class, for a data set of so many rows, with the settings that TRL needs spelt out."""
     named = {f.name for f in fields(TRLPPOConfig) if f.init} - {"max_steps", "save_strategy", "eval_strategy"}
     ours = {name: getattr(args, name) for name in named}
     ours |= {
@@ -38,24 +35,38 @@ def trl_config(args: PPOConfig, rows: int) -> TRLPPOConfig:
 
 
 def check_trl_loop(args: PPOConfig, processing_class: PreTrainedTokenizerBase, roles: SharedBase) -> None:
-    """TRL's loop can honour the recipe. Nothing is computed, so that a base on the meta device will do.
+    """TRL's loop can do what is asked for. Nothing is computed, so that a base on the meta device will do.
 
     Raises:
-        RecipeError: it cannot, with all reasons.
+        ConfigError: it cannot, with all reasons.
     """
-    problems = []
-    if processing_class.pad_token_id == processing_class.eos_token_id:
-        problems.append(
-            "the tokenizer's pad and eos are one token, which TRL's loop takes for padding: it would never train eos"
-        )
-    if "reward" not in roles.roles or roles.head("reward").out_features != 1:
-        problems.append("TRL's loop scores with a reward adapter of one output, nothing else (scorer.kind: adapter)")
-    if roles.shares_value:
-        problems.append("TRL's loop runs policy and value one after the other: ppo.value must be separate")
-    if args.gradient_checkpointing:
-        problems.append("TRL's loop does not switch checkpointing on: ppo.gradient_checkpointing must be false")
-    if problems:
-        raise RecipeError("ppo.loop: trl cannot run this recipe: " + "; ".join(problems) + ". Use ppo.loop: toolkit.")
+    one_token = processing_class.pad_token_id == processing_class.eos_token_id
+    no_score = "reward" not in roles.roles or roles.head("reward").out_features != 1
+    reasons = [
+        (one_token, "loop", "the tokenizer's pad and eos are one token, which TRL's loop takes for padding."),
+        (no_score, "loop", "TRL's loop scores with a reward adapter of one output, nothing else."),
+        (roles.shares_value, "value", "TRL's loop runs policy and value one after the other: it must be separate."),
+        (args.gradient_checkpointing, "gradient_checkpointing", "TRL's loop does not switch it on: it must be false."),
+    ]
+    if problems := [Problem(wrong, field, "Or use loop: toolkit.") for holds, field, wrong in reasons if holds]:
+        raise ConfigError("loop: trl", problems=problems)
+
+
+def stock_rollouts(trainer: TRLPPOTrainer) -> Rollouts:
+    """What measures the roles of a trainer from `stock_ppo_trainer` in the same way as ours."""
+    roles = trainer.accelerator.unwrap_model(trainer.model).policy.base
+    # Arguments that were made now would take the state of the trainer's accelerator from it.
+    args = trainer.toolkit_args
+    return Rollouts(args, trainer.processing_class, roles, precision(args, roles))
+
+
+def save_stock_roles(trainer: TRLPPOTrainer, folder: Path, *, base_name: str) -> None:
+    """Save what TRL's loop has trained as our trainer would: a PEFT folder a role, and the model card."""
+    roles = stock_rollouts(trainer).roles
+    for role in roles.trained_roles:
+        pad_token_id = trainer.processing_class.pad_token_id
+        save_role(roles, role, folder / role, pad_token_id=pad_token_id, base_name=base_name)
+    write_model_card(trainer, folder, base_name=base_name)
 
 
 def stock_ppo_trainer(
@@ -72,25 +83,16 @@ def stock_ppo_trainer(
     scalar reward head only. Its value model is always separate.
 
     Args:
-        args: the configuration; `loop` is "trl".
-        processing_class: tokenizer.
         roles: carries policy, value, reward and reference.
         train_dataset: prompts with a column `input_ids`.
-        callbacks: added to TRL's.
 
     Raises:
-        RecipeError: a setting that TRL's loop cannot honour.
+        ConfigError: a setting that TRL's loop cannot honour.
     """
     check_trl_loop(args, processing_class, roles)
     check_dataset(train_dataset, args.rollout_batch_size)
     check_tokenizer(processing_class, roles)
     roles.train_roles("policy", "value")
-    pad_token_id = processing_class.pad_token_id
-
-    def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
-        ids, mask = pad_rows([row["input_ids"] for row in rows], pad_token_id=pad_token_id, side="left")
-        return {"input_ids": ids, "attention_mask": mask}
-
     trainer = TRLPPOTrainer(
         args=trl_config(args, len(train_dataset)),
         processing_class=processing_class,
@@ -101,9 +103,9 @@ def stock_ppo_trainer(
         train_dataset=train_dataset,
         # TRL builds a loader over the evaluation set even where it is never read, and None has no length.
         eval_dataset=train_dataset,
-        data_collator=collate,
+        data_collator=PromptCollator(processing_class.pad_token_id),
         callbacks=callbacks,
     )
-    if callbacks:
-        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+    trainer.toolkit_args = args
+    in_place_of_progress(trainer, callbacks)
     return trainer

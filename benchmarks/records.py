@@ -1,0 +1,82 @@
+"""Results as files, and how they get into a page of the docs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from toolkit.reports import versions, write_json
+
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def new_result(kind: str, **values: Any) -> dict[str, Any]:
+    """A result of today on this machine, with these values."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"kind": kind, "date": now, "machine": machine(), "versions": versions(), **values}
+
+
+def result_path(result: Mapping[str, Any], folder: Path) -> Path:
+    """`<date>_<kind>.json`."""
+    return folder / f"{result['date'][:10]}_{result['kind']}.json"
+
+
+def write_result(result: dict[str, Any], folder: Path) -> Path:
+    """Write a result in place of one of the same kind and day.
+
+    Sizes that this one has not run are taken over from that one, if machine, versions and model are the same.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = result_path(result, folder)
+    if "sizes" in result and path.is_file():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if all(earlier[key] == result[key] for key in ("machine", "versions", "model")):
+            repeats = {**earlier["arguments"]["repeats"], **result["arguments"]["repeats"]}
+            sizes = {**earlier["sizes"], **result["sizes"]}
+            result = {**result, "arguments": {**result["arguments"], "repeats": repeats}, "sizes": sizes}
+    return write_json(path, result)
+
+
+def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The newest result of a kind, or None."""
+    files = sorted(folder.glob(f"*_{kind}.json"))
+    return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
+
+
+def where(result: Mapping[str, Any]) -> str:
+    """Date, machine and versions of a result."""
+    machine = result["machine"]
+    gpu = f", {machine['gpu']} with {machine['gpu_memory_gb']:.0f} GB" if "gpu" in machine else ""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        f"{result['date'][:10]}, {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{machine['memory_gb']:.0f} GB{gpu}; {versions}."
+    )
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, its columns but the first aligned to the right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def fill(page: str, begin: str, end: str, text: str) -> str:
+    """A page with another text between two markers.
+
+    Args:
+        page: the page.
+        begin: the text of the marker before it, an HTML comment.
+        end: the text of the marker after it.
+        text: what is to stand between them.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    before, opening, rest = page.partition(f"<!-- {begin} -->\n")
+    _, closing, after = rest.partition(f"<!-- {end} -->")
+    if not opening or not closing:
+        raise ValueError(f'the page lacks the markers "{begin}" and "{end}"')
+    return f"{before}{opening}{text}\n{closing}{after}"

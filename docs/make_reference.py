@@ -1,0 +1,218 @@
+"""The recipe reference, made from the classes that own the sections, so that it cannot go stale.
+
+python -m docs.make_reference docs/recipe_reference.md    (to standard output without a path)
+"""
+
+import toolkit  # noqa: F401  (it sets what the libraries below read when they are imported)
+
+# isort: split
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, TrainingArguments
+from trl import RewardConfig as TRLRewardConfig
+from trl import SFTConfig
+from trl.experimental.ppo import PPOConfig as TRLPPOConfig
+
+from toolkit.data import TASKS
+from toolkit.rewards import DEFAULT_KIND, SCORERS
+from toolkit.settings import declared, range_of, type_name
+from toolkit.spec.keys import owner_fields
+from toolkit.spec.sections import ADAPTER_ROLES, DATA_SECTIONS, PLAIN_SECTIONS
+from toolkit.spec.show import as_yaml, owner_defaults, top_level_defaults
+from toolkit.spec.stage import SET_BY_A_RUN, WITHOUT_EFFECT
+from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.q_config import QConfig
+from toolkit.trainers.reward_config import RewardConfig
+
+_HEADER = """\
+# Recipe reference
+
+Written by `make docs` from the classes that own the sections: change those, not this file.
+
+A recipe is a YAML mapping of the sections below. Any key can be given on the command line as `section.key=value`;
+`${{seed}}` inserts the value of another key. `toolkit show RECIPE` shows a recipe beside the defaults, and
+`toolkit check RECIPE` checks it. A field without a default has to be given.
+
+| key | what |
+|---|---|
+| `about` | a sentence on the recipe |
+| `seed` | a whole number for all stages; {seed} by default |"""
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A class whose fields are described by its owner."""
+
+    owner: type
+    whose: str
+    docs: str
+
+    def __str__(self) -> str:
+        name, count = self.owner.__name__, len(owner_fields(self.owner))
+        return f"The {count} fields of {self.whose} `{name}`, by its own names: [{name}]({self.docs})."
+
+
+_DOCS = "https://huggingface.co/docs"
+_ELSEWHERE = {
+    "lora": _Elsewhere(LoraConfig, "PEFT's", f"{_DOCS}/peft/package_reference/lora#peft.LoraConfig"),
+    "quantization": _Elsewhere(
+        BitsAndBytesConfig,
+        "transformers'",
+        f"{_DOCS}/transformers/main_classes/quantization#transformers.BitsAndBytesConfig",
+    ),
+    "sft": _Elsewhere(SFTConfig, "TRL's", f"{_DOCS}/trl/sft_trainer#trl.SFTConfig"),
+    "q": _Elsewhere(
+        TrainingArguments, "transformers'", f"{_DOCS}/transformers/main_classes/trainer#transformers.TrainingArguments"
+    ),
+    "reward": _Elsewhere(TRLRewardConfig, "TRL's", f"{_DOCS}/trl/reward_trainer#trl.RewardConfig"),
+}
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:]
+
+
+def summary(owner: type) -> str:
+    """The text of a class's docstring before `Args:`, less a leading "Section `x`"."""
+    text = re.split(r"^(?:Args|Raises|Example):\n", inspect.getdoc(owner) or "", maxsplit=1, flags=re.MULTILINE)[0]
+    paragraphs = re.sub(r"^Section `\w+`[:.]\s*", "", text).strip().split("\n\n")
+    return "\n\n".join(_sentence(paragraph) for paragraph in paragraphs)
+
+
+def described(owner: type) -> dict[str, str]:
+    """What the `Args:` in the docstrings of a class and those that it inherits from say about each field."""
+    texts: dict[str, str] = {}
+    for part in reversed(owner.__mro__):
+        section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(part.__doc__ or ""), re.MULTILINE | re.DOTALL)
+        entries = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", section.group(1) if section else "", re.M | re.S)
+        texts |= {name: _sentence(text) for name, text in entries}
+    return texts
+
+
+def helped(owner: type) -> dict[str, str]:
+    """What the metadata of a dataclass's fields say; argparse's `%%` is a per cent sign."""
+    helps = {}
+    for f in fields(owner) if is_dataclass(owner) else ():
+        condition = [f"With {other}: {needed}." for other, needed in f.metadata.get("only_with", {}).items()]
+        helps[f.name] = " ".join([*condition, _sentence(f.metadata.get("help", ""))]).replace("%%", "%")
+    return {name: text for name, text in helps.items() if text}
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def table(owner: type, names: Iterable[str]) -> list[str]:
+    """A markdown table of some fields of a class: name, type, default, what it is."""
+    types, defaults = owner_fields(owner), owner_defaults(owner)
+    texts = {**helped(owner), **described(owner)}
+    lines = ["| field | type | default | what |", "|---|---|---|---|"]
+    for name in names:
+        default = f"`{as_yaml(defaults[name])}`" if name in defaults else ""
+        allowed = range_of(owner, name)
+        kind = type_name(types[name]) + (f": {allowed.words}" if allowed else "")
+        lines.append(f"| `{name}` | {_cell(kind)} | {_cell(default)} | {_cell(texts.get(name, ''))} |")
+    return lines
+
+
+def _plain_section(name: str, owner: type) -> Iterator[str]:
+    yield from (f"## {name}", "", summary(owner), "") if summary(owner) else (f"## {name}", "")
+    yield from table(owner, owner_fields(owner))
+    yield ""
+    if "quantization" in owner_fields(owner):
+        yield from (f"### {name}.quantization", "", str(_ELSEWHERE["quantization"]), "")
+
+
+def _data_sections() -> Iterator[str]:
+    own = " and ".join(f"`{section}`" for section in DATA_SECTIONS[1:])
+    yield from ("## data", "")
+    yield f"The field `task` names the task, and the others are that task's. {own}, of the same form, are for one stage"
+    yield from ("and come before `data` there.", "")
+    for task, owner in TASKS.items():
+        yield from (f"### data, task: {task}", "", summary(owner), "")
+        yield from table(owner, [name for name in owner_fields(owner) if name != "tokenizer"])
+        yield ""
+
+
+def _refused(stage: str) -> Iterator[str]:
+    """A table of the fields that a stage refuses, the reason of most of them last."""
+    run = {name: problem.wrong.rstrip(".") for name, problem in SET_BY_A_RUN.items()}
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in {**WITHOUT_EFFECT[stage], **run}.items():
+        by_reason.setdefault(reason, []).append(name)
+    yield from ("| field | why |", "|---|---|")
+    for reason, names in sorted(by_reason.items(), key=lambda item: len(item[1])):
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {_cell(_sentence(reason))} |"
+
+
+def _scorer_sections() -> Iterator[str]:
+    yield from ("## scorer", "")
+    yield "Where a response's score comes from. `docs/rewards.md` shows each kind. The field `kind` names it, by"
+    yield from (f"default `{DEFAULT_KIND}`, and the others are that kind's.", "")
+    for kind, owner in SCORERS.items():
+        yield from (f"### scorer, kind: {kind}", "", summary(owner), "")
+        own_first = sorted(owner_fields(owner), key=lambda name: name not in vars(owner)["__annotations__"])
+        yield from table(owner, [name for name in own_first if name != "weight"])
+        yield ""
+    yield from ("### scorer.quantization", "", str(_ELSEWHERE["quantization"]), "")
+
+
+def _ppo_section() -> Iterator[str]:
+    yield from ("## ppo", "", inspect.getdoc(PPOConfig) or "", "")
+    groups: dict[str, list[str]] = {"from the toolkit": [], "from TRL": [], "from transformers": []}
+    for name in owner_fields(PPOConfig):
+        if name not in {*WITHOUT_EFFECT["ppo"], *SET_BY_A_RUN}:
+            shared = "from transformers" if name in owner_fields(TrainingArguments) else "from TRL"
+            groups[shared if name in owner_fields(TRLPPOConfig) else "from the toolkit"].append(name)
+    for title, names in groups.items():
+        yield from (f"### ppo: {title}", "", *table(PPOConfig, names), "")
+    yield from ("### ppo: refused", "")
+    yield "Fields of `PPOConfig` that are refused with `loop: toolkit`, where they would have no effect."
+    yield from ("", *_refused("ppo"))
+
+
+def _q_section() -> Iterator[str]:
+    yield from ("## q", "", inspect.getdoc(QConfig) or "", "")
+    ours = [name for name in declared(QConfig) if name not in owner_fields(TrainingArguments)]
+    yield from ("### q: from the toolkit", "", *table(QConfig, ours), "")
+    yield from ("### q: from transformers", "", str(_ELSEWHERE["q"]), "", "Of these are refused, having no effect:", "")
+    yield from _refused("q")
+
+
+def reference() -> str:
+    """All sections of a recipe as markdown."""
+    lines = [_HEADER.format(**top_level_defaults()), ""]
+    for name, owner in PLAIN_SECTIONS.items():
+        lines += _plain_section(name, owner)
+        if name == "base":
+            lines += _data_sections()
+            roles = ", ".join(f"`{role}`" for role in ADAPTER_ROLES)
+            lines += ["## adapters", "", f"A LoRA configuration for each of the roles {roles}.", ""]
+            lines += [str(_ELSEWHERE["lora"]), "", *_scorer_sections()]
+    for name in ("sft", "reward"):
+        lines += [f"## {name}", "", str(_ELSEWHERE[name]), ""]
+    lines += ["### reward: from the toolkit", "", *table(RewardConfig, declared(RewardConfig)), ""]
+    lines += [*_ppo_section(), "", *_q_section()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    """Write the reference to the file that is named, or to standard output."""
+    if not arguments:
+        print(reference(), end="")
+        return
+    path = Path(arguments[0])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(reference(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,64 @@
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import run as driver
+from benchmarks import worker
+from benchmarks.reward_arms import Job
+from tests.benchmarks.examples import BY_HAND, SIZE, one_round
+from tests.conftest import tiny_model
+from tests.tiny_runs import byte_tokenizer, save_llama
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<pad>"  # TRL's masks come from pad ids
+    return str(save_llama(tmp_path_factory.mktemp("bench"), tokenizer))
+
+
+@pytest.fixture(scope="session")
+def work(checkpoint):
+    return worker.sample(checkpoint, SIZE)
+
+
+@pytest.fixture(scope="session")
+def result(checkpoint):
+    """The driver's result of two rounds, with made-up figures, and the steps that it asked for."""
+    asked = []
+    figures = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0, "policy_gradient": 1.0,
+               "value_head_gradient": 1.0}  # fmt: skip
+
+    def step(name, *, model, work, contender=None, size=None, updates=None):
+        asked.append((name, contender))
+        if name == "sample":
+            replace(BY_HAND, size=replace(BY_HAND.size, epochs=1)).write(work)
+            return {}
+        one = one_round()
+        return {"compare": figures, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
+
+    console = Console(file=io.StringIO())
+    saved = []
+
+    def save(so_far):
+        saved.append(len(so_far["sizes"]["base"]["rounds"]))
+
+    found = driver.run(checkpoint, repeats={"base": 2}, updates=1, console=console, save=save, step=step)
+    assert saved == [1, 2]  # a benchmark that is stopped keeps its rounds
+    return found, asked, console.file.getvalue()
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory):
+    example = str(Path(__file__).parents[2] / "data" / "preferences_example.jsonl")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    model = tiny_model(size=64)
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    return Job(str(folder), example, example, 0, 8, 4, 1e-3, 300, 300)

@@ -1,0 +1,40 @@
+"""Work and figures that can be checked by hand."""
+
+from benchmarks.work import Size, Work
+
+SIZE = Size(rollouts=4, response_length=10, micro_batch=2)
+BY_HAND = Work(
+    size=Size(rollouts=2, response_length=4, micro_batch=1, epochs=2),
+    prompt_ids=[[5, 6, 7], [8, 9, 5, 6, 8]],
+    sampled=[[10, 11, 12, 13], [14, 15, 16, 17]],
+    lengths=[4, 2],
+    eos_token_id=2,
+)
+
+
+def one_round(slow=1.0):
+    """Round figures; `slow` stretches what is not ours."""
+    totals = {
+        "ours-separate-bf16": 20, "ours-shared-bf16": 12, "ours-separate-nf4": 30, "ours-shared-nf4": 15,
+        "stock-full": 20 * slow, "stock-peft": 25 * slow, "stock-views": 10 * slow,
+    }  # fmt: skip
+    memory = {"ours-separate-bf16": 2.2, "ours-shared-bf16": 2.4, "ours-separate-nf4": 2.0, "ours-shared-nf4": 2.5,
+              "stock-full": 4.0, "stock-peft": 5.0, "stock-views": 3.0}  # fmt: skip
+    return {
+        "contenders": {
+            name: {
+                "updates": [{"rollout": seconds / 4, "score": seconds / 4, "update": seconds / 2}],
+                "memory_gb": {"resident": memory[name]},
+            }
+            for name, seconds in totals.items()
+        },
+        "floor": {
+            value: {"seconds": {"rollout": 1.0, "score": 1.0, "update": least}, "parts": []}
+            for value, least in (("separate", 3.0), ("shared", 1.0))
+        },
+    }
+
+
+def scored_arm(arm, job):
+    shift = {"trl-bf16": 0.0, "ours-nf4": 0.1, "ours-nf4-token-level": -0.1}[arm]
+    return {"arm": arm, "seed": job.seed, "margins": [shift + 1, shift - 1, shift + job.seed], "seconds": 1.0}

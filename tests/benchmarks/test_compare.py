@@ -1,0 +1,40 @@
+import pytest
+
+from benchmarks import contenders, worker
+from benchmarks.compare import check_equal, differences
+from benchmarks.contenders import CONTENDERS
+from benchmarks.errors import BenchmarkError
+
+
+@pytest.fixture(scope="module")
+def compared(checkpoint, work):
+    return {name: worker.compare(checkpoint, work, name) for name in ("ours-separate-bf16", "ours-shared-bf16")}
+
+
+@pytest.mark.parametrize("name", ["stock-full", "stock-peft", "stock-views"])
+def test_stock_computes_the_same_as_ours(name, checkpoint, work, compared):
+    found = {**compared, name: worker.compare(checkpoint, work, name)}
+    check_equal(found)
+    assert found[name]["policy_gradient"] > 0 and found[name]["value_head_gradient"] > 0
+
+
+def test_a_contender_that_starts_elsewhere_is_refused(checkpoint, work, compared, monkeypatch):
+    seed_head = contenders.seed_head
+    monkeypatch.setattr(contenders, "seed_head", lambda weight, role: seed_head(weight, f"another {role}"))
+    found = {**compared, "stock-full": worker.compare(checkpoint, work, "stock-full")}
+    with pytest.raises(BenchmarkError, match=r"nothing is timed\. .*value_loss: \S+ in stock-full, \S+ in ours-sep"):
+        check_equal(found)
+
+
+def test_what_differs_is_named():
+    same = {"score": 1.0, "kl": 0.0, "entropy": 50.0, "policy_loss": 0.0, "value_loss": 0.5, "policy_gradient": 1.0,
+            "value_head_gradient": 1.0}  # fmt: skip
+    found = {name: dict(same) for name in CONTENDERS}
+    assert differences(found) == []
+    found["stock-peft"]["value_loss"] = 0.53
+    found["ours-shared-bf16"]["policy_gradient"] = 9.0  # holds the value loss too: not compared
+    found["ours-shared-nf4"]["kl"] = float("nan")
+    assert differences(found) == [
+        "kl: nan in ours-shared-nf4, 0 in ours-separate-nf4",
+        "value_loss: 0.53 in stock-peft, 0.5 in ours-separate-bf16",
+    ]

@@ -1,0 +1,44 @@
+import json
+
+import pytest
+
+from benchmarks import demonstrations
+from benchmarks.demonstrations import DEMONSTRATIONS, recipe_of_arm
+from toolkit import recipes
+from toolkit.spec.sections import STAGE_CLASSES
+from toolkit.spec.validate import check_recipe
+
+
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_each_arm_of_a_demonstration_is_a_recipe_that_differs_in_what_it_says(name):
+    demonstration = DEMONSTRATIONS[name]
+    start = recipes.load(demonstration.recipe, runs_dir="nowhere")
+    seen = []
+    for arm in demonstration.arms.values():
+        values = recipe_of_arm(start, arm, demonstration)
+        assert check_recipe(values) == []
+        assert values.keys() & STAGE_CLASSES.keys() == {"ppo"}  # what comes before is there, once for all arms
+        assert ("policy" in values["start"]) == (start.base.model is not None and "sft" in start.values)
+        config = STAGE_CLASSES["ppo"](output_dir="unused", use_cpu=True, bf16=False, **values["ppo"])
+        assert config.max_steps == demonstration.updates
+        assert all(getattr(config, key) == value for key, value in arm.ppo.items())
+        seen.append(values)
+    assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
+
+
+def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, monkeypatch):
+    curve = [{"update": u, "score": 0.1 * u, "kl": 0.2 * u, "exact_match": u / 10} for u in (5, 10)]
+    one = {"after": {"exact_match": 0.5, "score": -1.0, "kl": 2.0}, "curve": curve, "value_loss": [[5, 1.0], [10, 0.5]]}
+    two = {**one, "after": {"exact_match": 0.7, "score": -2.0, "kl": 4.0}}
+    arms = {name: {"0": one, "1": two} for name in DEMONSTRATIONS["value"].arms}
+    about = {"machine": {"processor": "a chip", "threads": 1}, "date": "2026-01-01", "demonstration": "value"}
+    (tmp_path / "value.json").write_text(json.dumps({**about, "arms": arms}))
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- value: made by benchmarks.demonstrations -->\nold\n<!-- end of value -->\nAfter.\n")
+    monkeypatch.setattr(demonstrations, "DOCS", tmp_path)
+    monkeypatch.setattr(demonstrations, "PAGE", page)
+    demonstrations.show(tmp_path / "value.json")
+    text = page.read_text()
+    assert "| 0.600 (0.500–0.700) | -1.500 (-2.000–-1.000) | 3.000 (2.000–4.000) |" in text and "old" not in text
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "a chip, 1 thread(s), 2026-01-01." in text
+    assert "</svg>" in (tmp_path / "figures" / "value.svg").read_text()

@@ -1,0 +1,30 @@
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.bnb import Linear4bit as LoraLinear4bit
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.contenders import add_roles
+from benchmarks.random_llama import LLAMA_8B, TINY, outline, random_llama, weight_gigabytes
+from toolkit.models import SharedBase
+
+
+def test_the_8b_shape_is_that_of_llama_3_1():
+    assert sum(p.numel() for p in outline(LlamaConfig(**LLAMA_8B)).parameters()) == 8_030_261_248
+
+
+def test_the_random_llama_is_what_loading_in_4_bit_gives():
+    model = random_llama(TINY, torch.device("cpu"))
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    # PEFT's layer for 4 bits is another than for 16, with other casts, and so other seconds and memory.
+    adapted = add_roles(SharedBase(random_llama(TINY, torch.device("cpu"))), "shared").causal_lm
+    assert {type(layer) for layer in adapted.modules() if isinstance(layer, LoraLayer)} == {LoraLinear4bit}
+    layers = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    assert len(layers) == 2 * 7 and not any("lm_head" in name for name in layers)
+    plain = LlamaForCausalLM(LlamaConfig(**TINY))
+    assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    quantised = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    in_16_bits = 2 * 512 * 64 + 5 * 64
+    assert weight_gigabytes(model) * 1e9 == pytest.approx(quantised / 2 + 2 * in_16_bits, rel=0.02)  # scales: 1.6 %
+    assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()

@@ -1,0 +1,40 @@
+import io
+import subprocess
+
+import pytest
+from rich.console import Console
+
+from benchmarks import run as driver
+from benchmarks.contenders import CONTENDERS
+from benchmarks.errors import BenchmarkError
+from tests.benchmarks.examples import BY_HAND
+from tests.tiny_runs import REPOSITORY
+
+
+def test_losses_first_and_then_all_contenders_in_turn_in_each_round(result):
+    _, asked, shown = result
+    names = list(CONTENDERS)
+    one_round = [*(("time", name) for name in names), ("floor", None)]
+    assert asked == [("sample", None), *(("compare", name) for name in names), *one_round, *one_round]
+    assert "base, round 2/2, stock-peft: rollout 6.2, score 6.2, update 12.5, total 25.0 s an update, 5.00 GB" in shown
+
+
+def test_contenders_that_compute_something_else_are_not_timed(checkpoint, monkeypatch):
+    def step(name, *, model, work, contender=None, **_):
+        if name == "sample":
+            BY_HAND.write(work)
+            return {}
+        assert name == "compare"
+        value = 2.0 if contender == "stock-views" else 1.0
+        return {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": value,
+                "policy_gradient": 1.0, "value_head_gradient": 1.0}  # fmt: skip
+
+    with pytest.raises(BenchmarkError, match="value_loss: 2 in stock-views, 1 in ours-separate-bf16"):
+        console = Console(file=io.StringIO())
+        driver.run(checkpoint, repeats={"base": 1}, updates=1, console=console, save=pytest.fail, step=step)
+
+
+def test_make_bench_without_a_model_says_so():
+    done = subprocess.run(["make", "-n", "bench"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "make bench needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct." in done.stderr

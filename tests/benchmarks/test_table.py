@@ -1,0 +1,30 @@
+import pytest
+
+from benchmarks import records, table
+
+
+def test_the_page_is_filled_from_the_newest_result_of_each_kind(result, tmp_path):
+    found, _, _ = result
+    page = "".join(f"<!-- {kind} results -->\nold\n<!-- end of {kind} results -->\n" for kind in table.KINDS)
+    records.write_result({**found, "date": "2020-01-01T00:00:00+00:00"}, tmp_path)
+    records.write_result({**found, "date": "2020-01-02T00:00:00+00:00"}, tmp_path)
+    filled = table.filled(page, tmp_path)
+    assert "2020-01-02" in filled and "2020-01-01" not in filled and "old" not in filled
+    assert "<!-- gpu results -->\nNo result yet.\n<!-- end" in filled
+    row = next(line for line in filled.splitlines() if line.startswith("| ours, shared value, bf16"))
+    assert row == (
+        "| ours, shared value, bf16 | 3.00 | 3.00 | 6.00 | 12.00 | 0.17 | 2 / 5 / 2 | 2.40 | 1.67 (1.67–1.67) | "
+        "0.60 (0.60–0.60) | 4.00 (4.00–4.00) |"
+    )
+    assert "| floor, separate value | 1.00 | 1.00 | 3.00 | 5.00 |" in filled
+    assert (
+        "- ours, shared value, NF4: at least 1.4 × the speed of the fastest stock form: 1.333, missed by 0.067"
+        in filled
+    )
+    with pytest.raises(ValueError, match='lacks the markers "cpu results" and "end of cpu results"'):
+        table.filled("no markers")
+
+
+def test_the_docs_have_the_tables_of_the_committed_results():
+    page = table.PAGE.read_text(encoding="utf-8")
+    assert page == table.filled(page), "run python -m benchmarks.table"

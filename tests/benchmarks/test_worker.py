@@ -1,0 +1,12 @@
+import pytest
+
+from benchmarks import worker
+from benchmarks.work import PHASES
+
+
+@pytest.mark.parametrize("name", ["ours-shared-nf4", "stock-full"])
+def test_every_phase_of_every_measured_update_is_timed(name, checkpoint, work):
+    found = worker.measure(checkpoint, work, name, updates=2)
+    assert [set(update) for update in found["updates"]] == [set(PHASES)] * 2
+    assert all(seconds > 0 for update in found["updates"] for seconds in update.values())
+    assert found["memory_gb"]["resident"] > 0

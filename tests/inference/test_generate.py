@@ -1,0 +1,116 @@
+"""Responses to prompts of all kinds, by the command line and from Python."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import TextStreamer
+
+from tests.tiny_runs import command_here
+from toolkit import recipes
+from toolkit.inference.generate import converse, generate, prompts_of, respond
+from toolkit.inference.saved_run import open_run, trained_sampler
+
+
+def test_the_best_of_several_responses(trained, tmp_path):
+    folder, _ = trained
+    done = command_here(
+        "generate", "chat", "Hello", "Bye", "--num-samples", "4", "--temperature", "1.5", "--output",
+        tmp_path / "out.jsonl", cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all(len(row["candidates"]) == 4 for row in rows)
+    for row in rows:
+        best = max(row["candidates"], key=lambda candidate: candidate["score"])
+        assert row["policy"] == best["response"] and row["score"] == best["score"]
+    assert "the best of 4" in done.stdout and "KL at most" in done.stdout and "0.6363" in done.stdout
+    means = [sum(c["score"] for c in row["candidates"]) / 4 for row in rows]
+    assert f"{sum(means) / 2:.4f}" in done.stdout and f"{sum(row['score'] for row in rows) / 2:.4f}" in done.stdout
+    refused = command_here("generate", "chat", "Hello", "--num-samples", "4", "--compare", cwd=folder)
+    assert refused.returncode == 1 and "leave out --compare" in refused.stderr
+
+
+def test_generate_shows_and_writes_both(trained, tmp_path):
+    folder, _ = trained
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Is it late?\n")
+    done = command_here(
+        "generate", "chat", "Hello", "--file", prompts, "--compare", "--output", tmp_path / "out.jsonl", cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["Hello", "Is it late?"]
+    assert all(row.keys() == {"prompt", "policy", "reference"} for row in rows)
+    assert "policy" in done.stdout and "reference" in done.stdout
+    assert len(generate(open_run("chat", runs_dir=folder / "runs"), number=3)) == 3
+
+
+def test_a_file_of_prompts_has_the_columns_of_the_recipe_s_data(trained, tmp_path):
+    _, recipe = trained
+    asked = recipe.values["data"] | {"columns": {"prompt": "question"}}
+    recipe = replace(recipe, values={**recipe.values, "data": asked})
+    path = tmp_path / "ask.csv"
+    path.write_text("question,topic\nCapital?,towns\n")
+    texts, rows = prompts_of(recipe, (), path, 5)
+    ids = recipe.task.prompt_ids([{"role": "user", "content": "Capital?"}])
+    assert texts == ["Capital?"] and rows == [{"input_ids": list(ids)}]
+    path.write_text("prompt,topic\nRiver?,towns\n")  # and those that every file may have
+    assert prompts_of(recipe, (), path, 5)[0] == ["River?"]
+
+
+def test_a_streamed_response_is_the_response(trained):
+    _, recipe = trained
+    sampler = trained_sampler(recipe, temperature=0.0, max_new_tokens=5)
+    row = {"input_ids": recipe.task.prompt_ids([{"role": "user", "content": "Hi"}])}
+
+    class Kept(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text, stream_end=False):
+            self.text += text
+
+    kept = Kept(recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    assert respond(sampler, [row], streamer=kept) == [kept.text]
+
+
+def test_a_conversation_is_remembered_until_reset(trained, capsys):
+    _, recipe = trained
+    sampler = trained_sampler(recipe, temperature=0.0, max_new_tokens=4)
+    asked = []
+    real = type(recipe.task).prompt_ids
+
+    def watched(self, messages):
+        asked.append([(m["role"], m["content"]) for m in messages])
+        return real(self, messages)
+
+    lines = iter(["Hi", "", "/compare", "And you?", "/nonsense", "/reset", "Again", "/quit", "never read"])
+    shown = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(recipe.task), "prompt_ids", watched)
+        converse(recipe, sampler, read=lambda _: next(lines), write=shown.append)
+    (response,) = respond(sampler, [{"input_ids": recipe.task.prompt_ids([{"role": "user", "content": "Hi"}])}])
+    assert asked == [
+        [("user", "Hi")],
+        [("user", "Hi"), ("assistant", response), ("user", "And you?")],
+        [("user", "Again")],
+    ]
+    assert shown.count("[policy]") == 2 and shown.count("[reference]") == 2  # from /compare on
+    assert "no command /nonsense; there are /reset, /compare and /quit" in shown
+    assert response in capsys.readouterr().out  # streamed
+    assert shown.count(f"(cut at {sampler.response_length} tokens; --max-new-tokens lets it say more)") >= 1
+    assert next(lines) == "never read"
+
+
+def test_a_conversation_ends_with_the_input(trained):
+    def closed(_):
+        raise EOFError
+
+    converse(trained[1], trained_sampler(trained[1]), read=closed, write=lambda _: None)
+
+
+def test_a_prompt_that_the_data_cannot_take_is_an_error_not_an_end(trained):
+    doubling = recipes.load("doubling")
+    with pytest.raises(ValueError, match="not in the vocabulary"):
+        doubling.task.prompt_ids([{"role": "user", "content": "What is 2 × 5487?"}])
+    assert not doubling.task.chats

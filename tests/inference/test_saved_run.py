@@ -1,0 +1,113 @@
+"""A trained run, opened again."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny_runs import chat_recipe, command_here
+from toolkit.errors import AdapterError, RecipeError
+from toolkit.inference.generate import respond
+from toolkit.inference.saved_run import open_run, policy_folder, trained_sampler
+from toolkit.models import load_base, merge_adapter
+from toolkit.runs import stages
+
+
+def test_a_run_is_opened_by_name_or_folder(trained):
+    folder, recipe = trained
+    for run in ("chat", str(folder / "runs" / "chat")):
+        opened = open_run(run, "seed=5", runs_dir=folder / "runs")
+        assert opened.folder == recipe.folder and opened.seed == 5
+    with pytest.raises(RecipeError, match='no run "chatt" in .*runs. There are chat.'):
+        open_run("chatt", runs_dir=folder / "runs")
+    with pytest.raises(RecipeError, match="There is none yet: make ppo trains one."):
+        open_run("chat", runs_dir=folder / "nowhere")
+
+
+def test_an_unfinished_run_is_named_with_the_command_that_finishes_it(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint)
+    stages.claim(recipe, "ppo", overwrite=False)
+    with pytest.raises(RecipeError, match="its ppo stage has not finished. Finish it with toolkit ppo .*--run chat"):
+        open_run("chat", runs_dir=tmp_path / "runs")
+
+
+def plain_generation(model, tokenizer, ids, length):
+    """The text of transformers' own greedy decoding, and the smallest gap between its two likeliest tokens."""
+    output = model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=length, do_sample=False,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, return_dict_in_generate=True,
+        output_logits=True,
+    )  # fmt: skip
+    best = torch.cat(output.logits).topk(2).values
+    text = tokenizer.decode(output.sequences[0, len(ids) :], skip_special_tokens=True)
+    return text, float((best[:, 0] - best[:, 1]).min())
+
+
+def test_responses_are_those_of_plain_peft(trained):
+    """In float32: in bfloat16 two tokens of a random model are often within rounding, which differs between CPUs."""
+    folder, _ = trained
+    recipe = open_run("chat", "base.dtype=float32", runs_dir=folder / "runs")
+    sampler = trained_sampler(recipe, temperature=0.0, max_new_tokens=5)
+    prompts = [recipe.task.prompt_ids([{"role": "user", "content": text}]) for text in ("Hi", "How are you?", "a")]
+    base = load_base(recipe.base_path, quantization=recipe.quantization(), dtype="float32")
+    reference, gaps = zip(*(plain_generation(base, recipe.tokenizer, ids, 5) for ids in prompts), strict=True)
+    plain = PeftModel.from_pretrained(base, str(policy_folder(recipe)))
+    policy, more = zip(*(plain_generation(plain, recipe.tokenizer, ids, 5) for ids in prompts), strict=True)
+    assert min(*gaps, *more) > 1e-5, "a choice hangs on rounding: take other prompts"
+    rows = [{"input_ids": ids} for ids in prompts]
+    assert tuple(respond(sampler, rows)) == policy != reference
+    assert tuple(respond(sampler.reference, rows)) == reference
+
+
+def test_logits_in_the_run_s_own_precision_are_those_of_plain_peft(trained):
+    """Up to the rounding of bfloat16, in which autocast computes the adapters that plain PEFT computes in float32."""
+    _, recipe = trained
+    roles = trained_sampler(recipe).roles
+    ids = torch.tensor([recipe.task.prompt_ids([{"role": "user", "content": "How are you?"}])])
+    base = load_base(recipe.base_path, quantization=recipe.quantization())
+    with torch.no_grad():
+        reference = base(input_ids=ids).logits.float()
+        plain = PeftModel.from_pretrained(base, str(policy_folder(recipe)))(input_ids=ids).logits.float()
+        with roles.role("policy"), roles.autocast():
+            ours = roles(input_ids=ids).logits.float()
+    effect, error = (plain - reference).abs().max(), (ours - plain).abs().max()
+    assert error < 0.1 * effect
+
+
+def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
+    folder, recipe = trained
+    done = command_here("export", "chat", tmp_path / "adapter", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    merged = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
+    assert merged.returncode == 0 and "the logits differ" in merged.stdout, merged.stderr
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    ids = torch.tensor([tokenizer("Hello there")["input_ids"]])
+    base = AutoModelForCausalLM.from_pretrained(recipe.base_path, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        untouched = base(input_ids=ids).logits.float()
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids).logits.float()
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert whole.dtype is torch.bfloat16 and not hasattr(whole.config, "quantization_config")
+        merged_logits = whole.eval()(input_ids=ids).logits.float()
+    error = (merged_logits - adapted).abs().max()
+    assert error < 0.05 * (adapted - untouched).abs().max()
+    assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
+    again = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
+    assert again.returncode == 1 and "is not empty. Name a new one: toolkit export RUN FOLDER" in again.stderr
+
+
+def test_nothing_is_merged_into_four_bits(trained):
+    _, recipe = trained
+    base = load_base(recipe.base_path, quantization=recipe.quantization())
+    with pytest.raises(AdapterError, match="never merged into a quantised base"):
+        merge_adapter(base, policy_folder(recipe), torch.tensor([[3, 4, 5]]))
+
+
+def test_the_difference_of_a_merge_is_measured(trained):
+    _, recipe = trained
+    base = load_base(recipe.base_path, dtype="float32")
+    merged = merge_adapter(base, policy_folder(recipe), torch.tensor([[3, 4, 5, 6]]))
+    assert merged.largest < 1e-4 * merged.scale and merged.agreement == 1.0
+    with torch.no_grad():
+        logits = merged.model(input_ids=torch.tensor([[3, 4, 5, 6]])).logits
+    assert float(logits.abs().max()) == pytest.approx(merged.scale, rel=1e-3)

@@ -1,0 +1,25 @@
+import pytest
+
+from tests.conftest import lora
+from tests.trainers.helpers import own_classifier
+from toolkit.errors import AdapterError, ModelError
+from toolkit.models import add_lora, check_reads_tokens, head_name
+
+
+def test_a_head_by_either_name_under_an_adapter_too():
+    bert, llama = own_classifier("bert"), own_classifier("llama")
+    assert (head_name(bert), head_name(llama), head_name(add_lora(llama, lora()))) == ("classifier", "score", "score")
+    del bert.classifier
+    with pytest.raises(ModelError, match="is called neither score nor classifier"):
+        head_name(bert)
+
+
+def test_a_head_that_reads_the_whole_sequence_cannot_be_read_at_every_token():
+    check_reads_tokens(add_lora(own_classifier("llama"), lora()))
+    with pytest.raises(ModelError, match="^loss: token_level reads the head at every token, and that of a BertForSeq"):
+        check_reads_tokens(own_classifier("bert"))
+
+
+def test_an_adapter_that_does_not_fit():
+    with pytest.raises(AdapterError, match="No modules were targeted"):
+        add_lora(own_classifier("bert"), lora().__class__(target_modules=["q_proj"]))

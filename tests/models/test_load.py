@@ -1,0 +1,203 @@
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
+
+from tests.conftest import ARCHITECTURES, lora, randomize, tiny_model
+from tests.tolerances import RELATIVE
+from tests.trainers.helpers import own_classifier
+from toolkit.data import doubling
+from toolkit.errors import ModelError
+from toolkit.models import (
+    META,
+    ModelSpec,
+    Sequences,
+    SharedBase,
+    load_base,
+    load_model,
+    response_logprobs,
+)
+from toolkit.models.load import model_config, random_config
+
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16,
+)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_real_nf4_with_double_quantisation(architecture, tmp_path):
+    import bitsandbytes as bnb
+
+    tiny_model(architecture, size=128).save_pretrained(tmp_path)
+    model = load_base(str(tmp_path), quantization=NF4)
+    # Looked at before any forward pass: the CPU kernel then holds the weights in a layout of its own.
+    quantised = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    assert len(quantised) >= 2 * 6
+    assert all(m.weight.quant_state.quant_type == "nf4" and m.weight.quant_state.nested for m in quantised)
+    assert all(m.weight.nbytes == m.in_features * m.out_features // 2 for m in quantised)  # two weights a byte
+    base = SharedBase(model)
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    randomize(base, "policy")
+    base.train_roles("policy")
+    sequences = Sequences.from_ids([[1, 4, 9]], [[12, 13, 2]], pad_token_id=0)
+    base.train()
+    with torch.autocast("cpu", torch.bfloat16), base.role("policy"):
+        response_logprobs(base, sequences).sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in base.parameters_of("policy"))
+    assert all(p.dtype == torch.float32 for p in base.parameters_of("policy"))
+    assert not any(p.requires_grad for n, p in base.named_parameters() if "lora_" not in n)
+
+
+def test_nf4_gradients_on_a_cpu_are_those_of_the_dequantised_model(tmp_path):
+    tiny_model(size=128).save_pretrained(tmp_path)
+    exact = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    sequences = Sequences.from_ids([[1, 4, 9]], [[12, 13, 2]], pad_token_id=0)
+    found = []
+    for dequantise in (False, True):
+        model = load_base(str(tmp_path), quantization=exact, dtype="float32")
+        base = SharedBase(model.dequantize() if dequantise else model)
+        base.add_role("policy", lora())
+        randomize(base, "policy")
+        base.train_roles("policy")
+        # A rollout comes first. Left to itself bitsandbytes then repacks the weights, and the gradient is wrong.
+        with base.role("policy"), base.in_eval_mode(), torch.no_grad():
+            response_logprobs(base, sequences)
+        base.train()
+        with base.role("policy"):
+            response_logprobs(base, sequences).sum().backward()
+        found.append([p.grad for p in base.parameters_of("policy")])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() < RELATIVE * theirs.abs().max()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architectures_load_unquantised_and_frozen(architecture, tmp_path):
+    tiny_model(architecture).save_pretrained(tmp_path)
+    model = load_base(str(tmp_path), dtype="float32")
+    assert not any(p.requires_grad for p in model.parameters())
+    base = SharedBase(model)
+    base.add_role("reward", lora())
+    assert base.head("reward").in_features == (16 if architecture == "opt" else 32)
+
+
+def test_a_missing_checkpoint_says_how_to_name_one(tmp_path):
+    for kind in ("causal_lm", "sequence_classifier"):
+        with pytest.raises(ModelError, match=r"model: no checkpoint could be loaded.*there is no such folder"):
+            load_model(ModelSpec(str(tmp_path / "nothing")), kind)
+    with pytest.raises(
+        ModelError, match='from the folder or hub id "no/where".* Name a folder or hub id with'
+    ) as raised:
+        load_base("no/where")
+    assert raised.value.problems[0].field == "model"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="is a PEFT adapter and no whole model. Name the base that it was trained on"):
+        load_base(str(tmp_path))
+
+
+def test_other_kinds_of_models_are_refused(tmp_path):
+    T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=16)).save_pretrained(
+        tmp_path / "t5"
+    )
+    with pytest.raises(ModelError, match="of type t5, which is not a decoder-only language model"):
+        load_base(str(tmp_path / "t5"))
+    assert BertModel and BertConfig  # an encoder has a causal class in transformers, so that it is not refused here
+
+
+def test_random_weights(tokenizer):
+    config = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8}
+    model = load_model(ModelSpec(config=config, dtype="float32"), tokenizer=tokenizer)
+    assert model.config.vocab_size == len(tokenizer) and model.config.eos_token_id == tokenizer.eos_token_id
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    with pytest.raises(ModelError, match=r"^config: transformers cannot build this model"):
+        load_model(ModelSpec(config={"model_type": "gpt7"}), tokenizer=tokenizer)
+    with pytest.raises(ModelError, match="neither a checkpoint nor a tokenizer"):
+        load_model(ModelSpec(config=config))
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "sequence_classifier"])
+def test_an_outline_has_the_names_and_shapes_of_the_model(kind, tmp_path, tokenizer):
+    tiny_model().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    settings = {"tokenizer": tokenizer, "num_labels": 3}
+    loaded, drawn = (load_model(ModelSpec(str(tmp_path)), kind, device=d, **settings) for d in (None, META))
+    assert all(p.is_meta for p in drawn.parameters())
+    shapes = [{name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (loaded, drawn)]
+    assert shapes[0] == shapes[1] and (kind == "causal_lm") == ("score.weight" not in shapes[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "gpt2", "n_layr": 2},
+            "config.n_layr: a model of type gpt2 has no such setting. Did you mean n_l",
+        ),
+        (
+            {"model_type": "bert", "hidden_dize": 8},
+            "config.hidden_dize: a model of type bert has no such setting.",
+        ),
+        ({"model_type": "llama", "zzz": 8}, "config.zzz: a model of type llama has no such setting. Remove it."),
+    ],
+)
+def test_a_mistyped_setting_of_a_random_model_is_found(config, message):
+    with pytest.raises(ModelError, match=re.escape(message)):
+        random_config(config, doubling.tokenizer())
+
+
+def test_other_names_of_a_setting_are_known():
+    assert random_config({"model_type": "gpt2", "hidden_size": 8, "num_labels": 3}, doubling.tokenizer()).n_embd == 8
+
+
+# ---------------------------------------------------------------------- classifiers
+
+
+def test_classifiers_that_do_not_fit(tmp_path):
+    other, tokenizer = doubling.tokenizer(), doubling.tokenizer()
+    other.add_tokens(["?"])
+    own_classifier("bert", tokenizer=other).save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+
+    def config(**settings):
+        return model_config(ModelSpec(**settings), "sequence_classifier", tokenizer=tokenizer)
+
+    with pytest.raises(ModelError, match=r"has another tokenizer than base \(1 entries differ\).*scorer of kind model"):
+        config(model=str(tmp_path))
+    with pytest.raises(ModelError, match="^config: transformers cannot build this model"):
+        config(config={"model_type": "brt"})
+    with pytest.raises(ModelError, match="^config: transformers has no sequence classifier for models of type vit"):
+        config(config={"model_type": "vit"})
+    with pytest.raises(ModelError, match="^config: the model has 10 tokens and the tokenizer of base"):
+        config(config={"model_type": "bert", "vocab_size": 10})
+    # With its own tokenizer it may have other tokens, and keeps its outputs and padding.
+    alone = model_config(ModelSpec(str(tmp_path)), "sequence_classifier")
+    assert alone.vocab_size == len(other) and alone.num_labels == 1
+
+
+def test_a_classifier_that_lacks_weights_is_not_filled_up_at_random(tmp_path):
+    own_classifier("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    layer, head = "model.layers.1.mlp.up_proj.weight", "score.weight"
+    for missing, trained, refused in ((layer, False, True), (head, False, False), (head, True, True)):
+        kept = {name: tensor for name, tensor in weights.items() if name != missing}
+        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        spec, settings = ModelSpec(str(tmp_path), dtype="float32"), {"num_labels": 1, "trained": trained}
+        if refused:
+            with pytest.raises(ModelError, match=rf"has no weights for {missing}, where the model would be random"):
+                load_model(spec, "sequence_classifier", **settings)
+        else:
+            load_model(spec, "sequence_classifier", **settings)  # a fresh head on a language model
+
+
+def test_a_language_model_that_lacks_weights_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="has no weights for lm_head.weight, where the model would be random"):
+        load_base(str(tmp_path))

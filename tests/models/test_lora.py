@@ -1,0 +1,87 @@
+"""PEFT's parts that are not public are what `toolkit.models.lora` takes them for."""
+
+from importlib.metadata import version
+
+import torch
+from peft import get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+
+from tests.conftest import lora, shared_base, tiny_model
+from tests.trainers.helpers import own_classifier
+from toolkit.models import add_lora
+from toolkit.models.lora import READ_IN, activate, adapted_layers, adapter_parameters, trained_copy
+
+MOVED = f"PEFT {version('peft')} is not as read in {READ_IN}: mend toolkit/models/lora.py. "
+
+
+def test_this_is_the_version_that_was_read():
+    assert version("peft").startswith(f"{READ_IN}."), MOVED + "Then raise READ_IN and the bound in pyproject.toml."
+
+
+def test_the_two_attributes_of_a_layer_are_there():
+    layer = adapted_layers(get_peft_model(tiny_model(), lora(), adapter_name="policy"))[0]
+    for name in ("_disable_adapters", "_active_adapter"):
+        assert hasattr(BaseTunerLayer, name), MOVED + f"BaseTunerLayer has no {name}."
+    layer._disable_adapters, layer._active_adapter = True, ["other"]
+    assert layer.disable_adapters and layer.active_adapters == ["other"], MOVED + "Layers read other attributes."
+
+
+def test_a_switch_is_what_peft_s_own_comes_to():
+    base = shared_base()
+    base.add_role("q", lora())
+    layers = [module for module in base.modules() if isinstance(module, BaseTunerLayer)]
+    assert len(layers) == 2 * 7
+    for role in ("policy", "reference", "value", "q", "reference", "reward"):
+        with base.role(role):
+            ours = [(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers]
+            if role == "reference":
+                base.model.base_model.disable_adapter_layers()
+                assert all(off for _, off in ours)
+            else:
+                base.model.base_model.enable_adapter_layers()
+                base.model.set_adapter(role)
+                assert base.model.active_adapter == role and base.model.active_adapters == [role]
+            assert ours == [(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers]
+
+
+def test_activating_computes_what_peft_s_own_switch_computes():
+    model = get_peft_model(tiny_model(), lora(), adapter_name="policy")
+    model.add_adapter("value", lora())
+    ids, generator = torch.tensor([[1, 5, 9]]), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.copy_(0.2 * torch.randn(p.shape, generator=generator))
+        layers, logits = adapted_layers(model), {}
+        for adapter in ("value", "policy"):
+            activate(model, layers, adapter)
+            logits[adapter] = model(input_ids=ids).logits
+            assert model.active_adapters == model.base_model.active_adapters == [adapter], MOVED
+            model.set_adapter(adapter)
+            assert torch.equal(model(input_ids=ids).logits, logits[adapter]), MOVED
+        activate(model, layers, None)
+        off = model(input_ids=ids).logits
+        activate(model, layers, "policy")
+        with model.disable_adapter():
+            assert torch.equal(model(input_ids=ids).logits, off), MOVED
+    assert not torch.equal(off, logits["policy"]) and not torch.equal(logits["value"], logits["policy"])
+
+
+def test_parameters_are_found_by_the_name_of_their_adapter():
+    model = get_peft_model(tiny_model(), lora(), adapter_name="policy")
+    model.add_adapter("value", lora())
+    every = [name for name, _ in model.named_parameters() if "lora_" in name]
+    assert len(every) == 2 * 2 * 14, MOVED
+    for adapter in ("policy", "value"):
+        own = adapter_parameters(model, adapter)
+        assert len(own) == 2 * 14 and not any(adapter in name for name in own), MOVED
+    assert adapter_parameters(model, "polic") == {}
+
+
+def test_the_copy_of_a_head_that_trains():
+    head = add_lora(own_classifier("llama"), lora()).get_base_model().score
+    assert isinstance(head, ModulesToSaveWrapper) and trained_copy(head).weight.requires_grad, MOVED
+    assert not head.original_module.weight.requires_grad
+    plain = torch.nn.Linear(2, 2)
+    assert trained_copy(plain) is plain

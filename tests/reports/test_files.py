@@ -1,0 +1,46 @@
+from tests.reports.examples import RESULT
+from toolkit.reports import (
+    append_jsonl,
+    keep_until,
+    peak_memory_gb,
+    read_jsonl,
+    read_result,
+    versions,
+    write_jsonl,
+    write_result,
+)
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    rows = [{"step": 1, "text": "a line\nand\u2028another, ü"}, {"step": 2, "text": ""}]
+    path = tmp_path / "new" / "rows.jsonl"
+    append_jsonl(path, rows[:1])
+    append_jsonl(path, rows[1:])
+    assert read_jsonl(path) == rows
+    write_jsonl(path, rows[1:])
+    assert read_jsonl(path) == rows[1:]
+
+
+def test_later_steps_and_half_a_line_are_dropped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"step": step, "text": "\u2028"} for step in (1, 2, 2, 3)]
+    write_jsonl(path, rows)
+    with path.open("a") as file:
+        file.write('{"step": 1, "te')
+    assert read_jsonl(path) == rows
+    keep_until(path, 2)
+    assert read_jsonl(path) == rows[:3] and path.read_text().endswith("}\n")
+    keep_until(tmp_path / "none.jsonl", 2)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_result_is_written_aside(tmp_path):
+    assert read_result(tmp_path) is None
+    write_result(tmp_path, RESULT)
+    assert read_result(tmp_path) == RESULT
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_memory_and_versions():
+    assert 0.05 < peak_memory_gb()["resident"] < 24
+    assert versions()["trl"].startswith("1.12.") and "python" in versions()

@@ -1,0 +1,23 @@
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.trainers.helpers import rollout
+from toolkit.reports import Responses, sample_rows, samples_table, write_jsonl
+
+
+def test_samples(tmp_path):
+    before = Responses.of(rollout([[5, 2]] * 4), torch.tensor([0.1] * 4))
+    rows = sample_rows(before, Responses.of(rollout([[6, 2]] * 4), torch.tensor([0.2] * 4)))
+    write_jsonl(tmp_path / "samples.jsonl", rows)
+    assert [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()] == rows
+    assert rows[0]["before"] == "2" and rows[0]["after"] == "3"
+    stream = io.StringIO()
+    rows[0]["after"] = "[bold]not markup[/bold]"
+    Console(file=stream, width=120).print(samples_table(rows, limit=2))
+    assert "[bold]not markup[/bold]" in stream.getvalue() and "0.10 → 0.20" in stream.getvalue()
+    with pytest.raises(ValueError, match="of the same prompts"):
+        sample_rows(before, Responses.of(rollout([[6, 2]], [[1, 4]]), torch.tensor([0.2])))

@@ -1,0 +1,458 @@
+"""What a check finds, against numbers worked by hand, published sizes, and models that are really loaded."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlavaConfig, T5Config
+
+from tests.conftest import lora, tiny_model
+from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, save_llama, texts
+from toolkit import recipes
+from toolkit.errors import ModelError, RecipeError
+from toolkit.models import SharedBase, load_base, save_role
+from toolkit.runs.check import check
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
+UNQUANTISED = {"quantization": None, "dtype": "float32"}
+# The helpers' Llama: hidden size 64, 2 of 4 heads for keys and values, 128 inside, so that rank 4 costs a layer
+# 4 · ((64 + 64) + (64 + 32) + (64 + 32) + (64 + 64) + 3 · (64 + 128)) = 4096 in the projections q, k, v, o and the MLP.
+LORA_PARAMETERS = 2 * 4096
+
+
+def role(report, name):
+    return next(facts for facts in report.roles if facts.role == name)
+
+
+def stage(report, name):
+    return next(facts for facts in report.stages if facts.stage == name)
+
+
+def saved_roles(checkpoint, folder, *names, r=4):
+    """Roles of this base as PEFT folders."""
+    base = SharedBase(load_base(str(checkpoint), dtype="float32"))
+    for name in names:
+        base.add_role(name, lora(r))
+        save_role(base, name, folder / name, pad_token_id=2, base_name="tiny")
+    return folder
+
+
+# ---------------------------------------------------------------------- what it says
+
+
+def test_the_demo():
+    report = check(recipes.load("doubling", runs_dir="nowhere"))
+    assert texts(report) == () and report.raise_problems() is None
+    # Each of the 4 layers: c_attn 64 → 192, c_proj 64 → 64, c_fc 64 → 256, c_proj 256 → 64.
+    assert role(report, "policy").parameters == 16 * 4 * (256 + 128 + 320 + 320) == 65_536
+    assert role(report, "value").parameters == 65_536 + 64
+    assert (role(report, "reward").modules, role(report, "reward").head_parameters) == (16, 3 * 64)
+    ppo = stage(report, "ppo")
+    assert (ppo.rows, ppo.held_out, ppo.longest) == (27_000 - 1_300, 300, len("S小写:5487x2=") + 8)
+    assert (ppo.batch, ppo.batches, ppo.steps, ppo.episodes) == (128, 80, 80 * 4 * 2, 80 * 128)
+    assert ppo.passes == 10_240 / 25_700
+    assert stage(report, "sft").passes == 1200 / 418  # 26,700 questions: 417 batches of 64 and one of 12
+    text = str(report)
+    assert "base       gpt2, random weights: " in text
+    assert "an update of 128 prompts: num_ppo_epochs 4 × mini-batches 2 of 64 prompts, in 1 micro-batches each" in text
+    assert "reward     to be run, after sft; 25,700 rows" in text
+    assert "ppo        to be run, after sft and reward; 25,700 prompts, 300 held out, at most 19 tokens" in text
+
+
+def test_an_8b_llama_takes_no_memory(tmp_path):
+    LlamaConfig(
+        hidden_size=4096, num_hidden_layers=32, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    adapters = {name: {"r": 8, "target_modules": PROJECTIONS} for name in ("policy", "value", "reward")}
+    resource = pytest.importorskip("resource")
+    unit = 1 if sys.platform == "darwin" else 1024
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = check(chat_recipe(tmp_path, tmp_path / "llama", adapters=adapters))
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < 1e9  # the weights would be 16e9 bytes
+    assert report.base.parameters == 8_030_261_248  # as Meta's checkpoint has it
+    assert role(report, "policy").parameters == 20_971_520
+    assert role(report, "value").parameters == 20_971_520 + 4096
+    assert role(report, "reward").modules == 7 * 32
+    # The projections of 32 layers at 4 bits and a byte for 64, and a float32 for 256 of those; the rest in bfloat16.
+    linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    expected = linear * (1 / 2 + 1 / 64 + 4 / (64 * 256)) + 2 * (8_030_261_248 - linear)
+    assert report.base.gigabytes == pytest.approx(expected / 1e9, rel=1e-6)
+    assert "nf4 with double quantisation and bfloat16: about 5.70 GB; at most 131,072 tokens" in str(report)
+    assert len(texts(report)) == 2  # no weights, no tokenizer
+    assert "model.safetensors is missing: weights are read from safetensors alone" in texts(report)[0]
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_the_estimate_is_what_a_quantised_base_takes(double, checkpoint, tmp_path):
+    quantization = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}
+    recipe = chat_recipe(tmp_path, checkpoint, base={"model": str(checkpoint), "quantization": quantization})
+    model = load_base(str(checkpoint), quantization=BitsAndBytesConfig(**quantization))
+    taken = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        taken += parameter.nbytes + (state.absmax.nbytes if state else 0)
+        taken += state.state2.absmax.nbytes if state and state.nested else 0
+    assert check(recipe).base.gigabytes == taken / 1e9
+
+
+def test_pairs_on_a_checkpoint(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.num_mini_batches=2", "ppo.num_ppo_epochs=3"))
+    assert texts(report) == ()
+    assert role(report, "policy").parameters == LORA_PARAMETERS and role(report, "policy").modules == 14
+    assert role(report, "value").parameters == role(report, "reward").parameters == LORA_PARAMETERS + 64
+    assert role(report, "reference").parameters == 0 and role(report, "reference").start == "the base itself"
+    assert role(report, "policy").dtype == "float32"
+    assert report.data == ("data: train: 24 pairs | validation: 6 pairs",)
+    ppo = stage(report, "ppo")
+    assert (ppo.batch, ppo.update.mini_batch, ppo.update.micro_batches, ppo.update.steps) == (4, 2, 1, 6)
+    assert (ppo.batches, ppo.steps, ppo.episodes, ppo.held_out) == (2, 12, 8, 6)
+    assert ppo.state == "to be run, after reward"
+
+
+def test_updates_follow_from_episodes_and_trls_loop_takes_one_step_a_pass(checkpoint, tmp_path):
+    many = ("ppo.num_mini_batches=2", "ppo.num_ppo_epochs=3", "ppo.max_steps=-1", "ppo.total_episodes=30")
+    assert stage(check(chat_recipe(tmp_path, checkpoint, *many)), "ppo").batches == 7  # 30 // 4
+    report = check(chat_recipe(tmp_path, checkpoint, *many, "ppo.loop=trl"))
+    assert stage(report, "ppo").steps == 7 * 3
+
+
+@pytest.mark.parametrize("settings", [
+    {"packing": True, "max_length": 200},
+    {"packing": True, "max_length": 60, "packing_strategy": "bfd_split"},
+    {"packing": True, "max_length": 300, "packing_strategy": "wrapped", "shuffle_dataset": True},
+    {"max_length": 100},
+], ids=str)  # fmt: skip
+def test_steps_of_sft_are_those_of_the_trainer(settings, checkpoint, tmp_path):
+    sft = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **settings}
+    recipe = chat_recipe(tmp_path, checkpoint, sft=sft, base={"model": str(checkpoint), "dtype": "float32"})
+    report = check(recipe)
+    found, trainer = stage(report, "sft"), recipe.sft_trainer()
+    assert texts(report) == () and found.rows == 24 and found.batch == 4
+    assert found.prepared == len(trainer.train_dataset) != 24
+    assert found.batches == found.steps == 2 * -(-len(trainer.train_dataset) // 4) and found.passes == 2
+    longest = max(map(len, recipe.task.demonstrations("train")["input_ids"]))
+    assert found.longest == (300 if "shuffle_dataset" in settings else min(longest, settings["max_length"]))
+    assert f"24 rows ({found.prepared} once packed or cut to max_length), 6 held out, at most " in str(report)
+
+
+def test_a_shared_value_role(checkpoint, tmp_path):
+    adapters = {name: ADAPTERS[name] for name in ("policy", "reward")}
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.value=shared", adapters=adapters))
+    assert texts(report) == () and role(report, "value").rank is None
+    assert role(report, "value").parameters == 64
+    assert "value      a head on the policy's adapter; head 64 (float32); 64 parameters train in ppo" in str(report)
+
+
+def test_a_recipe_of_the_reward_stage_alone(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, ppo=None, adapters={"reward": {"r": 4}}))
+    assert [facts.role for facts in report.roles] == ["reward"] and texts(report) == ()
+    assert role(report, "reward").modules == 4  # PEFT's own choice for Llama: q_proj and v_proj
+
+
+def test_saved_adapters_are_checked_by_their_headers(checkpoint, tmp_path, monkeypatch):
+    folder = saved_roles(checkpoint, tmp_path, "policy", "reward")
+    monkeypatch.setattr("toolkit.models.adapters.load_file", None)
+    start = {name: str(folder / name) for name in ("policy", "reward")}
+    report = check(chat_recipe(tmp_path, checkpoint, "start.value=reward", start=start, adapters={}, reward=None))
+    assert texts(report) == ()
+    assert role(report, "policy").start == f"from {folder / 'policy'}, trained on tiny"
+    assert role(report, "policy").parameters == LORA_PARAMETERS
+    assert role(report, "reward").parameters == 0 and role(report, "reward").head_parameters == 64
+    assert role(report, "value").start == "a copy of the reward role"
+    assert role(report, "value").parameters == LORA_PARAMETERS + 64
+    assert role(report, "reference").start == "a frozen copy of where the policy starts"
+
+
+def test_finished_stages_and_a_run_of_other_settings(checkpoint, tmp_path):
+    recipe = chat_recipe(tmp_path, checkpoint)
+    recipe.stage_folder("reward").mkdir(parents=True)
+    (recipe.folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    (recipe.stage_folder("reward") / "result.json").write_text("{}")
+    saved_roles(checkpoint, recipe.stage_folder("reward"), "reward", r=2)
+    report = check(recipe)
+    assert texts(report) == () and report.notes == ()
+    assert stage(report, "reward").state == f"finished in {recipe.stage_folder('reward')}"
+    assert stage(report, "ppo").state == "to be run"
+    assert role(report, "reward").rank == 2 and "from " in role(report, "reward").start
+    other = check(chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3"))  # which the reward does not read
+    assert other.notes == () and stage(other, "reward").state.startswith("finished")
+    other = check(chat_recipe(tmp_path, checkpoint, "reward.max_steps=9"))
+    assert texts(other) == () and "other settings: reward.max_steps is 2 there and 9 here" in other.notes[0].wrong
+    assert stage(other, "reward").state == "to be run"
+
+
+def test_a_reward_stage_that_nothing_needs(checkpoint, tmp_path):
+    folder = saved_roles(checkpoint, tmp_path, "reward")
+    report = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}"))
+    assert stage(report, "reward").state == "not needed for ppo" and stage(report, "ppo").state == "to be run"
+    elsewhere = {"reward_data": {"task": "preferences", "train": "nobody/pairs"}}  # and there is no hub
+    report = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}", **elsewhere))
+    problem = 'reward_data.train — "nobody/pairs" is no file, and the hub did not give it'
+    assert texts(report) == () and f"note       reward could not run: {problem}" in str(report)
+    needed = check(chat_recipe(tmp_path, checkpoint, **elsewhere))
+    assert texts(needed)[0].startswith(problem) and "Name files in its place." in texts(needed)[0]
+    assert needed.notes == ()
+
+
+# ---------------------------------------------------------------------- what it refuses
+
+
+def problems_of(tmp_path, checkpoint, *overrides, **sections):
+    return texts(check(chat_recipe(tmp_path, checkpoint, *overrides, **sections)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["adapters.policy.target_modules=[q_prj,v_proj]"],
+            'adapters.policy.target_modules — the base has no module "q_prj". Did you mean q_proj?',
+        ),
+        (
+            ["adapters.value.target_modules=[c_attn]"],
+            'adapters.value.target_modules — the base has no module "c_attn". Known: ',
+        ),
+        (["adapters.reward.target_modules=.*attn"], "adapters.reward — Target module LlamaAttention"),
+        (["adapters.reward.target_modules=.*c_attn"], "adapters.reward — Target modules .*c_attn not found"),
+        (
+            ["adapters.value.modules_to_save=[lm_head]"],
+            "adapters.value.modules_to_save — modules_to_save would change",
+        ),
+        (["start.value=reward", "adapters.value.r=8"], 'start.value — role "value" cannot start as a copy of "reward"'),
+        (["start.policy=no/where"], 'start.policy — role "policy": there is no folder no/where.'),
+        (["scorer.class_column=style"], "scorer.class_column — the reward head has 1 output(s)"),
+        (["scorer.class_column=style"], 'scorer.class_column — the prompts have no column "style"; present: input_ids'),
+        (["data.train=no.jsonl"], "data.train — no.jsonl: there is no such file."),
+        (["data.max_prompt_length=1"], "data.train — no row can be used ("),
+        (["ppo.per_device_train_batch_size=500"], "ppo — 24 prompts are fewer than one batch of 1000"),
+        (["ppo.max_length=8"], "ppo.max_length — a prompt has"),
+        (["ppo.response_length=500"], "and the base has positions for 512 (max_position_embeddings). Shorten the"),
+        (["base.dtype=float16"], "reward — float16 training needs a GPU, and none is here."),
+        (["base.attn_implementation=no_such"], "transformers cannot build this model: "),
+    ],
+)
+def test_problems(overrides, message, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = problems_of(tmp_path, checkpoint, *overrides)
+    assert any(problem.startswith(message) or message in problem for problem in found), found
+
+
+def test_all_problems_in_one_error(checkpoint, tmp_path):
+    report = check(
+        chat_recipe(
+            tmp_path, checkpoint, "adapters.policy.target_modules=[q_prj]", "data.train=no.jsonl", "start.value=there"
+        )
+    )
+    with pytest.raises(RecipeError) as error:
+        report.raise_problems()
+    text = str(error.value)
+    assert text.startswith("chat has 3 problems\n  ") and text.count("\n  ") == 3
+    assert role(report, "reward").modules == 14  # the check went on
+
+
+def test_what_trls_loop_cannot_run(checkpoint, tmp_path):
+    """The reasons are those of the trainer at the start of a run."""
+    adapters = {name: ADAPTERS[name] for name in ("policy", "reward")}
+    settings = ("ppo.loop=trl", "ppo.value=shared", "ppo.gradient_checkpointing=true", "start.reward=null")
+    recipe = chat_recipe(tmp_path, checkpoint, *settings, adapters=adapters)
+    told = texts(check(recipe))
+    for reason in ("pad and eos are one token", "ppo.value — ", "ppo.gradient_checkpointing — "):
+        assert len([line for line in told if reason in line]) == 1, told
+    assert len(told) == 3
+    rule = {"scorer": {"kind": "function", "function": "statistics:fmean"}, "reward": None}
+    told = problems_of(tmp_path, checkpoint, "ppo.loop=trl", "ppo.gradient_checkpointing=false", **rule)
+    assert len(told) == 2 and "pad and eos are one token" in told[0] and "reward adapter of one output" in told[1]
+    other = byte_tokenizer()
+    other.pad_token = "<pad>"
+    folder = save_llama(tmp_path / "llama", other)
+    assert problems_of(tmp_path, folder, "ppo.loop=trl", "ppo.gradient_checkpointing=false") == ()
+    # A reward role that could not be made is one problem, not two.
+    (found,) = problems_of(tmp_path, folder, "ppo.loop=trl", "adapters.reward.target_modules=[c_attn]")
+    assert found.startswith("adapters.reward.target_modules — ")
+
+
+def test_a_missing_prerequisite(checkpoint, tmp_path):
+    found = problems_of(tmp_path, checkpoint, reward=None)
+    assert len(found) == 1 and found[0].startswith('ppo — stage "ppo" needs a trained reward role')
+
+
+def test_updates_of_several_rollouts(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.rollouts_per_update=3", "ppo.num_mini_batches=2"))
+    facts = stage(report, "ppo")
+    rollout = facts.update.rollout
+    assert texts(report) == () and facts.batch == 3 * rollout == 2 * facts.update.mini_batch
+    assert f"an update of {3 * rollout} prompts, answered {rollout} at a time: " in str(report)
+
+
+def test_greedy_rollouts_are_noted(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.rollout_do_sample=false"))
+    assert texts(report) == () and "ppo.rollout_do_sample — is false: " in report.notes[0].text()
+
+
+def test_the_function_of_the_scorer(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "rule_for_check.py").write_text("def rule(rollout):\n    return rollout.lengths\n")
+    monkeypatch.chdir(tmp_path)
+
+    def scored_by(name):
+        return problems_of(tmp_path, checkpoint, scorer={"kind": "function", "function": name}, reward=None)
+
+    assert scored_by("rule_for_check:rule") == ()
+    assert scored_by("rule_for_check:rul") == ('scorer.function — rule_for_check has no function "rul".',)
+    assert "scorer.function — no module" in scored_by("no_such_module:rule")[0]
+
+
+def test_adapters_that_do_not_fit(checkpoint, tmp_path):
+    headless = tmp_path / "headless"
+    get_peft_model(tiny_model(), lora()).save_pretrained(headless)
+    found = problems_of(tmp_path, checkpoint, f"start.reward={headless}")
+    assert "start.reward — " in found[0] and "needs one score head and the adapter holds 0" in found[0]
+    found = problems_of(tmp_path, checkpoint, f"start.policy={headless}")  # of a smaller base
+    assert "belongs to another base: " in found[0] and "size mismatch" in found[0]
+    folder = saved_roles(checkpoint, tmp_path, "reward") / "reward"
+    state = load_file(folder / "adapter_model.safetensors")
+    state["base_model.model.score.weight"] = torch.zeros(1, 7)
+    save_file(state, folder / "adapter_model.safetensors")
+    found = problems_of(tmp_path, checkpoint, f"start.reward={folder}")
+    assert "the head reads 7 numbers a token and this base has 64" in found[0]
+    (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40)
+    assert "adapter_model.safetensors is damaged" in problems_of(tmp_path, checkpoint, f"start.reward={folder}")[0]
+
+
+def test_a_tokenizer_of_another_checkpoint(tmp_path):
+    folder = save_llama(tmp_path / "small", byte_tokenizer(), vocab_size=100)
+    assert "base.model — the tokenizer has 259 tokens and the base 100 embeddings" in problems_of(tmp_path, folder)[0]
+
+
+SMALL = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "refused"),
+    [
+        ("gemma2", {}, "final_logit_softcapping is 30.0"),
+        ("gemma2", {"final_logit_softcapping": None}, None),
+        ("recurrent_gemma", {"logits_soft_cap": 2.0, "block_types": ["attention"]}, "logits_soft_cap is 2.0"),
+        ("cohere", {}, "logit_scale is 0.0625"),
+        ("cohere", {"logit_scale": 1.0}, None),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling is 8.0"),
+        ("granite", {}, None),
+        ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 1, "logit_scale": 0.5}, None),
+        ("llama", {"logit_scale": 0.5}, None),  # a key that Llama does not know
+    ],
+)
+def test_logits_that_are_changed_after_lm_head(kind, settings, refused, tmp_path):
+    """What the configuration tells is what a run finds out with the weights."""
+    config = AutoConfig.for_model(kind, **{**SMALL, **settings})
+    config.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_()
+    found = [problem for problem in problems_of(tmp_path, tmp_path / "model") if "logits after lm_head" in problem]
+    if refused is None:
+        assert not found and SharedBase(model).roles == ()
+    else:
+        said = f"base.model — a model of type {kind} changes its logits after lm_head ({refused}), which the"
+        assert len(found) == 1 and found[0].startswith(said)
+        with pytest.raises(ModelError, match="changes its logits after lm_head"):
+            SharedBase(model)
+
+
+def test_changed_logits_do_not_matter_to_pretraining_alone(tmp_path):
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"}  # which is no setting of Cohere
+    base = {"config": {"model_type": "cohere", **small, "vocab_size": 50}, "dtype": "float32"}
+    sections = {"base": base, "data": {"task": "doubling"}, "sft": {"max_steps": 1}, "adapters": None, "ppo": None}
+    values = {**sections, "reward": None}
+    assert not [p for p in texts(check(chat_recipe(tmp_path, None, **values))) if "logits after" in p]
+    values |= {"adapters": ADAPTERS, "ppo": {"max_steps": 1}, "reward": {}}
+    report = check(chat_recipe(tmp_path, None, **values))
+    assert any(p.startswith("base.config — a model of type cohere changes its logits") for p in texts(report))
+    assert report.base is not None and len(report.roles) == 4  # the check goes on
+
+
+def test_weights_that_are_missing_or_cut_short(tmp_path):
+    folder = save_llama(tmp_path / "llama", byte_tokenizer())
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert problems_of(tmp_path, folder)[0].startswith(f"base.model — {weights} is damaged (")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    found = problems_of(tmp_path, folder)
+    assert len(found) == 2 and "model-2.safetensors is missing" in found[1]
+    index.write_text("[]")
+    assert "model.safetensors.index.json cannot be read" in problems_of(tmp_path, folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LlavaConfig(), "is of type llava, with text_config and vision_config: multimodal models are not supported."),
+        (T5Config(), "is of type t5, which is not a decoder-only language model."),
+    ],
+)
+def test_kinds_of_models_that_are_not_supported(config, message, tmp_path):
+    config.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    report = check(chat_recipe(tmp_path, tmp_path / "model"))
+    assert any(problem.startswith('base.model — "') and message in problem for problem in texts(report))
+    assert report.base is None and stage(report, "ppo").rows == 24  # the data is checked all the same
+
+
+def test_a_tokenizer_that_cannot_be_had_is_asked_for_once(checkpoint, tmp_path, monkeypatch):
+    asked = []
+
+    def load_tokenizer(path, **_):
+        asked.append(path)
+        raise ModelError("there is none.", field="model")
+
+    monkeypatch.setattr("toolkit.spec.recipe.load_tokenizer", load_tokenizer)
+    report = check(chat_recipe(tmp_path, checkpoint))
+    assert texts(report) == ("base.model — there is none.",) and len(asked) == 1
+    assert report.base is not None and len(report.roles) == 4 and report.stages == ()
+
+
+def test_no_checkpoint_and_no_such_architecture(tmp_path):
+    found = problems_of(tmp_path, tmp_path / "nothing")
+    assert found[0].startswith("base.model — no checkpoint could be loaded from the folder") and len(found) == 1
+    report = check(recipes.load("doubling", "base.config.model_type=gpt7", runs_dir=tmp_path))
+    assert texts(report)[0].startswith("base.config — transformers cannot build this model: ")
+
+
+def test_ends_that_stand_in_the_settings_of_generation_alone(tmp_path, checkpoint):
+    """Some chat models say so: config.json knows the end of a text, generation_config.json that of a turn."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 7}))
+    problem = "the tokenizer ends a response with id 2 and the base with [7]"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert any(problem in line for line in texts(check(chat_recipe(tmp_path, folder))))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert texts(check(chat_recipe(tmp_path, folder))) == ()
+
+
+def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path, checkpoint):
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF\x03")
+    (problem,) = texts(check(chat_recipe(tmp_path, gguf)))
+    assert "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none" in problem
+    adapter = saved_roles(checkpoint, tmp_path / "run", "policy") / "policy"
+    (problem,) = texts(check(chat_recipe(tmp_path, adapter)))
+    assert f'"{adapter}" is a PEFT adapter and no whole model. Name the base that it was trained on here' in problem
+
+
+def test_problems_of_a_stage_s_own_data_name_its_section(tmp_path, checkpoint):
+    lacking = {"task": "preferences", "train": str(PAIRS)}
+    report = check(chat_recipe(tmp_path, checkpoint, reward_data=lacking))
+    assert texts(report) and all("reward_data.validation — it is missing" in line for line in texts(report))

@@ -1,0 +1,219 @@
+"""The stages collect and q by their real entry points, on models small enough for a few seconds."""
+
+import contextlib
+import io
+import json
+import signal
+
+import pytest
+
+from tests.tiny_runs import chat_recipe, command_here, texts
+from toolkit import recipes
+from toolkit.errors import DataError, RecipeError, RunInterrupted
+from toolkit.inference.generate import converse, respond
+from toolkit.inference.saved_run import open_run, trained_sampler
+from toolkit.runs import collect, stages
+from toolkit.sampling import Sampler
+
+SMALL = (
+    "sft.max_steps=2", "q.max_steps=2", "q.eval_steps=1", "q.logging_steps=1", "q.save_steps=1",
+    "q.per_device_train_batch_size=8", "collect.max_prompts=30", "collect.batch_size=8", "data.validation_size=8",
+    "data.test_size=8", "base.config.n_layer=1",
+)  # fmt: skip
+KEYS = {"score", "score_se", "kl", "length", "eos_share", "exact_match", "style_accuracy"}
+RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """`toolkit q doubling_q` from nothing, with a small model."""
+    folder = tmp_path_factory.mktemp("q")
+    done = command_here("q", "doubling_q", *SMALL, cwd=folder)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder, done
+
+
+def test_one_command_pretrains_collects_and_learns(run):
+    folder, done = run
+    made = folder / "runs" / "doubling_q"
+    result = json.loads((made / "q" / "result.json").read_text())
+    assert result["stage"] == "q" and result["before"].keys() == result["after"].keys() == KEYS
+    for role in ("q", "q_target"):
+        assert (made / "q" / role / "adapter_model.safetensors").is_file()
+        assert (made / "q" / role / "q_bound.safetensors").is_file()
+    assert "report: runs/doubling_q/q/report.html" in done.stdout
+    assert len((made / "q" / "samples.jsonl").read_text().splitlines()) == 8
+    metrics = [json.loads(line) for line in (made / "q" / "metrics.jsonl").read_text().splitlines()]
+    assert {"td_loss", "conservative_loss", "q", "q_target"} <= metrics[0].keys()
+    assert any("eval_exact_match" in row for row in metrics)
+    assert not list(made.rglob("*.bin")) and not list(made.rglob("*.pt")) and not list(made.rglob("*.pth"))
+
+
+def test_what_was_collected_is_for_other_tools_too(run):
+    folder, _ = run
+    collected = folder / "runs/doubling_q/collect"
+    rows = [json.loads(line) for line in (collected / "responses.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 30
+    tokenizer = recipes.load("doubling").tokenizer
+    for row in rows:
+        assert row.keys() == {"prompt_ids", "response_ids", "prompt", "response", "rewards", "ended"}
+        assert row["prompt"] == tokenizer.decode(row["prompt_ids"]) and row["prompt"].startswith("S")
+        assert len(row["rewards"]) == len(row["response_ids"]) <= 8
+        assert row["rewards"][:-1] == [None] * (len(row["rewards"]) - 1) and row["rewards"][-1] in (0.0, 1.0)
+        assert row["ended"] == (2 in row["response_ids"])
+    result = json.loads((collected / "result.json").read_text())
+    assert result["after"]["responses"] == 30 and result["stage"] == "collect"
+    assert not (collected / "responses.jsonl.partial").exists()
+
+
+def test_a_finished_run_can_be_measured_and_says_what_it_is_not(run):
+    folder, _ = run
+    done = command_here("eval", "doubling_q", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    first = json.loads((folder / "runs/doubling_q/q/result.json").read_text())
+    again = json.loads((folder / "runs/doubling_q/eval/result.json").read_text())
+    assert again["before"] == first["before"] and again["after"] == first["after"]
+    assert (folder / "runs/doubling_q/q/metrics.jsonl").read_text()
+    for command in (["export", "doubling_q", "out"], ["generate", "doubling_q", "--num-samples", "2"]):
+        done = command_here(*command, cwd=folder)
+        assert done.returncode == 1 and "has Q-values and no policy of its own" in done.stderr, command
+
+
+def test_a_finished_run_answers(run):
+    folder, _ = run
+    written = folder / "answers.jsonl"
+    done = command_here("generate", "doubling_q", "--compare", "--number", "8", "--output", str(written), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
+    samples = [json.loads(x) for x in (folder / "runs/doubling_q/q/samples.jsonl").read_text("utf-8").splitlines()]
+    assert [row["policy"] for row in rows] == [row["after"] for row in samples]  # both greedy
+    assert [row["reference"] for row in rows] == [row["before"] for row in samples]
+    recipe = open_run("doubling_q", runs_dir=folder / "runs", by_q=True)
+    sampler = trained_sampler(recipe, temperature=0.0)
+    said, shown = [], io.StringIO()
+    lines = iter(["S小写:5487x2=", "/quit"])
+    with contextlib.redirect_stdout(shown):
+        converse(recipe, sampler, read=lambda prompt: next(lines), write=said.append)
+    (response,) = respond(sampler, [{"input_ids": recipe.task.prompt_ids([{"content": "S小写:5487x2="}])}])
+    assert shown.getvalue().strip() == response.strip()
+
+
+def test_check_counts_what_will_be_collected_and_what_was(run, monkeypatch):
+    folder, _ = run
+    monkeypatch.chdir(folder)
+    fresh = recipes.check(recipes.load("doubling_q", *SMALL, run="fresh"))
+    assert texts(fresh) == ()
+    stage = next(stage for stage in fresh.stages if stage.stage == "q")
+    assert (stage.rows, stage.batch, stage.steps, stage.held_out) == (30, 8, 2, 8)
+    assert stage.state == "to be run, after sft and collect"
+    roles = {role.role: role for role in fresh.roles}
+    assert roles["q"].head_parameters == 2 and roles["q"].trained_by == "q" and roles["q_target"].trained_by is None
+    assert roles["q"].adapter_parameters == roles["q_target"].adapter_parameters
+    done = recipes.check(recipes.load("doubling_q", *SMALL))
+    stage = next(stage for stage in done.stages if stage.stage == "q")
+    assert stage.state.startswith("finished in") and stage.rows == 30
+    low = recipes.check(recipes.load("doubling_q", *SMALL, "q.highest_return=0.5", run="fresh"))
+    assert texts(low) == ()  # what will be collected is not known yet
+
+
+def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatch):
+    folder, _ = run
+    recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=folder / "runs")
+    whole = (folder / "runs/doubling_q/collect/responses.jsonl").read_bytes()
+    sample = Sampler.__call__
+
+    def interrupted(self, batch, calls=[]):  # noqa: B006
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return sample(self, batch)
+
+    monkeypatch.setattr(Sampler, "__call__", interrupted)
+    path = tmp_path / "responses.jsonl"
+    with pytest.raises(RunInterrupted, match="collect stopped by SIGTERM after 16 of 30 responses; they are saved in"):
+        collect.collect(recipe, path)
+    monkeypatch.undo()
+    partial = tmp_path / "responses.jsonl.partial"
+    with partial.open("a") as file:
+        file.write('{"prompt_ids": [1')  # what a kill leaves
+    assert collect.collect(recipe, path)["responses"] == 30
+    assert path.read_bytes() == whole and not partial.exists()
+
+
+def test_a_line_of_responses_ends_where_json_lines_end(tmp_path):
+    """Not at U+2028 and its like, which stand in text as they are."""
+    partial = tmp_path / "responses.jsonl.partial"
+    lines = [json.dumps({"response": f"{i} a\u2028b\u0085c"}, ensure_ascii=False) + "\n" for i in range(5)]
+    partial.write_text("".join(lines) + '{"resp', encoding="utf-8")
+    assert collect._whole_batches(partial, 2) == 2
+    assert partial.read_text(encoding="utf-8") == "".join(lines[:4])
+
+
+def test_half_a_collection_is_not_deleted_unasked(tmp_path, checkpoint):
+    recipe = made(tmp_path, checkpoint)
+    stages.claim(recipe, "collect")
+    folder = recipe.stage_folder("collect")
+    (folder / "responses.jsonl.partial").write_text("{}\n")
+    with pytest.raises(
+        RecipeError,
+        match="was not finished. Go on with resume=True, or begin anew with overwrite=True.",
+    ):
+        stages.run(recipe, "q")
+    assert (folder / "responses.jsonl.partial").is_file()
+
+
+def made(tmp_path, checkpoint, *overrides, **sections):
+    base = {
+        "reward": None,
+        "ppo": None,
+        "adapters": {"q": {"r": 4, "target_modules": "all-linear"}},
+        "scorer": RULE,
+        "collect": {"response_length": 6, "batch_size": 4, "samples_per_prompt": 2, "max_prompts": 3},
+        "q": {
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "response_length": 6,
+            "decoding": "sample",
+            "lowest_return": -6.0,  # a word a token
+            "save_strategy": "no",
+            "logging_steps": 1,
+        },
+    }
+    return chat_recipe(tmp_path, checkpoint, *overrides, **{**base, **sections})
+
+
+def test_on_an_nf4_base_with_sampled_answers(tmp_path, checkpoint):
+    recipe = made(tmp_path, checkpoint)
+    assert recipe.plan.needs("q") == ["collect"]
+    assert stages.run(recipe, "collect")["after"]["responses"] == 6
+    with pytest.raises(RecipeError, match="has no Q-values: its q stage has not finished. Finish it with toolkit q "):
+        open_run(recipe.run, runs_dir=recipe.runs_dir, by_q=True)
+    trainer = recipe.q_trainer()
+    assert set(trainer.roles.roles) == {"q", "q_target", "reference"}
+    result = stages.run(recipe, "q", overwrite=True)
+    assert result["before"]["kl"] == 0.0 and result["after"].keys() == KEYS - {"exact_match", "style_accuracy"}
+
+
+def test_a_data_set_of_ones_own_needs_no_collecting(tmp_path, checkpoint):
+    rows = [
+        {"prompt": "Hello", "response": "Hi there", "rewards": 1},
+        {"prompt": "Hello", "response": "", "rewards": 1},
+    ]
+    rows += [{"prompt": "Bye", "response": "So long", "rewards": -0.5}]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"collect": None, "q_data": {"task": "rated", "train": str(tmp_path / "mine.jsonl")}}
+    recipe = made(tmp_path, checkpoint, "q.lowest_return=-0.5", **own)
+    assert recipe.plan.needs("q") == []
+    report = recipes.check(recipe)
+    assert texts(report) == () and "q_data: train: 3 rated responses" in str(report)
+    result = stages.run(recipe, "q")
+    assert result["left_out"] == {"train": {}}
+    wrong = made(tmp_path, checkpoint, "q.lowest_return=0.0", **own, name="wrong")
+    assert any(x.startswith("q_data.lowest_return") or x.startswith("q.lowest_return — ") for x in _problems(wrong))
+    with pytest.raises(DataError, match='q_data.task: "preferences" has no rated data, which the q stage needs'):
+        task = {"task": "preferences", "train": str(tmp_path / "mine.jsonl")}
+        stages.run(made(tmp_path, checkpoint, **{**own, "q_data": task}, name="other"), "q")
+
+
+def _problems(recipe):
+    return texts(recipes.check(recipe))

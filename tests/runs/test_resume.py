@@ -1,0 +1,272 @@
+"""Stages that are stopped, killed and gone on with, by the command line and from Python."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.tiny_runs import REPOSITORY, chat_recipe, command
+from toolkit import recipes
+from toolkit.checkpoints import checkpoint_folders
+from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
+from toolkit.inference.saved_run import open_run
+from toolkit.runs import stages
+from toolkit.runs.stage import BEFORE_FILE
+
+SMALL = (
+    "sft.max_steps=40", "sft.save_steps=1", "reward.max_steps=2", "ppo.max_steps=2", "ppo.eval_steps=1",
+    "ppo.save_steps=1", "ppo.per_device_train_batch_size=8", "data.validation_size=8", "data.test_size=8",
+    "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
+)  # fmt: skip
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+def chat(tmp_path, checkpoint, **changes):
+    reward = {"max_steps": 2, "per_device_train_batch_size": 2, **SAVING}
+    ppo = {"max_steps": 3, "per_device_train_batch_size": 2, "response_length": 6, "logging_steps": 1, **SAVING}
+    return chat_recipe(tmp_path, checkpoint, reward=reward, ppo={**ppo, **changes})
+
+
+def cut(recipe, stage, monkeypatch, at):
+    """Run a stage until a checkpoint of step `at` is there, and no further."""
+    from toolkit.trainers.resume import ResumableTrainer
+
+    original = ResumableTrainer.save_checkpoint
+
+    def saving(self):
+        folder = original(self)
+        if self.state.global_step == at:
+            raise Stop
+        return folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableTrainer, "save_checkpoint", saving)
+        with pytest.raises(Stop):
+            stages.run(recipe, stage)
+
+
+def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, monkeypatch, capsys):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    cut(recipe, "ppo", monkeypatch, at=2)
+    folder = recipe.stage_folder("ppo")
+    before = (folder / BEFORE_FILE).read_text()
+    with pytest.raises(
+        RecipeError, match=r"ppo stage that was not finished, saved up to step 2.*resume=True.*overwrite=True"
+    ):
+        stages.run(recipe, "ppo")
+    with pytest.raises(RecipeError, match="are two ways on. Give overwrite=True or resume=True"):
+        stages.run(recipe, "ppo", overwrite=True, resume=True)
+    with pytest.raises(RecipeError, match=r"has not finished. Finish it with toolkit ppo .*--resume"):
+        open_run(recipe.run, runs_dir=recipe.runs_dir)
+    assert len(checkpoint_folders(folder)) == 2  # a refusal deletes nothing
+    result = stages.run(recipe, "ppo", resume=True)
+    assert "ppo goes on from" in capsys.readouterr().out
+    assert result["resumed_at"] == [2] and result["before"] == json.loads(before)["metrics"]
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 6
+    assert stages.run(recipe, "ppo", resume=True) == result  # finished: not repeated
+
+
+def test_what_holds_no_checkpoint_begins_anew_and_says_so(tmp_path, checkpoint, monkeypatch, capsys):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    cut(recipe, "ppo", monkeypatch, at=1)
+    folder = recipe.stage_folder("ppo")
+    (folder / "checkpoint-1" / "state.json").unlink()
+    capsys.readouterr()
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint there is whole. Save what you want of them, .*overwrite=True"
+    ):
+        stages.run(recipe, "ppo", resume=True)
+    assert "checkpoint-1 is skipped: state.json is missing." in " ".join(capsys.readouterr().out.split())
+    assert (folder / "checkpoint-1" / "policy").is_dir()
+    shutil.rmtree(folder / "checkpoint-1")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')  # cut short by the kill
+    result = stages.run(recipe, "ppo", resume=True)
+    assert "holds no checkpoint: ppo begins anew" in " ".join(capsys.readouterr().out.split())
+    assert "resumed_at" not in result
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_finished_stage_is_made_longer(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint, max_steps=2, lr_scheduler_type="constant")
+    stages.run(recipe, "reward")
+    shorter = stages.run(recipe, "ppo")
+    longer = chat(tmp_path, checkpoint, max_steps=3, lr_scheduler_type="constant", logging_steps=3)
+    with pytest.raises(RecipeError, match="ppo.max_steps is 2 there and 3 here"):
+        stages.run(longer, "ppo")
+    result = stages.run(longer, "ppo", resume=True)
+    assert result["resumed_at"] == [2] and result["before"] == shorter["before"] and result["after"] != shorter["after"]
+    assert "resumed_at" not in json.loads((longer.stage_folder("reward") / "result.json").read_text())
+
+
+def test_a_longer_run_that_is_stopped_is_not_taken_for_the_shorter_one(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint, max_steps=2, lr_scheduler_type="constant")
+    stages.run(recipe, "reward")
+    stages.run(recipe, "ppo")
+    (recipe.folder / "eval").mkdir()
+    longer = chat(tmp_path, checkpoint, max_steps=4, lr_scheduler_type="constant")
+    from toolkit.trainers.resume import ResumableTrainer
+
+    save = ResumableTrainer.save_checkpoint
+
+    def stops(self):
+        save(self)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableTrainer, "save_checkpoint", stops)
+        with pytest.raises(Stop):
+            stages.run(longer, "ppo", resume=True)
+    assert stages.finished(longer, "ppo") is None and not (recipe.folder / "eval").exists()
+    with pytest.raises(RecipeError, match="has not finished"):
+        open_run(recipe.run, runs_dir=recipe.runs_dir)
+    assert stages.run(longer, "ppo", resume=True)["resumed_at"] == [2, 3]
+
+
+def test_a_stage_before_it_is_made_longer_too(tmp_path, checkpoint):
+    """In a process of its own, which must not find the shorter one's result."""
+    reward = {"max_steps": 2, "per_device_train_batch_size": 2, **SAVING}
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    longer = chat_recipe(tmp_path, checkpoint, reward={**reward, "max_steps": 3}, ppo=recipe.values["ppo"])
+    stages.run(longer, "ppo", resume=True)
+    made = json.loads((longer.stage_folder("reward") / "result.json").read_text())
+    assert made["resumed_at"] == [2]
+    assert checkpoint_folders(longer.stage_folder("reward"))[-1].name == "checkpoint-3"
+
+
+def test_memory_that_runs_out_says_what_to_halve(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+
+    def runs_out(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.trainers.ppo.PPOTrainer._backward_micro_batch", runs_out)
+        with pytest.raises(ToolkitError, match=r"^ppo ran out of GPU memory. Set ppo.gradient_checkpointing=true.*halve"
+                           r".*ppo.per_device_train_batch_size, with ppo.gradient_accumulation_steps doubled.*"
+                           r"ppo.local_rollout_forward_batch_size.*nothing had been saved yet\.$"):  # fmt: skip
+            stages.run(recipe, "ppo")
+    cut(recipe, "ppo", monkeypatch, at=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.trainers.ppo.PPOTrainer._backward_micro_batch", runs_out)
+        with pytest.raises(ToolkitError, match=r"Then go on with resume=True"):
+            stages.run(recipe, "ppo", resume=True)
+    smaller = chat(tmp_path, checkpoint, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+                   gradient_checkpointing=True)  # fmt: skip
+    assert stages.run(smaller, "ppo", resume=True)["resumed_at"] == [1]
+
+
+def test_to_go_on_with_a_run_that_is_not_there_is_a_mistake(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint)
+    with pytest.raises(RecipeError, match='there is nothing to go on with: no run "chat" in .*There is none yet'):
+        stages.run(recipe, "ppo", resume=True)
+    stages.run(recipe, "reward")
+    kept = recipes.load(recipe.folder / "recipe.yaml", runs_dir=recipe.runs_dir)
+    assert (kept.name, kept.run, kept.folder) == ("chat", "chat", recipe.folder)
+    elsewhere = recipes.load(recipe.folder / "recipe.yaml", runs_dir=tmp_path / "others")
+    assert elsewhere.run == "recipe"
+    other = chat_recipe(tmp_path, checkpoint, name="other")
+    with pytest.raises(RecipeError, match='no run "other" in .*There are chat'):
+        stages.run(other, "reward", resume=True)
+
+
+def test_overwrite_begins_an_unfinished_stage_anew(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint)
+    cut(recipe, "reward", monkeypatch, at=1)
+    with pytest.raises(RecipeError, match="reward stage that was not finished"):
+        stages.run(recipe, "ppo")  # the prerequisite's checkpoints are not deleted either
+    assert "resumed_at" not in stages.run(recipe, "reward", overwrite=True)
+
+
+def test_trainers_of_a_notebook(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    cut(recipe, "ppo", monkeypatch, at=1)
+    with pytest.raises(RecipeError, match="resume=True"):
+        recipe.ppo_trainer()
+    trainer = recipe.ppo_trainer(resume=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.resumed_at == (1,) and trainer.state.global_step == 3
+    assert len(checkpoint_folders(recipe.stage_folder("ppo"))) == 3
+    recipe.ppo_trainer(overwrite=True)
+    assert checkpoint_folders(recipe.stage_folder("ppo")) == []
+
+
+def test_the_command_goes_on_with_what_a_notebook_began(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint)
+    whole = chat_recipe(tmp_path, checkpoint, reward=recipe.values["reward"], ppo=recipe.values["ppo"], name="whole")
+    for each in (whole, recipe):
+        stages.run(each, "reward")  # here, which is seconds faster than in processes of their own
+    expected = stages.run(whole, "ppo")
+    trainer = recipe.ppo_trainer()
+    for batch in trainer.dataloader:
+        responses = trainer.generate(batch)
+        trainer.step(batch, responses, trainer.score(batch, responses))
+        trainer.save_checkpoint()
+        break
+    result = stages.run(recipe, "ppo", resume=True)
+    assert result["resumed_at"] == [1]
+    assert (result["before"], result["after"]) == (expected["before"], expected["after"])
+
+
+def test_trl_s_own_loop_saves_no_checkpoints_and_says_so(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.loop=trl", "ppo.save_strategy=steps")
+    with pytest.raises(RecipeError, match=r"ppo.loop: trl saves no checkpoints.*trl#2657"):
+        stages.run(recipe, "ppo", resume=True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_command_reaches_the_stage_that_runs(number, tmp_path):
+    """The stage is a child of the command: SIGTERM goes to the parent alone, Ctrl-C to both."""
+    arguments = ("reward", "doubling", *SMALL, "--run", "cut")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", *arguments], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, start_new_session=True,
+    )  # fmt: skip
+    while not checkpoint_folders(tmp_path / "runs" / "cut" / "sft"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    if number == signal.SIGTERM:
+        process.terminate()
+    else:
+        os.killpg(process.pid, number)
+    _, said = process.communicate()
+    assert process.returncode == 128 + number, said
+    assert f"sft stopped by {number.name} after step" in said and "everything is saved in" in said
+    assert f"To go on: toolkit {' '.join(arguments)} --resume (make: RESUME=1)" in said
+    assert said.count("To go on") == 1 and "Traceback" not in said
+    if number == signal.SIGTERM:
+        done = command(*arguments, "--resume", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / "runs/cut/sft/result.json").read_text())["resumed_at"]
+
+
+def test_a_stage_that_was_killed_is_told_from_one_that_failed(tmp_path):
+    from toolkit.errors import ToolkitError
+    from toolkit.runs.process import run_stage
+
+    def script(text):
+        return [sys.executable, "-c", f"import os, signal, sys; {text}"]
+
+    run_stage(script("pass"), "sft", "ppo")
+    with pytest.raises(ToolkitError, match='"sft", which "ppo" needs, failed; its message is above'):
+        run_stage(script("sys.exit(1)"), "sft", "ppo")
+    with pytest.raises(ToolkitError, match=r"was killed by SIGKILL.*out of memory"):
+        run_stage(script("os.kill(os.getpid(), signal.SIGKILL)"), "sft", "ppo")
+    with pytest.raises(RunInterrupted, match="was stopped and is saved"):
+        run_stage(script("sys.exit(143)"), "sft", "ppo")

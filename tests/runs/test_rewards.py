@@ -1,0 +1,359 @@
+"""The kinds of the section `scorer`: what is refused, what a check finds, and runs from recipes."""
+
+import ast
+import inspect
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from tests.conftest import lora
+from tests.rewards.server import Server, lengths
+from tests.spec.test_load import load_changed
+from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, texts
+from toolkit.data import Rollout
+from toolkit.errors import RecipeError, RewardError
+from toolkit.models import SharedBase, load_base, save_role
+from toolkit.rewards import RemoteReward, RewardAdapter, RewardModel, WeightedSum, score_with
+from toolkit.rewards.model import ModelScorer
+from toolkit.runs import stages
+from toolkit.runs.check import check
+from toolkit.spec.validate import check_recipe, check_scorer, with_reward_files
+
+REMOTE = {"kind": "remote", "url": "http://127.0.0.1:1/"}
+RULE = {"kind": "function", "function": "statistics:fmean"}
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        (
+            {"kind": "modl"},
+            "scorer.kind — 'adapter' or 'function' or 'model' or 'remote' or 'sum' is needed, got 'modl'",
+        ),
+        ({"kind": "model"}, "scorer.model — belongs to scorer.kind: model, and is needed there (a folder or hub id)."),
+        ({"kind": "remote"}, "scorer.url — belongs to kind: remote, and is needed there (http:// or https://)."),
+        (
+            {"kind": "sum", "parts": {}},
+            "scorer.parts — belongs to kind: sum, and is needed there (one or more).",
+        ),
+        (
+            {**RULE, "url": "http://a/", "class_column": "c"},
+            "scorer.class_column — belongs to scorer.kind: adapter and model, and would have no effect with kind",
+        ),
+        ({**REMOTE, "ur": "x"}, "scorer.ur — kind: remote has no such field. Did you mean url?"),
+        ({**REMOTE, "weight": 2}, "scorer.weight — kind: remote has no such field."),
+        ({"class_score": "logit"}, "scorer.class_score — would have no effect: class_column, which names the wanted"),
+        (
+            {"kind": "model", "model": "m", "reads": "response", "prompt_column": "p"},
+            "scorer.prompt_column — would have no effect: the response alone is read.",
+        ),
+        ({**REMOTE, "batch_size": 0}, "scorer.batch_size — must be at least 1, got 0."),
+        ({**REMOTE, "retries": -1}, "scorer.retries — must be 0 or more, got -1."),
+        ({**REMOTE, "timeout": 0}, "scorer.timeout — must be positive and finite, got 0."),
+        ({**REMOTE, "deadline": -1}, "scorer.deadline — must be positive and finite or null, got -1."),
+        (
+            {**REMOTE, "url": "localhost:8000"},
+            "scorer.url — http:// or https:// with a host is needed, got 'localhost:80",
+        ),
+        ({**REMOTE, "url": "http://host:port/"}, "scorer.url — http:// or https:// with a host is needed"),
+        (
+            {**REMOTE, "url": "https://me:pw@host/"},
+            "scorer.url — holds a user or password, and the recipe is saved with",
+        ),
+        (
+            {**REMOTE, "token_variable": "sk-123"},
+            "scorer.token_variable — the name of an environment variable is needed",
+        ),
+        (
+            {"kind": "model", "model": "m", "quantization": {"load_in_4bits": True}},
+            "scorer.quantization.load_in_4bits — BitsAndBytesConfig",
+        ),
+        (
+            {"kind": "sum", "parts": {"a b": RULE}},
+            "scorer.parts — 'a b' cannot name a part: its mean is logged as score/",
+        ),
+        ({"kind": "sum", "parts": {"a": "x"}}, "scorer.parts.a — a section with keys is needed, got 'x'."),
+        (
+            {"kind": "sum", "parts": {"a": {**RULE, "wieght": 1}}},
+            "scorer.parts.a.wieght — kind: function has no such field. Did you mean weight?",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": {**RULE, "weight": float("inf")}}},
+            "scorer.parts.a.weight — must be a finite number, got inf",
+        ),
+        ({"kind": "sum", "parts": {"a": {"kind": "remote"}}}, "scorer.parts.a.url — belongs to kind: remote"),
+        (
+            {"kind": "sum", "parts": {"a": {"kind": "sum", "parts": {"b": RULE}}}},
+            "scorer.parts.a — is a sum within a sum.",
+        ),
+    ],
+)
+def test_problems(scorer, message, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        load_changed(tmp_path, scorer=scorer)
+    assert message in str(error.value) and "sk-123" not in str(error.value)
+
+
+def test_which_scorers_read_the_reward_role(tmp_path):
+    parts = {"model": {"kind": "adapter"}, "rule": {**RULE, "weight": -1}}
+    for scorer, needed in (
+        ({}, True),
+        (RULE, False),
+        (REMOTE, False),
+        ({"kind": "sum", "parts": parts}, True),
+        ({"kind": "sum", "parts": {"rule": RULE, "server": REMOTE}}, False),
+    ):
+        assert load_changed(tmp_path, scorer=scorer).scorer.needs_reward_role == needed
+        if needed:
+            load_changed(tmp_path, scorer=scorer, start={"value": "reward"})
+            continue
+        with pytest.raises(RecipeError, match="start.value — is reward, but with scorer.kind: .* there is no reward"):
+            load_changed(tmp_path, scorer=scorer, start={"value": "reward"})
+    with pytest.raises(RecipeError, match="ppo.loop — trl scores with the reward adapter alone, not with a sum"):
+        load_changed(tmp_path, scorer={"kind": "sum", "parts": parts}, ppo={"max_steps": 1, "loop": "trl"})
+
+
+def test_a_file_in_the_folder_of_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "rule.py").write_text("")
+    rule = {"kind": "function", "function": "rule.py:f"}
+    found = f"{there}/rule.py:f"
+    assert with_reward_files({"scorer": rule, "seed": 1}, there) == {"scorer": {**rule, "function": found}, "seed": 1}
+    both = {"scorer": {"kind": "sum", "parts": {"a": rule, "b": REMOTE}}}
+    assert with_reward_files(both, there)["scorer"]["parts"] == {"a": {**rule, "function": found}, "b": REMOTE}
+    for unusable in ({"seed": 1}, {"scorer": None}, {"scorer": {"function": 1, "parts": [1]}}):
+        assert with_reward_files(unusable, there) == unusable  # the check of the recipe says what is wrong
+
+
+# ---------------------------------------------------------------------- check
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory):
+    """Two random classifiers, of one output and of two classes, with a tokenizer of their own."""
+    folder, tokenizer = tmp_path_factory.mktemp("classifiers"), byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<s>", "")
+    for name, labels in (("one", 1), ("two", 2)):
+        torch.manual_seed(labels)
+        model = LlamaForSequenceClassification(
+            LlamaConfig(
+                vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+                initializer_range=0.3, num_labels=labels,
+            )
+        )  # fmt: skip
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [{"prompt": f"What is {i} + {i}?", "plain": f"{i} + {i}", "mood": "LABEL_1"} for i in range(12)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return {"task": "prompts", "train": str(path), "validation": str(path), "max_validation_rows": 4}
+
+
+def test_a_check_of_each_kind(checkpoint, classifiers, questions, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rule.py").write_text("raise RuntimeError\ndef rule(rollout): ...\n")
+
+    def problems(**parts):
+        (one, *_) = parts.values()
+        scorer = one if len(parts) == 1 else {"kind": "sum", "parts": parts}
+        return texts(check(chat_recipe(tmp_path, checkpoint, data=questions, scorer=scorer, reward=None)))
+
+    model = {"kind": "model", "model": str(classifiers / "one"), "prompt_column": "plain"}
+    classes = {**model, "model": str(classifiers / "two"), "class_column": "mood"}
+    rule = {"kind": "function", "function": "rule.py:rule"}
+    assert problems(one=model) == problems(two=classes) == problems(rule=rule) == problems(server=REMOTE) == ()
+    assert problems(a=model, b={**classes, "weight": 0.5}, c=rule, d=REMOTE) == ()
+
+    for settings, key, message in (
+        ({"model": "no/where"}, "model", 'no checkpoint could be loaded from the folder or hub id "no/where"'),
+        ({"model": str(checkpoint)}, "model", "is a LlamaForCausalLM, which has no head for scores"),
+        ({"class_column": "mood"}, "class_column", "has 1 output(s) and class_column is 'mood'"),
+        ({"max_length": 513}, "max_length", "513 tokens, and the model takes 512"),
+        ({"prompt_column": "plane"}, "prompt_column", "the prompts have no column plane; present: input_ids, prompt"),
+    ):
+        (alone,) = problems(one={**model, **settings})
+        (part,) = problems(a={**model, **settings}, b=rule)
+        assert alone.startswith(f"scorer.{key} — ") and part.startswith(f"scorer.parts.a.{key} — ")
+        assert message in alone and message in part
+    (found,) = problems(a={**classes, "class_column": "mod"}, b=rule)
+    assert found.startswith('scorer.parts.a.class_column — the prompts have no column "mod"; present: ')
+    (found,) = problems(a={**rule, "function": "rule.py:rul"}, b=model)
+    assert found == 'scorer.parts.a.function — rule.py has no function "rul".'
+    (found,) = problems(a=model, b={**REMOTE, "token_variable": "NO_SUCH_VARIABLE_HERE"})
+    assert found.startswith("scorer.parts.b.token_variable — the environment has no variable NO_SUCH_VARIABLE_HERE")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(classifiers / "one", damaged)
+    (damaged / "model.safetensors").write_bytes(b"\0" * 40)
+    (found,) = problems(one={**model, "model": str(damaged)})
+    assert found.startswith("scorer.model — ") and "model.safetensors is damaged" in found
+
+
+def test_text_with_the_template_of_the_base_is_not_given_to_another_model(checkpoint, questions, tmp_path):
+    scorer = {"kind": "model", "model": "m"}
+
+    def text_for(*columns, chat=True, **changes):
+        data = {**questions, "chat": chat}
+        recipe = chat_recipe(tmp_path, checkpoint, data=data, scorer={**scorer, **changes}, reward=None)
+        present = ["input_ids", *columns]
+        return recipe.scorer.column_of(present, chats=recipe.task.chats)
+
+    assert text_for("prompt", "messages") == "messages"
+    assert text_for("prompt", chat=False) == "prompt"
+    assert text_for("prompt", "plain", prompt_column="plain") == "plain"
+    assert text_for(reads="response") is text_for(reads="tokens") is None
+    with pytest.raises(
+        RewardError, match="^prompt_column: the column prompt has the chat template of the base around it, and another"
+    ):
+        text_for("prompt")
+    with pytest.raises(RewardError, match="^prompt_column: the prompts have no column messages or prompt; present"):
+        text_for("style")
+
+
+def test_parts_with_classes_of_an_adapter(checkpoint, tmp_path):
+    adapter = {"kind": "adapter", "class_column": "mood"}
+    recipe = chat_recipe(tmp_path, checkpoint, scorer={"kind": "sum", "parts": {"a": adapter, "b": RULE}})
+    found = texts(check(recipe))
+    assert any(line.startswith("scorer.parts.a.class_column — the reward head has 1 output(s)") for line in found)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_path, monkeypatch):
+    """The reward stage is replaced by a saved adapter; one part of each kind, another model among them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = Server(lengths)
+    (tmp_path / "rule.py").write_text(
+        "async def rule(rollout):\n    return [float(len(t)) for t in rollout.responses]\n"
+    )
+    base = SharedBase(load_base(str(checkpoint), dtype="float32"))
+    base.add_role("reward", lora(4))
+    save_role(base, "reward", tmp_path / "reward", pad_token_id=2, base_name="tiny")
+    parts = {
+        "adapter": {"kind": "adapter", "weight": 2.0},
+        "rule": {"kind": "function", "function": "rule.py:rule", "weight": -0.5},
+        "mood": {
+            "kind": "model", "model": str(classifiers / "two"), "prompt_column": "plain", "class_column": "mood",
+            "dtype": "float32", "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        },
+        "server": {"kind": "remote", "url": server.url, "batch_size": 3, "weight": 0.25},
+    }  # fmt: skip
+    start = {"reward": str(tmp_path / "reward")}
+    scorer = {"kind": "sum", "parts": parts}
+    recipe = chat_recipe(tmp_path, checkpoint, data=questions, scorer=scorer, reward=None, start=start)
+    assert texts(check(recipe)) == ()
+    assert recipe.plan.needs("ppo") == []
+    result = stages.run(recipe, "ppo")
+    assert all(torch.tensor(result[when]["score"]).isfinite() for when in ("before", "after"))
+
+    trainer = recipe.ppo_trainer(overwrite=True)
+    reward = trainer.reward
+    kinds = {name: type(part) for name, part in reward.parts.items()}
+    assert isinstance(reward, WeightedSum) and reward.weights == {"adapter": 2, "rule": -0.5, "mood": 1, "server": 0.25}
+    assert (kinds["adapter"], kinds["mood"], kinds["server"]) == (RewardAdapter, RewardModel, RemoteReward)
+    _, rollout, scores = trainer.evaluate_rollout(recipe.task.prompts("validation"))
+    again = score_with(reward, rollout)
+    torch.testing.assert_close(again, scores, rtol=1e-3, atol=1e-3)  # of a base in bfloat16, in batches of other sizes
+    parts = reward.last_parts
+    assert parts["rule"].tolist() == parts["server"].tolist() == [float(len(text)) for text in rollout.responses]
+    assert (parts["mood"] <= 0).all()
+    expected = 2 * parts["adapter"] - 0.5 * parts["rule"] + parts["mood"] + 0.25 * parts["server"]
+    torch.testing.assert_close(again, expected)
+    server.stop()
+
+
+def test_another_model_from_a_recipe(checkpoint, classifiers, questions, tmp_path):
+    scorer = {"kind": "model", "model": str(classifiers / "one"), "prompt_column": "plain", "dtype": "float32"}
+    recipe = chat_recipe(tmp_path, checkpoint, data=questions, scorer=scorer, reward=None)
+    trainer = recipe.ppo_trainer()
+    assert "reward" not in trainer.roles.roles
+    one = Rollout(["x"], ["4"], [[1]], [[2]], [True], {"prompt": ["<s>2 + 2</s>"], "plain": ["2 + 2"]})
+    assert trainer.reward.texts(one) == [("2 + 2</s>4</s>",)]  # in its own template
+    model = LlamaForSequenceClassification.from_pretrained(classifiers / "one").eval()
+    with torch.no_grad():
+        ids = byte_tokenizer()("2 + 2</s>4</s>", return_tensors="pt", add_special_tokens=False)["input_ids"]
+        expected = model(ids).logits.item()
+    assert score_with(trainer.reward, one).item() == pytest.approx(expected, rel=1e-4)
+    wrong = chat_recipe(tmp_path, checkpoint, data=questions, scorer={**scorer, "prompt_column": "no"}, reward=None)
+    with pytest.raises(RewardError, match="scorer.prompt_column — the prompts have no column no; present: input_ids"):
+        wrong.ppo_trainer(overwrite=True)
+
+
+def test_a_run_ends_clearly_when_a_server_stays_away(checkpoint, questions, tmp_path):
+    recipe = chat_recipe(tmp_path, checkpoint, data=questions, scorer={**REMOTE, "retries": 0}, reward=None)
+    with pytest.raises(RewardError, match=r"url: http://127.0.0.1:1/ gave no answer in 1 tries"):
+        stages.run(recipe, "ppo")
+
+
+# ---------------------------------------------------------------------- the page
+
+PAGE = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+
+def test_the_recipes_of_the_page_are_right():
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)]
+    kinds = {block["scorer"]["kind"] for block in blocks}
+    assert kinds == {"function", "model", "remote", "sum"}
+    for block in blocks:
+        assert check_scorer(block["scorer"]) == []
+        if block.keys() != {"scorer"}:
+            assert "reward_model" in block and check_recipe({**block, "data": {"task": "doubling"}}) == []
+
+
+def test_the_python_of_the_page_is_right():
+    """Every call of a reward has arguments that it takes."""
+    made = {"RewardModel.load": ModelScorer, "RemoteReward": RemoteReward, "WeightedSum": WeightedSum}
+    seen = set()
+    for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
+        for call in (node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func)
+            if name in made:
+                seen.add(name)
+                known = inspect.signature(made[name]).parameters
+                assert all(keyword.arg in known for keyword in call.keywords), ast.unparse(call)
+    assert seen == made.keys()
+
+
+# ---------------------------------------------------------------------- with stages.py and loading.py
+
+
+def test_a_sum_with_an_adapter_runs_the_reward_stage_first(checkpoint, tmp_path):
+    parts = {"model": {"kind": "adapter"}, "rule": {**RULE, "weight": -1}}
+    recipe = chat_recipe(tmp_path, checkpoint, scorer={"kind": "sum", "parts": parts})
+    assert recipe.plan.needs("ppo") == ["reward"]
+    with pytest.raises(RecipeError, match='needs a trained reward role, and the recipe has no section "reward"'):
+        chat_recipe(tmp_path, checkpoint, scorer=recipe.values["scorer"], reward=None).plan.needs("ppo")
+    rules = {"kind": "sum", "parts": {"rule": RULE}}
+    assert chat_recipe(tmp_path, checkpoint, scorer=rules, reward=None).plan.needs("ppo") == []
+
+
+def test_a_recipe_finds_the_file_beside_it(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "rule.py").write_text("def rule(rollout):\n    return rollout.lengths\n")
+    recipe = chat_recipe(tmp_path, checkpoint, scorer={"kind": "function", "function": "rule.py:rule"}, reward=None)
+    assert recipe.scorer.function == f"{tmp_path}/rule.py:rule"  # the run's own copy of the recipe finds it too
+    assert texts(check(recipe)) == ()
+
+
+def test_another_model_reads_the_conversation_itself(checkpoint, classifiers, questions, tmp_path):
+    scorer = {"kind": "model", "model": str(classifiers / "one")}
+    recipe = chat_recipe(tmp_path, checkpoint, data=questions, scorer=scorer, reward=None)
+    assert texts(check(recipe)) == ()
+    trainer = recipe.ppo_trainer()
+    _, rollout, _ = trainer.evaluate_rollout(recipe.task.prompts("validation"))
+    assert trainer.reward.texts(rollout)[1] == (f"What is 1 + 1?</s>{rollout.responses[1]}</s>",)

@@ -1,0 +1,312 @@
+"""Whole stages by the real entry points, on models small enough for a few seconds."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from tests.tiny_runs import PAIRS, REPOSITORY, byte_tokenizer, chat_recipe, command, command_here
+from toolkit import recipes
+from toolkit.errors import DataError, RecipeError, ToolkitError
+from toolkit.inference.evaluate import evaluate
+from toolkit.inference.saved_run import open_run
+from toolkit.runs import stages
+
+SMALL_DOUBLING = (
+    "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8", "ppo.eval_steps=1",
+    "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
+    "ppo.logging_steps=1",
+)  # fmt: skip
+SAME_KEYS = {"score", "score_se", "kl", "length", "eos_share", "exact_match", "style_accuracy"}
+
+
+@pytest.fixture(scope="module")
+def doubling_run(tmp_path_factory):
+    """One command from nothing: pretraining, reward, PPO."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    done = command("ppo", "doubling", *SMALL_DOUBLING, cwd=folder)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder, done
+
+
+def test_one_command_runs_all_stages_and_leaves_what_it_says(doubling_run):
+    folder, done = doubling_run
+    run = folder / "runs" / "doubling"
+    for stage in ("sft", "reward", "ppo"):
+        result = json.loads((run / stage / "result.json").read_text())
+        assert {"recipe", "stage", "seed", "seconds", "peak_memory_gb", "versions", "before", "after"} <= result.keys()
+        assert result["recipe"] == "doubling" and result["stage"] == stage and result["seed"] == 0
+        assert result["before"].keys() == result["after"].keys()
+        assert (run / stage / "metrics.jsonl").read_text()
+        assert "<svg" in (run / stage / "report.html").read_text() or stage != "ppo"
+    assert json.loads((run / "ppo" / "result.json").read_text())["after"].keys() == SAME_KEYS
+    assert (run / "sft" / "model" / "model.safetensors").is_file()
+    for role in ("reward/reward", "ppo/policy", "ppo/value"):
+        assert (run / role / "adapter_model.safetensors").is_file(), role
+    samples = [json.loads(line) for line in (run / "ppo" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 and samples[0].keys() == {"prompt", "before", "before_score", "after", "after_score"}
+    assert "exact_match" in done.stdout and "report: runs/doubling/ppo/report.html" in done.stdout
+    assert "samples before and after" in done.stdout
+    assert "Warning" not in done.stderr, done.stderr
+    assert not list(run.rglob("*.bin")) and not list(run.rglob("*.pt")) and not list(run.rglob("*.pth"))
+
+
+def test_a_finished_stage_is_not_repeated_and_another_recipe_is_stopped(doubling_run, monkeypatch):
+    folder, _ = doubling_run
+    monkeypatch.chdir(folder)
+    same = recipes.load("doubling", *SMALL_DOUBLING)
+    before = (folder / "runs/doubling/ppo/result.json").read_text()
+    assert stages.run(same, "ppo") == json.loads(before)
+    other = recipes.load("doubling", *SMALL_DOUBLING, "ppo.kl_coef=0.3")
+    with pytest.raises(RecipeError, match=r"other settings: ppo.kl_coef .*. Name a new run .*overwrite=True"):
+        stages.run(other, "ppo")
+    with pytest.raises(RecipeError, match="another recipe"):
+        other.ppo_trainer()
+    assert (folder / "runs/doubling/ppo/result.json").read_text() == before
+    assert stages.finished(other, "ppo") is None
+
+
+def test_another_ppo_begins_with_the_stages_of_a_finished_run(doubling_run, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(doubling_run[0], folder)
+    arguments = ("ppo", "doubling", *SMALL_DOUBLING, "ppo.kl_coef=0.3")
+    done = command_here(*arguments, "--run", "more-kl", "--from-run", "doubling", cwd=folder)
+    assert done.returncode == 0, done.stderr + done.stdout
+    for stage in ("sft", "reward"):
+        assert f"{stage} is taken from runs/doubling/{stage}." in done.stdout
+    first, second = folder / "runs" / "doubling", folder / "runs" / "more-kl"
+    base = load_file(second / "sft" / "model" / "model.safetensors")
+    assert all(
+        torch.equal(base[name], tensor)
+        for name, tensor in load_file(first / "sft" / "model" / "model.safetensors").items()
+    )
+    results = [json.loads((run / "ppo" / "result.json").read_text()) for run in (first, second)]
+    assert results[0]["before"] == results[1]["before"] and results[0]["after"] != results[1]["after"]
+    again = command_here(*arguments, "--run", "more-kl", "--from-run", "doubling", cwd=folder)
+    assert again.returncode == 0 and "ppo of this run is finished" in again.stdout
+    # The same settings in the first run's folder repeat ppo alone.
+    kept = (first / "reward" / "result.json").read_text()
+    assert command_here(*arguments, "--overwrite", cwd=folder).returncode == 0
+    assert (first / "reward" / "result.json").read_text() == kept
+    assert json.loads((first / "ppo" / "result.json").read_text())["after"] == results[1]["after"]
+
+
+def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):
+    folder, _ = doubling_run
+    monkeypatch.chdir(folder)
+    with pytest.raises(RecipeError, match=r"holds a finished ppo stage. Name a new run .*overwrite=True"):
+        recipes.load("doubling", *SMALL_DOUBLING).ppo_trainer()
+    assert (folder / "runs/doubling/ppo/result.json").is_file()
+    trainer = recipes.load("doubling", *SMALL_DOUBLING).ppo_trainer(overwrite=True)
+    assert set(trainer.roles.roles) == {"policy", "reference", "reward", "value"}
+    for batch in trainer.dataloader:
+        responses = trainer.generate(batch)
+        scores = trainer.score(batch, responses)
+        stats = trainer.step(batch, responses, scores)
+        break
+    assert stats["score"] == pytest.approx(scores.mean().item())
+
+
+def test_errors_are_one_line_and_debug_shows_more(tmp_path):
+    done = command_here("ppo", "doublin", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(
+        'RecipeError: no recipe "doublin". Did you mean doubling or doubling_q or doubling_seed?'
+    )
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in command("ppo", "doublin", "--debug", cwd=tmp_path).stderr
+    (tmp_path / "file").write_text("")
+    done = command_here("sft", "doubling", "--runs-dir", "file/in/the/way", cwd=tmp_path)
+    assert done.returncode == 1 and "cannot write there" in done.stderr
+
+
+def test_the_list_of_recipes_and_the_version():
+    listed = command_here("recipes").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == recipes.names()
+    assert any(line.startswith("doubling ") and "Doubles numbers" in line for line in listed)
+    assert command_here("--version").stdout.strip() == "0.1.0"
+
+
+# ---------------------------------------------------------------------- preference pairs on a tiny Llama
+
+
+@pytest.mark.parametrize("value", ["separate", "shared"])
+def test_reward_and_ppo_on_a_real_nf4_base(value, tmp_path, checkpoint):
+    overrides = ["ppo.value=shared"] if value == "shared" else ["start.value=reward"]
+    adapters = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
+    if value == "shared":
+        del adapters["value"]
+    recipe = chat_recipe(tmp_path, checkpoint, *overrides, adapters=adapters)
+    reward = stages.run(recipe, "reward")
+    assert reward["after"]["rows"] == 6 and len(reward["after"]["accuracy_ci"]) == 2
+    assert reward["left_out"] == {"train": {}, "validation": {}}
+    folder = recipe.stage_folder("reward")
+    scores = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    wrong = [json.loads(line) for line in (folder / "errors.jsonl").read_text().splitlines()]
+    right = sum(row["chosen_score"] > row["rejected_score"] for row in scores)
+    assert len(scores) == 6 and right / 6 == pytest.approx(reward["after"]["accuracy"])
+    assert len(wrong) == sum(row["chosen_score"] < row["rejected_score"] for row in scores)
+    assert scores[0]["chosen"] == "Paris." and scores[0]["chosen_length"] == len("Paris.") + 1  # with its end
+    assert scores[0]["prompt"] == "<s>What is the capital of France?</s><s>"
+    assert reward["judgement"]["length"]["equal"].keys() == {"pairs", "accuracy", "accuracy_ci"}
+    assert "Held-out pairs" in (folder / "report.html").read_text()
+    result = stages.run(recipe, "ppo")
+    assert result["after"].keys() == {"score", "score_se", "kl", "length", "eos_share"}
+    assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3)
+    if value == "separate":  # judged by the reward of another seed than the one that it was trained against
+        other = chat_recipe(tmp_path, checkpoint, "seed=1", *overrides, adapters=adapters, name="other")
+        stages.run(other, "reward")
+        named = f"start.reward={other.stage_folder('reward') / 'reward'}"
+        again = evaluate(open_run("chat", named, runs_dir=tmp_path / "runs"))
+        assert again["after"]["length"] == result["after"]["length"]  # the same answers
+        assert again["before"]["score"] != result["before"]["score"]
+    saved = "adapter_model.safetensors" if value == "separate" else "value_head.safetensors"
+    assert (recipe.stage_folder("ppo") / "value" / saved).is_file()
+
+
+def test_start_from_named_adapters_and_score_by_a_function(tmp_path, checkpoint, monkeypatch):
+    (tmp_path / "rule_for_test.py").write_text(
+        "def rule(rollout):\n    return [float(len(t)) for t in rollout.responses]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    first = chat_recipe(
+        tmp_path, checkpoint, scorer={"kind": "function", "function": "rule_for_test:rule"}, reward=None, name="first"
+    )
+    assert first.plan.needs("ppo") == []
+    stages.run(first, "ppo")
+    second = chat_recipe(
+        tmp_path,
+        checkpoint,
+        scorer={"kind": "function", "function": "rule_for_test:rule"},
+        reward=None,
+        start={role: str(first.stage_folder("ppo") / role) for role in ("policy", "value")},
+        name="second",
+    )
+    trainer = second.ppo_trainer()
+    # The reference is a frozen copy of where the policy starts: KL to the bare base would not be 0.
+    assert "reference" not in trainer.roles.trained_roles and trainer.roles.adapter_config("reference").r == 4
+    policy, reference = trainer.roles.parameters_of("policy"), trainer.roles.parameters_of("reference")
+    assert all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)) and any(p.any() for p in policy[1::2])
+    metrics, _, scores = trainer.evaluate_rollout(second.task.prompts("validation"))
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert scores.tolist() == [
+        float(len(t)) for t in trainer.evaluate_rollout(second.task.prompts("validation"))[1].responses
+    ]
+
+
+def test_trls_own_loop_from_a_recipe(tmp_path, checkpoint):
+    with_pad = tmp_path / "with_pad"
+    LlamaForCausalLM.from_pretrained(checkpoint).save_pretrained(with_pad)
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<pad>"  # TRL masks by pad id, so that pad == eos is refused
+    tokenizer.save_pretrained(with_pad)
+    recipe = chat_recipe(tmp_path, with_pad, "ppo.loop=trl", "ppo.gradient_checkpointing=false")
+    result = stages.run(recipe, "ppo")
+    assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3) and result["after"].keys() == result["before"].keys()
+    assert (recipe.stage_folder("ppo") / "value" / "adapter_model.safetensors").is_file()
+    metrics = (recipe.stage_folder("ppo") / "metrics.jsonl").read_text()
+    assert "objective/kl" in metrics  # TRL's own names: it was TRL's loop
+    refused = chat_recipe(tmp_path, checkpoint, "ppo.loop=trl", "ppo.gradient_checkpointing=false", name="refused")
+    with pytest.raises(RecipeError, match="pad and eos are one token"):
+        stages.run(refused, "ppo")
+
+
+def test_sft_of_a_checkpoint_is_where_policy_and_reference_start(tmp_path, checkpoint, monkeypatch):
+    (tmp_path / "rule2_for_test.py").write_text("def rule(rollout):\n    return rollout.lengths\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = chat_recipe(
+        tmp_path,
+        checkpoint,
+        sft={"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no"},
+        reward=None,
+        scorer={"kind": "function", "function": "rule2_for_test:rule"},
+    )
+    assert recipe.plan.needs("ppo") == ["sft"]
+    result = stages.run(recipe, "sft")
+    assert result["after"]["loss"] < result["before"]["loss"]
+    roles = recipe.ppo_trainer().roles
+    policy, reference = roles.parameters_of("policy"), roles.parameters_of("reference")
+    assert all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)) and any(p.any() for p in policy[1::2])
+
+
+def test_prerequisites(tmp_path, checkpoint):
+    doubling = recipes.load("doubling")
+    assert doubling.plan.needs("ppo") == ["sft", "reward"]
+    assert doubling.plan.needs("reward") == ["sft"]
+    assert doubling.plan.needs("sft") == []
+    assert recipes.load("smollm2_135m_lora").plan.needs("ppo") == ["sft", "reward"]
+    assert recipes.load("smollm2_135m_lora").plan.needs("reward") == []
+    assert recipes.load("llama3_8b_lora").plan.needs("ppo") == ["reward"]
+    with pytest.raises(RecipeError, match='the recipe has no section "sft"'):
+        recipes.load("llama3_8b_lora").plan.needs("sft")
+    with pytest.raises(RecipeError, match='no stage "pretrain"; the stages are sft, reward, ppo'):
+        doubling.plan.needs("pretrain")
+    lacking = chat_recipe(tmp_path, checkpoint, reward=None)
+    with pytest.raises(
+        RecipeError, match='stage "ppo" needs a trained reward role, and the recipe has no section "reward"'
+    ):
+        stages.run(lacking, "ppo")
+
+
+def test_a_failing_prerequisite_is_named(tmp_path, checkpoint, capfd):
+    """By what no check before it can see: a checkpoint without one of its weights."""
+    shutil.copytree(checkpoint, tmp_path / "cut")
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ToolkitError, match='stage "reward", which "ppo" needs, failed'):
+        stages.run(chat_recipe(tmp_path, tmp_path / "cut"), "ppo")
+    assert f'"{tmp_path / "cut"}" has no weights for model.layers.1.mlp.up_proj.weight, where' in capfd.readouterr().err
+
+
+def test_a_mistake_of_the_last_stage_is_found_before_the_first_one_runs(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(stages, "run_stage", lambda *args: pytest.fail("a stage began"))
+    for overrides in (("start.value=runs/nope/value",), ("data.validation=nope.jsonl",)):
+        recipe = chat_recipe(tmp_path, checkpoint, *overrides, sft={"max_steps": 2}, name="early")
+        with pytest.raises(RecipeError, match=overrides[0].split("=")[1]):
+            stages.run(recipe, "ppo")
+        assert not recipe.folder.exists()
+
+
+def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, monkeypatch):
+    began = []
+    monkeypatch.setattr(stages, "run_stage", lambda command, earlier, stage: began.append(earlier))
+    monkeypatch.setitem(stages.MAKERS, "ppo", lambda recipe, reward: reward)
+
+    def local(rollout):
+        return [0.0] * len(rollout)
+
+    recipe = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2}, reward=None)
+    assert recipe.ppo_trainer(reward=local) is local and began == ["sft"]
+
+
+def test_a_task_without_the_data_of_a_stage(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint, reward_head={"num_labels": 3})
+    with pytest.raises(DataError, match='data.task: "preferences" has no labelled data'):
+        stages.run(recipe, "reward")
+
+
+def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):
+    data = REPOSITORY / "data"
+    sft_data = {"task": "demonstrations", "train": str(data / "demonstrations.jsonl")}
+    sft = {"max_steps": 1, "max_length": 30, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    pairs = {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS), "max_validation_rows": 2}
+    recipe = chat_recipe(
+        tmp_path, checkpoint, data={**pairs, "parts": {"reward": 16, "ppo": 8}},
+        sft_data={**sft_data, "validation": sft_data["train"]}, sft=sft,
+    )  # fmt: skip
+    lengths = [len(ids) for ids in recipe.task_of("sft").demonstrations("train")["input_ids"]]
+    kept = [[x for x in labels[:30] if x != -100] for labels in recipe.task_of("sft").demonstrations("train")["labels"]]
+    result = stages.run(recipe, "sft")
+    cut = sum(length > 30 for length in lengths)
+    assert 0 < cut < 8
+    expected = {"cut": cut, "without_loss": sum(not labels for labels in kept)}
+    assert expected["without_loss"] > 0 and result["cut"] == {"train": expected, "validation": expected}
+    said = f"train: {cut} of 8 rows are cut to sft.max_length (30); {expected['without_loss']} of them lose all that"
+    assert said in capsys.readouterr().out
+    stages.run(recipe, "reward")
+    rows = [json.loads(line) for line in (recipe.stage_folder("reward") / "rows.jsonl").read_text().splitlines()]
+    assert [row["split"] for row in rows].count("train") == 16 and len(rows) == 18
+    assert rows[-1] == {"split": "validation", "place": f"{PAIRS}, line 2"}

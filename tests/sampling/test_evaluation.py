@@ -1,0 +1,117 @@
+"""What is measured of responses, and that measuring leaves no trace."""
+
+import pytest
+import torch
+
+from tests.conftest import shared_base
+from tests.trainers.helpers import PROMPTS, count_reward, dataset
+from toolkit.data import doubling
+from toolkit.errors import DataError
+from toolkit.rewards import DenseScores, WeightedSum, state_of
+from toolkit.sampling import Evaluator, Sampler, best_of
+
+
+def evaluator(reward, *, temperature=1.0, batch_size=3, **settings):
+    sampler = Sampler(shared_base(), doubling.tokenizer(), response_length=5, temperature=temperature)
+    ratios = {"log_ratios": lambda rollout: torch.tensor([float(n) for n in rollout.columns["number"]])}
+    return Evaluator(sampler, reward, batch_size=batch_size, seed=3, **{**ratios, **settings})
+
+
+def test_metrics_by_hand_over_batches_that_do_not_divide():
+    ended = []
+    measure = evaluator(count_reward(7), metrics=lambda r: {"rows": float(len(r))})
+    metrics, rollout, scores = measure(dataset(2).select(range(7)), after_batch=lambda: ended.append(1))
+    assert len(ended) == 3 and len(rollout) == len(scores) == metrics["rows"] == 7
+    assert rollout.columns["number"] == list(range(7)) and metrics["kl"] == 3.0
+    expected = [list(ids).count(7) / len(ids) for ids in rollout.response_ids]
+    assert scores.tolist() == pytest.approx(expected) and metrics["score"] == pytest.approx(sum(expected) / 7)
+    assert metrics["length"] == sum(map(len, rollout.response_ids)) / 7
+    assert metrics["eos_share"] == sum(rollout.ended) / 7
+    assert metrics["score_se"] == pytest.approx(float(torch.tensor(expected).std()) / 7**0.5)
+
+
+def test_the_seed_is_its_own_and_the_caller_s_random_state_stays():
+    measure = evaluator(count_reward(7))
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    first = measure(dataset(1))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(12)
+    again = measure(dataset(1))
+    assert again.rollout.response_ids == first.rollout.response_ids and again.metrics == first.metrics
+
+
+class Counts:
+    """A reward that changes as it goes."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, rollout):
+        self.calls += 1
+        return [float(self.calls)] * len(rollout)
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def test_a_reward_that_changes_is_left_as_it_was():
+    reward = Counts()
+    assert evaluator(reward)(dataset(1)).scores.tolist() == [1.0, 1.0, 1.0, 2.0]
+    assert reward.calls == 0 and state_of(reward) is reward
+
+    def breaks_off():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluator(reward)(dataset(1), after_batch=breaks_off)
+    assert reward.calls == 0
+    assert state_of(torch.nn.Linear(1, 1)) is None and state_of(count_reward(7)) is None
+
+
+def test_parts_of_a_sum_and_dense_scores():
+    def dense(rollout):
+        return DenseScores(tokens=[[1.0] * n for n in rollout.lengths])
+
+    measured = evaluator(WeightedSum({"tokens": dense, "one": lambda r: [1.0] * len(r)}, {"one": 0.5}))(dataset(1))
+    assert measured.metrics["score/tokens"] == measured.metrics["length"] and measured.metrics["score/one"] == 1.0
+    assert measured.scores.tolist() == [n + 0.5 for n in measured.rollout.lengths]
+
+
+def test_nothing_to_measure_is_said():
+    with pytest.raises(DataError, match="no held-out prompts to measure. Hold some rows of the data out"):
+        evaluator(count_reward(7))(dataset(1).select([]))
+
+
+ROWS = [{"input_ids": ids, "number": i} for i, ids in enumerate(PROMPTS)]
+
+
+def best(n, rows=ROWS, reward=None, batch_size=5):
+    sampler = Sampler(shared_base(), doubling.tokenizer(), response_length=5, temperature=2.0)
+    torch.manual_seed(0)
+    return best_of(rows, n, sampler=sampler, reward=reward or count_reward(7), batch_size=batch_size)
+
+
+def test_the_highest_score_is_kept_and_of_equals_the_first():
+    sampled = best(6)
+    assert sampled.scores.shape == (4, 6) and len(sampled.candidates) == 24 and len(sampled.best) == 4
+    assert sampled.candidates.columns["number"] == [number for number in range(4) for _ in range(6)]
+    for i, scores in enumerate(sampled.scores.tolist()):
+        assert sampled.best.response_ids[i] == sampled.candidates.response_ids[6 * i + scores.index(max(scores))]
+    assert float(sampled.scores.max()) > 0.0
+    same = best(3, reward=lambda rollout: [1.0] * len(rollout))
+    assert same.best.response_ids == [same.candidates.response_ids[3 * i] for i in range(4)]
+
+
+def test_one_is_the_sample_itself():
+    sampled = best(1)
+    assert sampled.best.response_ids == sampled.candidates.response_ids
+
+
+@pytest.mark.parametrize(("n", "rows"), [(0, ROWS), (2, [])])
+def test_nothing_to_choose_from(n, rows):
+    with pytest.raises(ValueError, match="at least one prompt and one sample; got"):
+        best(n, rows)

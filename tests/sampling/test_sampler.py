@@ -1,0 +1,68 @@
+"""What limits a response, and how it is decoded."""
+
+import pytest
+import torch
+
+from tests.conftest import shared_base
+from tests.trainers.helpers import PROMPTS
+from toolkit.data import doubling
+from toolkit.errors import DataError
+from toolkit.sampling import Sampler, check_room
+
+ROWS = [{"input_ids": ids, "number": i} for i, ids in enumerate(PROMPTS)]  # of 4, 6, 3 and 5 tokens
+
+
+def sampler(**settings):
+    return Sampler(shared_base(), doubling.tokenizer(), **{"response_length": 6, **settings})
+
+
+def respond(made, seed=0):
+    torch.manual_seed(seed)
+    return made(made.collator(ROWS))
+
+
+def test_a_response_ends_at_its_length_or_with_its_prompt_at_the_maximum():
+    limited = respond(sampler(response_length=4, max_length=8))
+    assert all(len(r) <= limit for r, limit in zip(limited.response_ids, (4, 2, 4, 3), strict=True))
+    assert not all(limited.ended) and limited.columns == {"number": [0, 1, 2, 3]}
+    free = respond(sampler(response_length=4))
+    for ids, whole in zip(limited.response_ids, free.response_ids, strict=True):  # cut, and not another response
+        assert whole[: len(ids)] == ids
+    with pytest.raises(DataError, match="max_length: a prompt has 6 tokens, and 6 leaves no room for a response"):
+        respond(sampler(max_length=6))
+
+
+def test_room_is_asked_of_the_longest_prompt():
+    check_room([3, 5], 6)
+    check_room([3, 500], None)
+    check_room([], 1)
+    with pytest.raises(DataError, match="Shorten the prompts to 5 tokens or less, or raise it") as error:
+        check_room([3, 6], 6)
+    assert error.value.problems[0].field == "max_length"
+
+
+def test_the_temperature_widens_and_none_is_greedy():
+    greedy = respond(sampler(temperature=None))
+    assert respond(sampler(temperature=None), seed=1).response_ids == greedy.response_ids
+    assert respond(sampler(temperature=1e-4), seed=1).response_ids == greedy.response_ids
+    wide = [respond(sampler(temperature=5.0), seed=seed).response_ids for seed in (0, 0, 1)]
+    assert wide[0] == wide[1] != wide[2]
+
+
+def test_each_role_responds_for_itself():
+    policy = sampler(temperature=None)
+    assert policy.reference.role == "reference" and policy.reference.temperature is None
+    assert respond(policy).response_ids != respond(policy.reference).response_ids
+    assert policy.roles.active_role is None
+    by_q = sampler(role="q", temperature=0.1)
+    assert by_q.reference.temperature == 1.0  # τ is of Q, not of the reference
+
+
+def test_the_precision_is_that_which_is_given():
+    seen = []
+    made = sampler(response_length=1, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    hook = made.roles.lm_head.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    respond(made)
+    respond(sampler(response_length=1))
+    hook.remove()
+    assert seen and all(seen)

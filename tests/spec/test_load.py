@@ -1,0 +1,344 @@
+import pytest
+import torch
+import yaml
+from transformers import TrainingArguments
+
+from toolkit import recipes
+from toolkit.errors import RecipeError
+from toolkit.spec.load import recipe_folder
+
+MINIMAL = {
+    "base": {"model": "some/checkpoint"},
+    "data": {"task": "doubling"},
+    "adapters": {"policy": {"r": 4}, "value": {"r": 4}, "reward": {"r": 4}},
+    "reward": {"max_steps": 1},
+    "ppo": {"max_steps": 1},
+}
+
+
+def written(tmp_path, values):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        yaml.safe_dump(values, allow_unicode=True) if isinstance(values, dict) else values, encoding="utf-8"
+    )
+    return path
+
+
+def load_changed(tmp_path, **sections):
+    return recipes.load(written(tmp_path, {**MINIMAL, **sections}))
+
+
+@pytest.mark.parametrize("path", sorted(recipe_folder().rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_recipe_loads(path):
+    recipe = recipes.load(path.stem)
+    assert recipe.values["about"] and recipe.folder.name == path.stem
+    for stage in ("sft", "reward", "ppo"):
+        if stage in recipe.values:
+            assert recipe.stage_config(stage).seed == 0
+    for role in recipe.values["adapters"]:
+        assert recipe.adapter(role).target_modules
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    assert yaml.safe_load(recipe.to_yaml()) == recipe.values
+
+
+def test_there_are_recipes():
+    assert {"doubling", "smollm2_135m_lora"} <= set(recipes.names())
+
+
+def test_overrides_and_interpolation():
+    recipe = recipes.load("doubling", "seed=3", "ppo.learning_rate=3e-6", "adapters.policy.r=2", run="x", runs_dir="y")
+    assert recipe.values["data"]["seed"] == 3 and recipe.seed == 3
+    assert recipe.stage_config("ppo").learning_rate == 3e-6
+    assert recipe.adapter("policy").r == 2
+    assert str(recipe.stage_folder("ppo")) == "y/x/ppo"
+
+
+def test_nf4_with_double_quantisation_is_the_real_config():
+    import torch
+
+    config = recipes.load("smollm2_135m_lora").quantization()
+    assert config.load_in_4bit and config.bnb_4bit_use_double_quant and config.bnb_4bit_quant_type == "nf4"
+    assert config.bnb_4bit_compute_dtype == torch.bfloat16
+
+
+def test_three_mistakes_one_error(tmp_path):
+    with pytest.raises(RecipeError) as error:
+        load_changed(
+            tmp_path,
+            base={"model": "m", "quantization": {"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"}},
+            ppo={"kl_coeff": 0.1, "learning_rate": "fast"},
+        )
+    text = str(error.value)
+    assert "mine.yaml has 3 problems" in text
+    assert "base.quantization.bnb_4bit_quant_typ — BitsAndBytesConfig (transformers" in text
+    assert "would ignore it without a word). Did you mean bnb_4bit_quant_type?" in text
+    assert "ppo.kl_coeff — PPOConfig (trl 1.12.0) has no such field. Did you mean kl_coef?" in text
+    assert "ppo.learning_rate — a number is needed, got 'fast'." in text
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"ppoo": {}}, "ppoo — no such section. Did you mean ppo?"),
+        ({"ppo": {"batch_size": 8}}, "ppo.batch_size — would have no effect: a batch is per_device_train_batch_size ×"),
+        (
+            {"ppo": {"neftune_noise_alpha": 1.0}},
+            "ppo.neftune_noise_alpha — would have no effect: the toolkit's PPO loop",
+        ),
+        ({"ppo": {"output_dir": "x"}}, 'ppo.output_dir — the run folder decides it. Name the run with run="name".'),
+        ({"ppo": {"seed": 1}}, "ppo.seed — the recipe's own seed is for all stages."),
+        (
+            {"report_to": "none"},
+            "It is a key of sft, reward, ppo, q: write ppo.report_to.",
+        ),
+        ({"system": "Be brief."}, "system — no such section. It is a key of data: write data.system."),
+        ({"RUN": "mine"}, "RUN — no such section. It is an argument of the command: --run name."),
+        ({"ppo": {"target_kl": 0.1}}, "has no such field. Did you mean update_kl_limit?"),
+        ({"ppo": {"lr": 0.1}}, "has no such field. Did you mean learning_rate?"),
+        ({"ppo": {"learning_rate": -1e-4}}, "ppo.learning_rate — must be 0 or more, got -0.0001."),
+        ({"ppo": {"per_device_train_batch_size": 0}}, "ppo.per_device_train_batch_size — must be at least 1, got 0."),
+        ({"sft": {"max_steps": 0}}, "sft.max_steps — must be at least 1, or -1 for what num_train_epochs says, got 0."),
+        ({"reward": {"save_steps": -3}}, "reward.save_steps — must be positive, got -3."),
+        ({"ppo": {"vf_coef": -1.0}}, "ppo.vf_coef — must be 0 or more, got -1.0"),
+        ({"ppo": {"report_to": "nosuchthing"}}, "ppo.report_to — nosuchthing is not installed or not known"),
+        (
+            {"ppo": {"kl_coef": 0.0, "kl_target": 6.0}},
+            "ppo.kl_target — steers by multiplying kl_coef, which starts at 0",
+        ),
+        (
+            {"ppo": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}},
+            "goes by a metric, and PPO's schedule by updates",
+        ),
+        ({"ppo": {"total_episodes": 0}}, "ppo.total_episodes — must be at least 1 or null, got 0"),
+        ({"adapters": {"policy": {"lora_alpha": -1}}}, "adapters.policy.lora_alpha — must be positive, got -1."),
+        ({"ppo": {"temperature": -1.0}}, "ppo.temperature — must be positive, got -1.0"),
+        ({"ppo": {"value": "none"}}, "ppo.value — 'separate' or 'shared' is needed, got 'none'."),
+        ({"ppo": {"value": "shared"}}, "adapters.value — would have no effect: ppo.value is shared"),
+        ({"ppo": {"value": "shared"}, "start": {"value": "x"}}, "start.value — would have no effect"),
+        ({"ppo": {"whiten_rewards": "yes"}}, "ppo.whiten_rewards — true or false is needed, got 'yes'."),
+        ({"ppo": []}, "ppo — a section with keys is needed, got []."),
+        ({"adapters": {"critic": {"r": 4}, **MINIMAL["adapters"]}}, "adapters.critic — no such role. Known: policy"),
+        ({"adapters": {**MINIMAL["adapters"], "policy": {"rank": 4}}}, "adapters.policy.rank — LoraConfig (peft"),
+        ({"adapters": {"value": {"r": 4}, "reward": {"r": 4}}}, "adapters.policy — is missing: PPO trains it."),
+        ({"adapters": {"policy": {"r": 4}, "reward": {"r": 4}}}, "adapters.value — is missing: ppo.value is separate."),
+        (
+            {"adapters": {"policy": {"r": 4}, "value": {"r": 4}}},
+            "adapters.reward — is missing: the reward stage trains it.",
+        ),
+        ({"base": {}}, "base — exactly one of model (a checkpoint) and config (random weights) is needed."),
+        ({"base": {"config": {"model_type": "gpt2"}}}, "sft — this section is missing: a base with random weights"),
+        (
+            {"base": {"config": {"model_type": "gpt2"}}, "sft": {}, "data": {"task": "prompts", "train": "x.txt"}},
+            "base.config — data.task prompts needs a checkpoint's tokenizer, and random weights have none.",
+        ),
+        (
+            {
+                "base": {"model": "m", "quantization": {"load_in_4bit": True}},
+                "sft": {},
+                "ppo": {"max_steps": 1},
+                "adapters": {"value": {"r": 4}, "reward": {"r": 4}},
+                "start": {"policy": "x"},
+            },
+            "Full fine-tuning of the base is refused: 4-bit weights have no gradients.",
+        ),
+        ({"base": {"model": "m", "dtype": "int4"}}, "base.dtype — 'bfloat16' or 'float16' or 'float32' is needed"),
+        (
+            {"base": {"model": "m", "quantisation": {}}},
+            "base.quantisation — section base has no such field. Did you mean quantization?",
+        ),
+        (
+            {"data": {"task": "poetry"}},
+            "data.task — one of doubling, preferences, demonstrations, prompts, rated is needed, got 'poetry'.",
+        ),
+        (
+            {"data": {"task": "doubling", "tset_size": 3}},
+            "data.tset_size — section doubling has no such field. Did you mean test_size?",
+        ),
+        (
+            {"reward_data": {"task": "poetry"}},
+            "reward_data.task — one of doubling, preferences, demonstrations, prompts, rated is needed",
+        ),
+        ({"reward_data": {"task": "doubling", "sed": 1}}, "reward_data.sed — section doubling has no such field."),
+        ({"sft_data": {"task": "doubling"}}, "sft_data — would have no effect: there is no section sft."),
+        ({"adapters": {"q": {"r": 4}}}, "adapters.q — would have no effect: there is no section q."),
+        ({"q": {}, "collect": {}}, "adapters.q — is missing: the q stage trains it."),
+        ({"q": {}}, "q — has nothing to learn from: give rated responses (q_data), or sample them (collect)."),
+        (
+            {"q": {}, "collect": {}, "q_data": {"task": "rated", "train": "x.jsonl"}},
+            "collect — would have no effect: q_",
+        ),
+        ({"q": {"bound_bias": 1.0}}, "q.bound_bias — would have no effect: it belongs to q.bound: sigmoid."),
+        (
+            {"q": {"decoding_temperature": 0.5}},
+            "q.decoding_temperature — would have no effect: it belongs to q.decoding: sample.",
+        ),
+        ({"q": {"bound": "none", "highest_return": 2.0}}, "q.highest_return — would have no effect: it belongs to q.b"),
+        ({"q": {"gama": 1}}, "q.gama — QConfig (transformers"),
+        ({"q": {"gama": 1}}, "has no such field. Did you mean gamma?"),
+        ({"sft": {"resume_from_checkpoint": "x"}}, "sft.resume_from_checkpoint — to resume is no part of a recipe."),
+        ({"reward_head": {"num_labels": 0}}, "reward_head.num_labels — must be at least 1, got 0."),
+        ({"ppo": {"report_to": 3}}, "ppo.report_to — null or text or list is needed, got 3."),
+        ({"adapters": {"policy": {"lora_dropout": 1.0}}}, "adapters.policy.lora_dropout — must be from 0 to below 1"),
+        ({"q": {"gamma": 2.0}}, "q.gamma — must be between 0 and 1, got 2.0."),
+        ({"q": {"neftune_noise_alpha": 1.0}}, "q.neftune_noise_alpha — would have no effect: states and targets have"),
+        ({"collect": {"batch_size": 0}}, "collect.batch_size — must be at least 1, got 0."),
+        ({"collect": {"temperature": 0}}, "collect.temperature — must be positive, got 0."),
+        ({"collect": {"samples": 2}}, "collect.samples — section collect has no such field."),
+        ({"ppo": {"kl_estimator": "k5"}}, "ppo.kl_estimator — 'k1' or 'k2' or 'k3' or 'abs' or 'full' is needed, got"),
+        ({"scorer": {"kind": "function"}}, "scorer.function — belongs to kind: function, and is needed there"),
+        ({"scorer": {"kind": "function", "function": "a:b"}, "start": {"value": "reward"}}, "there is no reward role"),
+        ({"seed": "one"}, "seed — a whole number is needed, got 'one'."),
+        ({"reward": {"max_steps": 1, "bf16": True, "fp16": True}}, "reward — At most one of fp16 and bf16"),
+        (
+            {"sft": {"packing": True, "max_length": None}},
+            "sft.max_length — a whole number is needed with sft.packing, got None: rows are packed to it.",
+        ),
+        (
+            {"sft": {"packing_strategy": "bdf"}},
+            "sft.packing_strategy — bfd or bfd_split or wrapped is needed, got 'bdf'.",
+        ),
+        (
+            {"ppo": {"top_p": 0.9}},
+            "ppo.top_p — is refused: the tokens that it keeps are those of the policy which samples",
+        ),
+        ({"ppo": {"top_k": 50}}, "Lower ppo.temperature instead"),
+        ({"ppo": {"min_p": 0.1, "loop": "trl"}}, "ppo.min_p — is refused"),
+        ({"ppo": {"repetition_penalty": 1.2}}, "ppo.repetition_penalty — is refused: it changes the distribution that"),
+        ({"ppo": {"max_new_tokens": 32}}, "ppo.max_new_tokens — is named response_length"),
+        ({"ppo": {"log_level": "loud"}}, "ppo.log_level — detail or debug or info or "),
+    ],
+)
+def test_problems(sections, message, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        load_changed(tmp_path, **sections)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["no", "off", "No"])
+def test_a_word_that_yaml_takes_for_false_is_to_be_quoted(word, tmp_path):
+    hint = (
+        "got False. YAML takes no and off without quotes for false: "
+        'write save_strategy: "no" in a file, \'ppo.save_strategy="no"\' on the command line, '
+        "SET='ppo.save_strategy=\\\"no\\\"' with make."
+    )
+    text = yaml.safe_dump({**MINIMAL, "ppo": {"max_steps": 1}})
+    with pytest.raises(RecipeError) as in_a_file:
+        recipes.load(written(tmp_path, text.replace("ppo:\n", f"ppo:\n  save_strategy: {word}\n")))
+    assert f"ppo.save_strategy — SaveStrategy or text is needed, {hint}" in str(in_a_file.value)
+    path = written(tmp_path, text)
+    with pytest.raises(RecipeError) as in_an_override:
+        recipes.load(path, f"ppo.save_strategy={word}")
+    assert hint in str(in_an_override.value)
+    assert recipes.load(path, 'ppo.save_strategy="no"').stage_config("ppo").save_strategy == "no"  # as the hint says
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("ppo.run_name=on", """ YAML takes yes and on without quotes for true: write run_name: "yes" in a file"""),
+        ("ppo.eval_strategy=yes", ""),  # not one of its words in any writing
+        ("ppo.loop=no", ""),
+        ("ppo.save_strategy=3", ""),
+        ("ppo.learning_rate=no", ""),
+    ],
+)
+def test_only_where_the_word_would_fit(override, hint, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        recipes.load(written(tmp_path, MINIMAL), override)
+    assert hint in str(error.value) and ("YAML takes" in str(error.value)) == bool(hint)
+
+
+PAIRS_OF_THE_HUB = {"task": "preferences", "train": "some/pairs", "subset": "part", "name": "main"}
+
+
+def test_a_file_in_place_of_a_hub_id_takes_its_subset_away(tmp_path):
+    path = written(tmp_path, {**MINIMAL, "data": PAIRS_OF_THE_HUB, "reward_data": PAIRS_OF_THE_HUB})
+    local = {"task": "preferences", "train": "x.jsonl", "validation": "y.jsonl"}
+    values = recipes.load(path, "data.train=x.jsonl", "data.validation=y.jsonl").values
+    assert values["data"] == local and values["reward_data"] == PAIRS_OF_THE_HUB
+    # What the command line itself names is kept, and refused with the data; so is what still has a hub id.
+    values = recipes.load(path, "reward_data.train=x.jsonl", "reward_data.subset=mine").values
+    assert values["reward_data"] == {"task": "preferences", "train": "x.jsonl", "subset": "mine"}
+    for kept in (["data.train=other/pairs"], ["data.train=x.jsonl", "data.validation=some/pairs"]):
+        assert recipes.load(path, *kept).values["data"]["subset"] == "part"
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "x ${oc.decode:1}", "${env:SECRET}"])
+def test_resolvers_are_off(text, tmp_path):
+    with pytest.raises(RecipeError, match=r"base.model — .* calls a resolver"):
+        load_changed(tmp_path, base={"model": text})
+
+
+def test_unknown_and_broken_files(tmp_path):
+    with pytest.raises(RecipeError, match='no recipe "doublin". Did you mean doubling?'):
+        recipes.load("doublin")
+    with pytest.raises(RecipeError, match="there is no such file"):
+        recipes.load(tmp_path / "no.yaml")
+    with pytest.raises(RecipeError, match="cannot be read as YAML"):
+        recipes.load(written(tmp_path, "a: [1"))
+    with pytest.raises(RecipeError, match="a recipe is a mapping of sections"):
+        recipes.load(written(tmp_path, "- 1"))
+    with pytest.raises(RecipeError, match='override "seed" is not of the form'):
+        recipes.load("doubling", "seed")
+    with pytest.raises(RecipeError, match=r"has 1 problem\n.*Interpolation key 'nothing' not found"):
+        load_changed(tmp_path, base={"model": "${nothing}"})
+    with pytest.raises(RecipeError, match="cannot be read as YAML"):
+        recipes.load(written(tmp_path, "a: !!python/object/apply:os.getcwd []"))  # never run code from a file
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [
+        ("bfloat16", {}, (True, False)),
+        ("float16", {}, (False, True)),
+        ("float32", {}, (False, False)),
+        ("float32", {"bf16": True}, (True, False)),
+        ("bfloat16", {"bf16": False}, (False, False)),
+    ],
+)
+def test_precision_follows_the_base(dtype, given, expected, tmp_path):
+    base = {"model": "some/checkpoint", "dtype": dtype}
+    recipe = load_changed(tmp_path, base=base, ppo={"max_steps": 1, **given}, reward={"max_steps": 1, **given})
+    for stage in ("reward", "ppo"):
+        config = recipe.stage_config(stage)
+        assert (config.bf16, config.fp16) == expected
+
+
+def test_a_stage_may_have_data_of_its_own(tmp_path):
+    recipe = load_changed(tmp_path, reward_data={"task": "doubling", "validation_size": 7})
+    assert len(recipe.task_of("reward").prompts("validation")) == 7
+    assert recipe.task_of("reward") is recipe.task_of("reward")
+    assert recipe.task_of("ppo") is recipe.task and len(recipe.task.prompts("validation")) == 300
+
+
+def test_a_function_in_place_of_the_scorer(tmp_path):
+    recipe = load_changed(tmp_path)
+    scored = recipe._scored_by(test_resolvers_are_off)
+    assert scored.values["scorer"] == {"kind": "function", "function": f"{__name__}:test_resolvers_are_off"}
+    with pytest.raises(
+        RecipeError, match=r"mine, scored by a function of its own, has 1 problem\n  start.value — is reward"
+    ):
+        load_changed(tmp_path, start={"value": "reward"})._scored_by(test_resolvers_are_off)
+
+
+def test_null_takes_a_section_or_an_adapter_away():
+    recipe = recipes.load("smollm2_135m_lora", "sft=null", "adapters.value=null", "ppo.value=shared")
+    assert "sft" not in recipe.values and recipe.values["adapters"].keys() == {"policy", "reward"}
+    with pytest.raises(RecipeError, match=r"adapters.reward — is missing: the reward stage trains it"):
+        recipes.load("smollm2_135m_lora", "adapters.reward=null")
+    with pytest.raises(RecipeError, match="base — this section is missing"):
+        recipes.load("doubling", "base=null")
+
+
+def test_one_card_is_used_where_several_are_in_sight(tmp_path, monkeypatch):
+    """transformers would wrap the model in DataParallel, whose copies share one active role."""
+
+    def two_cards(self):
+        self._n_gpu = 2
+        return torch.device("cpu")
+
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(two_cards))
+    recipe = recipes.load("smollm2_135m_lora", runs_dir=tmp_path)
+    for stage in ("sft", "reward", "ppo"):
+        config = recipe.stage_config(stage)
+        assert config.n_gpu == 1 and config.train_batch_size == config.per_device_train_batch_size

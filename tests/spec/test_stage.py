@@ -1,0 +1,50 @@
+from dataclasses import fields
+
+import pytest
+from trl.experimental.ppo import PPOConfig as TRLPPOConfig
+
+from toolkit.settings import declared
+from toolkit.spec.sections import STAGE_CLASSES
+from toolkit.spec.stage import _INSTEAD, _READ_BY_PPO, SET_BY_A_RUN, WITHOUT_EFFECT, check_stage
+from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.q_config import QConfig
+
+
+def test_the_lists_name_real_fields():
+    names = {f.name for f in fields(TRLPPOConfig)}
+    assert names >= _READ_BY_PPO and names >= _INSTEAD.keys() and names >= SET_BY_A_RUN.keys()
+    assert not _READ_BY_PPO & (_INSTEAD.keys() | SET_BY_A_RUN.keys() | declared(PPOConfig).keys())
+    assert WITHOUT_EFFECT["q"].keys() <= {f.name for f in fields(QConfig)}
+
+
+def test_every_field_of_ppo_is_read_or_refused():
+    every = {f.name for f in fields(PPOConfig) if f.init}
+    problems = check_stage("ppo", dict.fromkeys(every))
+    unread = {p.field.removeprefix("ppo.") for p in problems if p.wrong.startswith("would have no effect")}
+    kept = _READ_BY_PPO | declared(PPOConfig).keys() | SET_BY_A_RUN.keys()
+    assert unread | kept == every and not unread & kept
+
+
+def test_trls_dead_fields_are_refused_each_with_a_reason():
+    values = {"sft_model_path": "x", "batch_size": 4, "push_to_hub": True, "include_for_metrics": ["x"], "kl_coef": 0.1}
+    assert {p.field: p.wrong for p in check_stage("ppo", values)} == {
+        "ppo.sft_model_path": "would have no effect: the base is base.model.",
+        "ppo.batch_size": "would have no effect: a batch is per_device_train_batch_size × gradient_accumulation_steps.",
+        "ppo.push_to_hub": "would have no effect: the toolkit's PPO loop does not read it.",
+        "ppo.include_for_metrics": "would have no effect: the toolkit's PPO loop does not read it.",
+    }
+    assert check_stage("ppo", {**values, "loop": "trl"}) == []
+
+
+@pytest.mark.parametrize("stage", STAGE_CLASSES)
+def test_what_a_run_sets_is_no_part_of_a_recipe(stage):
+    problems = check_stage(stage, {"seed": 1, "output_dir": "x", "resume_from_checkpoint": "y"})
+    assert [p.field for p in problems] == [f"{stage}.seed", f"{stage}.output_dir", f"{stage}.resume_from_checkpoint"]
+    assert [p.remedy for p in problems] == ["", "Name the run with $run.", "Give $resume."]
+
+
+def test_a_stages_own_class_says_what_it_refuses():
+    (problem,) = check_stage("ppo", {"use_score_norm": True})
+    assert (problem.field, problem.wrong) == ("ppo.use_score_norm", "would have no effect without use_score_scaling.")
+    (problem,) = check_stage("reward", {"bf16": True, "fp16": True})
+    assert problem.field == "reward" and problem.wrong.startswith("At most one of fp16 and bf16")

@@ -1,0 +1,97 @@
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from docs.make_reference import described, main, reference, summary, table
+from toolkit.data import TASKS
+from toolkit.rewards import SCORERS
+from toolkit.settings import AT_LEAST_1, setting
+from toolkit.spec.sections import PLAIN_SECTIONS, TOP_LEVEL
+from toolkit.spec.stage import SET_BY_A_RUN, WITHOUT_EFFECT
+from toolkit.trainers.ppo_config import PPOConfig
+
+COMMITTED = Path(__file__).parents[1] / "docs" / "recipe_reference.md"
+
+
+@dataclass
+class Example:
+    """Section `example`: a class made for this test.
+
+    More about it.
+
+    Args:
+        size: how large; with a
+            second line. See note: below.
+        names: of things | others.
+
+    Raises:
+        ValueError: never.
+    """
+
+    size: int
+    names: list[str] = field(default_factory=lambda: ["a"])
+    share: float | None = field(default=0.5, metadata={"help": "part of  it, in 10%% steps"})
+    depth: int = setting(1, "How deep.", AT_LEAST_1, only_with={"size": 3})
+
+
+def test_the_committed_reference_is_the_generated_one():
+    assert COMMITTED.read_text(encoding="utf-8") == reference(), "run: make docs"
+
+
+def test_a_table_says_what_the_class_says():
+    assert summary(Example) == "A class made for this test.\n\nMore about it."
+    assert described(Example) == {
+        "size": "How large; with a second line. See note: below.",
+        "names": "Of things | others.",
+    }
+    assert table(Example, ["size", "names", "share", "depth"])[2:] == [
+        "| `size` | a whole number |  | How large; with a second line. See note: below. |",
+        "| `names` | list | `[a]` | Of things \\| others. |",
+        "| `share` | a number or null | `0.5` | Part of it, in 10% steps |",
+        "| `depth` | a whole number: at least 1 | `1` | With size: 3. How deep. |",
+    ]
+
+
+def test_it_has_every_section_task_and_field():
+    text = reference()
+    for section in TOP_LEVEL:
+        assert f"## {section}\n" in text or f"`{section}`" in text, section
+    for task in TASKS:
+        assert f"### data, task: {task}\n" in text
+    for kind in SCORERS:
+        assert f"### scorer, kind: {kind}\n" in text
+    for owner in (*PLAIN_SECTIONS.values(), *TASKS.values(), *SCORERS.values()):
+        for name in {each.name for each in fields(owner)} - {"tokenizer", "weight"}:
+            assert name.startswith("_") or f"| `{name}` |" in text, f"{owner.__name__}.{name}"
+    before, refused = text.split("### ppo: refused")
+    ppo = before.split("\n## ppo\n")[1]
+    honoured = {f.name for f in fields(PPOConfig) if f.init} - WITHOUT_EFFECT["ppo"].keys() - SET_BY_A_RUN.keys()
+    assert set(re.findall(r"^\| `(\w+)` \|", ppo, re.MULTILINE)) == honoured
+    assert WITHOUT_EFFECT["ppo"].keys() | SET_BY_A_RUN.keys() <= set(re.findall(r"`(\w+)`", refused))
+    assert "| `sft_model_path` | The base is base.model |" in refused
+
+
+def test_every_field_of_ours_is_described():
+    rows = [line for line in reference().splitlines() if re.match(r"\| `\w+` \|.*\|.*\|.*\|$", line)]
+    assert len(rows) > 60
+    assert not [row for row in rows if row.endswith("|  |")]
+
+
+def test_it_is_written_to_a_file_or_to_standard_output(tmp_path, capsys):
+    main([str(tmp_path / "docs" / "x.md")])
+    assert (tmp_path / "docs" / "x.md").read_text(encoding="utf-8") == reference()
+    main([])
+    assert capsys.readouterr().out == reference()
+
+
+def test_as_make_calls_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.make_reference"],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=COMMITTED.parents[1],
+        check=True,
+    )
+    assert done.stdout.startswith("# Recipe reference\n") and done.stderr == ""

@@ -1,0 +1,123 @@
+"""A random Llama with a byte tokenizer, recipes on it, and the command line as a user calls it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from toolkit import recipes
+from toolkit.cli import app
+
+REPOSITORY = Path(__file__).parents[1]
+PAIRS = REPOSITORY / "data" / "preferences_example.jsonl"
+QUERIES = REPOSITORY / "data" / "queries.json"
+
+
+def command(*arguments, cwd=None):
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def command_here(*arguments, cwd="."):
+    """The same in this process, seconds faster: for what does not depend on a process of its own."""
+    with contextlib.chdir(cwd):
+        done = CliRunner().invoke(app, [str(word) for word in arguments], env={"COLUMNS": "200"})
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+def byte_tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<pad>", "<s>", "</s>", *alphabet])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    )
+    return tokenizer
+
+
+def llama3_tokenizer():
+    """The shape of Llama 3's: its special tokens and template, two ends, and no pad token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, *special])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", len(alphabet))]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>",
+        extra_special_tokens=special[1:4],
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    )
+    return tokenizer
+
+
+def save_llama(folder: Path, tokenizer: PreTrainedTokenizerFast, **changes) -> Path:
+    """A random Llama for this tokenizer as a checkpoint folder."""
+    torch.manual_seed(0)
+    values = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**{**values, **changes}))
+    # Real checkpoints sample by settings of their own, which must not leak into rollouts.
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def chat_recipe(folder, checkpoint, *overrides, name="chat", **sections):
+    values = {
+        "about": "test",
+        "base": {
+            "model": str(checkpoint),
+            "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        },
+        "data": {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS), "max_validation_rows": 6},
+        "adapters": {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")},
+        "reward": {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"},
+        "ppo": {
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "response_length": 6,
+            "save_strategy": "no",
+            "logging_steps": 1,
+        },
+    }
+    values = {**values, **sections}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+    return recipes.load(path, *overrides, runs_dir=folder / "runs")
+
+
+def texts(report):
+    """The problems of a check as a person reads them."""
+    return tuple(problem.text() for problem in report.problems)

@@ -1,0 +1,44 @@
+"""A checkpoint of other data, another base or other versions is not gone on with in silence."""
+
+import pytest
+import torch
+
+from tests.trainers.resumable import make, ppo, q, reward_pairs, sft_policy
+from toolkit.errors import CheckpointError
+from toolkit.trainers.resume import ResumableTrainer
+
+
+def test_other_data_weights_alone_and_other_versions(tmp_path, monkeypatch):
+    make(reward_pairs, tmp_path / "a", max_steps=1).train()
+    other = make(reward_pairs, tmp_path / "a", max_steps=1)
+    other.train_dataset = other.train_dataset.select(range(10))
+    with pytest.raises(CheckpointError, match=r"other training data \(11 rows; now 10\)"):
+        other.train(resume_from_checkpoint=True)
+    make(reward_pairs, tmp_path / "b", max_steps=1, save_only_model=True).train()
+    with pytest.raises(CheckpointError, match=r"holds weights alone and no state\.json"):
+        make(reward_pairs, tmp_path / "b", max_steps=1).train(resume_from_checkpoint=True)
+    monkeypatch.setattr("toolkit.trainers.same_run.versions", lambda: {"torch": "9.9", "transformers": "9", "trl": "9",
+                                                                     "peft": "9", "bitsandbytes": "9"})  # fmt: skip
+    with pytest.warns(UserWarning, match=r"other versions \(torch .* → 9.9, .*not exact to the last bit"):
+        make(reward_pairs, tmp_path / "a", max_steps=1).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("stage", [ppo, sft_policy, reward_pairs, q], ids=lambda stage: stage.__name__)
+def test_a_base_that_changed_is_refused(stage, tmp_path):
+    make(stage, tmp_path, max_steps=1).train()
+    other = make(stage, tmp_path, max_steps=2)
+    with torch.no_grad():
+        other.roles.causal_lm.model.norm.weight.add_(1e-3)
+    with pytest.raises(CheckpointError, match="written on a base with other weights"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path, monkeypatch):
+    whole = ResumableTrainer._whole_state
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ResumableTrainer, "_whole_state", lambda self: {k: v for k, v in whole(self).items() if k != "base"}
+        )
+        make(ppo, tmp_path, max_steps=1).train()
+    with pytest.raises(CheckpointError, match="written by an earlier version of the toolkit"):
+        make(ppo, tmp_path, max_steps=2).train(resume_from_checkpoint=True)

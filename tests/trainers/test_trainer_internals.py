@@ -1,0 +1,102 @@
+"""What we use of upstream's private parts is still there, and nothing newer than what was run is admitted."""
+
+import inspect
+import tomllib
+from importlib.metadata import version
+
+import pytest
+import torch
+import transformers
+import trl
+from packaging.requirements import Requirement
+from packaging.version import Version
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.tiny_runs import REPOSITORY
+from toolkit.trainers.trainer_internals import READ_FROM, TrainerHooks, take_rates_of_schedule
+
+OVERRIDDEN = [
+    name
+    for name, member in vars(TrainerHooks).items()
+    if inspect.isfunction(member) and (name.startswith("_") or name == "autocast_smart_context_manager")
+]
+READ_IN_THIS_ORDER = (
+    "self._load_from_checkpoint(resume_from_checkpoint)",
+    "self._load_callback_state()",
+    "self._load_optimizer_and_scheduler(resume_from_checkpoint)",
+    "self._load_scaler(resume_from_checkpoint)",
+    "self._load_rng_state(resume_from_checkpoint)",
+)
+COUNTERS = {
+    transformers.Trainer: (
+        "self._tr_loss = torch.tensor(0.0, device=args.device)",
+        "self._total_loss_scalar = 0.0",
+        "self._globalstep_last_logged = self.state.global_step",
+        "train_loss = self._total_loss_scalar / max(num_steps_trained, 0.001)",
+    ),
+    trl.SFTTrainer: ('self._metrics = {"train": defaultdict(list)', "self._total_train_tokens = 0"),
+    trl.RewardTrainer: ('self._metrics = {"train": defaultdict(list)', "self._total_train_tokens = 0"),
+}
+
+
+def moved(part, where):
+    installed = ", ".join(f"{name} {version(name)} (read from {READ_FROM[name]})" for name in READ_FROM)
+    return f"{where} no longer has {part}: read it again for `toolkit/trainers/trainer_internals.py`. {installed}"
+
+
+def test_the_hooks_override_what_they_are_known_for():
+    assert set(OVERRIDDEN) == {
+        "_save_checkpoint", "_load_from_checkpoint", "_load_callback_state", "_load_optimizer_and_scheduler",
+        "_load_scaler", "_load_rng_state", "_load_best_model", "_determine_best_metric", "_send_telemetry",
+        "autocast_smart_context_manager",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*OVERRIDDEN, "_push_from_checkpoint"])
+def test_upstream_has_each_method_with_the_arguments_that_it_is_given(name):
+    owners = [owner for owner in (transformers.Trainer, trl.SFTTrainer, trl.RewardTrainer) if hasattr(owner, name)]
+    assert owners, moved(f"a method {name}", "transformers' and TRL's Trainer")
+    ours = inspect.signature(getattr(TrainerHooks, name)).parameters
+    for owner in owners:
+        assert list(inspect.signature(getattr(owner, name)).parameters) == list(ours), moved(
+            f"a method {name}({', '.join(ours)})", owner.__name__
+        )
+
+
+def test_upstream_reads_a_checkpoint_in_the_order_that_is_relied_on():
+    source, place = inspect.getsource(transformers.Trainer), 0
+    for call in READ_IN_THIS_ORDER:
+        later = source.find(call, place)
+        assert later >= 0, moved(f"the call `{call}` after the one before it", "transformers.Trainer")
+        place = later
+
+
+@pytest.mark.parametrize("owner", COUNTERS, ids=lambda owner: owner.__name__)
+def test_upstream_has_each_counter(owner):
+    source = inspect.getsource(owner)
+    for line in COUNTERS[owner]:
+        assert line in source, moved(f"the line `{line}`", owner.__name__)
+
+
+def test_nothing_newer_than_what_was_run_is_admitted():
+    """The exact versions that were read are those of constraints.txt, and the next minor one is refused."""
+    pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = {required.name: required.specifier for required in map(Requirement, project["dependencies"])}
+    for name, read in READ_FROM.items():
+        assert pins[name] == read
+        later = f"{Version(read).major}.{Version(read).minor + 1}"
+        assert asked[name].contains(read) and not asked[name].contains(later), f"{name} {later} was never run"
+
+
+def test_the_rates_are_those_of_the_schedule_that_now_is():
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1 - step / 4)
+    scheduler.last_epoch = 2
+    optimizer.param_groups[0]["lr"] = 0.0
+    take_rates_of_schedule(scheduler, optimizer)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and scheduler.get_last_lr() == pytest.approx([0.05])
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)

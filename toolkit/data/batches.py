@@ -1,0 +1,146 @@
+"""Rows of token ids to padded batches, in an order whose place can be saved; and whether two runs have the same rows.
+
+Every mask comes from the lengths.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+
+def pad_rows(
+    rows: Sequence[Sequence[Any]], *, pad_token_id: int, side: str, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ragged rows padded to the longest, rounded up to a multiple.
+
+    Returns:
+        input_ids int64 (B, L) and attention_mask int64 (B, L), 1 at real tokens whatever their id.
+    """
+    longest = -(-max(len(row) for row in rows) // multiple) * multiple
+
+    def padded(row: Sequence[Any], value: int) -> list[Any]:
+        fill = [value] * (longest - len(row))
+        return [*fill, *row] if side == "left" else [*row, *fill]
+
+    mask = torch.tensor([padded([1] * len(row), 0) for row in rows])
+    return torch.tensor([padded(row, pad_token_id) for row in rows]), mask
+
+
+@dataclass(frozen=True)
+class PromptCollator:
+    """Left-pads prompts for generation and keeps every other column as a list.
+
+    Returns a dictionary with `input_ids` and `attention_mask` (B, P), `prompt_ids` (B lists without
+    padding) and `columns` (the other columns by name).
+    """
+
+    pad_token_id: int
+    multiple: int = 1
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        prompt_ids = [list(row["input_ids"]) for row in rows]
+        ids, mask = pad_rows(prompt_ids, pad_token_id=self.pad_token_id, side="left", multiple=self.multiple)
+        columns = {key: [row[key] for row in rows] for key in rows[0] if key != "input_ids"}
+        return {"input_ids": ids, "attention_mask": mask, "prompt_ids": prompt_ids, "columns": columns}
+
+
+@dataclass(frozen=True)
+class LabelledCollator:
+    """Right-pads whole sequences with a class label each: `input_ids`, `attention_mask` (B, L), `labels` (B,)."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids, mask = pad_rows([row["input_ids"] for row in rows], pad_token_id=self.pad_token_id, side="right")
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+@dataclass(frozen=True)
+class RatedCollator:
+    """Right-pads rated responses.
+
+    Returns `input_ids` (B, L), prompt and response without a gap; `prompt_lengths`, `response_lengths`, `ended` (B,);
+    `rewards`, `reward_mask` (True where a reward was given) and `labels` (B, T), the response's tokens and −100 after
+    them, by which `Trainer` counts what a batch's mean is over.
+    """
+
+    pad_token_id: int
+    multiple: int = 1
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids = [[*row["prompt_ids"], *row["response_ids"]] for row in rows]
+        rewards = [[0.0 if x is None else float(x) for x in row["rewards"]] for row in rows]
+        given = [[x is not None for x in row["rewards"]] for row in rows]
+        return {
+            "input_ids": pad_rows(ids, pad_token_id=self.pad_token_id, side="right", multiple=self.multiple)[0],
+            "prompt_lengths": torch.tensor([len(row["prompt_ids"]) for row in rows]),
+            "response_lengths": torch.tensor([len(row["response_ids"]) for row in rows]),
+            "ended": torch.tensor([bool(row["ended"]) for row in rows]),
+            "rewards": pad_rows(rewards, pad_token_id=0, side="right")[0],
+            "reward_mask": pad_rows(given, pad_token_id=False, side="right")[0],
+            "labels": pad_rows([row["response_ids"] for row in rows], pad_token_id=-100, side="right")[0],
+        }
+
+
+class PlacedDataLoader(DataLoader):
+    """A `DataLoader` whose order comes from a generator of its own, and whose place can be saved and restored.
+
+    A place is the generator's state at the beginning of the pass, and how many batches were drawn since. After
+    `load_state_dict` the next pass goes on behind them, with the same rows in the same order. A sampler has to draw
+    from the same generator.
+    """
+
+    generator: torch.Generator
+    _pass_began: torch.Tensor | None  # None between passes
+
+    def __init__(self, dataset: Any, *, generator: torch.Generator, **named: Any):
+        super().__init__(dataset, generator=generator, **named)
+        self._to_skip = 0
+        self.end_pass()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skip, self._to_skip = self._to_skip, 0
+        self._pass_began, self._drawn = self.generator.get_state(), skip
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skip:
+                self._drawn = number + 1
+                yield batch
+        self.end_pass()
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the pass has given its last batch."""
+        return self._pass_began is not None and self._drawn == len(self)
+
+    def end_pass(self) -> None:
+        """Leave the rest of the pass out: the place is the beginning of the next one."""
+        self._pass_began, self._drawn = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place: `generator`, its state when the pass began (uint8), and `batches` drawn since."""
+        began = self.generator.get_state() if self._pass_began is None else self._pass_began
+        return {"generator": began, "batches": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place in the next pass."""
+        self.generator.set_state(state["generator"])
+        self._pass_began, self._drawn = state["generator"], state["batches"]
+        self._to_skip = state["batches"]
+
+
+def data_digest(dataset: Dataset) -> str:
+    """SHA-256 of a data set's rows in order, with the names and types of its columns; equal for equal content."""
+    sha256 = hashlib.sha256()
+    for table in dataset.with_format("arrow").iter(batch_size=1000):
+        plain = table.combine_chunks().replace_schema_metadata(None)
+        written = pa.BufferOutputStream()
+        with pa.ipc.new_stream(written, plain.schema) as stream:
+            stream.write_table(plain)
+        sha256.update(written.getvalue())
+    return sha256.hexdigest()

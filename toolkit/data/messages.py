@@ -1,0 +1,138 @@
+"""Conversations: lists of messages, also in ShareGPT's form, or in hh-rlhf's (`"\\n\\nHuman: a\\n\\nAssistant: b"`)."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.data.rows import Unusable, present, renamed
+from toolkit.errors import DataError
+
+Messages = list[dict[str, Any]]
+
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_TURN = re.compile(r"\n\n(?:(Human): |Assistant:)")
+
+
+def as_messages(value: Any) -> Any:
+    """Messages of ShareGPT's form (`from` and `value`) as those with `role` and `content`; anything else as it is."""
+    dicts = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    if dicts and all(message.get("from") in _SHAREGPT and "value" in message for message in value):
+        return [{"role": _SHAREGPT[message["from"]], "content": message["value"]} for message in value]
+    return value
+
+
+def checked_messages(value: Any, *, answered: bool = False) -> Messages:
+    """The messages of a row, fit for a chat template: the assistant has the last turn if `answered`, else the next."""
+    value = as_messages(value)
+    if not isinstance(value, list):
+        raise Unusable("messages that are no list")
+    if not value:
+        raise Unusable(f"an empty {'response' if answered else 'prompt'}")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict):
+            raise Unusable("a message that is no object with role and content")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise Unusable(f'a message without text as "{key}"')
+        # Tables give every message the keys of all, and a template may take a key that is None for a value.
+        messages.append({key: item for key, item in message.items() if item is not None})
+    if (messages[-1]["role"] == "assistant") != answered:
+        raise Unusable(f"its last turn is {'not ' if answered else ''}the assistant's")
+    if answered:
+        return messages
+    if not any(message["role"] == "user" for message in messages):
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        raise Unusable(f"messages without a turn of the user (roles: {roles})")
+    if not messages[-1]["content"].strip():
+        raise Unusable("an empty prompt")
+    return messages
+
+
+def read_prompt(value: Messages | str) -> Messages | str:
+    """A prompt as a row has it: messages, a dialogue of hh-rlhf, or other text."""
+    if isinstance(value, list):
+        return checked_messages(value)
+    if not value.strip():
+        raise Unusable("an empty prompt")
+    return dialogue_turns(value, answered=False) if is_dialogue(value) else value
+
+
+def messages_of_row(place: str, row: dict[str, Any], columns: Mapping[str, str] | None = None) -> Messages:
+    """The conversation of one row: its `messages`, or its `prompt` or `query` as a message of the user.
+
+    `columns` are the source's names of ours, where they are others and the row has them. Raises DataError, with the
+    place, if the row has no conversation that can be used.
+    """
+    row = renamed(place, row, {ours: theirs for ours, theirs in (columns or {}).items() if theirs in row})
+    column = next((name for name in ("messages", "prompt", "query") if name in row), None)
+    if column is None:
+        wrong = f"{place}: no column messages, prompt or query; {present(row)}"
+        raise DataError(wrong, remedy="Rename the one with the prompt.")
+    value = row[column]
+    try:
+        return checked_messages([{"role": "user", "content": value}] if isinstance(value, str) else value)
+    except Unusable as reason:
+        raise DataError(f'{place}, column "{column}": {reason}.', remedy="Mend or remove the row.") from reason
+
+
+def text_or_messages(place: str, row: dict[str, Any], column: str) -> Messages | str:
+    """The value of a column; raises DataError, with the place, if it is missing or of another kind.
+
+    A single message may stand without a list.
+    """
+    value = row.get(column)
+    value = as_messages([value] if isinstance(value, dict) else value)
+    if isinstance(value, (str, list)):
+        return value
+    what = f"neither text nor messages, but {type(value).__name__}" if column in row else "missing"
+    raise DataError(f'{place}: column "{column}" is {what}; {present(row)}')
+
+
+def read_response(value: Messages | str) -> str:
+    """What the assistant says to a prompt: text, or one message; raises `Unusable` for others."""
+    if isinstance(value, str):
+        return value
+    messages = checked_messages(value, answered=True)
+    if len(messages) != 1:
+        raise Unusable(f"an answer of {len(messages)} messages beside its prompt, where one is needed")
+    return str(messages[0]["content"])
+
+
+# ---------------------------------------------------------------------- dialogues as text
+
+
+def is_dialogue(text: str) -> bool:
+    """Whether a text begins with a turn of hh-rlhf's form."""
+    mark = _TURN.search(text)
+    return mark is not None and not text[: mark.start()].strip()
+
+
+def dialogue_turns(text: str, *, answered: bool) -> Messages:
+    """Messages of a dialogue; if not `answered`, it may end with the bare `Assistant:` that asks for the response."""
+    if not is_dialogue(text):
+        raise Unusable('not a dialogue: it does not begin with "\\n\\nHuman: "')
+    marks = list(_TURN.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    turns = [(mark.group(1), text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
+    messages = [{"role": "user" if human else "assistant", "content": said} for human, said in turns]
+    by_assistant = messages[-1]["role"] == "assistant"
+    if answered and not by_assistant:
+        raise Unusable("not a dialogue: its last turn is not the assistant's")
+    if not answered and by_assistant and messages.pop()["content"]:
+        raise Unusable("a dialogue that cannot be a prompt: its last turn is the assistant's")
+    if not messages:
+        raise Unusable("an empty prompt")
+    return messages
+
+
+def dialogue_prompt(messages: Sequence[dict[str, Any]]) -> str:
+    """Messages as a dialogue that asks for the assistant's response, for a model without a chat template.
+
+    >>> dialogue_prompt([{"role": "user", "content": "Name a river."}])
+    '\\n\\nHuman: Name a river.\\n\\nAssistant:'
+    """
+    names = {"user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
+    if unknown := [message["role"] for message in messages if message["role"] not in names]:
+        raise Unusable(f"a message of the {unknown[0]}, which the plain form has no name for")
+    return "".join(names[message["role"]] + message["content"] for message in messages) + "\n\nAssistant:"

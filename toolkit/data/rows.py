@@ -1,0 +1,177 @@
+"""Rows of a source: their columns under a task's names, those left out, and how splits and stages divide the rest.
+
+Rows that cannot be used are left out, counted by reason, and reported with their place: never dropped in silence.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from datasets import Dataset
+
+from toolkit.data.sources import Row
+from toolkit.errors import DataError
+
+STAGES = ("sft", "reward", "ppo")
+RowEncoder = Callable[[str, dict[str, Any]], dict[str, Any]]
+"""Called with place and row of one source; raises `Unusable` for a row to leave out."""
+
+
+class Unusable(Exception):
+    """Why the row in hand is left out; `limit` is the setting that it exceeds, if that is why. Reading goes on."""
+
+    def __init__(self, reason: str, *, limit: str = ""):
+        super().__init__(reason)
+        self.limit = limit
+
+
+# ---------------------------------------------------------------------- columns
+
+
+def present(row: Mapping[str, Any]) -> str:
+    """The columns that a row has, for an error."""
+    return f"present: {', '.join(row) or 'none'}."
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]}?" if near else f"The names are {', '.join(known)}."
+
+
+def check_columns(columns: Mapping[str, Any] | None, known: Sequence[str]) -> None:
+    """Raises DataError unless a mapping names columns that the task has, each with the source's own name."""
+    for ours, theirs in (columns or {}).items():
+        if ours not in known:
+            remedy = f"{_did_you_mean(ours, known)} The file's own name comes after it."
+            raise DataError(f'the task has no column "{ours}".', field="columns", remedy=remedy)
+        if not isinstance(theirs, str):
+            raise DataError(f"the name of a column is needed, got {theirs!r}.", field=f"columns.{ours}")
+
+
+def renamed(place: str, row: dict[str, Any], columns: Mapping[str, str] | None) -> dict[str, Any]:
+    """A row with the mapped columns under the task's names; raises DataError, with the place, if it lacks one."""
+    columns = columns or {}
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise DataError(f'{place}: no column "{theirs}"; {present(row)}', field=f"columns.{ours}")
+    kept = {name: value for name, value in row.items() if name not in columns.values()}
+    return kept | {ours: row[theirs] for ours, theirs in columns.items()}
+
+
+# ---------------------------------------------------------------------- splits
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of one split, encoded, with the place of each; and place and reason of those left out."""
+
+    rows: Any  # a list or a data set
+    places: Sequence[str]
+    left_out: Sequence[tuple[str, str]] = ()
+
+    def counts(self) -> Counter[str]:
+        """How many rows were left out for which reason."""
+        return Counter(reason for _, reason in self.left_out)
+
+    def report(self, unit: str) -> str:
+        """`12 pairs`, and what was left out."""
+        left_out = f"; {len(self.left_out)} left out: {self.listed()}" if self.left_out else ""
+        return f"{len(self.rows)} {unit}{left_out}"
+
+    def listed(self) -> str:
+        """`2 × an empty prompt (first: x.jsonl, line 7)`, the commonest reason first; empty if none was left out."""
+        first = {reason: place for place, reason in reversed(self.left_out)}
+        return ", ".join(f"{count} × {why} (first: {first[why]})" for why, count in self.counts().most_common())
+
+    def take(self, numbers: Sequence[int]) -> "Split":
+        """Some of the rows, in the order given."""
+        rows = self.rows.select(numbers) if isinstance(self.rows, Dataset) else [self.rows[n] for n in numbers]
+        return replace(self, rows=rows, places=[self.places[n] for n in numbers])
+
+
+def usable_rows(rows: Iterable[Row], encode: RowEncoder, *, split: str, source: str, limit: int | None = None) -> Split:
+    """The first `limit` rows that can be used; raises DataError, which names split and source, if there are none."""
+    usable: list[dict[str, Any]] = []
+    places: list[str] = []
+    left_out: list[tuple[str, str]] = []
+    limits = set()
+    for place, row in rows:
+        try:
+            usable.append(encode(place, row))
+            places.append(place)
+        except Unusable as reason:
+            left_out.append((place, str(reason)))
+            limits.add(reason.limit)
+        if len(usable) == limit:
+            break
+    read = Split(usable, places, left_out)
+    if not usable:
+        way = f"Raise {' and '.join(sorted(limits))}" if limits and "" not in limits else f"Mend {source}"
+        wrong = f"no row can be used ({read.listed() or 'the file is empty'})."
+        raise DataError(wrong, field=split, remedy=f"{way}, or name another source.")
+    return read
+
+
+def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source: str) -> list[int]:
+    """Which rows to hold out: so many, a few more if prompts repeat, so that no prompt is also trained on.
+
+    Raises:
+        DataError: no row would be left to train on.
+    """
+    held_out: list[int] = []
+    for group in _shuffled_groups(prompts, seed):
+        if len(held_out) < number:
+            held_out += group
+    if len(held_out) == len(prompts):
+        wrong = f"{number} leaves no training rows: {source} has {len(prompts)} that can be used."
+        remedy = "Lower it, or name a source of held-out rows as validation."
+        raise DataError(wrong, field="validation_size", remedy=remedy)
+    return sorted(held_out)
+
+
+# ---------------------------------------------------------------------- parts of stages
+
+
+def check_parts(parts: Mapping[str, int] | None) -> None:
+    """Raises DataError unless `parts` names stages and numbers."""
+    for stage, number in (parts or {}).items():
+        if stage not in STAGES:
+            raise DataError(f'no stage is called "{stage}".', field="parts", remedy=_did_you_mean(stage, STAGES))
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise DataError(f"a whole number from 1 is needed, got {number!r}.", field=f"parts.{stage}")
+
+
+def draw_parts(prompts: Sequence[Hashable], parts: Mapping[str, int], *, seed: int) -> dict[str, list[int]]:
+    """Which rows each stage gets, in the order of the file: as many as `parts` says, a few more if prompts repeat.
+
+    Rows with the same prompt go to one stage. A stage that is not named gets the rest.
+
+    Raises:
+        DataError: there are too few rows.
+    """
+    groups = _shuffled_groups(prompts, seed)
+    drawn: dict[str, list[int]] = {}
+    for stage, number in parts.items():
+        rows: list[int] = []
+        while len(rows) < number:
+            if not groups:
+                wrong = f"{number} pairs are asked for, and {len(rows)} of the {len(prompts)} usable ones are left"
+                wrong += ", since pairs with the same prompt stay together."
+                raise DataError(wrong, field=f"parts.{stage}", remedy="Lower it.")
+            rows += groups.pop()
+        drawn[stage] = sorted(rows)
+    rest = sorted(row for group in groups for row in group)
+    return {stage: drawn.get(stage, rest) for stage in STAGES}
+
+
+def _shuffled_groups(prompts: Sequence[Hashable], seed: int) -> list[list[int]]:
+    """Rows by prompt, in an order drawn at random."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(row)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    return order

@@ -1,0 +1,222 @@
+"""Responses of a trained run: to prompts, with the reference's beside them or the best of several; or as a chat."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import TextStreamer, set_seed
+
+from toolkit.data import messages_of_row, read_rows
+from toolkit.errors import DataError
+from toolkit.functional import best_of_kl_bound, expected_best
+from toolkit.inference.saved_run import policy_folder, trained_sampler
+from toolkit.models import load_weights
+from toolkit.reports import write_jsonl
+from toolkit.runs import build
+from toolkit.sampling import Sampler, batches, best_of
+from toolkit.spec.recipe import Recipe
+
+Messages = list[dict[str, str]]
+_BATCH_SIZE = 8
+
+
+def respond(sampler: Sampler, rows: Sequence[dict[str, Any]], *, streamer: TextStreamer | None = None) -> list[str]:
+    """Responses to rows with `input_ids` as text, without stop tokens, also those that are not special ones.
+
+    A streamer shows tokens as they come, for one prompt.
+    """
+    texts: list[str] = []
+    for some in batches(rows, _BATCH_SIZE):
+        rollout = sampler(sampler.collator(some), streamer=streamer)
+        said = [ids[:-1] if ended else ids for ids, ended in zip(rollout.response_ids, rollout.ended, strict=True)]
+        texts += sampler.tokenizer.batch_decode(said, skip_special_tokens=True)
+    return texts
+
+
+def prompts_of(
+    recipe: Recipe, texts: Sequence[str], file: Path | None, number: int
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Prompts as text and as rows: of the texts and the file, or the first held-out ones with all their columns."""
+    if not texts and file is None:
+        held_out = recipe.task.prompts("test")
+        rows = [held_out[i] for i in range(min(number, len(held_out)))]
+        return list(recipe.tokenizer.batch_decode([row["input_ids"] for row in rows])), rows
+    conversations: list[Messages] = [[{"role": "user", "content": text}] for text in texts]
+    for place, row in read_rows(str(file), field="file") if file is not None else ():
+        conversations.append(messages_of_row(place, row, recipe.task.columns))
+    rows = [{"input_ids": list(recipe.task.prompt_ids(messages))} for messages in conversations]
+    return [messages[-1]["content"] for messages in conversations], rows
+
+
+def _table(rows: Sequence[dict[str, Any]], names: Sequence[str], *, title: str = "", figures: str = "") -> Table:
+    """Texts of rows side by side, and a column of figures, named so, where rows have one."""
+    table = Table(title=title or None, show_lines=True)
+    for name in names:
+        table.add_column(name, overflow="fold", ratio=1)
+    if figures:
+        table.add_column(figures, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [Text(row[name]) for name in names]  # Text: square brackets are no markup
+        table.add_row(*cells, *([row[figures]] if figures else ()))
+    return table
+
+
+def generate(
+    recipe: Recipe,
+    *,
+    texts: Sequence[str] = (),
+    file: Path | None = None,
+    number: int = 5,
+    compare: bool = False,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    output: Path | None = None,
+    console: Console | None = None,
+) -> list[dict[str, str]]:
+    """Respond to prompts and show it: those given, those of a file, or the first held-out ones.
+
+    Args:
+        recipe: of a trained run.
+        texts: prompts.
+        file: more prompts, in any format of the data section.
+        number: held-out prompts, where neither is given.
+        compare: whether the reference responds too.
+        max_new_tokens: of a response; the recipe's `response_length` if None.
+        temperature: of sampling; 0 decodes greedily.
+        seed: of sampling.
+        output: JSON Lines file to write.
+        console: for what a person reads; standard output if None.
+
+    Returns:
+        A row a prompt: `prompt`, `policy`, and `reference` where it responds too.
+    """
+    sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
+    set_seed(seed)
+    prompts, asked = prompts_of(recipe, texts, file, number)
+    columns = {"prompt": prompts, "policy": respond(sampler, asked)}
+    if compare:
+        columns["reference"] = respond(sampler.reference, asked)
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    (console or Console()).print(_table(rows, list(columns)))
+    if output is not None:
+        write_jsonl(output, rows)
+    return rows
+
+
+def generate_best(
+    recipe: Recipe,
+    *,
+    num_samples: int,
+    texts: Sequence[str] = (),
+    file: Path | None = None,
+    number: int = 5,
+    seed: int = 0,
+    output: Path | None = None,
+    console: Console | None = None,
+) -> list[dict[str, Any]]:
+    """Sample several responses to each prompt, score all by the run's reward, and show the best.
+
+    Below them stands how the mean score grows with the number of samples, beside the KL that it costs at most. Samples
+    at the run's `ppo.temperature`; other arguments as for `generate`.
+
+    Returns:
+        A row a prompt: `prompt`, `policy` (the best response), `score`, and `candidates`: all, with their scores.
+
+    Raises:
+        RewardError: the reward needs a column that given prompts do not have.
+    """
+    console = console or Console()
+    roles, pad_token_id = build.placed_roles(recipe, "ppo")
+    load_weights(roles, "policy", policy_folder(recipe))
+    rollouts = build.make_rollouts(recipe, roles)
+    reward = build.make_reward(recipe, roles, pad_token_id, rollouts.args.local_rollout_forward_batch_size)
+    set_seed(seed)
+    _, asked = prompts_of(recipe, texts, file, number)
+    size = rollouts.args.per_device_eval_batch_size
+    sampled = best_of(asked, num_samples, sampler=rollouts.sampler(), reward=reward, batch_size=size)
+    rows, shown, means = [], [], sampled.scores.mean(dim=1).tolist()
+    for i, (prompt, best) in enumerate(zip(sampled.best.prompts, sampled.best.responses, strict=True)):
+        responses = sampled.candidates.responses[i * num_samples : (i + 1) * num_samples]
+        scores = sampled.scores[i].tolist()
+        scored = [{"response": text, "score": score} for text, score in zip(responses, scores, strict=True)]
+        rows.append({"prompt": prompt, "policy": best, "score": max(scores), "candidates": scored})
+        shown.append({**rows[-1], "score: best, mean": f"{max(scores):.3f}, {means[i]:.3f}"})
+    title = f"the best of {num_samples}"
+    console.print(_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
+    growth = Table(title=f"mean score of the best of N, over {len(rows)} prompts")
+    for name in ("N", "score", "KL at most"):
+        growth.add_column(name, justify="right")
+    for n, score in enumerate(expected_best(sampled.scores).tolist(), 1):
+        growth.add_row(str(n), f"{score:.4f}", f"{best_of_kl_bound(n):.4f}")
+    console.print(growth)
+    if output is not None:
+        write_jsonl(output, rows)
+    return rows
+
+
+def converse(
+    recipe: Recipe,
+    sampler: Sampler,
+    *,
+    read: Callable[[str], str] = input,
+    write: Callable[[str], None] = print,
+    compare: bool = False,
+) -> None:
+    """A conversation on the terminal, until the end of input.
+
+    Lines that begin with a slash are commands: /reset forgets what was said, /compare shows the reference beside the
+    policy or hides it, /quit ends. The policy's responses go on as the conversation.
+
+    Args:
+        recipe: of the run; its data makes prompts of conversations, or of single lines.
+        sampler: from `trained_sampler`.
+        read: asks for a line; raises EOFError at the end.
+        write: shows a line; tokens themselves are streamed to standard output.
+        compare: whether the reference responds too.
+    """
+    write("/reset forgets, /compare shows the reference or hides it, /quit ends (so does Ctrl-D).")
+    if not recipe.task.chats:
+        write("This recipe's prompts are plain text: each line is a prompt of its own.")
+    messages: Messages = []
+    while True:
+        try:
+            line = read("> ").strip()
+        except EOFError:
+            return
+        if line == "/quit":
+            return
+        if line == "/reset":
+            messages = []
+        elif line == "/compare":
+            compare = not compare
+            write(f"the reference is {'shown' if compare else 'hidden'}")
+        elif line.startswith("/"):
+            write(f"no command {line}; there are /reset, /compare and /quit")
+        elif line:
+            samplers = {"policy": sampler} | ({"reference": sampler.reference} if compare else {})
+            messages = _exchange(recipe, samplers, messages if recipe.task.chats else [], line, write)
+
+
+def _exchange(
+    recipe: Recipe, samplers: dict[str, Sampler], messages: Messages, line: str, write: Callable[[str], None]
+) -> Messages:
+    """The conversation with one more line and its response; as it was, where the line cannot be a prompt."""
+    asked = [*messages, {"role": "user", "content": line}]
+    try:
+        row = {"input_ids": list(recipe.task.prompt_ids(asked))}
+    except DataError as error:
+        write(f"{error}")
+        return messages
+    said = {}
+    for name, sampler in samplers.items():
+        if len(samplers) > 1:
+            write(f"[{name}]")
+        streamer = TextStreamer(recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        (said[name],) = respond(sampler, [row], streamer=streamer)
+        if len(recipe.tokenizer.encode(said[name], add_special_tokens=False)) >= sampler.response_length:
+            write(f"(cut at {sampler.response_length} tokens; --max-new-tokens lets it say more)")
+    return [*asked, {"role": "assistant", "content": said["policy"]}]

@@ -1,0 +1,110 @@
+"""A trained run, opened again: its recipe, what it has trained as something that responds, and that exported."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.models import load_base, merge_adapter
+from toolkit.reports import read_result
+from toolkit.runs import build
+from toolkit.runs.folder import RECIPE_FILE, no_such_run
+from toolkit.sampling import Sampler
+from toolkit.spec.load import load
+from toolkit.spec.recipe import Recipe
+
+_POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
+
+
+def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False) -> Recipe:
+    """The recipe of a run whose policy is trained.
+
+    Args:
+        run: its name, or its folder.
+        overrides: "section.key=value", for example other held-out prompts.
+        runs_dir: folder of all runs.
+        by_q: whether a run whose q stage has finished will do, too.
+
+    Raises:
+        RecipeError: there is no such run, or its ppo stage has not finished.
+    """
+    folder = Path(run) if Path(run, RECIPE_FILE).is_file() else Path(runs_dir, run)
+    if not (folder / RECIPE_FILE).is_file():
+        raise RecipeError(no_such_run(run, Path(runs_dir)))
+    recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
+    if responds_by_q(recipe):
+        if by_q:
+            return recipe
+        raise RecipeError(
+            f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.',
+            remedy=f"Its responses are shown by toolkit generate {folder.name} and chat, and measured by eval.",
+        )
+    if read_result(recipe.stage_folder("ppo")) is None:
+        by_policy = "ppo" in recipe.values or "q" not in recipe.values
+        last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
+        raise RecipeError(
+            f'the run "{folder.name}" has no {what}: its {last} stage has not finished.',
+            remedy=f"Finish it with toolkit {last} {folder / RECIPE_FILE} --run {folder.name} "
+            f"--runs-dir {folder.parent} --resume",
+        )
+    return recipe
+
+
+def responds_by_q(recipe: Recipe) -> bool:
+    """Whether what the run has trained are Q-values, and no policy."""
+    return [stage for stage in ("ppo", "q") if read_result(recipe.stage_folder(stage)) is not None] == ["q"]
+
+
+def policy_folder(recipe: Recipe) -> Path:
+    """The trained policy of a run, a PEFT folder."""
+    return recipe.stage_folder("ppo") / "policy"
+
+
+def trained_sampler(recipe: Recipe, *, max_new_tokens: int | None = None, temperature: float = 1.0) -> Sampler:
+    """The policy of a run, or what Q defines; `reference` of it is what it was held to.
+
+    Args:
+        recipe: of the run.
+        max_new_tokens: of a response; the recipe's `response_length` if None.
+        temperature: of sampling, for Q the τ of exp((Q − V) / τ); 0 decodes greedily.
+    """
+    stage, role = ("q", "q") if responds_by_q(recipe) else ("ppo", "policy")
+    roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, scores=False)
+    length = max_new_tokens or int(recipe.stage_config(stage).response_length)
+    return Sampler(roles, recipe.tokenizer, role=role, response_length=length, temperature=temperature or None)
+
+
+def _empty(output: Path) -> Path:
+    if output.exists() and any(output.iterdir()):
+        raise ToolkitError(f"{output} is not empty.", remedy="Name a new one: toolkit export RUN FOLDER.")
+    return output
+
+
+def export_adapter(recipe: Recipe, output: str | Path) -> Path:
+    """Copy the policy's adapter with the tokenizer into an empty folder: a PEFT folder for whoever has the base."""
+    folder = _empty(Path(output))
+    shutil.copytree(policy_folder(recipe), folder, dirs_exist_ok=True)
+    recipe.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
+    """Write the policy into an empty folder: its adapter merged into the base in `base.dtype`, unquantised.
+
+    Returns:
+        The folder, and a sentence on how far the merged logits are from those of base and adapter apart.
+    """
+    folder, base = _empty(Path(output)), recipe.base
+    model = load_base(
+        recipe.base_path, dtype=base.dtype, revision=base.revision, trust_remote_code=base.trust_remote_code
+    )
+    probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row][:_POSITIONS]
+    merged = merge_adapter(model, policy_folder(recipe), torch.tensor([probe], device=model.device))
+    merged.model.save_pretrained(folder)
+    recipe.tokenizer.save_pretrained(folder)
+    return folder, (
+        f"merged in {base.dtype}: over {len(probe)} tokens of held-out prompts the logits differ from those of base "
+        f"and adapter apart by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most "
+        f"likely token is the same at {merged.agreement:.1%} of them"
+    )

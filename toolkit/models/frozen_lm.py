@@ -1,0 +1,141 @@
+"""The base that all roles share: a frozen causal language model that gives hidden states and samples responses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit.errors import ModelError
+
+
+class FrozenLM(nn.Module):
+    """A causal language model whose own weights never change.
+
+    Args:
+        causal_lm: the model. It is frozen, its dropout is switched off, and its generation settings are replaced by
+            neutral ones.
+
+    Raises:
+        ModelError: the logits are not `lm_head(last hidden state)`, as where a model scales or caps them. On the meta
+            device that cannot be seen.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel):
+        super().__init__()
+        # From torch 2.11 on cuDNN's attention comes first on Hopper and Blackwell. It makes a plan for every new
+        # length, and each token that is decoded is one; with a mask its gradients can be NaN (pytorch#196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        causal_lm.requires_grad_(False)
+        switch_off_dropout(causal_lm)
+        ends = [getattr(of, "eos_token_id", None) for of in (causal_lm.config, causal_lm.generation_config)]
+        stops = [x for end in ends if end is not None for x in (end if isinstance(end, list) else [end])]
+        self.checkpoint_stops: tuple[int, ...] = tuple(dict.fromkeys(stops))
+        """Tokens that end a response by the checkpoint's configuration, then by its `generation_config.json`."""
+        # transformers fills what a caller leaves open from the checkpoint's own settings; a repetition penalty from
+        # there would make the sampled distribution differ from the one that PPO trains. So only special tokens stay.
+        special = ("bos_token_id", "eos_token_id", "pad_token_id")
+        causal_lm.generation_config = GenerationConfig(**{name: getattr(causal_lm.config, name) for name in special})
+        self.model: PreTrainedModel | PeftModel = causal_lm
+        self._base: tuple[PreTrainedModel] = (causal_lm,)  # in a tuple, so that it is not registered twice
+        self.eval()
+        self._check_logits()
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The base, with the adapters' layers in it once there are any."""
+        return self._base[0]
+
+    @property
+    def config(self) -> Any:
+        return self.causal_lm.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.causal_lm.device
+
+    @property
+    def lm_head(self) -> Any:
+        """Maps the last hidden state (..., H) to logits (..., V); an adapter may have a part on it."""
+        return self.causal_lm.get_output_embeddings()
+
+    def stop_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The tokens that end a response: the tokenizer's own, then the checkpoint's.
+
+        A chat model has several, as Llama 3 with the end of a turn and the end of a text.
+        """
+        return list(dict.fromkeys([int(tokenizer.eos_token_id), *self.checkpoint_stops]))
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """Last hidden states (B, L, H) before `lm_head`. No logits are made."""
+        decoder = self.causal_lm.base_model
+        return decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state
+
+    def forward(self, **kwargs: Any) -> Any:
+        """The causal language model's own forward pass."""
+        return self.causal_lm(**kwargs)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **further: Any) -> Tensor:
+        """What comes after left-padded prompts (B, P): int64 (B, T).
+
+        Args:
+            config: all generation settings; none come from the checkpoint.
+            further: `logits_processor` and `streamer` of transformers' `generate`.
+        """
+        with self.in_eval_mode():
+            output = self.causal_lm.generate(
+                input_ids=input_ids, attention_mask=attention_mask, generation_config=config, **further
+            )
+        return output[:, input_ids.shape[1] :]
+
+    def autocast(self) -> torch.autocast:
+        """The precision of training: 16 bits as the base has them, and none where it is float32.
+
+        Without it float32 adapters on a 16-bit base would cast at each layer.
+        """
+        dtype = self.causal_lm.dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
+
+    @contextmanager
+    def in_eval_mode(self) -> Iterator[None]:
+        """Adapter dropout and gradient checkpointing are off inside, as they were afterwards."""
+        was_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(was_training)
+
+    def _check_logits(self) -> None:
+        """The chunked log-probabilities rest on logits = lm_head(hidden); find out at once where that fails."""
+        if self.device.type == "meta":
+            return
+        ids = torch.arange(4, device=self.device).unsqueeze(0) % self.lm_head.weight.shape[0]
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            ours = self.lm_head(self.hidden_states(ids, mask))
+            theirs = self.causal_lm(input_ids=ids, attention_mask=mask).logits
+        if ours.shape != theirs.shape or not torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-3):
+            raise ModelError(
+                f"{type(self.causal_lm).__name__} changes its logits after lm_head (a scale or a cap), which the "
+                "log-probabilities here do not follow.",
+                remedy="Llama, Mistral, Qwen, GPT-2 and OPT do not.",
+            )
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set every dropout of a base model to 0, in place.
+
+    A frozen base has nothing to regularise, and dropout between rollout and update would make the ratio
+    differ from 1 before the first step. The adapters' own dropout comes later and is not touched.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout", "activation_dropout"):  # used as F.dropout(p=self.dropout)
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,250 @@
+"""Models from a hub id or a folder, or built from a configuration: with weights, or on the meta device as names and
+shapes alone."""
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from toolkit.errors import ModelError
+from toolkit.models.pretrained import check_same_tokenizer, not_loaded
+
+Kind = Literal["causal_lm", "sequence_classifier"]
+_OWNERS = {"causal_lm": AutoModelForCausalLM, "sequence_classifier": AutoModelForSequenceClassification}
+# Parts of a classifier that a checkpoint of another kind lacks.
+_FRESH = {"score", "classifier", "pre_classifier", "pooler"}
+# Taken by every configuration, or turned into another setting of it, without standing in its signature.
+_COMMON_SETTINGS = ("model_type", "num_labels", "rope_theta", "rope_scaling")
+META = torch.device("meta")
+
+
+def default_device() -> torch.device:
+    """The first CUDA device where there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Where a model comes from, and the form that it is loaded in; as for `from_pretrained` where nothing is said."""
+
+    model: str | None = None  # hub id or folder with safetensors weights
+    config: Mapping[str, Any] | None = None  # in its place `model_type` and that configuration's own: random weights
+    quantization: BitsAndBytesConfig | None = None  # None loads the weights as they are
+    dtype: str = "bfloat16"  # of the weights that are not quantised
+    revision: str | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+def load_model(
+    spec: ModelSpec,
+    kind: Kind = "causal_lm",
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    num_labels: int | None = None,
+    trained: bool = False,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """The model of a spec, its weights trainable.
+
+    Args:
+        spec: says where it comes from.
+        kind: the class it is loaded as.
+        tokenizer: whose ids the model reads. Random weights need it; a classifier is checked against it, and pads with
+            its padding token. None for a checkpoint that reads the ids of its own.
+        num_labels: outputs of a classifier's head; None for what its configuration says.
+        trained: whether a classifier's head has to be in the checkpoint too; it is random where it is not.
+        device: defaults to the first GPU, else the CPU; "meta" gives names and shapes alone.
+
+    Raises:
+        ModelError: no such checkpoint, or one that lacks weights, is of another kind, or reads other tokens.
+    """
+    config = model_config(spec, kind, tokenizer=tokenizer, num_labels=num_labels)
+    return model_of(spec, kind, config, trained=trained, device=device)[0]
+
+
+def model_of(
+    spec: ModelSpec, kind: Kind, config: PreTrainedConfig, *, trained: bool = False, device: torch.device | None = None
+) -> tuple[PreTrainedModel, bool]:
+    """The model of a configuration, and whether all of its weights, a head's too, come from the checkpoint."""
+    device, owner = device or default_device(), _OWNERS[kind]
+    arguments: dict[str, Any] = {
+        "dtype": getattr(torch, spec.dtype),
+        "attn_implementation": spec.attn_implementation,
+        "trust_remote_code": spec.trust_remote_code,
+    }
+    if spec.model is None or device.type == "meta":
+        try:
+            # Random numbers are drawn on the CPU, so that they are the same wherever the model goes.
+            with device if device.type == "meta" else nullcontext():
+                return owner.from_config(config, **arguments).to(device), False
+        except (TypeError, ValueError, KeyError, ImportError) as error:
+            field = "" if spec.config is None else "config"
+            raise ModelError(f"transformers cannot build this model: {error}", field=field) from error
+    try:
+        with _no_table_of_missing_weights() if kind == "sequence_classifier" else nullcontext():
+            model, report = owner.from_pretrained(
+                spec.model,
+                config=config,
+                quantization_config=spec.quantization,
+                revision=spec.revision,
+                use_safetensors=True,
+                device_map={"": device},
+                output_loading_info=True,
+                **arguments,
+            )
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise not_loaded(spec.model, error) from error
+    fresh = set() if trained or kind == "causal_lm" else _FRESH
+    missing = [key for key in sorted(report["missing_keys"]) if not fresh & set(key.split("."))]
+    if missing:
+        raise ModelError(
+            f'"{spec.model}" has no weights for {", ".join(missing[:3])}{" and others" * (len(missing) > 3)}, where '
+            "the model would be random.",
+            field="model",
+            remedy="Download, convert or train it again.",
+        )
+    if not trained:  # one that is only read may have the layout that computes fastest
+        _keep_differentiable(model)
+    return model, not report["missing_keys"]
+
+
+def _keep_differentiable(model: PreTrainedModel) -> None:
+    """Keep 4-bit layers on a CPU in the layout that has gradients.
+
+    In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks a layer's weights for a kernel outside autograd, for
+    good: every later backward pass through the layer would leave out the base's part of the gradient, with nothing but
+    a warning. The packed layout is about a quarter faster at decoding and slower in whole forward passes.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def load_base(model: str, *, device: torch.device | None = None, **settings: Any) -> PreTrainedModel:
+    """A causal language model, frozen, from a hub id or a local folder; `settings` are further ones of `ModelSpec`."""
+    return load_model(ModelSpec(model, **settings), device=device).requires_grad_(False)
+
+
+def model_config(
+    spec: ModelSpec,
+    kind: Kind = "causal_lm",
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    num_labels: int | None = None,
+) -> PreTrainedConfig:
+    """The configuration of the model of a spec. For arguments and errors see `load_model`."""
+    if spec.model is not None:
+        code: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+        try:
+            config = AutoConfig.from_pretrained(spec.model, **code)
+        except (OSError, ValueError) as error:
+            raise not_loaded(spec.model, error) from error
+        if kind == "causal_lm":
+            _check_decoder(config, spec)
+        elif tokenizer is not None:
+            check_same_tokenizer(spec.model, tokenizer, **code)
+    elif tokenizer is None:
+        raise ModelError("neither a checkpoint nor a tokenizer for random weights is given.", field="model")
+    else:
+        config = random_config(spec.config or {}, tokenizer)
+    if kind == "sequence_classifier":
+        _check_classifier(config, spec, tokenizer)
+        if tokenizer is not None:
+            config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if num_labels is not None:
+            config.num_labels = num_labels
+    return config
+
+
+def random_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The configuration of a model with random weights, with the vocabulary and special tokens of a tokenizer.
+
+    Raises:
+        ModelError: transformers knows no such `model_type` or setting of it, or refuses an argument.
+    """
+    _check_settings(config)
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    try:
+        return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **config})
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"transformers cannot build this model: {error}", field="config") from error
+
+
+def _check_decoder(config: PreTrainedConfig, spec: ModelSpec) -> None:
+    parts = [name for name in ("text_config", "vision_config", "audio_config") if getattr(config, name, None)]
+    if parts:
+        raise ModelError(
+            f'"{spec.model}" is of type {config.model_type}, with {" and ".join(parts)}: multimodal models are not '
+            "supported.",
+            field="model",
+            remedy="Name a checkpoint of text alone.",
+        )
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or spec.trust_remote_code
+    if config.is_encoder_decoder or not known:
+        raise ModelError(
+            f'"{spec.model}" is of type {config.model_type}, which is not a decoder-only language model.',
+            field="model",
+            remedy="Name one, such as Llama, Mistral, Qwen, GPT-2 or OPT.",
+        )
+
+
+def _check_classifier(config: PreTrainedConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    field = "config" if spec.model is None else "model"
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not spec.trust_remote_code:
+        raise ModelError(
+            f"transformers has no sequence classifier for models of type {config.model_type}.",
+            field=field,
+            remedy="Use a type that has one, such as Llama, OPT, GPT-2 or BERT.",
+        )
+    size = config.get_text_config().vocab_size
+    if tokenizer is not None and size < len(tokenizer):
+        raise ModelError(
+            f"the model has {size} tokens and the tokenizer of base {len(tokenizer)}.",
+            field=field,
+            remedy="Name a model that knows them all.",
+        )
+
+
+def _check_settings(config: Mapping[str, Any]) -> None:
+    """transformers takes any key: a mistyped one would be kept, and the default used, without a word."""
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return  # `AutoConfig` says so
+    owner = CONFIG_MAPPING[kind]
+    known = [*inspect.signature(owner).parameters, *owner.attribute_map, *_COMMON_SETTINGS]
+    for key in config:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.6)
+            remedy = f"Did you mean {near[0]}?" if near else "Remove it."
+            raise ModelError(f"a model of type {kind} has no such setting.", field=f"config.{key}", remedy=remedy)
+
+
+@contextmanager
+def _no_table_of_missing_weights() -> Iterator[None]:
+    """A language model has no score and its lm_head is not wanted: transformers would print a table of warnings."""
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

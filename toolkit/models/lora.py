@@ -1,0 +1,129 @@
+"""LoRA adapters on a model: what may be put there, and what is used of PEFT beyond its public interface.
+
+That is the last part, as read in PEFT 0.21.2, by which `pyproject.toml` bounds PEFT. `tests/models/test_lora.py` fails
+where another version has moved one of these; then `BaseTunerLayer.set_adapter`, `enable_adapters` and
+`ModulesToSaveWrapper` are to be read again.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.errors import AdapterError
+
+# The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
+_INITS_OF_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
+
+
+def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name: str) -> PeftModel:
+    """The model with one more adapter; an `AdapterError` if that does not fit, or changes weights that others share."""
+    check_trains_adapter_alone(config)
+    if config.init_lora_weights not in _INITS_OF_THE_ADAPTER_ALONE:
+        raise AdapterError(
+            f'"{config.init_lora_weights}" starts by changing weights of the base, which the other roles share.',
+            field="init_lora_weights",
+            remedy="Leave it out, or take gaussian or orthogonal.",
+        )
+    if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
+        raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
+    with warnings.catch_warnings(), peft_errors():
+        # PEFT notes for each Conv1D that it sets fan_in_fan_out itself, and that a second adapter is added.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        if isinstance(model, PeftModel):
+            model.add_adapter(name, config)
+            return model
+        return get_peft_model(model, config, adapter_name=name)
+
+
+def check_trains_adapter_alone(config: LoraConfig) -> None:
+    """Nothing, if an adapter trains no weights beside its own; an `AdapterError` with the fields that do."""
+    given = ["bias"] if config.bias != "none" else []
+    given += [name for name in ("modules_to_save", "trainable_token_indices") if getattr(config, name)]
+    if given:
+        raise AdapterError(
+            f"{' and '.join(given)} would change weights of the base, which is to stay as it is.",
+            field=given[0],
+            remedy="Leave it out.",
+        )
+
+
+@contextmanager
+def peft_errors() -> Iterator[None]:
+    """What PEFT refuses of a configuration as an `AdapterError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise AdapterError(str(error).splitlines()[0]) from error
+
+
+def missing_modules(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Modules that an adapter names and the model does not have."""
+    if not isinstance(config.target_modules, (list, set)):
+        return []  # a pattern, which PEFT resolves itself
+    present = [name.replace(".base_layer", "") for name, _ in model.named_modules()]
+    return sorted(x for x in config.target_modules if not any(f".{name}".endswith(f".{x}") for name in present))
+
+
+def _no_module(model: nn.Module, target: str) -> str:
+    layers = (nn.Linear, nn.Embedding, nn.Conv1d, Conv1D)  # that an adapter can be on
+    names = [name for name, module in model.named_modules() if isinstance(module, layers)]
+    own = [name.removesuffix(".base_layer") for name in names if ".lora_" not in name]  # not those of other roles
+    known = sorted({name.rpartition(".")[2] for name in own})
+    near = get_close_matches(target, known, n=1, cutoff=0.6)
+    listed = f" Known: {', '.join(known)}." if len(known) <= 15 else ""
+    return f'the base has no module "{target}".' + (f" Did you mean {near[0]}?" if near else listed)
+
+
+# ---------------------------------------------------------------------- not public in PEFT
+
+READ_IN = "0.21"
+HEAD_KEYS = "base_model.model.score."
+"""Before the names of the tensors of a head `score`, in a file of weights."""
+
+
+def adapted_layers(model: nn.Module) -> tuple[BaseTunerLayer, ...]:
+    """The layers that carry adapters."""
+    return tuple(module for module in model.modules() if isinstance(module, BaseTunerLayer))
+
+
+def activate(model: PeftModel, layers: Sequence[BaseTunerLayer], adapter: str | None) -> None:
+    """Make one adapter the active one; None switches all of them off.
+
+    What `set_adapter` and `disable_adapter_layers` come to: two attributes of each layer. They walk all modules of the
+    model several times and change what has gradients, a hundred times as slowly.
+    """
+    for layer in layers:
+        layer._disable_adapters = adapter is None
+        if adapter is not None:
+            layer._active_adapter = [adapter]
+    if adapter is not None:
+        model.active_adapter = model.base_model.active_adapter = adapter
+
+
+def adapter_parameters(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+    """The parameters of one adapter, by names without the adapter's."""
+    # On an embedding PEFT keeps the tensors themselves by adapter, on other layers modules that hold them.
+    own = re.compile(rf"(\.lora_\w+)\.{adapter}(?=\.|$)")
+    return {own.sub(r"\1", name): p for name, p in model.named_parameters() if own.search(name)}
+
+
+def delete_adapter(model: PeftModel, adapter: str) -> None:
+    """Take an adapter away. PEFT activates another in its place if it was active."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
+        model.base_model.delete_adapter(adapter)
+
+
+def trained_copy(module: nn.Module) -> nn.Module:
+    """What trains of a module that `modules_to_save` has wrapped; any other module itself."""
+    return module.modules_to_save["default"] if isinstance(module, ModulesToSaveWrapper) else module

@@ -1,0 +1,101 @@
+"""A checkpoint before its model is loaded: its tokenizer, the files of its weights, and why it cannot be loaded."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from toolkit.errors import ModelError
+
+
+def load_tokenizer(
+    model: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, left-padding; one without a pad token pads with its end-of-sequence token.
+
+    That is safe here, where no mask is made from pad ids.
+
+    Raises:
+        ModelError: there is no tokenizer, or it has no end-of-sequence token, without which no response ends.
+    """
+    tokenizer = _tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f'the tokenizer of "{model}" has no eos_token, so that no response could end.', field="model")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def check_same_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, **code: Any) -> None:
+    """Nothing, if the checkpoint's tokenizer gives the ids that `tokenizer`, the policy's, gives.
+
+    Args:
+        code: `revision` and `trust_remote_code`.
+
+    Raises:
+        ModelError: it has another one, or none.
+    """
+    own = _tokenizer(model, **code)
+    differ = set(own.get_vocab().items()) ^ set(tokenizer.get_vocab().items())
+    if differ:
+        raise ModelError(
+            f'"{model}" has another tokenizer than base ({len(differ)} entries differ), and it is to read the ids of '
+            "base.",
+            field="model",
+            remedy="Name a model with the same one. A classifier with another one can score the text of responses, as "
+            "a scorer of kind model.",
+        )
+
+
+def _tokenizer(model: str, **code: Any) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(model, **code)
+    except (OSError, ValueError) as error:
+        raise not_loaded(model, error) from error
+
+
+def not_loaded(model: str, error: Exception) -> ModelError:
+    """What to raise where a checkpoint, its configuration or its tokenizer cannot be loaded."""
+    path = Path(model).expanduser()
+    kind = "folder" if path.exists() or model.startswith((".", "/", "~")) else "folder or hub id"
+    reason = str(error).splitlines()[0]
+    if kind == "folder" and not path.exists():
+        reason = "there is no such folder."
+    elif path.is_file():
+        reason = "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none."
+    elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        return ModelError(
+            f'"{model}" is a PEFT adapter and no whole model.',
+            field="model",
+            remedy="Name the base that it was trained on here, and the adapter as what the policy starts from.",
+        )
+    return ModelError(
+        f'no checkpoint could be loaded from the {kind} "{model}" ({reason})',
+        field="model",
+        remedy="Name a folder or hub id with safetensors weights and a tokenizer.",
+    )
+
+
+def weight_file_problems(folder: Path) -> Iterator[str]:
+    """Weights that are missing or cut short, by their headers."""
+    index, names = folder / SAFE_WEIGHTS_INDEX_NAME, [SAFE_WEIGHTS_NAME]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            yield f"{index} cannot be read ({error}). Download it again."
+            return
+    for path in (folder / name for name in names):
+        if not path.is_file():
+            yield f"{path} is missing: weights are read from safetensors alone. Download or convert the checkpoint."
+            continue
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            yield f"{path} is damaged ({error}). Download it again."

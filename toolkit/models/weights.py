@@ -1,0 +1,96 @@
+"""The weights of a model: the bytes that they take, whether they changed, and an adapter merged into them."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
+
+from toolkit.errors import AdapterError
+from toolkit.models.roles import SharedBase
+
+
+def weight_bytes(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> int:
+    """Bytes that the weights of a model on the meta device will take; its layers are quantised as loading would."""
+    size = model.dtype.itemsize
+    if quantization is not None:
+        AutoHfQuantizer.from_config(quantization, pre_quantized=False).preprocess_model(model, device_map=None)
+    total = sum(parameter.numel() * size for parameter in model.parameters())
+    for module in model.modules():
+        if isinstance(module, (Linear4bit, Linear8bitLt)):
+            total += _quantised_bytes(module) - module.weight.numel() * size
+    return total
+
+
+def _quantised_bytes(module: nn.Linear) -> int:
+    weights = module.in_features * module.out_features
+    if not isinstance(module, Linear4bit):
+        return weights + 4 * module.out_features  # a byte a weight, a float32 scale a row
+    blocks = math.ceil(weights / module.weight.blocksize)
+    # One scale a block: float32, or a byte and in turn a float32 for every 256 of these.
+    scales = blocks + 4 * math.ceil(blocks / 256) if module.weight.compress_statistics else 4 * blocks
+    return math.ceil(weights / 2) + scales
+
+
+def role_digest(base: SharedBase, role: str) -> str:
+    """SHA-256 of a role's own weights, adapter and head: equal for equal weights."""
+    return _digest(base.parameters_of(role))
+
+
+def base_digest(base: SharedBase) -> str:
+    """SHA-256 of the first 64 numbers of each tensor of the base that is not quantised: tells bases apart, in no time.
+
+    Quantised ones are left out, since two devices may round differently.
+    """
+    named = base.causal_lm.named_parameters()
+    return _digest(p.flatten()[:64] for name, p in named if p.is_floating_point() and ".lora_" not in name)
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Merged(NamedTuple):
+    """A merged model and how far its logits are from those of base and adapter apart."""
+
+    model: PreTrainedModel
+    largest: float  # difference of a logit
+    scale: float  # the largest logit
+    agreement: float  # share of positions with the same most likely token
+
+
+@torch.no_grad()
+def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> Merged:
+    """Add an adapter to the weights of an unquantised base, in place: a checkpoint that needs no PEFT.
+
+    Merging into 4-bit weights would round the sum to 16 levels and change what the model says (huggingface/peft#2321).
+
+    Args:
+        model: the base, in 16 or 32 bits.
+        folder: a PEFT folder.
+        probe: int64 (B, L), tokens without padding on which both forms are compared.
+
+    Raises:
+        AdapterError: the base is quantised, or PEFT cannot put the adapter on it.
+    """
+    if getattr(model, "is_quantized", False):
+        raise AdapterError("an adapter is never merged into a quantised base: load the base in 16 bits.")
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder)).eval()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise AdapterError(f"{folder}: the adapter does not fit the base: {str(error).splitlines()[0]}") from error
+    apart = adapted(input_ids=probe).logits.float()
+    merged = adapted.merge_and_unload(safe_merge=True)
+    whole = merged(input_ids=probe).logits.float()
+    agreement = (whole.argmax(-1) == apart.argmax(-1)).float().mean()
+    return Merged(merged, float((whole - apart).abs().max()), float(apart.abs().max()), float(agreement))

@@ -1,0 +1,100 @@
+"""The files of a run: JSON Lines, written so that a kill can cut no line but the last, and `result.json`."""
+
+import json
+import platform
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+RESULT_FILE = "result.json"
+_PACKAGES = ("ppo-lora-toolkit", "torch", "transformers", "trl", "peft", "bitsandbytes", "datasets", "accelerate")
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]], *, mode: str = "w") -> None:
+    """Write the rows in place of what is there; with mode "a" behind it."""
+    with path.open(mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows to what is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(path, rows, mode="a")
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines, less one that a kill cut short at the end."""
+    # not splitlines: JSON leaves U+2028 and the like in a line
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write whole lines in place of what is there."""
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of its whole lines."""
+    return [json.loads(line) for line in whole_lines(path)]
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop what a file of rows with `step` says of later ones, and a line that a kill cut short."""
+    if path.is_file():
+        write_lines(path, [line for line in whole_lines(path) if json.loads(line)["step"] <= step])
+
+
+def write_json(path: Path, value: dict[str, Any]) -> Path:
+    """Write a JSON file: aside first, so that half a file never stands there."""
+    aside = path.with_name(f"{path.name}.partial")
+    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return aside.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What `write_json` wrote, or None where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> Path:
+    """Write the file that marks a stage as finished."""
+    return write_json(folder / RESULT_FILE, result)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a finished stage wrote, or None where it has not finished."""
+    return read_json(folder / RESULT_FILE)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "not installed"
+
+
+def _peak_resident_bytes() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # Unix alone has it
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_memory_gb() -> dict[str, float]:
+    """Peak memory of this process in GB (10⁹ bytes): `resident`, and `gpu` where there is one."""
+    peak = {"resident": _peak_resident_bytes() / 1e9}
+    if torch.cuda.is_available():
+        peak["gpu"] = torch.cuda.max_memory_allocated() / 1e9
+    return {key: round(value, 3) for key, value in peak.items()}

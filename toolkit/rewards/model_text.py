@@ -1,0 +1,104 @@
+"""What a reward model with a tokenizer of its own reads of a rollout."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from toolkit.errors import Problem, RewardError
+from toolkit.rewards.scorer import ClassScorer
+from toolkit.settings import AT_LEAST_1, setting
+
+Reads = Literal["conversation", "text", "pair", "response", "tokens"]
+# The prompt itself: `rollout.prompts` has the policy's special tokens and template in it.
+_PROMPT_COLUMNS = ("messages", "prompt")
+_NAME_ONE = "Name the column with the prompt as text or messages, or let the response alone be read (reads: response)."
+_ENDLESS = 10**6  # tokenizers say 10³⁰ where they know no limit
+
+
+@dataclass(kw_only=True)
+class TextScorer(ClassScorer):
+    """How a sequence classifier with a tokenizer of its own reads a rollout."""
+
+    reads: Reads | None = setting(
+        None,
+        "prompt and response in its chat template, one after the other, as a pair of texts, the response alone, or the "
+        "policy's own tokens; null is its chat template if it has one, else text, and tokens for the model that the "
+        "reward stage trains.",
+    )
+    prompt_column: str | None = setting(
+        None, "the column with the prompt as text or messages; null is `messages`, else `prompt`."
+    )
+    max_length: int | None = setting(
+        None, "tokens; a longer text loses its beginning. null is what the model takes.", AT_LEAST_1
+    )
+    batch_size: int = setting(16, "responses a forward pass.", AT_LEAST_1)
+
+    def conflicts(self) -> Iterator[Problem]:
+        yield from super().conflicts()
+        if self.prompt_column is not None and self.reads in ("response", "tokens"):
+            what = "the response alone is" if self.reads == "response" else "the policy's own tokens are"
+            yield Problem(f"would have no effect: {what} read.", "prompt_column")
+
+    def column_of(self, columns: Sequence[str], *, chats: bool = False) -> str | None:
+        """The column with the prompt; None where none is read.
+
+        Args:
+            columns: of the prompts.
+            chats: whether `prompt` has the chat template of the base around it.
+
+        Raises:
+            RewardError: there is none, or none without that template.
+        """
+        if self.reads in ("response", "tokens"):
+            return None
+        names = _PROMPT_COLUMNS if self.prompt_column is None else (self.prompt_column,)
+        column = next((name for name in names if name in columns), None)
+        if column is None:
+            wrong = f"the prompts have no column {' or '.join(names)}; present: {', '.join(columns) or 'none'}."
+        elif column == "prompt" and self.prompt_column is None and chats:
+            wrong = "the column prompt has the chat template of the base around it, and another model has another."
+        else:
+            return column
+        raise RewardError(wrong, field="prompt_column", remedy=_NAME_ONE)
+
+    def fitted(
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, whose: str
+    ) -> tuple[Reads, int | None]:
+        """`reads` and `max_length` for a model; without a limit, that is None.
+
+        Raises:
+            RewardError: outputs that do not fit `class_column`, a conversation without a chat template, or more tokens
+                than the model takes.
+        """
+        self.check_outputs(config.num_labels, whose=whose)
+        if self.reads == "conversation" and tokenizer.chat_template is None:
+            wrong = "conversation needs a chat template, and the model's tokenizer has none."
+            raise RewardError(wrong, field="reads", remedy="Use text, pair or response.")
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        limits = [n for n in (positions, tokenizer.model_max_length) if isinstance(n, int) and 0 < n < _ENDLESS]
+        if self.max_length is not None and limits and self.max_length > min(limits):
+            wrong = f"{self.max_length} tokens, and the model takes {min(limits)}."
+            raise RewardError(wrong, field="max_length", remedy="Lower it.")
+        reads = self.reads or ("text" if tokenizer.chat_template is None else "conversation")
+        return reads, self.max_length or min(limits, default=None)
+
+
+def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Any, response: str) -> str:
+    """Prompt and response in a chat template; a prompt of text is one message of the user.
+
+    Raises:
+        RewardError: the template refuses it.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    # Tables give every message the keys of all, and a template may take a key that is None for a value.
+    messages = [{key: item for key, item in message.items() if item is not None} for message in messages]
+    try:
+        return str(
+            tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+        )
+    except TemplateError as error:
+        wrong = f"the model's chat template refuses a conversation ({error}): {messages!r}."
+        raise RewardError(wrong, field="reads", remedy="Mend the row, or use pair or text.") from error

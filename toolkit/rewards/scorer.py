@@ -1,0 +1,159 @@
+"""What a recipe says of its reward: the settings of one kind, which check themselves and build the reward callback."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit.data import Rollout
+from toolkit.errors import Problem, RewardError, ToolkitError
+from toolkit.models import SharedBase
+from toolkit.rewards.base import Reward
+from toolkit.settings import Range, check, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerContext:
+    """What a scorer is checked against and built from.
+
+    Args:
+        roles: the shared base, with the role "reward" where a scorer reads it; on the meta device for a check, and None
+            where its base cannot be had.
+        tokenizer: the policy's; None in a check that has none.
+        prompt_columns: gives the columns of the prompts; None in a check that has not read them.
+        chats: whether the text of the prompts has the chat template of the base around it.
+        pad_token_id: the one that the reward head was trained with.
+        batch_size: responses a forward pass of the reward adapter.
+        reward_outputs: of the model that the reward stage trains on a base of its own, for a check; None without one.
+        reward_model: that model, trained, to build a scorer that `needs_reward_model`.
+    """
+
+    roles: SharedBase | None
+    tokenizer: PreTrainedTokenizerBase | None
+    prompt_columns: Callable[[], Sequence[str] | None]
+    chats: bool = False
+    pad_token_id: int = 0
+    batch_size: int = 64
+    reward_outputs: int | None = None
+    reward_model: PreTrainedModel | PeftModel | None = None
+
+
+@dataclass(kw_only=True)
+class Scorer:
+    """The settings of one kind of reward. Its callback has them too, beside what they name.
+
+    Raises:
+        ConfigError: settings that are out of range, or that have no effect.
+    """
+
+    kind: ClassVar[str]
+    needs_reward_role: ClassVar[bool] = False
+    """Whether it reads the reward adapter on the shared base."""
+    needs_reward_model: ClassVar[bool] = False
+    """Whether it reads the model that the reward stage trains on a base of its own."""
+    weight: float = setting(
+        1.0, "as a part of a sum its share there; 0 logs it alone.", Range("a finite number", math.isfinite)
+    )
+
+    def __post_init__(self) -> None:
+        check(self, self.conflicts)
+
+    def conflicts(self) -> Iterator[Problem]:
+        """What is wrong with its settings beyond their ranges."""
+        yield from ()
+
+    def missing(self, name: str, form: str) -> Iterator[Problem]:
+        """A problem, if a setting is empty."""
+        if not getattr(self, name):
+            yield Problem(f"belongs to kind: {self.kind}, and is needed there ({form}).", name)
+
+    def check(self, context: ScorerContext) -> list[Problem]:
+        """What is wrong with what it names. No weights are loaded, no file is run and no server asked."""
+        return []
+
+    def build(self, context: ScorerContext) -> Reward:
+        """The reward callback of a scorer whose check was passed.
+
+        Raises:
+            RewardError: what it names cannot be used.
+            ModelError: the weights of a model cannot be loaded.
+        """
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class ClassScorer(Scorer):
+    """The settings of a model whose head may have several outputs."""
+
+    class_column: str | None = setting(None, "for several outputs, the column that names the wanted class.")
+    class_score: Literal["logprob", "logit"] = setting(
+        "logprob", "log p(class), which saturates, or its logit, which does not."
+    )
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.class_score != "logprob" and self.class_column is None:
+            wrong = "would have no effect: class_column, which names the wanted class, is missing."
+            yield Problem(wrong, "class_score")
+
+    def check(self, context: ScorerContext) -> list[Problem]:
+        columns = None if self.class_column is None else context.prompt_columns()
+        return [] if columns is None else problems_of(self.check_class_column, columns)
+
+    def check_class_column(self, columns: Sequence[str]) -> None:
+        """Raises: RewardError: the prompts lack the column that names the wanted class."""
+        if self.class_column is not None and self.class_column not in columns:
+            wrong = f'the prompts have no column "{self.class_column}"; present: {", ".join(columns) or "none"}.'
+            raise RewardError(wrong, field="class_column")
+
+    def check_outputs(self, outputs: int, *, whose: str) -> None:
+        """Raises: RewardError: a head of one output and a column to choose by, or of several and none."""
+        if (outputs == 1) != (self.class_column is None):
+            raise RewardError(
+                f"{whose} has {outputs} output(s) and class_column is {self.class_column!r}: "
+                "a score needs one output and no column, classes need the column that names the wanted one.",
+                field="class_column",
+            )
+
+    def scores_of(self, logits: Tensor, rollout: Rollout, label_ids: Mapping[str, int] | None = None) -> Tensor:
+        """One score a response, float (B,): the only output, or that of the class which the response's row names.
+
+        Args:
+            logits: (B, C).
+            rollout: B responses.
+            label_ids: numbers of the classes by name.
+
+        Raises:
+            RewardError: the prompts have no such column, or a row names no class of the head.
+        """
+        if self.class_column is None:
+            return logits.squeeze(-1)
+        self.check_class_column(list(rollout.columns))
+        wanted = [self._class(value, label_ids or {}, logits.shape[1]) for value in rollout.columns[self.class_column]]
+        outputs = logits.log_softmax(dim=-1) if self.class_score == "logprob" else logits
+        return outputs.gather(1, torch.tensor(wanted).unsqueeze(1)).squeeze(1)
+
+    def _class(self, value: Any, label_ids: Mapping[str, int], classes: int) -> int:
+        if isinstance(value, str) and value in label_ids:
+            return label_ids[value]
+        try:
+            if int(value) == float(value) and 0 <= int(value) < classes:
+                return int(value)
+        except (TypeError, ValueError):
+            pass
+        names = f" or {', '.join(label_ids)}" if label_ids else ""
+        wrong = f'column "{self.class_column}" names the class {value!r}, and the head has 0 to {classes - 1}{names}.'
+        raise RewardError(wrong, field="class_column", remedy="Mend that row.")
+
+
+def problems_of(check: Callable[..., object], *arguments: object, **named: object) -> list[Problem]:
+    """What a check that raises says."""
+    try:
+        check(*arguments, **named)
+    except ToolkitError as error:
+        return list(error.problems)
+    return []

@@ -1,0 +1,210 @@
+"""From a recipe to a trainer: base, roles, data and configuration put together."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+
+from toolkit.data import Kind, RatedResponses
+from toolkit.errors import RecipeError, RewardError, within
+from toolkit.models import HEAD_ROLES, SharedBase, load_model
+from toolkit.reports import MetricsFile, ProgressBar
+from toolkit.rewards import Reward, ScorerContext
+from toolkit.sampling import Evaluator
+from toolkit.spec.recipe import Recipe
+from toolkit.spec.sources import Saved, Site
+from toolkit.trainers.common import precision
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.q_learning import QTrainer
+from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.rollouts import Rollouts
+from toolkit.trainers.sft import sft_trainer
+from toolkit.trainers.stock_ppo import stock_ppo_trainer
+
+
+def _callbacks(recipe: Recipe, stage: str) -> list[TrainerCallback]:
+    return [
+        MetricsFile(recipe.stage_folder(stage) / "metrics.jsonl"),
+        ProgressBar(f"{recipe.run} {stage}"),
+    ]
+
+
+def stage_dataset(recipe: Recipe, stage: str, kind: Kind, split: str) -> Any:
+    task = recipe.task_of(stage)
+    with within(recipe.data_section(stage)):
+        return task.dataset(kind, split)
+
+
+def trainer_config(recipe: Recipe, stage: str, **changes: Any) -> Any:
+    config = recipe.stage_config(stage, **changes)
+    if config.fp16 and not torch.cuda.is_available():
+        raise RecipeError(
+            "float16 training needs a GPU, and none is here.", remedy="Set base.dtype to bfloat16 or float32."
+        )
+    return config
+
+
+def base_model(recipe: Recipe) -> PreTrainedModel:
+    """The frozen base of a recipe, quantised if it says so."""
+    with within("base"):
+        return load_model(recipe.base.model_spec(model=recipe.base_path)).requires_grad_(False)
+
+
+def make_sft_trainer(recipe: Recipe) -> Any:
+    """The sft stage: all weights of a random base, or the policy's adapter on a checkpoint."""
+    set_seed(recipe.seed)
+    model: PreTrainedModel | SharedBase
+    if recipe.base.model is None:
+        with within("base"):
+            model = load_model(recipe.base.model_spec(), tokenizer=recipe.tokenizer)
+    else:
+        model, _ = placed_roles(recipe, "sft")
+    return sft_trainer(
+        trainer_config(recipe, "sft"),
+        recipe.tokenizer,
+        model,
+        stage_dataset(recipe, "sft", "demonstrations", "train"),
+        stage_dataset(recipe, "sft", "demonstrations", "validation"),
+        base_name=recipe.base_path,
+        callbacks=_callbacks(recipe, "sft"),
+    )
+
+
+def make_reward_trainer(recipe: Recipe) -> Any:
+    """The reward stage: pairs for a head of one output, labelled sequences for classes."""
+    set_seed(recipe.seed)
+    plan = recipe.plan.stages["reward"]
+    model = placed_roles(recipe, "reward")[0] if plan.own is None else plan.own.classifier(site(recipe))
+    return reward_trainer(
+        trainer_config(recipe, "reward"),
+        recipe.tokenizer,
+        model,
+        stage_dataset(recipe, "reward", plan.rows, "train"),
+        stage_dataset(recipe, "reward", plan.rows, "validation"),
+        base_name=recipe.base_path,
+        callbacks=_callbacks(recipe, "reward"),
+    )
+
+
+def site(recipe: Recipe) -> Site:
+    """Where the sources of a recipe's roles are placed, once the stages that they need have run."""
+    return Site(recipe.tokenizer, recipe.stage_folder)
+
+
+def placed_roles(
+    recipe: Recipe, stage: str, *, trained: Path | None = None, scores: bool = True
+) -> tuple[SharedBase, int]:
+    """The shared base with the roles of a stage, and the pad token that the reward head reads with.
+
+    Args:
+        recipe: the recipe, whose earlier stages have run.
+        stage: its name.
+        trained: the folder of what the stage has trained, in place of what it starts with.
+        scores: whether the roles for scores and values are wanted, besides those that sample.
+    """
+    roles, pad_token_id = SharedBase(base_model(recipe)), int(recipe.tokenizer.pad_token_id)
+    for source in recipe.plan.stages[stage].roles:
+        if source.role in ("policy", "q") and trained is not None:
+            source = Saved(source.role, stage, str(trained))
+        if scores or source.role not in HEAD_ROLES:
+            with within(source.key):
+                placed = source.place(roles, site(recipe))
+            if source.role == "reward":
+                pad_token_id = placed.about.get("pad_token_id", pad_token_id)
+    return roles, pad_token_id
+
+
+def make_reward(recipe: Recipe, roles: SharedBase, pad_token_id: int, batch_size: int) -> Reward:
+    """The reward callback of a recipe; `batch_size` is that of the reward adapter.
+
+    Raises:
+        RewardError: what the section `scorer` names cannot be used.
+    """
+    own = recipe.plan.stages["reward"].own if recipe.scorer.needs_reward_model else None
+    context = ScorerContext(
+        roles=roles,
+        tokenizer=recipe.tokenizer,
+        prompt_columns=lambda: stage_dataset(recipe, "ppo", "prompts", "train").column_names,
+        chats=recipe.task.chats,
+        pad_token_id=pad_token_id,
+        batch_size=batch_size,
+        reward_model=None if own is None else own.trained_classifier(site(recipe)),
+    )
+    problems = recipe.scorer.check(context)
+    if problems:
+        raise RewardError(recipe.name, problems=[problem.within("scorer") for problem in problems])
+    with within("scorer"):
+        return recipe.scorer.build(context)
+
+
+def make_ppo_trainer(recipe: Recipe, *, reward: Reward | None = None) -> Any:
+    """The ppo stage, by our loop or by TRL's own; `reward` comes before the recipe's scorer."""
+    set_seed(recipe.seed)
+    config = trainer_config(recipe, "ppo")
+    roles, pad_token_id = placed_roles(recipe, "ppo")
+    prompts = stage_dataset(recipe, "ppo", "prompts", "train")
+    callbacks = _callbacks(recipe, "ppo")
+    if config.loop == "trl":
+        with within("ppo"):
+            return stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=callbacks)
+    reward = reward or make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size)
+    held_out = stage_dataset(recipe, "ppo", "prompts", "validation")
+    further: dict[str, Any] = {"metrics": recipe.task.metrics, "base_name": recipe.base_path, "callbacks": callbacks}
+    with within("ppo"):
+        return PPOTrainer(config, recipe.tokenizer, roles, reward, prompts, held_out, **further)
+
+
+def make_rollouts(recipe: Recipe, roles: SharedBase) -> Rollouts:
+    """What makes and measures rollouts as the ppo stage does, without a trainer."""
+    config = trainer_config(recipe, "ppo")
+    return Rollouts(config, recipe.tokenizer, roles, precision(config, roles))
+
+
+def make_evaluator(recipe: Recipe, rollouts: Rollouts, pad_token_id: int) -> Evaluator:
+    """Measures the policy as the ppo stage does, without a trainer of ours."""
+    set_seed(recipe.seed)
+    batch_size = rollouts.args.local_rollout_forward_batch_size
+    return rollouts.evaluator(make_reward(recipe, rollouts.roles, pad_token_id, batch_size), recipe.task.metrics)
+
+
+RESPONSES_FILE = "responses.jsonl"  # of the collect stage
+
+
+def rated_dataset(recipe: Recipe) -> Any:
+    """The rated responses that the q stage learns from: those that the recipe names, or those that were collected."""
+    if "q_data" in recipe.values:
+        return stage_dataset(recipe, "q", "rated", "train")
+    collected = recipe.stage_folder("collect") / RESPONSES_FILE
+    # Whatever was collected is used: its lengths were limited when it was.
+    unlimited = 2**31
+    task = RatedResponses(recipe.tokenizer, str(collected), max_prompt_length=unlimited, max_response_length=unlimited)
+    return task.rated("train")
+
+
+def make_q_trainer(recipe: Recipe) -> QTrainer:
+    """The q stage: rated responses to train on, and the recipe's prompts and scorer to measure responses with."""
+    set_seed(recipe.seed)
+    config = trainer_config(recipe, "q")
+    dataset = rated_dataset(recipe)
+    roles, pad_token_id = placed_roles(recipe, "q")
+    return QTrainer(
+        config,
+        recipe.tokenizer,
+        roles,
+        dataset,
+        stage_dataset(recipe, "collect", "prompts", "validation"),
+        reward=make_reward(recipe, roles, pad_token_id, config.per_device_eval_batch_size),
+        metrics=recipe.task.metrics,
+        base_name=recipe.base_path,
+        callbacks=_callbacks(recipe, "q"),
+    )
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "sft": make_sft_trainer,
+    "reward": make_reward_trainer,
+    "ppo": make_ppo_trainer,
+    "q": make_q_trainer,
+}

@@ -1,0 +1,70 @@
+"""Check a recipe without loading weights: files, columns and adapters, and what its batches come to.
+
+report = check(recipes.load("smollm2_135m_lora"))
+print(report)
+report.raise_problems()
+"""
+
+from toolkit.rewards import ScorerContext
+from toolkit.runs.check_data import DataCheck
+from toolkit.runs.check_report import Findings, Report
+from toolkit.runs.check_roles import RolesCheck
+from toolkit.runs.folder import conflict
+from toolkit.spec.plan import STAGES, at
+from toolkit.spec.recipe import Recipe
+from toolkit.spec.sections import STAGE_CLASSES
+from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
+
+
+def check(recipe: Recipe) -> Report:
+    """Check all that can be checked without weights. Problems are collected, not raised.
+
+    Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
+    """
+    return _check(recipe, set(STAGES), scorer=True)
+
+
+def check_for(recipe: Recipe, stage: str, *, scorer: bool = True) -> Report:
+    """As `check`, of what a stage and those before it need.
+
+    Without `scorer` it does not look for what the section of that name says: a function that Python has handed over may
+    have no name by which it could be found.
+    """
+    return _check(recipe, {stage, *recipe.plan.needs(stage)}, scorer=scorer)
+
+
+def _check(recipe: Recipe, wanted: set[str], *, scorer: bool) -> Report:
+    findings = Findings()
+    plans = [recipe.plan.stages[name] for name in STAGES if name in recipe.plan.stages and name in wanted]
+    for plan in plans:
+        with findings.at(plan.stage):
+            recipe.plan.needs(plan.stage)
+    roles = RolesCheck(recipe, plans, findings)
+    # Without a tokenizer each data section would ask the hub for it again.
+    names = [plan.stage for plan in plans if plan.stage in STAGE_CLASSES and roles.has_tokenizer]
+    data = DataCheck(recipe, names, findings, roles)
+    facts = data.facts()
+    if scorer:
+        _check_scorer(recipe, roles, data.prompt_columns, findings)
+    lines = tuple(data.lines())
+    notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
+    notes += [problem] if (problem := conflict(recipe)) is not None else []
+    return Report(
+        recipe.name, roles.base, roles.facts(), lines, facts, (*findings.notes, *notes), tuple(findings.problems)
+    )
+
+
+def _check_scorer(recipe: Recipe, roles: RolesCheck, prompt_columns: list[str] | None, findings: Findings) -> None:
+    """What the scorer names. No server is asked and no file run."""
+    if not {"ppo", "collect", "q", "scorer"} & recipe.values.keys():
+        return
+    trained = recipe.plan.stages.get("reward")
+    context = ScorerContext(
+        roles=roles.roles,
+        tokenizer=recipe.tokenizer if roles.has_tokenizer else None,
+        prompt_columns=lambda: prompt_columns,
+        chats=prompt_columns is not None and recipe.task.chats,
+        reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
+    )
+    for problem in recipe.scorer.check(context):
+        findings.note(problem.within("scorer"))

@@ -1,0 +1,184 @@
+"""The data of a recipe's stages, and what their batches come to."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trl import pack_dataset
+
+from toolkit.data import check_rated
+from toolkit.errors import Problem
+from toolkit.runs import build
+from toolkit.runs.check_report import Findings, StageFacts, UpdateFacts
+from toolkit.runs.check_roles import RolesCheck
+from toolkit.runs.folder import finished
+from toolkit.sampling import check_room
+from toolkit.spec.recipe import Recipe
+from toolkit.trainers.q_learning import check_returns
+from toolkit.trainers.self_checks import check_dataset
+from toolkit.trainers.stock_ppo import check_trl_loop
+
+_NOT_NEEDED = "not needed for ppo"
+
+
+def counted_rows(dataset: Any, config: Any) -> Any:
+    """The rows of the sft stage as TRL's trainer counts them: packed, or without those cut before their response."""
+    if not config.packing:
+        cut = slice(config.max_length)
+        return dataset.filter(lambda labels: any(label != -100 for label in labels[cut]), input_columns="labels")
+    dataset = dataset.select_columns(["input_ids"])
+    if config.shuffle_dataset:
+        dataset = dataset.shuffle(seed=config.seed)
+    return pack_dataset(dataset, config.max_length, config.packing_strategy, {"num_proc": config.dataset_num_proc})
+
+
+def longest_row(dataset: Any) -> int:
+    """Tokens of the longest row in any column of ids."""
+    columns = [name for name in ("input_ids", "chosen_ids", "rejected_ids") if name in dataset.column_names]
+    return max((len(row) for name in columns for row in dataset[name]), default=0)
+
+
+def batch_figures(stage: str, config: Any, rows: int) -> dict[str, Any]:
+    """Fields of `StageFacts`: batch, batches, steps and update."""
+    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    if stage != "ppo":
+        by_epochs = math.ceil(config.num_train_epochs * math.ceil(rows / batch))
+        steps = config.max_steps if config.max_steps > 0 else by_epochs
+        return {"batch": batch, "batches": steps, "steps": steps}
+    rollout, batch = batch, config.update_batch_size
+    updates, mini_batch = config.number_of_updates(rows), batch // config.num_mini_batches
+    # TRL's own loop takes one step in each pass, whatever num_mini_batches (huggingface/trl#5645).
+    steps = config.num_ppo_epochs * (config.num_mini_batches if config.loop == "toolkit" else 1)
+    micro_batches = math.ceil(mini_batch / config.per_device_train_batch_size)
+    update = UpdateFacts(config.num_ppo_epochs, config.num_mini_batches, mini_batch, micro_batches, steps, rollout)
+    return {"batch": batch, "batches": updates, "steps": updates * steps, "update": update}
+
+
+class DataCheck:
+    """The data of some stages of a recipe."""
+
+    def __init__(self, recipe: Recipe, stages: Sequence[str], findings: Findings, roles: RolesCheck):
+        self.recipe, self.stages, self.findings, self.roles = recipe, stages, findings, roles
+        self.prompt_columns: list[str] | None = None
+
+    def facts(self) -> tuple[StageFacts, ...]:
+        """The stages whose data could be read."""
+        return tuple(facts for stage in self.stages if (facts := self._noted(stage)) is not None)
+
+    def _noted(self, stage: str) -> StageFacts | None:
+        """As `_stage`; what is wrong with the data of a stage that PPO does not need hinders nothing."""
+        so_far = len(self.findings.problems)
+        facts = self._stage(stage)
+        if self._state(stage) == _NOT_NEEDED:
+            self.findings.notes += [
+                Problem(f"{stage} could not run: {problem.text()}") for problem in self.findings.problems[so_far:]
+            ]
+            del self.findings.problems[so_far:]
+        return facts
+
+    def _stage(self, stage: str) -> StageFacts | None:
+        """Read the stage's data and work out its batches; None where a problem is in the way."""
+        recipe = self.recipe
+        if stage == "q":
+            return self._q_stage()
+        section, kind = recipe.data_section(stage), recipe.plan.stages[stage].rows
+        state = self._state(stage)
+        with self.findings.noting(section):
+            train, held_out = (build.stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
+            longest = max(longest_row(train), longest_row(held_out))
+            with self.findings.noting(stage):
+                config = build.trainer_config(recipe, stage)
+                prepared = counted_rows(train, config) if stage == "sft" else train
+                facts = batch_figures(stage, config, len(prepared))
+                if stage == "ppo":
+                    self._check_loop(config)
+                    self._check_prompts(train, config.rollout_batch_size)
+                    longest = self._longest_answered(max(longest, longest_row(recipe.task.prompts("test"))), config)
+                elif stage == "sft":
+                    facts["prepared"] = len(prepared)
+                    # Positions go on over the rows that are wrapped into one.
+                    wrapped = config.packing and config.packing_strategy == "wrapped"
+                    longest = longest_row(prepared) if wrapped else min(longest, config.max_length or longest)
+                self._check_length(stage, longest)
+                return StageFacts(stage, state, len(train), len(held_out), longest, **facts)
+        return None
+
+    def _q_stage(self) -> StageFacts | None:
+        """The rated responses that are there, or as many as will be collected."""
+        recipe, state = self.recipe, self._state("q")
+        with self.findings.noting("data"):
+            held_out = build.stage_dataset(recipe, "collect", "prompts", "validation")
+            prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
+            self.prompt_columns = prompts.column_names
+            longest = max(longest_row(held_out), longest_row(recipe.task.prompts("test")))
+            with self.findings.at("q_data" if "q_data" in recipe.values else "q"):
+                config = build.trainer_config(recipe, "q")
+                longest += config.response_length
+                if "q_data" in recipe.values or finished(recipe, "collect") is not None:
+                    rated = build.rated_dataset(recipe)
+                    check_rated(rated)
+                    check_returns(rated, config)
+                    rows = len(rated)
+                    longest = max(longest, *(len(p) + len(r) for p, r in zip(
+                        rated["prompt_ids"], rated["response_ids"], strict=True)))  # fmt: skip
+                else:
+                    settings = recipe.collect
+                    used = min(len(prompts), settings.max_prompts or len(prompts))
+                    rows = used * settings.samples_per_prompt
+                    longest = max(longest, longest_row(prompts) + settings.response_length)
+                self._check_length("q", longest)
+                return StageFacts("q", state, rows, len(held_out), longest, **batch_figures("q", config, rows))
+        return None
+
+    def _state(self, stage: str) -> str:
+        """Whether the stage is finished, and which come before it."""
+        if finished(self.recipe, stage) is not None:
+            return f"finished in {self.recipe.stage_folder(stage)}"
+        plans = self.recipe.plan.stages
+        first = [earlier for earlier in plans[stage].needs if finished(self.recipe, earlier) is None]
+        if stage != "ppo" and "ppo" in plans and stage not in plans["ppo"].needs:
+            return _NOT_NEEDED
+        return f"to be run, after {' and '.join(first)}" if first else "to be run"
+
+    def _check_loop(self, config: Any) -> None:
+        # Without the reward role that the recipe asks for there is another problem, noted already.
+        if config.loop != "trl" or self.roles.roles is None:
+            return
+        if "reward" in self.roles.roles.roles or not self.recipe.scorer.needs_reward_role:
+            with self.findings.at("ppo"):
+                check_trl_loop(config, self.recipe.tokenizer, self.roles.roles)
+
+    def _check_prompts(self, prompts: Any, batch_size: int) -> None:
+        with self.findings.at("ppo"):
+            check_dataset(prompts, batch_size)
+        self.prompt_columns = prompts.column_names
+
+    def _longest_answered(self, prompt: int, config: Any) -> int:
+        """Tokens of the longest prompt with its response."""
+        with self.findings.at("ppo"):
+            check_room([prompt], config.max_length)
+        longest = prompt + config.response_length
+        return longest if config.max_length is None else min(longest, config.max_length)
+
+    def _check_length(self, stage: str, longest: int) -> None:
+        positions, whose = self.roles.positions(stage)
+        if positions is not None and longest > positions:
+            what = "the longest prompt with ppo.response_length" if stage == "ppo" else "the longest row"
+            limits = "the limits of the data section" + " or ppo.response_length" * (stage == "ppo")
+            self.findings.note(
+                Problem(
+                    f"{what} comes to {longest} tokens, and {whose} has positions for {positions} "
+                    "(max_position_embeddings).",
+                    stage,
+                    f"Shorten {limits}.",
+                )
+            )
+
+    def lines(self) -> Iterator[str]:
+        """What tasks that read files say about their rows."""
+        for stage in self.stages:
+            section = self.recipe.data_section(stage)
+            if self._state(stage) != _NOT_NEEDED and (stage in ("ppo", "q") or section != "data"):
+                with self.findings.at(section):
+                    if (rows := self.recipe.task_of(stage).report()) is not None:
+                        yield f"{section}: {rows}"

@@ -1,0 +1,227 @@
+"""The base and the roles of a recipe, on the meta device, where a model has names and shapes and no numbers.
+
+The sources that put the roles on a real base put them here, so that what passes fits there. Of saved adapters the
+headers are read.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+
+from toolkit.errors import ModelError, Problem
+from toolkit.models import (
+    META,
+    SharedBase,
+    check_reads_tokens,
+    head_name,
+    load_model,
+    weight_bytes,
+    weight_file_problems,
+)
+from toolkit.runs.check_report import BaseFacts, Findings, RoleFacts
+from toolkit.runs.folder import finished
+from toolkit.spec.plan import StagePlan, at
+from toolkit.spec.recipe import Recipe
+from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
+from toolkit.trainers.self_checks import check_tokenizer
+
+_TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
+_READ_LOGITS = {"reward", "ppo", "collect", "q"}  # sections whose stages need the base's logits
+_SHOWN_ROLES = ("policy", "reward", "value", "q", "q_target", "reference")  # in the order of the report
+
+
+# Settings by which models of transformers scale or cap what comes from lm_head. None and 1 change nothing.
+_LOGIT_SETTINGS = (
+    "final_logit_softcapping",  # Gemma
+    "logits_soft_cap",  # RecurrentGemma
+    "logit_scale",  # Cohere
+    "logits_scaling",  # Granite, HyperCLOVA X, MiniCPM3
+    "lm_head_multiplier",  # Falcon H1
+)
+
+
+def check_logit_settings(config: Any) -> None:
+    """As far as a configuration tells: the logits are what `lm_head` gives. A run compares them at its start.
+
+    Raises:
+        ModelError: a setting of the model changes them.
+    """
+    # MPT's logit_scale is read by nothing, and what code beside a checkpoint does with a setting is not known.
+    if config.model_type == "mpt" or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    own = inspect.signature(type(config)).parameters  # any other key of a config.json has no effect
+    for name in _LOGIT_SETTINGS:
+        value = getattr(config, name, None) if name in own else None
+        if value is not None and value != 1:
+            raise ModelError(
+                f"a model of type {config.model_type} changes its logits after lm_head ({name} is {value}), which the "
+                "log-probabilities here do not follow.",
+                remedy="Llama, Mistral, Qwen, GPT-2 and OPT do not.",
+            )
+
+
+def own_quantization(config: Any) -> BitsAndBytesConfig | None:
+    """That of a checkpoint which is quantised already."""
+    saved = getattr(config, "quantization_config", None)
+    ours = isinstance(saved, dict) and saved.get("quant_method") == "bitsandbytes"
+    return BitsAndBytesConfig.from_dict(saved) if ours else None
+
+
+def precision_name(quantization: BitsAndBytesConfig | None, dtype: str) -> str:
+    """As `check` and a reader say it."""
+    if quantization is None:
+        return dtype
+    if not quantization.load_in_4bit:
+        return f"8 bits and {dtype}"
+    double = " with double quantisation" if quantization.bnb_4bit_use_double_quant else ""
+    return f"{quantization.bnb_4bit_quant_type}{double} and {dtype}"
+
+
+def _classifier_facts(model: PreTrainedModel | PeftModel, own: OwnBase, folder: Path) -> RoleFacts:
+    """A reward model on a base of its own, which the reward stage leaves in `folder`."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    in_head = sum(p.numel() for name, p in trained.items() if f".{head_name(model)}." in f".{name}")
+    start = f"a {model.config.model_type} of its own, {own.base.model or 'random weights'}"
+    return RoleFacts(
+        "reward",
+        start + (f", trained in {folder}" if folder.is_dir() else ""),
+        None if own.lora is None else lora_config(own.lora).r,
+        sum(isinstance(layer, LoraLayer) for layer in model.modules()),
+        sum(p.numel() for p in trained.values()) - in_head,
+        in_head,
+        "float32",
+        "reward",
+    )
+
+
+class RolesCheck:
+    """The base and the roles of some stages of a recipe, as far as a configuration and names tell."""
+
+    def __init__(self, recipe: Recipe, plans: Sequence[StagePlan], findings: Findings):
+        self.recipe, self.plans, self.findings = recipe, plans, findings
+        self.base: BaseFacts | None = None
+        self.roles: SharedBase | None = None
+        self.starts: dict[str, str] = {}
+        self.own_reward: Any = None
+        self.own_role: RoleFacts | None = None
+        self.has_tokenizer = False
+        self._check_base()
+        if self.roles is not None:
+            self._check_roles(self.roles)
+        trained = recipe.plan.stages.get("reward")
+        if trained is not None and trained.own is not None and self.has_tokenizer:
+            self._check_reward_model(trained.own)
+
+    def facts(self) -> tuple[RoleFacts, ...]:
+        """The roles that could be placed."""
+        placed = self._role_facts(self.roles) if self.roles is not None else ()
+        return (*placed, *([self.own_role] if self.own_role else []))
+
+    def positions(self, stage: str) -> tuple[int | None, str]:
+        """The longest sequence that the model of a stage takes, where its configuration says so; and whose it is."""
+        if self.recipe.plan.stages[stage].own is None:
+            return (None if self.base is None else self.base.positions), "the base"
+        config = None if self.own_reward is None else self.own_reward.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        return (positions if isinstance(positions, int) else None), "reward_model"
+
+    def _check_base(self) -> None:
+        base, recipe = self.recipe.base, self.recipe
+        place = "config" if base.model is None else "model"
+        with self.findings.noting(f"base.{place}"):
+            tokenizer = recipe.tokenizer if base.model is None else None
+        with self.findings.at("base", place):
+            drawn = load_model(base.model_spec(), tokenizer=tokenizer, device=META)
+            config = drawn.config
+            if base.model is not None:
+                with suppress(OSError):  # not every checkpoint has one
+                    drawn.generation_config = GenerationConfig.from_pretrained(base.model, revision=base.revision)
+            self.roles = SharedBase(drawn)
+            quantization = recipe.quantization() or own_quantization(config)
+            self.base = BaseFacts(
+                config.model_type,
+                base.model or "random weights",
+                sum(parameter.numel() for parameter in self.roles.parameters()),
+                precision_name(quantization, base.dtype),
+                weight_bytes(load_model(base.model_spec(), tokenizer=tokenizer, device=META), quantization) / 1e9,
+                getattr(config, "max_position_embeddings", None),
+            )
+            # Roles need the logits; pretraining alone does not.
+            if base.model is not None or _READ_LOGITS & recipe.values.keys():
+                check_logit_settings(config)
+        if base.model is not None and Path(base.model, "config.json").is_file():
+            for problem in weight_file_problems(Path(base.model)):
+                self.findings.note(Problem(problem, "base.model"))
+        with self.findings.noting("base.model"):
+            tokenizer = recipe.tokenizer
+            self.has_tokenizer = True
+        with self.findings.at("base", "model"):
+            if self.has_tokenizer and self.roles is not None:
+                check_tokenizer(tokenizer, self.roles)
+
+    def _check_roles(self, roles: SharedBase) -> None:
+        """Place the roles of all stages on the base as the stages do, those of saved adapters from their files."""
+        recipe = self.recipe
+        sources = {source.role: source for plan in self.plans for source in plan.roles}
+        tokenizer = recipe.tokenizer if self.has_tokenizer else None
+        site = Site(tokenizer, self._outputs_of)
+        with torch.device("meta"):
+            for role, planned in sources.items():
+                source = planned.as_of(site)
+                missing = source.stands_on is not None and source.stands_on not in roles.roles
+                if missing or (tokenizer is None and isinstance(source, OwnBase)):
+                    continue  # noted already
+                with self.findings.at(source.key):
+                    self.starts[role] = source.place(roles, site).start
+                    if source is not planned and planned.stage != role:
+                        self.starts[role] = f"fresh; the {planned.stage} stage comes first"
+        if "q" in self.starts:
+            self.starts["q_target"] = "a moving average of q"
+        if "reference" in sources and not isinstance(sources["reference"], BaseItself):
+            self.starts["reference"] = "a frozen copy of where the policy starts"
+
+    def _outputs_of(self, stage: str) -> Path | None:
+        return None if finished(self.recipe, stage) is None else self.recipe.stage_folder(stage)
+
+    def _check_reward_model(self, own: OwnBase) -> None:
+        """The model that the reward stage trains on a base of its own, as far as a configuration and names tell."""
+        site = Site(self.recipe.tokenizer, self.recipe.stage_folder)
+        with self.findings.at(own.key):
+            model = own.classifier(site, device=META)
+            if at(self.recipe.values, "reward.loss") == "token_level":
+                check_reads_tokens(model)
+            self.own_reward = model
+            self.own_role = _classifier_facts(model, own, self.recipe.stage_folder("reward") / "model")
+        if own.base.model is not None and Path(own.base.model).is_dir():
+            for problem in weight_file_problems(Path(own.base.model)):
+                self.findings.note(Problem(problem, f"{own.key}.model"))
+
+    def _role_facts(self, roles: SharedBase) -> Iterator[RoleFacts]:
+        for role in sorted(self.starts.keys() & set(roles.roles), key=_SHOWN_ROLES.index):
+            if role == "reference":
+                yield RoleFacts(role, self.starts[role])
+                continue
+            own = roles.parameters_of(role)
+            head = sum(p.numel() for p in roles.heads[role].parameters()) if role in roles.heads else 0
+            adapter = sum(p.numel() for p in own) - head
+            own_base = roles.value_model if role == "value" else None
+            layers = [m for m in (own_base or roles.model).modules() if isinstance(m, LoraLayer)]
+            whole = own_base is not None and own_base.lora is None
+            saved = role == "reward" and at(self.recipe.values, "start.reward")
+            yield RoleFacts(
+                role,
+                self.starts[role],
+                roles.adapter_config(role).r if adapter and not whole else None,
+                sum(role in layer.r for layer in layers),
+                adapter,
+                head,
+                ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
+                None if saved else _TRAINED_BY.get(role),
+            )

@@ -1,0 +1,147 @@
+"""The collect stage: responses sampled where the policy starts, scored, and written for the q stage and other tools.
+
+Each line of the file is a JSON object: `prompt_ids`, `response_ids`, `prompt` and `response` as text, `rewards` (one
+entry a token of the response, null where no reward is given: here the score, at the last token), and `ended`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from toolkit.checkpoints import stop_requests
+from toolkit.data import Rollout
+from toolkit.errors import RunInterrupted, ToolkitError
+from toolkit.functional import standard_error
+from toolkit.rewards import DenseScores, Reward, Scores, score_with
+from toolkit.runs import build
+from toolkit.sampling import Sampler
+from toolkit.spec.recipe import Recipe
+
+
+def partial_file(folder: Path) -> Path:
+    """What stands in a stage's folder while responses are collected."""
+    return folder / f"{build.RESPONSES_FILE}.partial"
+
+
+def collect(recipe: Recipe, path: Path) -> dict[str, float]:
+    """Sample and score responses to the recipe's training prompts.
+
+    Batch after batch is added to a partial file beside `path`, which takes its name at the end. Where there is one,
+    what it lacks is added. Each batch has a seed of its own, so that the file is the same however often it was stopped.
+
+    Args:
+        recipe: with a section `collect`.
+        path: JSON Lines file to write; its folder is there.
+
+    Returns:
+        `responses`, mean `score` with `score_se`, `length` and `eos_share`.
+
+    Raises:
+        RunInterrupted: a signal asked to stop; what was collected is saved.
+        RewardError: the reward raised, or did not return one finite number each.
+        ToolkitError: the file cannot be written.
+    """
+    settings = recipe.collect
+    prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
+    number = min(len(prompts), settings.max_prompts or len(prompts)) * settings.samples_per_prompt
+    starts = range(0, number, settings.batch_size)
+    partial = partial_file(path.parent)
+    try:
+        done = _whole_batches(partial, settings.batch_size)
+        with partial.open("a", encoding="utf-8") as file, stop_requests() as request:
+            if done < len(starts):
+                sampler, reward = _sampler_and_reward(recipe)
+            for batch in _shown(range(done, len(starts)), f"{recipe.run} collect"):
+                rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
+                set_seed(recipe.seed * 1_000_003 + batch)
+                rollout = sampler(sampler.collator([prompts[row // settings.samples_per_prompt] for row in rows]))
+                file.writelines(_lines(rollout, score_with(reward, rollout), recipe.tokenizer))
+                file.flush()
+                if request.received is not None and batch + 1 < len(starts):
+                    raise RunInterrupted(
+                        f"collect stopped by {request.received.name} after {rows.stop:,} of {number:,} responses; they "
+                        f"are saved in {partial}.",
+                        request.received,
+                    )
+        partial.replace(path)
+    except OSError as error:
+        wrong = f"{path}: cannot be written ({error.strerror})."
+        raise ToolkitError(wrong, remedy="Make room, then go on with $resume.") from error
+    return _figures(path)
+
+
+def _shown(batches: range, title: str) -> Iterator[int]:
+    """A bar on a terminal, as training has one."""
+    console = Console(file=sys.stderr)
+    yield from track(batches, description=title, console=console, disable=not console.is_terminal, transient=True)
+
+
+def _whole_batches(partial: Path, size: int) -> int:
+    """Batches that a partial file holds; what a kill left of another is cut off."""
+    if not partial.is_file():
+        return 0
+    # `splitlines` would also cut at U+2028 and others, which stand in responses as they are.
+    *lines, _ = partial.read_text(encoding="utf-8").split("\n")
+    whole = len(lines) // size
+    partial.write_text("".join(f"{line}\n" for line in lines[: whole * size]), encoding="utf-8")
+    return whole
+
+
+def _sampler_and_reward(recipe: Recipe) -> tuple[Sampler, Reward]:
+    """The base in the role that responses are sampled in, and what scores them."""
+    settings = recipe.collect
+    roles, pad_token_id = build.placed_roles(recipe, "collect")
+    sampler = Sampler(
+        roles,
+        recipe.tokenizer,
+        role="reference",
+        response_length=settings.response_length,
+        temperature=settings.temperature,
+    )
+    return sampler, build.make_reward(recipe, roles, pad_token_id, settings.batch_size)
+
+
+def _lines(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    for i, rewards in enumerate(_rewards(rollout, scores, tokenizer)):
+        row = {
+            "prompt_ids": list(rollout.prompt_ids[i]),
+            "response_ids": list(rollout.response_ids[i]),
+            "prompt": rollout.prompts[i],
+            "response": rollout.responses[i],
+            "rewards": rewards,
+            "ended": rollout.ended[i],
+        }
+        yield json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _rewards(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[float | None]]:
+    """An entry a token, None where no reward was given; the response's own score stands at its last one."""
+    if not isinstance(scores, DenseScores):
+        for length, score in zip(rollout.lengths, scores.tolist(), strict=True):
+            yield [None] * (length - 1) + [score]
+        return
+    at_tokens, at_end = scores.at_tokens(rollout, tokenizer).tolist(), torch.as_tensor(scores.scores).tolist()
+    tokens = scores.tokens or [[]] * len(rollout)
+    for i, length in enumerate(rollout.lengths):
+        every = len(tokens[i]) > 0
+        row = [reward if every or reward else None for reward in at_tokens[i][:length]]
+        yield [*row[:-1], (row[-1] or 0.0) + at_end[i]]
+
+
+def _figures(path: Path) -> dict[str, float]:
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    scores = torch.tensor([sum(reward or 0.0 for reward in row["rewards"]) for row in rows])
+    return {
+        "responses": len(rows),
+        "score": float(scores.mean()),
+        "score_se": standard_error(scores),
+        "length": sum(len(row["response_ids"]) for row in rows) / len(rows),
+        "eos_share": sum(row["ended"] for row in rows) / len(rows),
+    }

@@ -1,0 +1,172 @@
+"""One stage alone: measured, trained, measured again, and what it leaves in its folder.
+
+It can be killed at any moment: `before.json` keeps what was measured first, checkpoints the training, and `result.json`
+says that it is finished.
+"""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from toolkit import reports
+from toolkit.errors import RunInterrupted
+from toolkit.reports import Responses, write_jsonl
+from toolkit.runs.build import MAKERS, RESPONSES_FILE, make_evaluator, stage_dataset
+from toolkit.runs.collect import collect
+from toolkit.spec.recipe import Recipe
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.reward import evaluate_reward, judge_pairs, pair_figures
+from toolkit.trainers.sft import cut_rows
+from toolkit.trainers.stock_ppo import save_stock_roles, stock_rollouts
+
+BEFORE_FILE = "before.json"
+Measured = tuple[dict[str, Any], Responses | None]
+
+
+def say(console: Console, sentence: str) -> None:
+    """A line for a person, neither coloured nor wrapped."""
+    console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def collect_stage(recipe: Recipe, console: Console) -> dict[str, Any]:
+    """Sample and score responses; there is nothing to train, and so nothing before."""
+    started, folder = time.perf_counter(), recipe.stage_folder("collect")
+    collected = collect(recipe, folder / RESPONSES_FILE)
+    result = figures(recipe, "collect", started, {}, collected)
+    reports.write_result(folder, result)
+    shown = ", ".join(f"{key} {value:.4g}" for key, value in result["after"].items())
+    say(console, f"collect took {result['seconds']:.0f} s: {shown}")
+    say(console, f"responses: {folder / RESPONSES_FILE}")
+    return result
+
+
+def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path | None) -> dict[str, Any]:
+    """Train a stage, from a checkpoint if there is one; what stands in `result.json`."""
+    started = time.perf_counter()
+    folder = recipe.stage_folder(stage)
+    trainer = MAKERS[stage](recipe)
+    task = recipe.task_of(stage)
+    if (rows := task.report()) is not None:
+        say(console, f"data: {rows}")
+    cut = _report_cuts(recipe, trainer.args, console) if stage == "sft" else {}
+    measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo, "q": _measure_q}[stage]
+    stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
+    kept = reports.read_json(folder / BEFORE_FILE)
+    if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
+        before, responses_before = measure(recipe, trainer)
+        kept = {"metrics": before, "answers": asdict(responses_before) if responses_before else None}
+        reports.write_json(folder / BEFORE_FILE, kept)
+    else:
+        before, responses_before = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
+    if stock:
+        trainer.train()
+        save_stock_roles(trainer, folder, base_name=recipe.base_path)
+    else:
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        except RunInterrupted as stop:
+            raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
+        trainer.save_model(str(folder))
+        started -= trainer.seconds_before
+    after, responses_after = measure(recipe, trainer)
+    result = figures(recipe, stage, started, before, after)
+    if not stock and trainer.resumed_at:
+        result["resumed_at"] = list(trainer.resumed_at)
+    if task.left_out:
+        result["left_out"] = {split: dict(reasons) for split, reasons in task.left_out.items()}
+        write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
+        write_jsonl(folder / "rows.jsonl", task.row_places(stage))
+    if cut:
+        result["cut"] = cut
+    samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
+    if samples:
+        write_jsonl(folder / "samples.jsonl", samples)
+        console.print(reports.samples_table(samples))
+    judged = trainer.judged if stage == "reward" else ()
+    if judged:
+        result["judgement"] = reports.pair_evaluation(judged)
+        write_jsonl(folder / reports.SCORES_FILE, judged)
+        write_jsonl(folder / reports.ERRORS_FILE, reports.worst_errors(judged))
+    metrics = reports.read_jsonl(folder / "metrics.jsonl")
+    report = reports.write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
+    reports.write_result(folder, result)
+    print_result(console, result)
+    say(console, f"report: {report}")
+    return result
+
+
+def _report_cuts(recipe: Recipe, args: Any, console: Console) -> dict[str, dict[str, int]]:
+    """Rows of the sft stage that `sft.max_length` cuts, by split: TRL cuts them without a word."""
+    cuts = {}
+    for split in ("train", "validation"):
+        rows = stage_dataset(recipe, "sft", "demonstrations", split)
+        cut = cut_rows(rows, args)
+        if cut:
+            cuts[split] = cut
+            of = f"{cut['cut']} of {len(rows)} rows are cut to sft.max_length ({args.max_length})"
+            lost = f"{cut['without_loss']} of them lose all that the loss is taken of, and are left out"
+            say(console, f"data: {split}: {of}; {lost}")
+    return cuts
+
+
+def figures(
+    recipe: Recipe, stage: str, started: float, before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, Any]:
+    """What `result.json` holds of every stage; `started` is when it began, by `time.perf_counter`."""
+    return {
+        "recipe": recipe.name,
+        "stage": stage,
+        "seed": recipe.seed,
+        "seconds": round(time.perf_counter() - started, 1),
+        "peak_memory_gb": reports.peak_memory_gb(),
+        "versions": reports.versions(),
+        "before": before,
+        "after": after,
+    }
+
+
+def _measure_sft(recipe: Recipe, trainer: Any) -> Measured:
+    return {"loss": trainer.evaluate()["eval_loss"]}, None
+
+
+def _measure_reward(recipe: Recipe, trainer: Any) -> Measured:
+    scorer, rows = trainer.scorer, trainer.eval_dataset
+    read = {"pad_token_id": recipe.tokenizer.pad_token_id, "batch_size": trainer.args.per_device_eval_batch_size}
+    with trainer.compute_loss_context_manager():
+        if recipe.plan.stages["reward"].rows == "labelled":
+            return evaluate_reward(scorer, rows, **read), None
+        trainer.judged = judge_pairs(scorer, rows, recipe.tokenizer, **read)
+    return pair_figures(trainer.judged), None
+
+
+def _measure_ppo(recipe: Recipe, trainer: Any) -> Measured:
+    prompts = recipe.task.prompts("test")
+    if isinstance(trainer, PPOTrainer):
+        metrics, rollout, scores = trainer.evaluate_rollout(prompts)
+    else:  # in the same way as ours
+        evaluator = make_evaluator(recipe, stock_rollouts(trainer), recipe.tokenizer.pad_token_id)
+        metrics, rollout, scores = evaluator(prompts)
+    return metrics, Responses.of(rollout, scores)
+
+
+def _measure_q(recipe: Recipe, trainer: Any) -> Measured:
+    """Before training it is the reference that answers, decoded in the same way."""
+    prompts = recipe.task.prompts("test")
+    metrics, rollout, scores = trainer.evaluate_rollout(prompts, by_q=trainer.state.global_step > 0)
+    return metrics, Responses.of(rollout, scores)
+
+
+def print_result(console: Console, result: dict[str, Any]) -> None:
+    """The figures before and after, seconds and memory."""
+    before, after = result["before"], result["after"]
+    for key, value in after.items():
+        if isinstance(value, float) and isinstance(before.get(key), float):
+            console.print(f"{key:>16}  {before[key]:10.4f} → {value:.4f}", highlight=False)
+    low_high = after.get("accuracy_ci")
+    if low_high:
+        console.print(f"{'accuracy_ci':>16}  {low_high[0]:.4f} – {low_high[1]:.4f} (95 %)", highlight=False)
+    memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
+    console.print(f"{result['stage']} took {result['seconds']:.0f} s; peak memory: {memory}", highlight=False)

@@ -1,0 +1,96 @@
+"""Stages of another run, copied where their settings agree."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.reports import read_result, write_result
+from toolkit.runs.folder import RECIPE_FILE, claim, described, differences_of, finished, holds_work, listed, read_keys
+from toolkit.spec.recipe import Recipe
+
+
+def take_over(
+    recipe: Recipe, source: str, needs: Mapping[str, list[str]], *, overwrite: bool = False, resume: bool = False
+) -> list[str]:
+    """Copy finished stages of another run whose settings, as far as the stages read them, are this recipe's too.
+
+    Checkpoints stay where they are. A stage that this run has finished, or with `resume` begun, is left alone, and one
+    that stands on a stage which is not finished here is not taken.
+
+    Args:
+        recipe: the recipe, bound to its run folder.
+        source: name of the other run, in the same folder of runs.
+        needs: the stages that are wanted, in order, each with those before it.
+        overwrite: as for `claim`.
+        resume: as for `claim`.
+
+    Returns:
+        A sentence for each stage that this run has not finished: that it is taken, or why not.
+
+    Raises:
+        RecipeError: there is no such run, or nothing of it can be taken; or as for `claim`.
+        ToolkitError: the folder cannot be written.
+    """
+    other = replace(recipe, run=source)
+    if source == recipe.run or not (other.folder / RECIPE_FILE).is_file():
+        why = "is this run itself" if source == recipe.run else f"is not in {recipe.runs_dir}"
+        raise RecipeError(f'the run "{source}" to begin with {why}.', remedy="Name another run: $from_run.")
+    if not needs:
+        wrong = f'nothing is taken from the run "{source}": no stage comes before this one.'
+        raise RecipeError(wrong, remedy="Leave $from_run out.")
+    differing = differences_of(recipe, other.folder)
+    said, refused = [], 0
+    for stage in [stage for stage in needs if finished(recipe, stage) is None]:
+        problem = _not_taken(recipe, other, stage, needs[stage], differing)
+        if resume and holds_work(recipe.stage_folder(stage)):
+            said.append(f"{stage} goes on here.")
+        elif problem is not None:
+            said.append(f"{stage} is run anew: {problem}.")
+            refused += 1
+        else:
+            claim(recipe, stage, overwrite=overwrite, resume=resume)
+            _copy(other, recipe, stage)
+            said.append(f"{stage} is taken from {other.stage_folder(stage)}.")
+    if refused == len(needs):
+        wrong = f'nothing can be taken from the run "{source}": {" ".join(said)}'
+        raise RecipeError(wrong, remedy="Leave $from_run out.")
+    return said
+
+
+def _not_taken(
+    recipe: Recipe, other: Recipe, stage: str, before: list[str], differing: Mapping[str, tuple[Any, Any]]
+) -> str | None:
+    """Why another run's stage cannot be this one's; None where it can."""
+    keys = read_keys(recipe, stage, differing)
+    if keys:
+        return f"{described(differing, keys)} ({other.folder} and {recipe.folder})"
+    if read_result(other.stage_folder(stage)) is None:
+        return f"{other.folder} has not finished it"
+    missing = [earlier for earlier in before if finished(recipe, earlier) is None]
+    return f"{listed(missing)}, on which it stands, is not finished here" if missing else None
+
+
+def _copy(source: Recipe, target: Recipe, stage: str) -> None:
+    """Under another name first: what carries the stage's name is whole."""
+    folder = target.stage_folder(stage)
+    aside = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(source.stage_folder(stage), aside, ignore=shutil.ignore_patterns("*checkpoint-*"))
+        for path in aside.glob("*/adapter_config.json"):
+            config = json.loads(path.read_text(encoding="utf-8"))
+            if config.get("base_model_name_or_path") == source.base_path:  # a base that this run has a copy of, too
+                config["base_model_name_or_path"] = target.base_path
+                path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        result = read_result(aside)
+        assert result is not None
+        write_result(aside, {**result, "taken_from": str(source.stage_folder(stage))})
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    except OSError as error:
+        raise ToolkitError(
+            f"{folder}: cannot be copied there ({error.strerror}).", remedy="Make room, then repeat."
+        ) from error

@@ -1,0 +1,9 @@
+"""Prompts to responses, and what they are worth: shared by the trainers, collect, chat, generate and eval.
+
+`Sampler` is the only thing that generates, `Evaluator` measures what it says, `best_of` keeps the best of several.
+"""
+
+from toolkit.sampling.evaluation import BestOf, Evaluation, Evaluator, best_of
+from toolkit.sampling.sampler import Rows, Sampler, batches, check_room
+
+__all__ = ["BestOf", "Evaluation", "Evaluator", "Rows", "Sampler", "batches", "best_of", "check_room"]

@@ -1,0 +1,131 @@
+"""What a setting may be, declared once, in the dataclass that has it; its problems are derived from that."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from toolkit.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may be."""
+
+    words: str  # what follows "must be"
+    holds: Callable[[float], bool]
+
+
+POSITIVE = Range("positive", lambda x: x > 0)
+NOT_NEGATIVE = Range("0 or more", lambda x: x >= 0)
+AT_LEAST_1 = Range("at least 1", lambda x: x >= 1)
+BELOW_1 = Range("from 0 to below 1", lambda x: 0 <= x < 1)
+UP_TO_1 = Range("between 0 and 1", lambda x: 0 <= x <= 1)
+
+# Of fields that TRL, transformers and PEFT declare, which they would find out about when the stage runs, or take for
+# something else (0 steps for all epochs).
+_NAMES = {
+    AT_LEAST_1: "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
+    "num_mini_batches num_ppo_epochs response_length total_episodes r",
+    POSITIVE: "num_train_epochs save_steps eval_steps logging_steps temperature missing_eos_penalty lora_alpha",
+    NOT_NEGATIVE: "learning_rate weight_decay max_grad_norm warmup_steps save_total_limit kl_coef vf_coef",
+    UP_TO_1: "gamma lam",
+    BELOW_1: "lora_dropout",
+    Range("at least 1, or -1 for what num_train_epochs says", lambda x: x >= 1 or x == -1): "max_steps",
+}
+_INHERITED = {name: allowed for allowed, names in _NAMES.items() for name in names.split()}
+
+
+def setting(
+    default: Any,
+    help: str,
+    allowed: Range | None = None,
+    *,
+    only_with: Mapping[str, Any] | None = None,
+    in_trl_loop: bool = False,
+) -> Any:
+    """A field of a dataclass; its words are those of its `Literal` type.
+
+    Args:
+        default: its value where none is given.
+        help: what it is, for the recipe reference.
+        allowed: the numbers that it may be.
+        only_with: what other settings have to be for this one to have an effect.
+        in_trl_loop: of the ppo stage: whether `loop: trl` knows it, though TRL's class does not have it.
+    """
+    metadata = {"help": help, "allowed": allowed, "only_with": only_with or {}, "in_trl_loop": in_trl_loop}
+    return field(default=default, metadata=metadata)
+
+
+def declared(owner: type) -> dict[str, Field[Any]]:
+    """The fields of a class that were declared by `setting`."""
+    return {f.name: f for f in fields(owner) if "allowed" in f.metadata} if is_dataclass(owner) else {}
+
+
+def range_of(owner: type, name: str) -> Range | None:
+    """The numbers that a field of a class may be; None where that is not known."""
+    ours = declared(owner)
+    return ours[name].metadata["allowed"] if name in ours else _INHERITED.get(name)
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[list[Any]]:
+    # A list, since a dataclass by itself takes no configuration.
+    return TypeAdapter(list[hint], config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value from a recipe is of the type that a field is annotated with.
+
+    By pydantic's strict rules for JSON, which has the types of YAML: 1 is a number, true is none, and a member of an
+    enum is given as text.
+    """
+    try:
+        _adapter(hint).validate_json(json.dumps([value]), strict=True)
+    except (ValidationError, TypeError):
+        return False
+    return True
+
+
+def type_name(hint: Any) -> str:
+    """A type as a reader of a recipe would name it."""
+    if get_origin(hint) is Literal:
+        return " or ".join(repr(word) for word in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(type_name(part) for part in get_args(hint)))
+    names = {type(None): "null", bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def problems_of(owner: type, values: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with values for settings of a class, each by itself: its type, words and numbers."""
+    hints = get_type_hints(owner)
+    # What TRL and transformers list where the type is any text.
+    listed = {f.name: f.metadata.get("choices") for f in fields(owner)} if is_dataclass(owner) else {}
+    problems = []
+    for name, value in values.items():
+        hint, choices, allowed = hints.get(name, Any), listed.get(name), range_of(owner, name)
+        if not fits(value, hint):
+            problems.append(Problem(f"{type_name(hint)} is needed, got {value!r}.", name))
+        elif choices and value is not None and value not in choices:
+            problems.append(Problem(f"{' or '.join(choices)} is needed, got {value!r}.", name))
+        elif allowed and isinstance(value, (int, float)) and not allowed.holds(value):
+            or_null = " or null" if fits(None, hint) else ""
+            problems.append(Problem(f"must be {allowed.words}{or_null}, got {value!r}.", name))
+    return problems
+
+
+def check(config: Any, conflicts: Callable[[], Iterable[Problem]] = tuple) -> None:
+    """Check the settings of a dataclass: those that it declares, and those of its parents whose range is known.
+
+    Raises a ConfigError with all problems. `conflicts`, between values, are asked for where each can be by itself.
+    """
+    ours = declared(type(config))
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name in ours or f.name in _INHERITED}
+    problems = problems_of(type(config), values) or list(conflicts())
+    if problems:
+        raise ConfigError(type(config).__name__, problems=problems)

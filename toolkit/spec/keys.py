@@ -1,0 +1,142 @@
+"""The keys of a section and their values, held against the class that owns it."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from enum import Enum
+from importlib.metadata import version
+from typing import Any, get_args, get_type_hints
+
+from transformers import BitsAndBytesConfig
+
+from toolkit.errors import Problem, ToolkitError, within
+from toolkit.settings import declared, fits, problems_of
+
+
+def owner_fields(owner: type) -> dict[str, Any]:
+    """Names of the class's settings with their types; `Any` where its author gave none.
+
+    From the signature, since not every owner is a plain dataclass: `BitsAndBytesConfig` has an `__init__` of its own
+    that swallows unknown keys.
+    """
+    hints = get_type_hints(owner)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = [p for p in inspect.signature(owner).parameters.values() if p.kind in kinds]
+    return {p.name: hints.get(p.name, Any) for p in parameters}
+
+
+# What other tools, and other versions of TRL, call a field: likeness of letters alone would suggest another one.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "ppo_epochs": "num_ppo_epochs",
+    "kl": "kl_coef",
+    "beta": "kl_coef",
+    "init_kl_coef": "kl_coef",
+    "target": "kl_target",
+    "target_kl": "update_kl_limit",
+    "horizon": "kl_horizon",
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "model_name_or_path": "model",
+    "torch_dtype": "dtype",
+    "cutoff_len": "max_prompt_length",
+    "max_length": "max_prompt_length",
+    "template": "chat",
+}
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """`Did you mean x?`, or the known names where none is near."""
+    if _ELSEWHERE.get(name) in known:
+        return f"Did you mean {_ELSEWHERE[name]}?"
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"Did you mean {near[0]}?"
+    return f"Known: {', '.join(sorted(known))}." if len(known) <= 15 else ""
+
+
+def _owner_name(owner: type) -> str:
+    package = next(c.__module__ for c in owner.__mro__ if not c.__module__.startswith("toolkit.")).partition(".")[0]
+    if package != "builtins":
+        return f"{owner.__name__} ({package} {version(package)})"
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner.__name__.removesuffix("Section"))
+    return f"section {words.lower()}"
+
+
+def check_keys(
+    place: str, values: Any, owner: type, *, hidden: Sequence[str] = (), refused: Mapping[str, Problem] | None = None
+) -> list[Problem]:
+    """Problems of one section: unknown keys, and values that cannot be.
+
+    Args:
+        place: of the section in the recipe.
+        values: its keys and values.
+        owner: the class that they are for.
+        hidden: fields of the class that are none of a recipe.
+        refused: keys that are refused, whatever their value, each with its problem.
+    """
+    if not isinstance(values, dict):
+        return [Problem(f"a section with keys is needed, got {values!r}.", place)]
+    refused = refused or {}
+    known = {name: hint for name, hint in owner_fields(owner).items() if name not in hidden and name not in refused}
+    ours = declared(owner)
+    problems = []
+    for key, value in values.items():
+        where = f"{place}.{key}"
+        if key in refused:
+            problems.append(refused[key].within(where))
+        elif key not in known:
+            silent = " (and would ignore it without a word)" if owner is BitsAndBytesConfig else ""
+            wrong = f"{_owner_name(owner)} has no such field{silent}."
+            problems.append(Problem(wrong, where, suggestion(str(key), list(known))))
+        else:
+            remedy = _in_quotes(where, value, known[key])
+            problems += [replace(p.within(place), remedy=remedy) for p in problems_of(owner, {key: value})]
+            for other, needed in ours[key].metadata["only_with"].items() if key in ours else ():
+                if values.get(other, ours[other].default) != needed:
+                    wrong = f"would have no effect: it belongs to {place}.{other}: {needed}."
+                    problems.append(Problem(wrong, where))
+    return problems
+
+
+def _in_quotes(where: str, value: Any, hint: Any) -> str:
+    """How to write the text that YAML took for a truth value; nothing where it cannot have been one."""
+    if not isinstance(value, bool):
+        return ""
+    text, bare = ("yes", "yes and on") if value else ("no", "no and off")
+    # A member of an enum is often annotated as any text, too.
+    members = [
+        member.value for part in get_args(hint) if inspect.isclass(part) and issubclass(part, Enum) for member in part
+    ]
+    if not (text in members if members else fits(text, hint)):
+        return ""
+    return (
+        f"YAML takes {bare} without quotes for {str(value).lower()}: "
+        f'write {where.rpartition(".")[2]}: "{text}" in a file, \'{where}="{text}"\' on the command line, '
+        f"SET='{where}=\\\"{text}\\\"' with make."
+    )
+
+
+def construction_problems(place: str, build: Callable[[], Any]) -> list[Problem]:
+    """What a class says itself of the values that it is made with."""
+    try:
+        with within(place):
+            build()
+    except ToolkitError as error:
+        return list(error.problems)
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        return [Problem(str(error), place)]
+    return []
+
+
+def check_quantization(place: str, values: dict[str, Any]) -> list[Problem]:
+    """Problems of a section `quantization`."""
+    return check_keys(place, values, BitsAndBytesConfig) or construction_problems(
+        place, lambda: BitsAndBytesConfig(**values)
+    )

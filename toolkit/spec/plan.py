@@ -1,0 +1,101 @@
+"""The plan of roles: where each role of each stage comes from.
+
+`toolkit.spec.resolve` makes it of a recipe, once, and everything else follows from it: a run is built by placing the
+sources of a plan on the base, `check` places the same ones on the meta device, a stage's prerequisites are the stages
+that its sources need, its outputs are outdated when a key changes that was looked up to plan it, and a key that no plan
+looked up, though it is there, would have no effect.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.data import Kind
+from toolkit.errors import Problem, RecipeError
+from toolkit.spec.sources import OwnBase, Source
+
+Values = dict[str, Any]
+
+STAGES = ("sft", "reward", "ppo", "q", "collect")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage stands on.
+
+    Args:
+        stage: its name.
+        roles: the sources of its roles, in the order in which they are placed on the base; none where it trains a
+            model of its own.
+        own: the base of its own that it trains, in place of a role.
+        rows: the kind of data that it trains on: see `toolkit.data`.
+        needs: stages that have to run first, in order.
+        reads: keys, and beginnings of keys, that decide what it does; those of the stages that it needs included.
+        missing: why it cannot run, though the recipe as a whole is right.
+    """
+
+    stage: str
+    roles: tuple[Source, ...] = ()
+    own: OwnBase | None = None
+    rows: Kind = "prompts"
+    needs: tuple[str, ...] = ()
+    reads: frozenset[str] = frozenset()
+    missing: Problem | None = None
+
+    @property
+    def model(self) -> str:
+        """The section with the model that it trains, whose `dtype` its precision follows."""
+        return "base" if self.own is None else self.own.section
+
+    def source(self, role: str) -> Source | None:
+        """Where a role comes from; None where the stage does not have it."""
+        return next((source for source in self.roles if source.role == role), None)
+
+    def reads_key(self, key: str) -> bool:
+        """Whether a dotted key of a recipe decides anything here."""
+        return any(f"{key}.".startswith(f"{read}.") for read in self.reads)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of a recipe, and what is wrong between its sections."""
+
+    stages: dict[str, StagePlan]
+    problems: tuple[Problem, ...]
+
+    def needs(self, stage: str) -> list[str]:
+        """Stages that have to be finished before `stage`, in order.
+
+        Raises:
+            RecipeError: the recipe has no such stage, or does not say how to run one that is needed.
+        """
+        if stage not in STAGES:
+            raise RecipeError(f'no stage "{stage}"; the stages are {", ".join(STAGES)}.')
+        if stage not in self.stages:
+            raise RecipeError(f'the recipe has no section "{stage}", so this stage has nothing to run.')
+        missing = self.stages[stage].missing
+        if missing is not None:
+            raise RecipeError(missing.wrong, remedy=missing.remedy)
+        return list(self.stages[stage].needs)
+
+
+def at(values: Values, key: str) -> Any:
+    """What stands at a dotted key; None where there is nothing."""
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def section(values: Values, key: str) -> Values:
+    """A section; empty where it is missing or none, which is a problem of its own."""
+    there = at(values, key)
+    return there if isinstance(there, dict) else {}
+
+
+def scorer_parts(values: Values) -> dict[str, Values]:
+    """The scorer, or the parts of a sum, by their place in the recipe."""
+    scorer = section(values, "scorer")
+    if scorer.get("kind") != "sum":
+        return {"scorer": scorer}
+    parts = section(scorer, "parts")
+    return {f"scorer.parts.{name}": part for name, part in parts.items() if isinstance(part, dict)}

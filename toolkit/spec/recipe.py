@@ -1,0 +1,136 @@
+"""A checked recipe and what can be made from it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
+
+from toolkit.data import TASKS, Task
+from toolkit.errors import within
+from toolkit.models import load_tokenizer
+from toolkit.rewards import Scorer, scorer_of
+from toolkit.spec.keys import owner_fields
+from toolkit.spec.plan import Plan
+from toolkit.spec.resolve import resolve
+from toolkit.spec.sections import (
+    BaseSection,
+    CollectSection,
+)
+from toolkit.spec.stage import stage_config
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A resolved recipe, bound to a run folder. Made by `toolkit.recipes.load`.
+
+    Args:
+        name: of the recipe.
+        values: the recipe, resolved and checked.
+        run: name of the run.
+        runs_dir: folder of all runs.
+    """
+
+    name: str
+    values: dict[str, Any]
+    run: str
+    runs_dir: Path
+
+    @property
+    def seed(self) -> int:
+        return int(self.values.get("seed", 0))
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.runs_dir / self.run
+
+    def stage_folder(self, stage: str) -> Path:
+        return self.folder / stage
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Where each role of each stage comes from."""
+        return resolve(self.values)
+
+    def to_yaml(self) -> str:
+        """The resolved recipe."""
+        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True, width=100)
+
+    # ------------------------------------------------------------------ sections as their owners' objects
+
+    @property
+    def base(self) -> BaseSection:
+        return BaseSection(**self.values["base"])
+
+    @property
+    def scorer(self) -> Scorer:
+        return scorer_of(self.values.get("scorer", {}))
+
+    def stage_dtype(self, stage: str) -> str:
+        """The precision that a stage follows: of the base, or of the model that it trains on a base of its own."""
+        return str(self.values[self.plan.stages[stage].model].get("dtype", BaseSection.dtype))
+
+    @property
+    def collect(self) -> CollectSection:
+        return CollectSection(**self.values.get("collect", {}))
+
+    def quantization(self) -> BitsAndBytesConfig | None:
+        return self.base.model_spec().quantization
+
+    def adapter(self, role: str) -> LoraConfig:
+        """The LoRA configuration of a role."""
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **self.values["adapters"][role]})
+
+    def stage_config(self, stage: str, **changes: Any) -> Any:
+        """The stage's configuration, an object of its owner's class; `changes` come before what the recipe says."""
+        values, folder = {**self.values[stage], **changes}, str(self.stage_folder(stage))
+        return stage_config(stage, values, output_dir=folder, seed=self.seed, base_dtype=self.stage_dtype(stage))
+
+    # ------------------------------------------------------------------ tokenizer and data
+
+    @property
+    def base_path(self) -> str:
+        """The checkpoint that the roles share: `base.model`, or what the sft stage pretrained."""
+        return self.base.model or str(self.stage_folder("sft") / "model")
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        base = self.base
+        if base.model is None:
+            return self.task.tokenizer
+        with within("base"):
+            return load_tokenizer(base.model, revision=base.revision, trust_remote_code=base.trust_remote_code)
+
+    def data_section(self, stage: str) -> str:
+        """Name of the section with a stage's data: its own, or `data`."""
+        return f"{stage}_data" if f"{stage}_data" in self.values else "data"
+
+    def _make_task(self, section: str) -> Task:
+        arguments = {key: value for key, value in self.values[section].items() if key != "task"}
+        kind = TASKS[self.values[section]["task"]]
+        if "tokenizer" in owner_fields(kind):
+            arguments["tokenizer"] = self.tokenizer
+        with within(section):
+            return kind(**arguments)
+
+    @cached_property
+    def task(self) -> Task:
+        """The data sets of section `data`, and their metrics."""
+        return self._make_task("data")
+
+    def task_of(self, stage: str) -> Task:
+        """The data sets of a stage."""
+        section = self.data_section(stage)
+        if section == "data":
+            return self.task
+        if section not in self._stage_tasks:
+            self._stage_tasks[section] = self._make_task(section)
+        return self._stage_tasks[section]
+
+    @cached_property
+    def _stage_tasks(self) -> dict[str, Task]:
+        return {}

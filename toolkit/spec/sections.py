@@ -1,0 +1,104 @@
+"""The sections of a recipe: those of the toolkit's own, and whose class owns each of the others."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import BitsAndBytesConfig
+from trl import SFTConfig
+
+from toolkit.models import ModelSpec
+from toolkit.settings import AT_LEAST_1, POSITIVE, setting
+from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.q_config import QConfig
+from toolkit.trainers.reward_config import RewardConfig
+
+
+@dataclass(frozen=True)
+class BaseSection:
+    """Section `base`: the model that all roles share. With `config`, which the sft stage pretrains."""
+
+    model: str | None = setting(None, "Hub id or local folder.")
+    config: dict[str, Any] | None = setting(
+        None, "In place of `model`, `model_type` and that configuration's arguments: random weights."
+    )
+    quantization: dict[str, Any] | None = setting(None, "Arguments of transformers' `BitsAndBytesConfig`.")
+    dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", "Of the weights that are not quantised.")
+    revision: str | None = setting(None, "Of a hub id.")
+    attn_implementation: str | None = setting(None, "As in transformers.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.")
+
+    def model_spec(self, **changes: Any) -> ModelSpec:
+        """What is to be loaded, with fields in place of the section's own."""
+        quantization = None if self.quantization is None else BitsAndBytesConfig(**self.quantization)
+        return ModelSpec(**{**vars(self), "quantization": quantization, **changes})
+
+
+@dataclass(frozen=True)
+class RewardModelSection(BaseSection):
+    """Section `reward_model`: a base of its own for the reward, of the same tokens as the policy's.
+
+    The reward stage trains it as a sequence classifier: all its weights, which then have to be float32, or with
+    `adapters.reward` that adapter and the head.
+    """
+
+
+@dataclass(frozen=True)
+class ValueModelSection(BaseSection):
+    """Section `value_model`: a base of its own for the value role, of the same tokens as the policy's.
+
+    It is a language model or a reward model. With `adapters.value` it is frozen under that adapter; without, all its
+    weights are trained, and have to be float32.
+    """
+
+
+@dataclass(frozen=True)
+class StartSection:
+    """Section `start`: trained adapters to start from, in place of fresh ones."""
+
+    policy: str | None = setting(None, "PEFT folder. The reference is then a frozen copy of it.")
+    reward: str | None = setting(None, "PEFT folder with a score head: the reward stage is not needed.")
+    value: str | None = setting(None, 'PEFT folder with a score head, or "reward" for a copy of the reward role.')
+
+
+@dataclass(frozen=True)
+class RewardHeadSection:
+    """Section `reward_head`."""
+
+    num_labels: int = setting(1, "Outputs: 1 for a score, more for classes.", AT_LEAST_1)
+
+
+@dataclass(frozen=True)
+class ValueHeadSection:
+    """Section `value_head`: how a fresh head of the value role starts."""
+
+    init: Literal["normal", "orthogonal"] = setting(
+        "normal", "Weights drawn with standard deviation 0.02, or orthogonal with gain √2."
+    )
+    bias: bool = setting(False, "Whether it has a bias, starting at 0.")
+
+
+@dataclass(frozen=True)
+class CollectSection:
+    """Section `collect`: responses to the training prompts, sampled where the policy starts and scored by `scorer`."""
+
+    samples_per_prompt: int = setting(1, "Responses to each prompt.", AT_LEAST_1)
+    max_prompts: int | None = setting(None, "The first so many prompts; null for all.", AT_LEAST_1)
+    temperature: float = setting(1.0, "Of sampling.", POSITIVE)
+    response_length: int = setting(53, "Tokens of a response, its end included.", AT_LEAST_1)
+    batch_size: int = setting(64, "Responses sampled at a time.", AT_LEAST_1)
+
+
+STAGE_CLASSES: dict[str, type] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "q": QConfig}
+PLAIN_SECTIONS: dict[str, type] = {
+    "base": BaseSection,
+    "start": StartSection,
+    "reward_head": RewardHeadSection,
+    "reward_model": RewardModelSection,
+    "value_head": ValueHeadSection,
+    "value_model": ValueModelSection,
+    "collect": CollectSection,
+}
+ADAPTER_ROLES = ("policy", "value", "reward", "q")
+# `data` is for all stages; the others, for one stage each, come before it.
+DATA_SECTIONS = ("data", "sft_data", "reward_data", "q_data")
+TOP_LEVEL = ("about", "seed", *DATA_SECTIONS, "adapters", "scorer", *PLAIN_SECTIONS, *STAGE_CLASSES)

@@ -1,0 +1,297 @@
+"""Where a role can come from. Each source places itself on a base, real or on the meta device.
+
+A `Fresh` role has new weights, a `Saved` one those of a folder that the recipe names, a `Trained` one those of an
+earlier stage. A value role can also be a `CopyOf` the reward role, be `SharedWith` the policy (a head on its adapter)
+or stand on an `OwnBase`, and the reference can be the `BaseItself`. `toolkit.spec.plan` decides which.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit.errors import RecipeError
+from toolkit.models import (
+    ModelSpec,
+    QBound,
+    SharedBase,
+    add_lora,
+    add_q_roles,
+    head_in_float32,
+    load_classifier_weights,
+    load_model,
+    load_role,
+    load_value_model,
+    load_weights,
+)
+from toolkit.spec.sections import BaseSection
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a source needs to place itself, besides the base.
+
+    Args:
+        tokenizer: of the base; None where it cannot be had, which a base of its own cannot do without.
+        outputs_of: the folder in which a stage has left its outputs; None where it has not run yet.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    outputs_of: Callable[[str], Path | None]
+
+
+class Placed(NamedTuple):
+    """A role that stands on the base: where it starts, in words, and what `role.json` says of it."""
+
+    start: str
+    about: dict[str, Any] = {}
+
+
+def lora_config(values: Values) -> LoraConfig:
+    """A section of `adapters` as PEFT's object."""
+    return LoraConfig(**{"task_type": "CAUSAL_LM", **values})
+
+
+def _trained_on(folder: Path) -> str:
+    """The base that an adapter names as its own: one of the same shape would be taken without a word."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f", trained on {base}" if base else ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one role comes from.
+
+    Args:
+        role: its name.
+        key: of the recipe, whose problems those of placing it are.
+    """
+
+    role: str
+    key: str
+
+    stage: ClassVar[str | None] = None
+    """The stage that has to run first."""
+    stands_on: ClassVar[str | None] = None
+    """Another role, without which this one cannot be placed."""
+
+    def as_of(self, site: Site) -> "Source":
+        """This source, or what stands in its place as long as its stage has not run."""
+        return self
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        """Put the role on a base; on the meta device names and shapes alone.
+
+        Raises:
+            AdapterError: a saved adapter does not fit, or the configuration of a new one.
+            ModelError: a base of its own cannot be had.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fresh(Source):
+    """A new adapter, and a new head where the role has one."""
+
+    lora: Values = field(default_factory=dict)
+    head: Values = field(default_factory=dict)  # arguments of `SharedBase.add_role`
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        roles.add_role(self.role, lora_config(self.lora), **self.head)
+        return Placed("fresh")
+
+
+@dataclass(frozen=True)
+class FreshQ(Fresh):
+    """A new adapter whose logits are Q-values, and its moving average."""
+
+    bound: Values | None = None  # arguments of `QBound`
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        add_q_roles(roles, lora_config(self.lora), bound=None if self.bound is None else QBound(**self.bound))
+        return Placed("fresh")
+
+
+@dataclass(frozen=True)
+class BaseItself(Source):
+    """No adapter: the base with all of them off."""
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        roles.add_role(self.role)
+        return Placed("the base itself")
+
+
+@dataclass(frozen=True)
+class Saved(Source):
+    """A PEFT folder that the recipe names."""
+
+    folder: str = ""
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        about = load_role(roles, self.role, self.folder)
+        return Placed(f"from {self.folder}{_trained_on(Path(self.folder))}", about)
+
+
+@dataclass(frozen=True)
+class Trained(Source):
+    """What an earlier stage leaves, of this role or of another one; before it has run, what it begins with."""
+
+    of: str  # the stage
+    saved: str  # the role as the stage calls it
+    begins: Fresh
+
+    @property
+    def stage(self) -> str:  # type: ignore[override]
+        return self.of
+
+    def as_of(self, site: Site) -> Source:
+        return self if site.outputs_of(self.of) is not None else replace(self.begins, role=self.role)
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        outputs = site.outputs_of(self.of)
+        assert outputs is not None, f"the {self.of} stage has not run"
+        return Placed(f"from {outputs / self.saved}", load_role(roles, self.role, outputs / self.saved))
+
+
+@dataclass(frozen=True)
+class CopyOf(Source):
+    """A new adapter and head with the weights of another role on the same base."""
+
+    other: str = "reward"
+    lora: Values | None = None  # None for the other role's configuration
+    head: Values = field(default_factory=dict)
+
+    @property
+    def stands_on(self) -> str:  # type: ignore[override]
+        return self.other
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        config = roles.adapter_config(self.other) if self.lora is None else lora_config(self.lora)
+        roles.add_role(self.role, config, **self.head)
+        roles.copy_adapter(self.other, self.role)
+        return Placed(f"a copy of the {self.other} role")
+
+
+@dataclass(frozen=True)
+class SharedWith(Source):
+    """A head on another role's adapter: one forward pass for both."""
+
+    other: str = "policy"
+    head: Values = field(default_factory=dict)
+
+    @property
+    def stands_on(self) -> str:  # type: ignore[override]
+        return self.other
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        roles.add_role(self.role, **self.head)
+        return Placed(f"a head on the {self.other}'s adapter")
+
+
+@dataclass(frozen=True)
+class OwnBase(Source):
+    """A base of its own, whole or under an adapter: the section `value_model`, or `reward_model` for a reward.
+
+    A value role of `reward_model` starts as a copy of what the reward stage trains.
+    """
+
+    section: str = ""
+    model: Values = field(default_factory=dict)  # the section
+    lora: Values | None = None  # None where all weights train
+    adapted: bool = False  # whether a copied reward has the adapter, and not the value role
+    head: Values = field(default_factory=dict)
+    start: str | None = None  # a folder with a saved value role
+    num_labels: int = 1
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is a copy of the reward model."""
+        return self.role == "value" and self.section == "reward_model"
+
+    @property
+    def stage(self) -> str | None:  # type: ignore[override]
+        return "reward" if self.copied else None
+
+    @property
+    def base(self) -> BaseSection:
+        return BaseSection(**self.model)
+
+    def trained_folder(self, site: Site) -> Path:
+        """Where the reward stage has left its model.
+
+        Raises:
+            RecipeError: it has not run.
+        """
+        outputs = site.outputs_of("reward")
+        if outputs is None or not (outputs / "model").is_dir():
+            raise RecipeError(
+                f"{'the model' if outputs is None else outputs / 'model'} is missing: the reward stage has to train "
+                "the reward model first."
+            )
+        return outputs / "model"
+
+    def _lora(self) -> LoraConfig | None:
+        return None if self.lora is None else lora_config(self.lora)
+
+    # ------------------------------------------------------------------ a value role
+
+    def place(self, roles: SharedBase, site: Site) -> Placed:
+        spec, start = self.base.model_spec(), None if self.start is None else Path(self.start).expanduser()
+        if self.copied and roles.device.type != "meta":
+            folder = self.trained_folder(site)
+            # Under an adapter the base is the one that the adapter was trained on.
+            spec, start = (spec, folder) if self.adapted else (replace(spec, model=str(folder)), None)
+        if spec.model is None:  # the embeddings of a base may have more rows than its tokenizer has tokens
+            spec = replace(spec, config={"vocab_size": roles.config.vocab_size, **(spec.config or {})})
+        assert site.tokenizer is not None
+        roles.place_value(load_value_model(spec, site.tokenizer, lora=self._lora(), device=roles.device, **self.head))
+        if start is not None:
+            load_weights(roles, self.role, start)
+        if self.copied:
+            return Placed("on a base of its own, a copy of the reward model")
+        return Placed("on a base of its own" + (f", from {self.start}" if self.start else ""))
+
+    # ------------------------------------------------------------------ a reward
+
+    def classifier(self, site: Site, *, device: torch.device | None = None) -> PreTrainedModel | PeftModel:
+        """The sequence classifier as the reward stage begins to train it; on the meta device names and shapes alone.
+
+        Raises:
+            ModelError: it cannot be had, or its tokens are not the policy's.
+        """
+        model, lora = self._loaded(self.base.model_spec(), site, device=device), self._lora()
+        if lora is None:
+            return model
+        with device or nullcontext():
+            return add_lora(model, lora)
+
+    def trained_classifier(self, site: Site) -> PreTrainedModel | PeftModel:
+        """What the reward stage has trained; its head computes in float32.
+
+        Raises:
+            RecipeError: the stage has not run.
+        """
+        folder = self.trained_folder(site)
+        if self.lora is not None:
+            model = self.classifier(site)
+            load_classifier_weights(model, folder)
+        else:
+            spec = self.base.model_spec(model=str(folder), revision=None, quantization=None)
+            model = self._loaded(spec, site, trained=True)
+        head_in_float32(model)
+        return model
+
+    def _loaded(self, spec: ModelSpec, site: Site, **settings: Any) -> PreTrainedModel:
+        kind: Any = "sequence_classifier"
+        return load_model(spec, kind, tokenizer=site.tokenizer, num_labels=self.num_labels, **settings)

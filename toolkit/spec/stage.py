@@ -1,0 +1,168 @@
+"""A stage's section: what is refused in it, what the toolkit presets, and the object of the owner's class."""
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.integrations import get_available_reporting_integrations
+from trl.experimental.ppo import PPOConfig as TRLPPOConfig
+
+from toolkit.errors import Problem
+from toolkit.settings import declared
+from toolkit.spec.keys import check_keys, construction_problems
+from toolkit.spec.sections import STAGE_CLASSES
+from toolkit.trainers.ppo_config import PPOConfig
+
+# Fields that each stage's class inherits, and that a run sets.
+SET_BY_A_RUN = {
+    "output_dir": Problem("the run folder decides it.", remedy="Name the run with $run."),
+    "seed": Problem("the recipe's own seed is for all stages."),
+    "resume_from_checkpoint": Problem("to resume is no part of a recipe.", remedy="Give $resume."),
+}
+
+# Fields of TRL's PPOConfig that our loop reads.
+_READ_BY_PPO = {
+    # the run and the machine
+    "run_name", "report_to", "project", "data_seed", "full_determinism", "use_cpu", "disable_tqdm", "log_level",
+    "dataloader_num_workers",
+    # batches and the number of updates
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_mini_batches",
+    "num_train_epochs", "max_steps", "total_episodes", "num_ppo_epochs", "local_rollout_forward_batch_size",
+    # the optimizer
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    # precision and memory
+    "bf16", "fp16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+    # logging, evaluation, saving
+    "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_on_start",
+    "eval_delay",
+    "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better",
+    # PPO
+    "response_length", "temperature", "missing_eos_penalty", "whiten_rewards", "kl_coef", "vf_coef", "gamma", "lam",
+}  # fmt: skip
+
+# Why some of the others are refused, where "does not read it" would not help.
+_INSTEAD = {
+    "sft_model_path": "the base is base.model",
+    "reward_model_path": "the reward role is trained by the reward stage, or loaded with start.reward",
+    **dict.fromkeys(
+        ("batch_size", "local_batch_size"), "a batch is per_device_train_batch_size × gradient_accumulation_steps"
+    ),
+    **dict.fromkeys(
+        ("mini_batch_size", "local_mini_batch_size"), "a mini-batch is the batch divided by num_mini_batches"
+    ),
+    "micro_batch_size": "a micro-batch is per_device_train_batch_size",
+    "num_total_batches": "the number of updates is max_steps",
+    "model_adapter_name": "the policy's adapter is adapters.policy",
+    "ref_adapter_name": "the reference is chosen by where the policy starts",
+    **dict.fromkeys(
+        ("stop_token", "stop_token_id"),
+        "responses stop at any end of sequence that the tokenizer or the checkpoint names",
+    ),
+    "num_sample_generations": "samples are written before and after training",
+}
+
+# Fields of TrainingArguments that have no effect on Q-learning.
+_IGNORED_BY_Q = {
+    **dict.fromkeys(("label_smoothing_factor", "label_names"), "the loss is that of Q-learning"),
+    "neftune_noise_alpha": "states and targets have to be those of decoding",
+    "remove_unused_columns": "the collator takes the columns that it needs",
+    **dict.fromkeys(
+        ("prediction_loss_only", "eval_accumulation_steps", "eval_do_concat_batches", "batch_eval_metrics",
+         "include_for_metrics"),
+        "evaluation decodes the held-out prompts",
+    ),
+    "include_num_input_tokens_seen": "a batch has response tokens, which are what the loss is a mean of",
+    "average_tokens_across_devices": "training runs in one process",
+}  # fmt: skip
+
+# What a user of other generation code looks for, and why it is not to be had here. No fields: nothing could read them.
+_TRUNCATES = Problem(
+    "is refused: the tokens that it keeps are those of the policy which samples, so that the new policy's ratio and "
+    "the KL to the reference would be of other distributions than the one sampled from.",
+    remedy="Lower ppo.temperature instead, which all of them follow.",
+)
+_NOT_OFFERED = {
+    **dict.fromkeys(("top_k", "top_p", "min_p"), _TRUNCATES),
+    "repetition_penalty": Problem(
+        "is refused: it changes the distribution that is sampled, and not the log-probabilities that are trained.",
+        remedy="Punish repetition in the reward instead (scorer.kind: function).",
+    ),
+    "max_new_tokens": Problem("is named response_length, as in TRL."),
+}
+
+WITHOUT_EFFECT = {
+    "ppo": {
+        f.name: _INSTEAD.get(f.name, "the toolkit's PPO loop does not read it")
+        for f in fields(TRLPPOConfig)
+        if f.init and f.name not in {*_READ_BY_PPO, *declared(PPOConfig), *SET_BY_A_RUN}
+    },
+    "q": _IGNORED_BY_Q,
+}
+"""Fields of a stage's class that the stage does not read, each with the reason; of PPO those with `loop: toolkit`."""
+
+
+def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> list[Problem]:
+    """Problems of a stage's section, its owner's own complaints included."""
+    if not isinstance(values, dict):
+        return check_keys(stage, values, STAGE_CLASSES[stage])
+    refused = {**SET_BY_A_RUN, **(_NOT_OFFERED if stage == "ppo" else {})}
+    if not (stage == "ppo" and values.get("loop") == "trl"):
+        reasons = WITHOUT_EFFECT.get(stage, {})
+        refused |= {name: Problem(f"would have no effect: {reason}.") for name, reason in reasons.items()}
+    problems = check_keys(stage, values, STAGE_CLASSES[stage], refused=refused) + _not_installed(stage, values)
+    if stage == "sft" and values.get("packing") and values.get("max_length", 0) is None:
+        wrong = "a whole number is needed with sft.packing, got None: rows are packed to it."
+        problems.append(Problem(wrong, "sft.max_length"))
+    build = partial(stage_config, stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
+    return problems or construction_problems(stage, build)
+
+
+def _not_installed(stage: str, values: dict[str, Any]) -> list[Problem]:
+    """Problem of a section that reports to what is not here: transformers says so when the stage begins."""
+    wanted = values.get("report_to")
+    for name in [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []:
+        if name not in ("none", "all", *get_available_reporting_integrations()):
+            wrong = f"{name} is not installed or not known to transformers."
+            return [Problem(wrong, f"{stage}.report_to", f"pip install {name}, or take it out.")]
+    return []
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A value that the toolkit gives a stage's field where the recipe gives none."""
+
+    value: Any
+    reason: str
+
+
+def presets(stage: str, values: dict[str, Any], *, base_dtype: str, model: str = "base") -> dict[str, Preset]:
+    """The fields of a stage that the toolkit sets, where the section does not.
+
+    Precision follows the `dtype` of the section `model` unless the stage's section says otherwise: TRL's own default is
+    bf16 on every card, also on those that have none. transformers refuses bf16 without a GPU unless `use_cpu` says that
+    the CPU is meant; here that goes by itself.
+    """
+    ours: dict[str, Preset] = {}
+    if not torch.cuda.is_available():
+        ours["use_cpu"] = Preset(True, "no GPU is here")
+    if stage == "reward":
+        # TRL would leave out pairs over it without a word.
+        ours["max_length"] = Preset(None, "the data section has limits, and reports what they leave out")
+    if not {"bf16", "fp16"} & values.keys():
+        reason = f"{model}.dtype is {base_dtype}"
+        ours["bf16"] = Preset(base_dtype == "bfloat16", reason)
+        ours["fp16"] = Preset(base_dtype == "float16", reason)
+    return {name: preset for name, preset in ours.items() if name not in values}
+
+
+def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, base_dtype: str) -> Any:
+    """A stage's section as an object of its owner's class, with the toolkit's presets where it is silent."""
+    ours = {name: preset.value for name, preset in presets(stage, values, base_dtype=base_dtype).items()}
+    made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **ours, **values)
+    # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active role,
+    # and multiply the batch: the first card is the one (CUDA_VISIBLE_DEVICES chooses another).
+    made._n_gpu = min(made.n_gpu, 1)
+    return made

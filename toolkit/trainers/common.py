@@ -1,0 +1,122 @@
+"""What the trainers of several stages share: progress, precision, saved roles, and evaluation by sampled responses."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback
+
+from toolkit.data import Rollout
+from toolkit.errors import ToolkitError
+from toolkit.models import SharedBase, load_weights, save_role
+from toolkit.rewards import Reward
+from toolkit.sampling import BestOf, Evaluation, Rows, best_of
+from toolkit.trainers.resume import ResumableTrainer
+from toolkit.trainers.rollouts import RoleRollouts
+
+Metrics: TypeAlias = Callable[[Rollout], dict[str, float]]
+"""Further metrics of a rollout, for evaluation."""
+
+
+def in_place_of_progress(trainer: Trainer, callbacks: list[TrainerCallback] | None) -> None:
+    """Take transformers' progress bar and printer from a trainer that was given callbacks."""
+    if callbacks:
+        trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+        trainer.remove_callback(PrinterCallback)
+
+
+def precision(args: TrainingArguments, roles: SharedBase) -> Callable[[], AbstractContextManager]:
+    """The region that `bf16` or `fp16` asks for, where there is no trainer to give it."""
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    return partial(torch.autocast, roles.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
+
+
+class RoleTrainer(ResumableTrainer):
+    """A trainer of roles of a shared base, which are saved as PEFT folders named after them."""
+
+    saved_roles: Iterable[str]
+    base_name = ""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        pad_token_id, folder = self.processing_class.pad_token_id, Path(output_dir or self.args.output_dir)
+        for role in self.saved_roles:
+            save_role(self.roles, role, folder / role, pad_token_id=pad_token_id, base_name=self.base_name)
+
+    def load_saved(self, folder: Path) -> None:
+        for role in self.saved_roles:
+            load_weights(self.roles, role, folder / role)
+
+
+class SamplingTrainer(RoleTrainer):
+    """A trainer that is evaluated by its responses to held-out prompts."""
+
+    algorithm: str
+    rollouts_type: type[RoleRollouts]
+    control: Any  # set by transformers' Trainer
+
+    def __init__(self, roles: SharedBase, reward: Reward | None, metrics: Metrics | None, base_name: str, **named: Any):
+        # Not TRL's __init__, which builds an Accelerator without precision, sets no seed, zeroes dropout and
+        # changes the model: transformers' own.
+        Trainer.__init__(self, model=roles, **named)
+        if self.accelerator.num_processes > 1:
+            wrong = f"{self.algorithm} here runs on one GPU."
+            raise ToolkitError(wrong, remedy="Start it without torchrun or accelerate launch.")
+        in_place_of_progress(self, named["callbacks"])
+        self.roles, self.reward, self.metrics, self.base_name = roles, reward, metrics, base_name
+        autocast = self.compute_loss_context_manager
+        self.rollouts: Any = self.rollouts_type(self.args, self.processing_class, roles, autocast)
+
+    @property
+    def _known_reward(self) -> Reward:
+        if self.reward is None:
+            raise ToolkitError("responses cannot be scored: the trainer was made without a reward.")
+        return self.reward
+
+    def best_of(self, prompts: Rows, n: int) -> BestOf:
+        """n ≥ 1 sampled responses to each prompt, and the one that the reward scores highest; of equals the first."""
+        size = self.args.per_device_eval_batch_size
+        return best_of(prompts, n, sampler=self.rollouts.sampler(), reward=self._known_reward, batch_size=size)
+
+    def evaluate_rollout(self, dataset: Dataset, **decoding: Any) -> Evaluation:
+        """Respond to all prompts of a data set, score and measure. Training's random states are left as they were.
+
+        Args:
+            dataset: prompts with a column `input_ids`.
+            decoding: `by_q` of Q-learning: False measures the reference, decoded in the same way.
+
+        Raises:
+            DataError: there are no prompts.
+        """
+        handler = self.callback_handler
+        handler.eval_dataloader = self.get_eval_dataloader(dataset)
+
+        def predicted() -> None:
+            self.control = handler.on_prediction_step(self.args, self.state, self.control)
+
+        return self.rollouts.evaluator(self._known_reward, self.metrics, **decoding)(dataset, after_batch=predicted)
+
+    def evaluate(
+        self, eval_dataset: Dataset | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics of held-out prompts, without which there is an error, logged under `metric_key_prefix`."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ToolkitError("evaluate needs held-out prompts.", remedy="Give eval_dataset.")
+        metrics = self.evaluate_rollout(dataset).metrics
+        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
+        self.log(dict(named))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        return named
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Held-out prompts in batches, in order."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        collator, size = self.rollouts.sampler().collator, self.args.per_device_eval_batch_size
+        return DataLoader(dataset, batch_size=size, collate_fn=collator)

@@ -1,0 +1,102 @@
+"""The private parts of transformers' and TRL's trainers that resuming needs; no other module names them.
+
+Read from the versions in `READ_FROM`. `tests/trainers/test_trainer_internals.py` holds them against what is installed,
+and `pyproject.toml` admits no version beyond those that have been run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer
+
+READ_FROM = {"transformers": "5.23.0", "trl": "1.12.0"}
+
+
+class TrainerHooks(Trainer):
+    """transformers' `Trainer`, its private steps of saving and reading a checkpoint as public hooks of a subclass.
+
+    `save_checkpoint` writes the whole run into `checkpoint-N` of the output folder. `Trainer.train` reads one by
+    `load_saved`, the weights that `save_model` wrote, then `load_callbacks`, from `self.state`, then `load_optimizer`,
+    with schedule and float16's scaler, then `load_progress`, all else, random states last: reading may draw some.
+    """
+
+    def load_best(self) -> None:
+        """Put back the weights of the best checkpoint."""
+        self.load_saved(Path(self.state.best_model_checkpoint))
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation is the best so far, which is noted; under the strategy "best" it is then saved."""
+        return super()._determine_best_metric(metrics, None)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.save_checkpoint()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.load_saved(Path(resume_from_checkpoint))
+
+    def _load_callback_state(self) -> None:
+        self.load_callbacks()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.load_optimizer(Path(checkpoint))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """With the optimizer."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.load_progress(Path(checkpoint))
+
+    def _load_best_model(self) -> None:
+        self.load_best()
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        return self.is_best(metrics)
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """The autocast region that `bf16` or `fp16` asks for. transformers leaves it to accelerate's wrapper around the
+        forward pass of the whole model, and the forward passes here are of its parts."""
+        return self.accelerator.autocast()
+
+    def _send_telemetry(self) -> None:
+        """TRL reports architecture and GPU of each run; the toolkit sends nothing anywhere."""
+
+    def push_checkpoint(self, folder: Path) -> None:
+        """Upload a checkpoint, where the settings ask for it."""
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+
+    def own_state(self) -> dict[str, Any]:
+        """What is carried from step to step: the sums of the next line of metrics, transformers' and TRL's."""
+        metrics = getattr(self, "_metrics", {"train": {}})["train"]
+        return {
+            "loss": float(self._tr_loss),
+            "last_logged": self._globalstep_last_logged,
+            "metrics": {name: [float(value) for value in values] for name, values in metrics.items()},
+            "tokens": getattr(self, "_total_train_tokens", 0),
+        }
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Put back what `own_state` gave."""
+        self._tr_loss = torch.tensor(state["loss"], device=self.args.device)
+        self._total_loss_scalar = -state["loss"]  # transformers reports the mean loss of this call alone
+        self._globalstep_last_logged = state["last_logged"]
+        if hasattr(self, "_metrics"):
+            for name, values in state["metrics"].items():
+                self._metrics["train"][name] = values
+            self._total_train_tokens = state["tokens"]
+
+
+def take_rates_of_schedule(scheduler: Any, optimizer: Any) -> None:
+    """Give the optimizer the rates that its schedule has at this step.
+
+    Of a run that is made longer the shorter one's last rate, often 0, is not that of its next step.
+    """
+    if isinstance(scheduler, LambdaLR):
+        rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        scheduler._last_lr = [base * factor(scheduler.last_epoch) for base, factor in rates]
+        for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
