@@ -3,10 +3,10 @@ import torch
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
 from tests.conftest import shared_base
-from tests.trainers.helpers import config, dataset
+from tests.trainers.helpers import config, count_reward, dataset
 from toolkit.data import doubling
 from toolkit.errors import ConfigError
-from toolkit.trainers.stock_ppo import stock_ppo_trainer
+from toolkit.trainers.stock_ppo import stock_ppo_trainer, stock_rollouts
 
 
 def stock(folder, base=None, tokenizer=None, **changes):
@@ -28,6 +28,15 @@ def test_the_unmodified_trainer_trains_policy_and_value_on_the_shared_base(tmp_p
         and "heads.value.weight" in changed
     )
     assert all(".policy." in n or ".value." in n or n == "heads.value.weight" for n in changed)
+
+
+def test_measuring_takes_nothing_from_trls_loop(tmp_path):
+    """A trainer of ours made beside it would leave its own accumulation and precision in accelerate's shared state."""
+    trainer = stock(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    before = trainer.accelerator.gradient_accumulation_steps, trainer.accelerator.mixed_precision
+    measured = stock_rollouts(trainer).evaluator(count_reward(7))(dataset(1))
+    assert len(measured.rollout) == 4 and before[0] == 2
+    assert (trainer.accelerator.gradient_accumulation_steps, trainer.accelerator.mixed_precision) == before
 
 
 @pytest.mark.parametrize(
