@@ -30,8 +30,7 @@ from toolkit.data import Preferences, pad_rows
 from toolkit.models import SharedBase, load_base, load_tokenizer
 from toolkit.reports import peak_memory_gb
 from toolkit.rewards import read_sequences
-from toolkit.trainers.reward import reward_trainer
-from toolkit.trainers.reward_config import RewardConfig
+from toolkit.trainers.reward import RewardConfig, reward_trainer
 
 
 @dataclass(frozen=True)

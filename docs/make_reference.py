@@ -24,12 +24,12 @@ from toolkit.data import TASKS
 from toolkit.rewards import DEFAULT_KIND, SCORERS
 from toolkit.settings import declared, range_of, type_name
 from toolkit.spec.keys import owner_fields
-from toolkit.spec.sections import ADAPTER_ROLES, DATA_SECTIONS, PLAIN_SECTIONS
-from toolkit.spec.show import as_yaml, owner_defaults, top_level_defaults
+from toolkit.spec.sections import ADAPTER_ROLES, DATA_SECTIONS, DEFAULT_SEED, PLAIN_SECTIONS
+from toolkit.spec.show import as_yaml, owner_defaults
 from toolkit.spec.stage import SET_BY_A_RUN, WITHOUT_EFFECT
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
-from toolkit.trainers.reward_config import RewardConfig
+from toolkit.trainers.reward import RewardConfig
 
 _HEADER = """\
 # Recipe reference
@@ -101,7 +101,8 @@ def helped(owner: type) -> dict[str, str]:
     """What the metadata of a dataclass's fields say; argparse's `%%` is a per cent sign."""
     helps = {}
     for f in fields(owner) if is_dataclass(owner) else ():
-        condition = [f"With {other}: {needed}." for other, needed in f.metadata.get("only_with", {}).items()]
+        needs = f.metadata.get("only_with", {}).items()
+        condition = [f"With {other}: {str(needed).lower()}." for other, needed in needs]
         helps[f.name] = " ".join([*condition, _sentence(f.metadata.get("help", ""))]).replace("%%", "%")
     return {name: text for name, text in helps.items() if text}
 
@@ -189,7 +190,7 @@ def _q_section() -> Iterator[str]:
 
 def reference() -> str:
     """All sections of a recipe as markdown."""
-    lines = [_HEADER.format(**top_level_defaults()), ""]
+    lines = [_HEADER.format(seed=DEFAULT_SEED), ""]
     for name, owner in PLAIN_SECTIONS.items():
         lines += _plain_section(name, owner)
         if name == "base":

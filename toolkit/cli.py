@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import toolkit
-from toolkit.errors import RunInterrupted, ToolkitError
+from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 
 # How the options that a remedy names are written on a command line: see `toolkit.errors.Problem`.
 IN_SHELL = {
@@ -36,47 +36,6 @@ app = typer.Typer(
 )
 
 
-def _complete_recipe(incomplete: str) -> list[str]:
-    from toolkit.spec.load import names
-
-    return [name for name in names() if name.startswith(incomplete)]
-
-
-def _complete_run(incomplete: str) -> list[str]:
-    return sorted(path.parent.name for path in Path("runs").glob(f"{incomplete}*/recipe.yaml"))
-
-
-RecipeArgument = Annotated[
-    str, typer.Argument(help="Name of a shipped recipe, or path of a YAML file.", autocompletion=_complete_recipe)
-]
-RunArgument = Annotated[str, typer.Argument(help="Name of a run, or its folder.", autocompletion=_complete_run)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help='Any key of the recipe, e.g. "ppo.kl_coef=0.1".', metavar="[KEY=VALUE]...")
-]
-Run = Annotated[str | None, typer.Option("--run", help="Name of the run; the recipe's name if not given.")]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of all runs.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Repeat a finished stage; delete stages of other settings.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")]
-FromRun = Annotated[
-    str | None,
-    typer.Option(
-        "--from-run",
-        help="Take finished stages from another run, where their settings agree.",
-        autocompletion=_complete_run,
-    ),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Name = Annotated[str | None, typer.Option("--name", hidden=True)]
-MaxNewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", help="Of an answer; the recipe's response_length if not given.", min=1)
-]
-Temperature = Annotated[float, typer.Option("--temperature", help="Of sampling; 0 decodes greedily.", min=0.0)]
-Seed = Annotated[int, typer.Option("--seed", help="Of sampling.")]
-Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's answers beside the policy's.")]
-
-
 @contextmanager
 def _errors(debug: bool, *, resumable: bool = False) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
@@ -93,17 +52,13 @@ def _errors(debug: bool, *, resumable: bool = False) -> Iterator[None]:
     except ToolkitError as error:
         if debug:
             raise
-        print(f"{type(error).__name__}: {error.text(IN_SHELL)}{_make_hint(error)}", file=sys.stderr)
+        fields = {problem.field for problem in error.problems}
+        hint = " With make: MODEL=/path/to/checkpoint." if "base.model" in fields else ""
+        print(f"{type(error).__name__}: {error.text(IN_SHELL)}{hint}", file=sys.stderr)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         print(f"Interrupted.{_way_on() if resumable else ''}", file=sys.stderr)
         raise typer.Exit(130) from error
-
-
-def _make_hint(error: ToolkitError) -> str:
-    """The variable of make for a key that nearly everybody sets."""
-    fields = {problem.field for problem in error.problems}
-    return " With make: MODEL=/path/to/checkpoint." if "base.model" in fields else ""
 
 
 def _way_on() -> str:
@@ -112,20 +67,53 @@ def _way_on() -> str:
     return f" To go on: {shlex.join(['toolkit', *arguments, '--resume'])} (make: RESUME=1)"
 
 
+def _complete_recipe(incomplete: str) -> list[str]:
+    from toolkit.spec.load import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+def _complete_run(incomplete: str) -> list[str]:
+    return sorted(path.parent.name for path in Path("runs").glob(f"{incomplete}*/recipe.yaml"))
+
+
+RecipeName = Annotated[
+    str, typer.Argument(help="Name of a shipped recipe, or path of a YAML file.", autocompletion=_complete_recipe)
+]
+RunName = Annotated[str, typer.Argument(help="Name of a run, or its folder.", autocompletion=_complete_run)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help='Any key of the recipe, e.g. "ppo.kl_coef=0.1".', metavar="[KEY=VALUE]...")
+]
+Run = Annotated[str | None, typer.Option(help="Name of the run; the recipe's name if not given.")]
+RunsDir = Annotated[Path, typer.Option(help="Folder of all runs.")]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(help="Of an answer; the recipe's response_length if not given.", min=1)
+]
+Seed = Annotated[int, typer.Option(help="Of sampling.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's answers beside the policy's.")]
+_FROM = "Take finished stages from another run, where their settings agree."
+
+
 # ---------------------------------------------------------------------- stages
 
 
 def _stage(stage: str, text: str, example: str) -> None:
+    @app.command(stage, help=text, epilog=f"Example: {example}")
     def command(
-        recipe: RecipeArgument = "doubling",
+        recipe: RecipeName = "doubling",
         overrides: Overrides = None,
         run: Run = None,
         runs_dir: RunsDir = Path("runs"),
-        overwrite: Overwrite = False,
-        resume: Resume = False,
-        from_run: FromRun = None,
+        overwrite: Annotated[
+            bool, typer.Option("--overwrite", help="Repeat a finished stage; delete stages of other settings.")
+        ] = False,
+        resume: Annotated[
+            bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")
+        ] = False,
+        from_run: Annotated[str | None, typer.Option(help=_FROM, autocompletion=_complete_run)] = None,
         debug: Debug = False,
-        name: Name = None,
+        name: Annotated[str | None, typer.Option(hidden=True)] = None,
     ) -> None:
         # With a name it is part of another command, which says how to go on.
         with _errors(debug, resumable=name is None):
@@ -137,8 +125,6 @@ def _stage(stage: str, text: str, example: str) -> None:
             loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
             named = replace(loaded, name=name or loaded.name)
             stages.run(named, stage, overwrite=overwrite, resume=resume, from_run=from_run)
-
-    app.command(stage, help=text, epilog=f"Example: {example}")(command)
 
 
 _stage(
@@ -184,96 +170,86 @@ def list_recipes() -> None:
 
 
 @app.command(
-    "check",
     help="Check a recipe with its files, columns and adapters in seconds, without loading weights.",
     epilog="Example: toolkit check llama3_8b_lora base.model=/models/Llama-3.1-8B-Instruct",
 )
-def check_recipe(
-    recipe: RecipeArgument = "doubling",
+def check(
+    recipe: RecipeName = "doubling",
     overrides: Overrides = None,
     run: Run = None,
     runs_dir: RunsDir = Path("runs"),
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
-        from toolkit.recipes import check, load
+        from toolkit import recipes
 
-        report = check(load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir))
+        report = recipes.check(recipes.load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir))
         print(report.text(IN_SHELL))
         report.raise_problems()
 
 
 @app.command(
-    "show",
     help="Print a recipe as it is resolved, with what differs from the libraries' own defaults.",
     epilog="Example: toolkit show llama3_8b_lora ppo.kl_coef=0.1",
 )
-def show_recipe(recipe: RecipeArgument = "doubling", overrides: Overrides = None, debug: Debug = False) -> None:
+def show(recipe: RecipeName = "doubling", overrides: Overrides = None, debug: Debug = False) -> None:
     with _errors(debug):
-        from toolkit.recipes import load, show
+        from toolkit import recipes
 
-        print(show(load(recipe, *(overrides or ()))), end="")
+        print(recipes.show(recipes.load(recipe, *(overrides or ()))), end="")
 
 
 # ---------------------------------------------------------------------- trained policies
 
 
 @app.command(
-    "generate",
     help="Answer prompts with a trained policy: those given, those of a file, or the first held-out ones.",
     epilog='Example: toolkit generate doubling "S小写:5487x2=" --compare',
 )
-def generate_command(
-    run: RunArgument,
+def generate(
+    run: RunName,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts as text.", metavar="[PROMPT]...")] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="Prompts in any format of the data section.")] = None,
-    number: Annotated[int, typer.Option("--number", help="Held-out prompts, where none are given.", min=1)] = 5,
+    file: Annotated[Path | None, typer.Option(help="Prompts in any format of the data section.")] = None,
+    number: Annotated[int, typer.Option(help="Held-out prompts, where none are given.", min=1)] = 5,
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", help="Of sampling; 0 decodes greedily, and is the default.", min=0.0),
+        float | None, typer.Option(help="Of sampling; 0 decodes greedily, and is the default.", min=0.0)
     ] = None,
     seed: Seed = 0,
     num_samples: Annotated[
-        int, typer.Option("--num-samples", help="Sample so many answers and keep the best by the run's reward.", min=1)
+        int, typer.Option(help="Sample so many answers and keep the best by the run's reward.", min=1)
     ] = 1,
-    output: Annotated[Path | None, typer.Option("--output", help="Write all answers as JSON Lines.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write all answers as JSON Lines.")] = None,
     runs_dir: RunsDir = Path("runs"),
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
-        from toolkit.errors import RecipeError
-        from toolkit.inference.generate import generate, generate_best
+        from toolkit.inference import generate
         from toolkit.inference.saved_run import open_run
 
+        asked: dict[str, Any] = {"texts": prompts or (), "file": file, "number": number, "seed": seed, "output": output}
         if num_samples == 1:
             recipe = open_run(run, runs_dir=runs_dir, by_q=True)
-            generate(
-                recipe, texts=prompts or (), file=file, number=number, compare=compare, max_new_tokens=max_new_tokens,
-                temperature=temperature or 0.0, seed=seed, output=output,
-            )  # fmt: skip
+            asked |= {"compare": compare, "max_new_tokens": max_new_tokens, "temperature": temperature or 0.0}
+            generate.generate(recipe, **asked)
             return
         if temperature == 0 or compare:
             raise RecipeError("--num-samples samples from the policy alone: leave out --compare, and --temperature=0.")
         changes = {"temperature": temperature, "response_length": max_new_tokens}
         overrides = [f"ppo.{key}={value}" for key, value in changes.items() if value is not None]
-        recipe = open_run(run, *overrides, runs_dir=runs_dir)
-        generate_best(
-            recipe, num_samples=num_samples, texts=prompts or (), file=file, number=number, seed=seed, output=output
-        )
+        generate.generate_best(open_run(run, *overrides, runs_dir=runs_dir), num_samples=num_samples, **asked)
 
 
 @app.command(
-    "chat",
     help="Talk to a trained policy; its words appear as they come.",
     epilog="Example: toolkit chat smollm2_135m_lora --compare --temperature 0.7",
 )
 def chat(
-    run: RunArgument,
+    run: RunName,
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = 1.0,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0 decodes greedily.", min=0.0)] = 1.0,
     seed: Seed = 0,
     runs_dir: RunsDir = Path("runs"),
     debug: Debug = False,
@@ -295,23 +271,20 @@ def chat(
     help="Measure a trained policy, or the answers by Q, on its held-out prompts: score, KL, lengths, own metrics.",
     epilog="Example: toolkit eval doubling data.test_size=5000",
 )
-def evaluate_command(
-    run: RunArgument, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), debug: Debug = False
-) -> None:
+def evaluate(run: RunName, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), debug: Debug = False) -> None:
     with _errors(debug):
-        from toolkit.inference.evaluate import evaluate
+        from toolkit.inference import evaluate
         from toolkit.inference.saved_run import open_run
 
-        evaluate(open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True))
+        evaluate.evaluate(open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True))
 
 
 @app.command(
-    "export",
     help="Write the policy for use elsewhere: its adapter, or with --merge a whole checkpoint in 16 bits.",
     epilog="Example: toolkit export my-run /models/my-policy --merge",
 )
 def export(
-    run: RunArgument,
+    run: RunName,
     output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base, unquantised.")] = False,
     runs_dir: RunsDir = Path("runs"),

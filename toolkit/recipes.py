@@ -30,14 +30,11 @@ class Recipe(spec.Recipe):
     """A resolved recipe, bound to a run folder, that makes trainers. Made by `load`; for the arguments see there."""
 
     def sft_trainer(self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None) -> Trainer:
-        """A TRL `SFTTrainer`; prerequisites are run first. For the arguments see `ppo_trainer`."""
+        """A TRL `SFTTrainer`. For the arguments see `ppo_trainer`."""
         return stages.prepared(self, "sft", resume=resume, overwrite=overwrite, from_run=from_run)
 
     def reward_trainer(self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None) -> Trainer:
-        """A TRL `RewardTrainer`, or transformers' `Trainer` for classes; prerequisites are run first.
-
-        For the arguments see `ppo_trainer`.
-        """
+        """A TRL `RewardTrainer`, or transformers' `Trainer` for classes. For the arguments see `ppo_trainer`."""
         return stages.prepared(self, "reward", resume=resume, overwrite=overwrite, from_run=from_run)
 
     def ppo_trainer(
@@ -65,10 +62,7 @@ class Recipe(spec.Recipe):
         return stages.prepared(made_for, "ppo", resume=resume, overwrite=overwrite, from_run=from_run, reward=reward)
 
     def q_trainer(self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None) -> Trainer:
-        """A `QTrainer`, which is transformers' `Trainer`; prerequisites are run first.
-
-        For the arguments see `ppo_trainer`.
-        """
+        """A `QTrainer`, which is transformers' `Trainer`. For the arguments see `ppo_trainer`."""
         return stages.prepared(self, "q", resume=resume, overwrite=overwrite, from_run=from_run)
 
     def _scored_by(self, reward: Reward) -> "Recipe":
@@ -90,8 +84,7 @@ def load(
     Args:
         name: of a shipped recipe, or the path of a YAML file.
         overrides: "section.key=value", the value read as YAML; "section=null" and "adapters.role=null" take a section
-            or an adapter away. One that names a file or folder in place of a hub id
-            takes the recipe's `subset` and `name` of that hub id away.
+            or an adapter away. A file or folder in place of a hub id takes the `subset` and `name` of that id away.
         run: names the run; the recipe's name if None, and that of the run for the recipe that a run keeps.
         runs_dir: folder of all runs.
 

@@ -102,8 +102,8 @@ def type_name(hint: Any) -> str:
 
 
 def problems_of(owner: type, values: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with values for settings of a class, each by itself: its type, words and numbers."""
-    hints = get_type_hints(owner)
+    """What is wrong with values that are given for settings of a class: type, words, numbers, and what they need."""
+    hints, ours = get_type_hints(owner), declared(owner)
     # What TRL and transformers list where the type is any text.
     listed = {f.name: f.metadata.get("choices") for f in fields(owner)} if is_dataclass(owner) else {}
     problems = []
@@ -116,6 +116,11 @@ def problems_of(owner: type, values: Mapping[str, Any]) -> list[Problem]:
         elif allowed and isinstance(value, (int, float)) and not allowed.holds(value):
             or_null = " or null" if fits(None, hint) else ""
             problems.append(Problem(f"must be {allowed.words}{or_null}, got {value!r}.", name))
+        else:
+            needs = ours[name].metadata["only_with"] if name in ours else {}
+            lacking = {key: want for key, want in needs.items() if values.get(key, ours[key].default) != want}
+            as_yaml = (f"{key}: {str(want).lower()}" for key, want in lacking.items())
+            problems += [Problem(f"would have no effect without {text}.", name) for text in as_yaml]
     return problems
 
 
@@ -124,8 +129,9 @@ def check(config: Any, conflicts: Callable[[], Iterable[Problem]] = tuple) -> No
 
     Raises a ConfigError with all problems. `conflicts`, between values, are asked for where each can be by itself.
     """
-    ours = declared(type(config))
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name in ours or f.name in _INHERITED}
-    problems = problems_of(type(config), values) or list(conflicts())
+    known = declared(type(config)).keys() | _INHERITED.keys()
+    set_here = (f for f in fields(config) if f.name in known and getattr(config, f.name) != f.default)
+    given = {f.name: getattr(config, f.name) for f in set_here}
+    problems = problems_of(type(config), given) or list(conflicts())
     if problems:
         raise ConfigError(type(config).__name__, problems=problems)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.data.test_prompts import ids, write
+from tests.data.test_prompts import TEMPLATE, ids, user, write
 from toolkit.data import RatedCollator, RatedResponses, check_rated
 from toolkit.errors import DataError
 
@@ -83,6 +83,18 @@ def test_rewards_a_token_need_the_tokens(tmp_path, tokenizer):
 def test_columns_that_are_missing(tmp_path, tokenizer, row, message):
     with pytest.raises(DataError, match=message):
         rated(tmp_path, tokenizer, [row]).rated("train")
+
+
+def test_a_prompt_that_is_typed(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    talk = [user("1"), {"role": "assistant", "content": "2"}, user("3")]
+    task = RatedResponses(tokenizer, "x.jsonl")
+    assert task.chats and task.prompt_ids(talk) == ids("_:1=小:2=_:3=x:")
+    plain = RatedResponses(tokenizer, "x.jsonl", chat=False)
+    assert not plain.chats and plain.prompt_ids(talk) == ids("3")
+    # Rows of token ids need no template, and what is typed is then text.
+    tokenizer.chat_template = None
+    assert not task.chats and task.prompt_ids(talk) == ids("3")
 
 
 def test_limits(tmp_path, tokenizer):

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from tests.tolerances import EXACT, FP32
 from toolkit.functional import (
     generalized_advantage_estimation,
-    penalize_missing_eos,
-    penalize_short,
     pool_values,
     shape_rewards,
 )
@@ -114,16 +112,6 @@ def test_the_score_stands_at_the_last_token_whatever_follows():
 def test_an_empty_response_is_an_error():
     with pytest.raises(ValueError, match=r"responses \[1\] are empty"):
         shape_rewards(torch.zeros(2), torch.zeros(2, 1), torch.tensor([[True], [False]]), kl_coef=0.1)
-
-
-def test_missing_eos_penalty():
-    scores = penalize_missing_eos(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), penalty=0.5)
-    assert scores.tolist() == [2.0, 1.5]
-
-
-def test_short_responses_penalty():
-    scores = penalize_short(torch.tensor([2.0, 2.0]), torch.tensor([2, 3]), minimum=3, penalty=0.5)
-    assert scores.tolist() == [1.5, 2.0]
 
 
 VALUES = torch.tensor([[1.0, 2.0, 6.0], [4.0, 0.0, 9.0]])

@@ -8,7 +8,6 @@ import torch
 from tests.tolerances import EXACT
 from toolkit.functional import (
     Moments,
-    average_ranks,
     best_of_kl_bound,
     calibration_bins,
     expected_best,
@@ -23,6 +22,7 @@ from toolkit.functional import (
     whiten,
     wilson_interval,
 )
+from toolkit.functional.statistics import average_ranks
 
 VALUES = torch.tensor([[1.0, 2.0, 100.0], [3.0, 6.0, -50.0]])
 MASK = torch.tensor([[True, True, False], [True, True, False]])

@@ -24,11 +24,13 @@ def test_a_run_is_opened_by_name_or_folder(trained):
         open_run("chat", runs_dir=folder / "nowhere")
 
 
-def test_an_unfinished_run_is_named_with_the_command_that_finishes_it(tmp_path, checkpoint):
+def test_an_unfinished_run_is_named_with_what_finishes_it(tmp_path, checkpoint):
     recipe = chat_recipe(tmp_path, checkpoint)
     stages.claim(recipe, "ppo", overwrite=False)
-    with pytest.raises(RecipeError, match="its ppo stage has not finished. Finish it with toolkit ppo .*--run chat"):
+    with pytest.raises(RecipeError, match="its ppo stage has not finished. Run that stage of .*chat.recipe.yaml again"):
         open_run("chat", runs_dir=tmp_path / "runs")
+    said = command_here("chat", "chat", cwd=tmp_path).stderr
+    assert "Run that stage of runs/chat/recipe.yaml again with RESUME=1 (--resume)." in said
 
 
 def plain_generation(model, tokenizer, ids, length):
@@ -93,7 +95,7 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     assert error < 0.05 * (adapted - untouched).abs().max()
     assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
     again = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
-    assert again.returncode == 1 and "is not empty. Name a new one: toolkit export RUN FOLDER" in again.stderr
+    assert again.returncode == 1 and "is not empty. Name a new folder." in again.stderr
 
 
 def test_nothing_is_merged_into_four_bits(trained):

@@ -19,7 +19,7 @@ from toolkit.models import (
     load_model,
     response_logprobs,
 )
-from toolkit.models.load import model_config, random_config
+from toolkit.models.load import model_config
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -147,11 +147,12 @@ def test_an_outline_has_the_names_and_shapes_of_the_model(kind, tmp_path, tokeni
 )
 def test_a_mistyped_setting_of_a_random_model_is_found(config, message):
     with pytest.raises(ModelError, match=re.escape(message)):
-        random_config(config, doubling.tokenizer())
+        model_config(ModelSpec(config=config), tokenizer=doubling.tokenizer())
 
 
 def test_other_names_of_a_setting_are_known():
-    assert random_config({"model_type": "gpt2", "hidden_size": 8, "num_labels": 3}, doubling.tokenizer()).n_embd == 8
+    spec = ModelSpec(config={"model_type": "gpt2", "hidden_size": 8, "num_labels": 3})
+    assert model_config(spec, tokenizer=doubling.tokenizer()).n_embd == 8
 
 
 # ---------------------------------------------------------------------- classifiers

@@ -192,11 +192,11 @@ def test_heads_stay_in_float32():
 
 def test_checkpointing_on_and_off():
     base = shared_base()
-    assert not base.is_gradient_checkpointing
+    assert not base.causal_lm.is_gradient_checkpointing
     base.gradient_checkpointing_enable()
-    assert base.is_gradient_checkpointing
+    assert base.causal_lm.is_gradient_checkpointing
     base.gradient_checkpointing_disable()
-    assert not base.is_gradient_checkpointing
+    assert not base.causal_lm.is_gradient_checkpointing
 
 
 def test_errors():

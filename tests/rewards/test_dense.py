@@ -105,15 +105,17 @@ def test_best_of_n_and_evaluation_go_by_the_sum(tmp_path):
     ("dense", "said"),
     [
         (DenseScores(tokens=[[1.0]] * 3), "returned 3 tokens for 4 responses"),
-        (DenseScores(scores=[1.0]), "returned 1 scores for 4 responses"),
-        (DenseScores(scores=torch.zeros(4, 1)), r"scores of shape \(4, 1\), not one a response"),
+        (DenseScores(spans=[[]] * 5), "returned 5 spans for 4 responses"),
+        (DenseScores(spans=[]), "returned 0 spans for 4 responses"),
+        (DenseScores(scores=[1.0]), r"returned shape \(1,\) for 4 responses; \(4,\) is needed"),
+        (DenseScores(scores=torch.zeros(4, 1)), r"returned shape \(4, 1\) for 4 responses"),
         (DenseScores(tokens=[[1.0]] * 4), r"token scores of shape \(1,\) to the response .* which has 3 tokens"),
         (DenseScores(spans=[[(0, 99, 1.0)], [], [], []]), "the characters 0 to 99 of the response"),
         (DenseScores(spans=[[(1, 1, 1.0)], [], [], []]), "the characters 1 to 1 of the response"),
         (DenseScores(spans=[[(0, 1)], [], [], []]), "not made of numbers"),
         (DenseScores(tokens=[["a", "b", "c"], [], [], []]), "not made of numbers"),
-        (DenseScores(tokens=[[0.0, float("nan"), 0.0], [], [], []]), "a number that is not finite to the response"),
-        (DenseScores(spans=[[(0, 1, float("inf"))], [], [], []]), "a number that is not finite to the response"),
+        (DenseScores(tokens=[[0.0, float("nan"), 0.0], [], [], []]), "gave nan to the response .*; scores are finite"),
+        (DenseScores(spans=[[(0, 1, float("inf"))], [], [], []]), "gave inf to the response .*; scores are finite"),
     ],
 )
 def test_what_is_no_score(dense, said):

@@ -56,8 +56,10 @@ def test_check_scores():
         check_scores([1, 2, 3], batch)
     with pytest.raises(RewardError, match="the reward gave nan to the response '"):
         check_scores([1, 2, float("nan"), 4], batch)
-    with pytest.raises(RewardError, match="not one number a response"):
+    with pytest.raises(RewardError, match="returned what is not made of numbers"):
         check_scores(["a", "b", "c", "d"], batch)
+    with pytest.raises(RewardError, match="returned None, not one number a response"):
+        check_scores(None, batch)
 
 
 def test_a_python_function_by_name(tmp_path, monkeypatch):

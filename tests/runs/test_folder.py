@@ -278,7 +278,7 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     config = {"base_model_name_or_path": first.base_path}
     (first.stage_folder("sft") / "policy" / "adapter_config.json").write_text(json.dumps(config))
     second = chat_recipe(tmp_path, checkpoint, "reward.max_steps=9", name="second", sft=FEW)
-    assert take_over(second, "chat", {"sft": [], "reward": []}) == [
+    assert take_over(second, "chat", ["sft", "reward"]) == [
         f"sft is taken from {first.stage_folder('sft')}.",
         f"reward is run anew: reward.max_steps is 2 there and 9 here ({first.folder} and {second.folder}).",
     ]
@@ -287,13 +287,10 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     assert sorted(path.name for path in second.stage_folder("sft").iterdir()) == ["policy", "result.json"]
     assert not second.stage_folder("reward").exists() and finished(second, "sft") == taken
     assert there(first) == {"sft", "reward"}
-    assert take_over(second, "chat", {"sft": []}) == []  # it has it by now
+    assert take_over(second, "chat", ["sft"]) == []  # it has it by now
     third = chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="third", sft=FEW)
     (first.stage_folder("reward") / "result.json").unlink()
-    assert (
-        take_over(third, "chat", {"sft": [], "reward": []})[1]
-        == f"reward is run anew: {first.folder} has not finished it."
-    )
+    assert take_over(third, "chat", ["sft", "reward"])[1] == f"reward is run anew: {first.folder} has not finished it."
 
 
 def test_what_stands_on_a_stage_that_is_not_taken_is_not_taken(tmp_path):
@@ -303,7 +300,7 @@ def test_what_stands_on_a_stage_that_is_not_taken_is_not_taken(tmp_path):
     (first.stage_folder("sft") / "result.json").unlink()
     second = recipes.load("doubling", run="second", runs_dir=tmp_path)
     with pytest.raises(RecipeError, match="reward is run anew: sft, on which it stands, is not finished here"):
-        take_over(second, "doubling", {"sft": [], "reward": ["sft"]})
+        take_over(second, "doubling", ["sft", "reward"])
     assert there(second) == set()
 
 
@@ -314,7 +311,7 @@ def test_a_copied_adapter_names_the_copy_of_its_base(tmp_path):
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": first.base_path, "r": 4}))
     second = recipes.load("doubling", "ppo.kl_coef=0.3", run="second", runs_dir=tmp_path)
-    take_over(second, "doubling", {"sft": [], "reward": []})
+    take_over(second, "doubling", ["sft", "reward"])
     copied = json.loads((second.stage_folder("reward") / "reward" / "adapter_config.json").read_text())
     assert copied == {"base_model_name_or_path": str(tmp_path / "second" / "sft" / "model"), "r": 4}
 
@@ -323,10 +320,10 @@ def test_what_cannot_be_taken_is_said(tmp_path, checkpoint):
     first = chat_recipe(tmp_path, checkpoint)
     second = chat_recipe(tmp_path, checkpoint, "reward.max_steps=9", name="second")
     for source, stage_names, message in (
-        ("nowhere", {"reward": []}, f'the run "nowhere" to begin with is not in {tmp_path}'),
-        ("second", {"reward": []}, 'the run "second" to begin with is this run itself'),
-        ("chat", {}, 'no stage comes before this one. Leave from_run="name" out'),
-        ("chat", {"reward": []}, "nothing can be taken .*: reward is run anew: reward.max_steps is 2 there and 9 here"),
+        ("nowhere", ["reward"], f'the run "nowhere" to begin with is not in {tmp_path}'),
+        ("second", ["reward"], 'the run "second" to begin with is this run itself'),
+        ("chat", [], 'no stage comes before this one. Leave from_run="name" out'),
+        ("chat", ["reward"], "nothing can be taken .*: reward is run anew: reward.max_steps is 2 there and 9 here"),
     ):
         finish(first, "reward") if source == "chat" and stage_names else None
         claim(first, "ppo") if not first.folder.exists() else None
@@ -341,10 +338,10 @@ def test_a_stage_that_this_run_has_begun_is_not_replaced(tmp_path, checkpoint):
     claim(second, "reward")
     (second.stage_folder("reward") / "checkpoint-1").mkdir()
     with pytest.raises(RecipeError, match="reward stage that was not finished, saved up to step 1"):
-        take_over(second, "chat", {"reward": []})
-    assert take_over(second, "chat", {"reward": []}, resume=True) == ["reward goes on here."]
+        take_over(second, "chat", ["reward"])
+    assert take_over(second, "chat", ["reward"], resume=True) == ["reward goes on here."]
     assert (second.stage_folder("reward") / "checkpoint-1").is_dir()
-    take_over(second, "chat", {"reward": []}, overwrite=True)
+    take_over(second, "chat", ["reward"], overwrite=True)
     assert there(second) == {"reward"} and not (second.stage_folder("reward") / "checkpoint-1").exists()
 
 
@@ -359,5 +356,5 @@ def test_a_copy_that_fails_leaves_nothing_that_looks_finished(tmp_path, checkpoi
 
     monkeypatch.setattr(module.shutil, "copytree", full)
     with pytest.raises(ToolkitError, match=r"cannot be copied there \(No space left on device\). Make room"):
-        take_over(second, "chat", {"reward": []})
+        take_over(second, "chat", ["reward"])
     assert finished(second, "reward") is None

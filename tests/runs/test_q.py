@@ -186,7 +186,7 @@ def test_on_an_nf4_base_with_sampled_answers(tmp_path, checkpoint):
     recipe = made(tmp_path, checkpoint)
     assert recipe.plan.needs("q") == ["collect"]
     assert stages.run(recipe, "collect")["after"]["responses"] == 6
-    with pytest.raises(RecipeError, match="has no Q-values: its q stage has not finished. Finish it with toolkit q "):
+    with pytest.raises(RecipeError, match="has no Q-values: its q stage has not finished. Run that stage of "):
         open_run(recipe.run, runs_dir=recipe.runs_dir, by_q=True)
     trainer = recipe.q_trainer()
     assert set(trainer.roles.roles) == {"q", "q_target", "reference"}

@@ -67,7 +67,7 @@ def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, monkeypatch, 
         stages.run(recipe, "ppo")
     with pytest.raises(RecipeError, match="are two ways on. Give overwrite=True or resume=True"):
         stages.run(recipe, "ppo", overwrite=True, resume=True)
-    with pytest.raises(RecipeError, match=r"has not finished. Finish it with toolkit ppo .*--resume"):
+    with pytest.raises(RecipeError, match=r"has not finished. Run that stage of .*recipe.yaml again with resume=True"):
         open_run(recipe.run, runs_dir=recipe.runs_dir)
     assert len(checkpoint_folders(folder)) == 2  # a refusal deletes nothing
     result = stages.run(recipe, "ppo", resume=True)

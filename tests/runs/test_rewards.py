@@ -36,11 +36,18 @@ RULE = {"kind": "function", "function": "statistics:fmean"}
             "scorer.kind — 'adapter' or 'function' or 'model' or 'remote' or 'sum' is needed, got 'modl'",
         ),
         ({"kind": "model"}, "scorer.model — belongs to scorer.kind: model, and is needed there (a folder or hub id)."),
-        ({"kind": "remote"}, "scorer.url — belongs to kind: remote, and is needed there (http:// or https://)."),
         (
-            {"kind": "sum", "parts": {}},
-            "scorer.parts — belongs to kind: sum, and is needed there (one or more).",
+            {"kind": "remote"},
+            "scorer.url — is needed by kind: remote (where batches are sent by POST: http:// or https://).",
         ),
+        (
+            {"kind": "function"},
+            'scorer.function — is needed by kind: function ("module:function" or "file.py:function").',
+        ),
+        ({"kind": "function", "function": "x"}, 'scorer.function — "x" is not of the form module:function'),
+        ({"kind": "sum"}, "scorer.parts — is needed by kind: sum (by a name of yours, each a scorer"),
+        ({"kind": "sum", "parts": {}}, "scorer.parts — a sum needs at least one part."),
+        ({**REMOTE, "url": ""}, "scorer.url — http:// or https:// with a host is needed, got ''."),
         (
             {**RULE, "url": "http://a/", "class_column": "c"},
             "scorer.class_column — belongs to scorer.kind: adapter and model, and would have no effect with kind",
@@ -86,7 +93,7 @@ RULE = {"kind": "function", "function": "statistics:fmean"}
             {"kind": "sum", "parts": {"a": {**RULE, "weight": float("inf")}}},
             "scorer.parts.a.weight — must be a finite number, got inf",
         ),
-        ({"kind": "sum", "parts": {"a": {"kind": "remote"}}}, "scorer.parts.a.url — belongs to kind: remote"),
+        ({"kind": "sum", "parts": {"a": {"kind": "remote"}}}, "scorer.parts.a.url — is needed by kind: remote"),
         (
             {"kind": "sum", "parts": {"a": {"kind": "sum", "parts": {"b": RULE}}}},
             "scorer.parts.a — is a sum within a sum.",

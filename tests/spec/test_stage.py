@@ -45,6 +45,9 @@ def test_what_a_run_sets_is_no_part_of_a_recipe(stage):
 
 def test_a_stages_own_class_says_what_it_refuses():
     (problem,) = check_stage("ppo", {"use_score_norm": True})
-    assert (problem.field, problem.wrong) == ("ppo.use_score_norm", "would have no effect without use_score_scaling.")
+    assert (problem.field, problem.wrong) == (
+        "ppo.use_score_norm",
+        "would have no effect without use_score_scaling: true.",
+    )
     (problem,) = check_stage("reward", {"bf16": True, "fp16": True})
     assert problem.field == "reward" and problem.wrong.startswith("At most one of fp16 and bf16")

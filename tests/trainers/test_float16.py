@@ -21,8 +21,7 @@ from toolkit.models.load import default_device
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.q_learning import QTrainer
-from toolkit.trainers.reward import reward_trainer
-from toolkit.trainers.reward_config import RewardConfig
+from toolkit.trainers.reward import RewardConfig, reward_trainer
 from toolkit.trainers.sft import sft_trainer
 
 HUGE = 2.0**120  # no float16 gradient survives this

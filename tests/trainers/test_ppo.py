@@ -138,7 +138,7 @@ def test_sampling_follows_the_log_probabilities_that_the_update_uses(tmp_path):
     sampled = ours.generate(PromptCollator(0)([row] * 4000))
     counts = torch.bincount(torch.tensor([r[0] for r in sampled.response_ids]), minlength=42) / 4000
     everything = rollout([[t] for t in range(42)], [row["input_ids"]] * 42)
-    logprobs = ours.read_roles(everything, values=False).logprobs
+    logprobs = ours.rollouts.read(everything, values=False).logprobs
     assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
     assert (counts - logprobs.squeeze(1).exp()).abs().max() < 0.03
 

@@ -20,7 +20,6 @@ PROMPTS = [[1, 20, 21], [1, 30, 31, 32, 33]]
 SETTINGS = {
     "per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "response_length": 4, "report_to": "none",
     "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "lowest_return": -2.0,
-    "highest_return": 2.0,
 }  # fmt: skip
 
 
@@ -79,7 +78,8 @@ def make(folder: Path, base=None, data=None, **changes):
     base = base or q_roles()
     prompts = Dataset.from_dict({"input_ids": PROMPTS, "name": ["one", "two"]})
     data = Dataset.from_list(rows()) if data is None else data
-    args = QConfig(output_dir=str(folder), **{**SETTINGS, **changes})
+    bounds = {"highest_return": 2.0} if changes.get("bound") == "sigmoid" else {}
+    args = QConfig(output_dir=str(folder), **{**SETTINGS, **bounds, **changes})
     metrics = {"metrics": lambda rollout: {"named": float(rollout.columns["name"] == ["one", "two"])}}
     return QTrainer(args, doubling.tokenizer(), base, data, prompts, reward=score, callbacks=[], **metrics)
 

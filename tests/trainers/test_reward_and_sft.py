@@ -15,8 +15,7 @@ from tests.tolerances import EXACT
 from toolkit.data import doubling
 from toolkit.errors import DataError
 from toolkit.models import SharedBase, load_base, load_role, sequence_logits
-from toolkit.trainers.reward import evaluate_reward, reward_trainer
-from toolkit.trainers.reward_config import RewardConfig
+from toolkit.trainers.reward import RewardConfig, class_figures, judge_pairs, pair_figures, reward_trainer
 from toolkit.trainers.sft import sft_trainer
 
 COMMON = {
@@ -52,7 +51,7 @@ def test_scalar_reward_learns_pairs_and_saves_a_role(checkpointing, tmp_path):
     head = base.heads["reward"].weight.detach().clone()
     trainer.train()
     assert not torch.equal(head, base.heads["reward"].weight)
-    after = evaluate_reward(base, pairs(16), pad_token_id=0, batch_size=8)
+    after = pair_figures(judge_pairs(base, pairs(16), tokenizer, batch_size=8))
     assert after["accuracy"] == 1.0 and after["rows"] == 16 and after["margin"] > 1
     assert after["accuracy_ci"][0] == pytest.approx(0.806, abs=1e-3)  # Wilson, 16 of 16
     trainer.save_model(str(tmp_path / "out"))
@@ -139,7 +138,7 @@ def test_the_token_level_loss_learns_pairs(tmp_path):
         **COMMON,
     )  # fmt: skip
     reward_trainer(args, tokenizer, base, pairs(), callbacks=[]).train()
-    after = evaluate_reward(base, pairs(16), pad_token_id=0, batch_size=8)
+    after = pair_figures(judge_pairs(base, pairs(16), tokenizer, batch_size=8))
     assert after["accuracy"] == 1.0 and after["margin"] > 1
     with pytest.raises(ValueError, match="loss — 'bradley_terry' or 'token_level' is needed, got 'hinge'"):
         RewardConfig(output_dir=str(tmp_path), loss="hinge", **COMMON)
@@ -177,11 +176,11 @@ def test_classes_are_trained_by_transformers_trainer(tmp_path):
     task, base = doubling.Doubling(), reward_base(labels=3)
     args = RewardConfig(output_dir=str(tmp_path), max_steps=80, gradient_checkpointing=False, **COMMON)
     labelled = task.labelled("validation")
-    before = evaluate_reward(base, labelled, pad_token_id=0, batch_size=64)
+    before = class_figures(base, labelled, pad_token_id=0, batch_size=64)
     trainer = reward_trainer(args, task.tokenizer, base, task.labelled("test"), labelled, callbacks=[])
     assert not isinstance(trainer, TRLRewardTrainer)
     trainer.train()
-    after = evaluate_reward(base, labelled, pad_token_id=0, batch_size=64)
+    after = class_figures(base, labelled, pad_token_id=0, batch_size=64)
     assert before["accuracy"] < 0.6 and after["accuracy"] > 0.95 and after["loss"] < before["loss"]
 
 

@@ -11,11 +11,10 @@ from tests.conftest import lora
 from tests.tolerances import FP32
 from tests.trainers.helpers import own_classifier, rollout
 from toolkit.data import doubling
-from toolkit.errors import DataError, ModelError
+from toolkit.errors import AdapterError, DataError, ModelError
 from toolkit.models import ModelSpec, add_lora, load_classifier_weights, load_model
 from toolkit.rewards import RewardModel, read_sequences, score_with
-from toolkit.trainers.reward import evaluate_reward, reward_trainer
-from toolkit.trainers.reward_config import RewardConfig
+from toolkit.trainers.reward import RewardConfig, class_figures, judge_pairs, pair_figures, reward_trainer
 
 COMMON = {
     "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-2,
@@ -165,9 +164,9 @@ def test_classes_and_their_accuracy(tmp_path):
     )  # fmt: skip
     assert not isinstance(made, TRLRewardTrainer)
     figures = {"pad_token_id": 0, "batch_size": 64}
-    before = evaluate_reward(made.scorer, labelled, **figures)
+    before = class_figures(made.scorer, labelled, **figures)
     made.train()
-    after = evaluate_reward(made.scorer, labelled, **figures)
+    after = class_figures(made.scorer, labelled, **figures)
     assert before["accuracy"] < 0.6 and after["accuracy"] > 0.95 and after["loss"] < before["loss"]
     assert made.model.training  # left as it was
     rows = labelled["input_ids"][:5]
@@ -194,7 +193,7 @@ def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpoint
     assert all(torch.equal(named[name], weight) for name, weight in frozen.items())
     trained = {name for name, p in named.items() if p.requires_grad}
     assert {name.split(".")[-2] for name in trained if "lora" not in name} == {"default"}
-    assert evaluate_reward(made.scorer, data(tokenizer), pad_token_id=0, batch_size=8)["accuracy"] == 1.0
+    assert pair_figures(judge_pairs(made.scorer, data(tokenizer), tokenizer, batch_size=8))["accuracy"] == 1.0
     made.save_model(str(tmp_path))
     assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
     rows = data(tokenizer, 1)["chosen_ids"]
@@ -206,7 +205,7 @@ def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpoint
     again = add_lora(classifier_at(tmp_path / "base", tokenizer), lora())
     load_classifier_weights(again, tmp_path / "model")
     torch.testing.assert_close(read_sequences(again, rows, pad_token_id=0, batch_size=3), expected, **FP32)
-    with pytest.raises(ModelError, match="does not fit this model"):
+    with pytest.raises(AdapterError, match="belongs to another base"):
         load_classifier_weights(add_lora(own_classifier("llama"), lora(r=2)), tmp_path / "model")
 
 

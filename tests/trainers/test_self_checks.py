@@ -9,6 +9,7 @@ from toolkit.data import doubling
 from toolkit.errors import SelfCheckError
 from toolkit.models import SharedBase
 from toolkit.trainers import ppo, self_checks
+from toolkit.trainers.rollouts import Rollouts
 
 
 def test_rollouts_from_the_bare_base_are_noticed(monkeypatch):
@@ -88,13 +89,13 @@ def test_gradients_that_are_zero_or_not_finite_are_noticed():
 
 def test_a_ratio_other_than_one_is_noticed(tmp_path, monkeypatch):
     ours = trainer(tmp_path)
-    read = ours.read_roles
+    read = Rollouts.read
 
     def of_another_policy(*args, **kwargs):
         found = read(*args, **kwargs)
         return found._replace(logprobs=found.ref_logprobs)
 
-    monkeypatch.setattr(ours, "read_roles", of_another_policy)
+    monkeypatch.setattr(Rollouts, "read", of_another_policy)
     with pytest.raises(SelfCheckError, match=r"before the first update log\(ratio\)"):
         ours.step({}, rollout([[5, 9, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
 

@@ -83,7 +83,7 @@ def test_every_pass_runs_in_the_precision_that_was_asked_for(asked, tmp_path):
     batch = next(iter(ours.dataloader))
     answers = ours.generate(batch)
     generated = len(seen)
-    ours.read_roles(answers)
+    ours.rollouts.read(answers)
     read = len(seen)
     ours._prepare_training()
     del seen[read:]  # the self-check's own
@@ -107,7 +107,7 @@ def test_no_row_is_computed_beyond_its_own_end(tmp_path):
     base.hidden_states = lambda ids, *arguments, **named: (
         widths.append(ids.shape[1]) or original(ids, *arguments, **named)
     )
-    ours.read_roles(rollout(RESPONSES))
+    ours.rollouts.read(rollout(RESPONSES))
     lengths = [len(p) + len(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     rounded = sorted(-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for length in lengths)
     assert len(widths) == 3 * 4 and max(widths) <= max(rounded)

@@ -15,9 +15,3 @@ from toolkit.checkpoints.folders import (
 )
 from toolkit.checkpoints.state import get_random_states, kept_random_states, read_state, set_random_states, write_state
 from toolkit.checkpoints.stop import StopRequest, stop_requests
-
-__all__ = [
-    "StopRequest", "checkpoint_folders", "get_random_states", "kept_random_states", "newest_whole", "problem_of",
-    "read_state", "rotate", "set_aside_later", "set_random_states", "step_of", "stop_requests", "whole_folder",
-    "write_state",
-]  # fmt: skip

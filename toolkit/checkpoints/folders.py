@@ -68,10 +68,7 @@ def _seal(folder: Path) -> None:
 def whole_folder(folder: str | Path) -> Iterator[Path]:
     """Write the checkpoint `…/checkpoint-N`: gives a folder to fill, which afterwards appears under its name, whole.
 
-    A folder of that name is replaced. Until the new one is whole the old one stays.
-
-    Raises:
-        CheckpointError: the disk is full, or does not let itself be written.
+    A folder of that name is replaced, and stays until then. Raises: CheckpointError: the disk cannot be written.
     """
     folder = Path(folder)
     aside = folder.with_name(folder.name + _ASIDE)
@@ -82,10 +79,8 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         _seal(aside)
         _give_name(aside)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder}: the checkpoint cannot be written ({error}). Earlier ones are untouched.",
-            remedy="Make room there, then resume.",
-        ) from error
+        wrong = f"{folder}: the checkpoint cannot be written ({error}). Earlier ones are untouched."
+        raise CheckpointError(wrong, remedy="Make room there, then resume.") from error
 
 
 def _give_name(aside: Path) -> None:
@@ -128,8 +123,7 @@ def newest_whole(output: str | Path, *, say: Callable[[str], None]) -> Path | No
         else:
             shutil.rmtree(aside, ignore_errors=True)
     for folder in reversed(checkpoint_folders(output)):
-        problem = problem_of(folder)
-        if problem is None:
+        if (problem := problem_of(folder)) is None:
             return folder
         say(f"{folder} is skipped: {problem}.")
     return None
@@ -152,7 +146,6 @@ def set_aside_later(output: str | Path, checkpoint: Path) -> None:
 
 def rotate(output: str | Path, limit: int | None, *, keep: Collection[Path]) -> None:
     """Delete the oldest checkpoints over a limit (None or 0 for none) but those to keep, as the new and the best."""
-    over = checkpoint_folders(output)[:-limit] if limit and limit > 0 else []
-    for folder in over:
+    for folder in checkpoint_folders(output)[:-limit] if limit and limit > 0 else ():
         if folder not in keep:
             shutil.rmtree(folder, ignore_errors=True)

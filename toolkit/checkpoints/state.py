@@ -34,10 +34,8 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_encode(item, f"{place}.{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
-    raise CheckpointError(
-        f"{place} is a {type(value).__name__}, which cannot be saved without pickle.",
-        remedy="Make state of numbers, text, lists, tuples, dicts and tensors.",
-    )
+    wrong = f"{place} is a {type(value).__name__}, which cannot be saved without pickle."
+    raise CheckpointError(wrong, remedy="Make state of numbers, text, lists, tuples, dicts and tensors.")
 
 
 def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -56,10 +54,7 @@ def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 def write_state(folder: str | Path, state: dict[str, Any]) -> None:
     """Write nested state into a folder; tensors keep their type, floats every bit.
 
-    It is of dicts (keys: text or whole numbers), lists, tuples, numbers, text, None and tensors.
-
-    Raises:
-        CheckpointError: the state holds something else.
+    It is of dicts (keys: text or whole numbers), lists, tuples, numbers, text, None and tensors, or a CheckpointError.
     """
     tensors: dict[str, Tensor] = {}
     encoded = _encode(state, "state", tensors)
@@ -68,11 +63,7 @@ def write_state(folder: str | Path, state: dict[str, Any]) -> None:
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """What `write_state` wrote, tensors on the CPU.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be read.
-    """
+    """What `write_state` wrote, tensors on the CPU. Raises: CheckpointError: there is none, or it is damaged."""
     folder = Path(folder)
     if not (folder / STATE_FILE).is_file():
         raise CheckpointError(f"{folder} holds weights alone and no {STATE_FILE}: training cannot go on from it.")

@@ -17,11 +17,7 @@ from torch.utils.data import DataLoader
 def pad_rows(
     rows: Sequence[Sequence[Any]], *, pad_token_id: int, side: str, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ragged rows padded to the longest, rounded up to a multiple.
-
-    Returns:
-        input_ids int64 (B, L) and attention_mask int64 (B, L), 1 at real tokens whatever their id.
-    """
+    """Ragged rows padded to the longest, rounded up to a multiple, and a mask, 1 at real entries: int64 (B, L) each."""
     longest = -(-max(len(row) for row in rows) // multiple) * multiple
 
     def padded(row: Sequence[Any], value: int) -> list[Any]:
@@ -34,10 +30,9 @@ def pad_rows(
 
 @dataclass(frozen=True)
 class PromptCollator:
-    """Left-pads prompts for generation and keeps every other column as a list.
+    """Left-pads prompts for generation: `input_ids` and `attention_mask` (B, P).
 
-    Returns a dictionary with `input_ids` and `attention_mask` (B, P), `prompt_ids` (B lists without
-    padding) and `columns` (the other columns by name).
+    Beside them `prompt_ids`, B lists without padding, and `columns`, the others by name.
     """
 
     pad_token_id: int
@@ -65,7 +60,7 @@ class LabelledCollator:
 class RatedCollator:
     """Right-pads rated responses.
 
-    Returns `input_ids` (B, L), prompt and response without a gap; `prompt_lengths`, `response_lengths`, `ended` (B,);
+    `input_ids` (B, L) are prompt and response without a gap, `prompt_lengths`, `response_lengths` and `ended` (B,);
     `rewards`, `reward_mask` (True where a reward was given) and `labels` (B, T), the response's tokens and −100 after
     them, by which `Trainer` counts what a batch's mean is over.
     """

@@ -92,23 +92,20 @@ class Doubling(Task):
         return self._encode(text)
 
     def demonstrations(self, split: str) -> Dataset:
-        """Whole sequences without a prefix, "train" all but the validation split; columns `input_ids`, `labels`.
-
-        The question, which cannot be predicted, is not part of the loss.
-        """
+        """Whole sequences without a prefix, "train" all but validation; the question, a guess, is not in the loss."""
         rows = self._questions["train"] + self._questions["test"] if split == "train" else self._questions[split]
         encoded = [(self._encode(question(n)), self._encode(answer(n, s) + "E")) for n, s in rows]
         labels = [[-100] * len(q) + a for q, a in encoded]
         return Dataset.from_dict({"input_ids": [q + a for q, a in encoded], "labels": labels})
 
     def labelled(self, split: str) -> Dataset:
-        """Whole sequences without a prefix and the style of the answer; columns `input_ids`, `labels`."""
+        """Whole sequences without a prefix, and the style of the answer."""
         rows, styles = self._questions[split], list(STYLES)
         ids = [self._encode(question(n) + answer(n, s) + "E") for n, s in rows]
         return Dataset.from_dict({"input_ids": ids, "labels": [styles.index(s) for _, s in rows]})
 
     def prompts(self, split: str) -> Dataset:
-        """Questions with a prefix; columns `input_ids`, `style` (class index) and `answer`."""
+        """Questions with a prefix, `style` (class index) and `answer`."""
         rows, styles = self._questions[split], list(STYLES)
         ids, answers = [self._encode(question(n, s)) for n, s in rows], [answer(n, s) for n, s in rows]
         return Dataset.from_dict({"input_ids": ids, "style": [styles.index(s) for _, s in rows], "answer": answers})

@@ -1,7 +1,7 @@
 """Prompts and responses to token ids, a response as a sampled one would be."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from toolkit.data.messages import Messages, checked_messages, dialogue_prompt, r
 from toolkit.data.rows import Unusable, present
 from toolkit.errors import DataError
 
-PROMPT_COLUMNS = ("input_ids", "messages", "prompt", "query")
+PROMPT_COLUMNS = {name: name for name in ("input_ids", "messages", "prompt", "query")}
 
 
 def within_limit(ids: list[int], what: str, limit: int | None) -> list[int]:
@@ -23,22 +23,11 @@ def within_limit(ids: list[int], what: str, limit: int | None) -> list[int]:
 
 
 @dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt as text, as ids, and as messages if it is a conversation."""
-
-    text: str
-    ids: list[int]
-    messages: Messages | None = None
-
-    def columns(self) -> dict[str, Any]:
-        """`input_ids`, `prompt` (text) and, if it is a conversation, `messages`."""
-        columns: dict[str, Any] = {"input_ids": self.ids, "prompt": self.text}
-        return columns if self.messages is None else {**columns, "messages": self.messages}
-
-
-@dataclass(frozen=True)
 class PromptEncoder:
-    """Prompts and responses to token ids; `chat` and `system` as in `SourceTask`."""
+    """Prompts and responses to token ids; `chat` and `system` as in `SourceTask`.
+
+    An encoded prompt has the columns `input_ids`, `prompt` (text) and, if it is a conversation, `messages`.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     chat: bool = True
@@ -54,32 +43,36 @@ class PromptEncoder:
             remedy = "Use an instruction-tuned checkpoint, or set chat to false for plain text and hh-rlhf's own form."
             raise DataError("the tokenizer has no chat template, which prompts need.", field="chat", remedy=remedy)
 
-    def prompt(self, prompt: Messages | str, limit: int | None = None) -> EncodedPrompt:
+    def prompt(self, prompt: Messages | str, limit: int | None = None) -> dict[str, Any]:
         """A conversation or a text that waits for its response, of at most `limit` tokens."""
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if self.chat else None
         text = str(prompt) if messages is None else self._written(messages)
         ids = self.tokenizer.encode(text, add_special_tokens=not self.chat)
         if not ids:
             raise Unusable("an empty prompt")
-        return EncodedPrompt(text, within_limit(ids, "prompt", limit), messages)
+        encoded = {"input_ids": within_limit(ids, "prompt", limit), "prompt": text}
+        return encoded if messages is None else {**encoded, "messages": messages}
 
-    def response(self, text: str, prompt: EncodedPrompt) -> list[int]:
+    def _written(self, messages: Messages) -> str:
+        """The text that asks for the assistant's next turn."""
+        if not self.chat:
+            return dialogue_prompt(messages)
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            raise Unusable(f"the chat template refuses it: {error}") from error
+
+    def response(self, text: str, prompt: Mapping[str, Any]) -> list[int]:
         """The ids of a response with its end.
 
         It is tokenised alone and ends as a sampled one does, so that a reward is trained at the very position where it
         is read in PPO. A chat template would add a newline after the end.
         """
-        if prompt.messages is not None and not self.chat:
+        if "messages" in prompt and not self.chat:
             text = f" {text}"  # hh-rlhf's own, after "Assistant:"
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-
-    def typed(self, messages: Messages) -> list[int]:
-        """The ids of a conversation that a person just typed; raises DataError if it cannot be written."""
-        try:
-            return self.prompt(messages).ids
-        except Unusable as reason:
-            wrong = f'the prompt "{messages[-1]["content"]}": {reason}.'
-            raise DataError(wrong, remedy="Ask in another way.") from reason
 
     def checked_ids(self, value: Any, column: str) -> list[int]:
         """Token ids of a column, taken as they are; raises `Unusable` if they are none of this tokenizer's."""
@@ -94,73 +87,46 @@ class PromptEncoder:
     def _vocabulary(self) -> frozenset[int]:
         return frozenset(self.tokenizer.get_vocab().values())
 
-    def _written(self, messages: Messages) -> str:
-        """The text that asks for the assistant's next turn."""
-        if not self.chat:
-            return dialogue_prompt(messages)
-        if self.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
-            raise Unusable(f"the chat template refuses it: {error}") from error
+    def row(
+        self, place: str, row: dict[str, Any], first: dict[str, Any], columns: Mapping[str, str] | None, limit: int
+    ) -> dict[str, Any]:
+        """The encoded prompt of a row, and the row's other columns.
 
-
-@dataclass
-class PromptReader:
-    """Rows of one source to encoded prompts; the first decides which of `PROMPT_COLUMNS`, by its own name, they are."""
-
-    encoder: PromptEncoder
-    columns: Mapping[str, str] | None
-    max_prompt_length: int
-    _chosen: tuple[str, str] | None = field(default=None, init=False)
-
-    def __call__(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
-        """The columns of the encoded prompt, and the row's others.
-
-        Raises:
-            DataError: the source has no prompts, or the row lacks the column that the first row has.
+        The prompt is in the first of `columns` (kinds of `PROMPT_COLUMNS` to the source's names) that the first row of
+        the source has. Raises DataError if it has none of them, or the row lacks that one.
         """
-        kind, column = self._chosen = self._chosen or self._prompt_column(place, row)
-        if column not in row:
-            remedy = "Give every row the same column for the prompt."
-            raise DataError(f'{place}: no column "{column}", which the first row has; {present(row)}', remedy=remedy)
-        others = {name: item for name, item in row.items() if name != column}
-        return others | self._encoded(place, kind, row[column]).columns()
+        columns = columns or PROMPT_COLUMNS
+        named = {kind: columns[kind] for kind in PROMPT_COLUMNS if kind in columns}
+        kind = next((kind for kind, column in named.items() if column in first), None)
+        if kind is None:
+            wanted = ", ".join(f'"{column}"' for column in named.values())
+            remedy = "Rename the column of the prompt, or name it as columns.prompt."
+            raise DataError(f"{place}: a prompt is in the column {wanted}; {present(row)}", remedy=remedy)
+        if named[kind] not in row:
+            wrong = f'{place}: no column "{named[kind]}", which the first row has; {present(row)}'
+            raise DataError(wrong, remedy="Give every row the same column for the prompt.")
+        value, others = row[named[kind]], {name: item for name, item in row.items() if name != named[kind]}
+        kind = "messages" if kind == "prompt" and isinstance(value, list) else kind
+        return others | self._of_kind(place, kind, value, limit)
 
-    def _prompt_column(self, place: str, row: dict[str, Any]) -> tuple[str, str]:
-        """Which kind of prompt the source has, and its column's name there."""
-        columns = self.columns or {name: name for name in PROMPT_COLUMNS}
-        named = [(kind, columns[kind]) for kind in PROMPT_COLUMNS if kind in columns]
-        for kind, column in named:
-            if column in row:
-                self._check_kind(place, kind)
-                return kind, column
-        wanted = ", ".join(f'"{column}"' for _, column in named)
-        remedy = "Rename the column of the prompt, or name it as columns.prompt."
-        raise DataError(f"{place}: a prompt is in the column {wanted}; {present(row)}", remedy=remedy)
-
-    def _check_kind(self, place: str, kind: str) -> None:
-        if kind == "messages" and not self.encoder.chat:
+    def _of_kind(self, place: str, kind: str, value: Any, limit: int) -> dict[str, Any]:
+        if kind == "messages" and not self.chat:
             remedy = "Set it to true, or name a column of text."
             raise DataError(f"{place}: messages need the chat template.", field="chat", remedy=remedy)
         if kind != "input_ids":
-            self.encoder.check_template()
-        elif self.encoder.system is not None:
+            self.check_template()
+        elif self.system is not None:
             wrong = f"{place}: it has no effect on prompts that are token ids."
             raise DataError(wrong, field="system", remedy="Remove it.")
-
-    def _encoded(self, place: str, kind: str, value: Any) -> EncodedPrompt:
         if value is None:
             raise Unusable("an empty prompt")
         if kind == "input_ids":
-            ids = within_limit(self.encoder.checked_ids(value, kind), "prompt", self.max_prompt_length)
+            ids = within_limit(self.checked_ids(value, kind), "prompt", limit)
             if not ids:
                 raise Unusable("an empty prompt")
-            return EncodedPrompt(str(self.encoder.tokenizer.decode(ids)), ids)
-        if kind == "messages" or (kind == "prompt" and isinstance(value, list)):
-            self._check_kind(place, "messages")
-            return self.encoder.prompt(checked_messages(value), self.max_prompt_length)
+            return {"input_ids": ids, "prompt": str(self.tokenizer.decode(ids))}
+        if kind == "messages":
+            return self.prompt(checked_messages(value), limit)
         if not isinstance(value, str):
             raise Unusable(f"a {kind} that is no text")
-        return self.encoder.prompt(read_prompt(value), self.max_prompt_length)
+        return self.prompt(read_prompt(value), limit)

@@ -99,9 +99,6 @@ def read_response(value: Messages | str) -> str:
     return str(messages[0]["content"])
 
 
-# ---------------------------------------------------------------------- dialogues as text
-
-
 def is_dialogue(text: str) -> bool:
     """Whether a text begins with a turn of hh-rlhf's form."""
     mark = _TURN.search(text)

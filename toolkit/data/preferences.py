@@ -31,7 +31,7 @@ from toolkit.data.messages import (
     text_or_messages,
 )
 from toolkit.data.rows import STAGES, Split, Unusable, check_parts, draw_parts, renamed
-from toolkit.data.task import SplitTask
+from toolkit.data.source_task import SplitTask
 from toolkit.errors import DataError
 
 
@@ -61,11 +61,10 @@ class Preferences(SplitTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._encoder.check_template()
         check_parts(self.parts)
 
-    def _encode(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
-        """`input_ids`, `prompt`, `chosen_ids` and `rejected_ids`; `messages` and `margin` where there are."""
+    def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+        """The encoded prompt with `chosen_ids` and `rejected_ids`, and `margin` where there is one."""
         pair = read_pair(place, renamed(place, row, self.columns))
         prompt = self._encoder.prompt(pair.prompt, self.max_prompt_length)
         chosen, rejected = (self._encoder.response(text, prompt) for text in (pair.chosen, pair.rejected))
@@ -73,7 +72,8 @@ class Preferences(SplitTask):
             raise Unusable("chosen and rejected are equal")
         for ids in (chosen, rejected):
             within_limit(ids, "response", self.max_response_length)
-        encoded = {**prompt.columns(), "chosen_ids": prompt.ids + chosen, "rejected_ids": prompt.ids + rejected}
+        asked = prompt["input_ids"]
+        encoded = {**prompt, "chosen_ids": asked + chosen, "rejected_ids": asked + rejected}
         return encoded if pair.margin is None else {**encoded, "margin": pair.margin}
 
     @cached_property
@@ -92,10 +92,7 @@ class Preferences(SplitTask):
         return part.take(rows)
 
     def pairs(self, split: str) -> Dataset:
-        """Tokenised pairs for `trl.RewardTrainer`; columns `chosen_ids`, `rejected_ids`, `prompt_length` (tokens).
-
-        And `margin`, 0 where a row has none, if any row of the split has one.
-        """
+        """For `trl.RewardTrainer`; `margin` is 0 where a row has none, if any row of the split has one."""
         rows = self._rows_of("reward", split).rows
         columns: dict[str, Any] = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
         columns["prompt_length"] = [len(row["input_ids"]) for row in rows]
@@ -104,15 +101,12 @@ class Preferences(SplitTask):
         return Dataset.from_dict(columns)
 
     def demonstrations(self, split: str) -> Dataset:
-        """Prompts with their chosen responses, which alone are part of the loss; columns `input_ids`, `labels`."""
+        """Prompts with their chosen responses, which alone are part of the loss."""
         rows = [(row["chosen_ids"], len(row["input_ids"])) for row in self._rows_of("sft", split).rows]
         return Dataset.from_list([{"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in rows])
 
     def prompts(self, split: str) -> Dataset:
-        """Prompts; columns `input_ids`, `prompt`, and `messages` if any is a conversation.
-
-        Each prompt once, however many pairs have it. "test" is "validation": a preference file has no third part.
-        """
+        """Each prompt once, with `messages` if any is a conversation; "test" is "validation"."""
         rows = self._rows_of("ppo", "train" if split == "train" else "validation").rows
         unique = list({row["prompt"]: row for row in rows}.values())
         names = ["input_ids", "prompt", *(["messages"] if any("messages" in row for row in unique) else [])]
@@ -136,7 +130,8 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
         raise Unusable("one of chosen and rejected is text, the other messages")
     given = None if row.get("prompt") is None else text_or_messages(place, row, "prompt")
     other = next((column for column in _OTHER_PROMPTS if row.get(column)), None)
-    if given is None and other is not None and not any(_holds_its_prompt(side) for side in sides):
+    whole = [is_dialogue(side) if isinstance(side, str) else len(side) > 1 for side in sides]
+    if given is None and other is not None and not any(whole):
         # What both responses begin with would be taken for the prompt.
         wrong = f'{place}: there is no column "prompt", and "{other}" beside chosen and rejected is not read.'
         remedy = f"Name it (prompt: {other}), or take it out if the responses hold their prompts themselves."
@@ -154,11 +149,6 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
 
 # What other tools call a prompt, or a part of one.
 _OTHER_PROMPTS = ("question", "query", "instruction", "input", "context", "messages", "conversations", "conversation")
-
-
-def _holds_its_prompt(side: Any) -> bool:
-    """Whether a side says itself what it responds to: a dialogue, or several messages."""
-    return is_dialogue(side) if isinstance(side, str) else len(side) > 1
 
 
 def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:

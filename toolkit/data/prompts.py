@@ -1,15 +1,14 @@
-"""Prompts for PPO: as text, as messages, or as token ids."""
+"""Prompts for PPO, as text, messages or token ids; and demonstrations for sft: prompts with responses, or text."""
 
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from datasets import Dataset, concatenate_datasets
 
-from toolkit.data.encoder import PromptReader
-from toolkit.data.messages import Messages
-from toolkit.data.rows import RowEncoder, Split
-from toolkit.data.task import SplitTask
+from toolkit.data.messages import checked_messages, read_prompt, read_response, text_or_messages
+from toolkit.data.rows import Split, Unusable, present
+from toolkit.data.source_task import SplitTask
 from toolkit.errors import DataError
 
 
@@ -40,9 +39,10 @@ class Prompts(SplitTask):
     task: ClassVar[str] = "prompts"
     unit: ClassVar[str] = "prompts"
     known_columns: ClassVar[tuple[str, ...]] = ("prompt", "messages", "input_ids")
+    may_be_plain: ClassVar[bool] = True
 
-    def _row_encoder(self) -> RowEncoder:
-        return PromptReader(self._encoder, self.columns, self.max_prompt_length)
+    def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+        return self._encoder.row(place, row, first, self.columns, self.max_prompt_length)
 
     def _read(self, split: str, source: str, limit: int | None = None) -> Split:
         """Rows as columns, `input_ids` and `prompt` first."""
@@ -58,17 +58,52 @@ class Prompts(SplitTask):
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in rows["input_ids"][:]]
 
-    @property
-    def chats(self) -> bool:
-        return self.chat and self.tokenizer.chat_template is not None
-
-    def prompt_ids(self, messages: Messages) -> list[int]:
-        """A conversation as a prompt; its last message alone where prompts are plain text."""
-        return super().prompt_ids(messages) if self.chats else list(self.tokenizer.encode(messages[-1]["content"]))
-
     def prompts(self, split: str) -> Dataset:
         """Prompts; columns `input_ids`, `prompt` (text), and all that the source has beside its own prompt.
 
         "test" is "validation". A column that some rows lack is None there.
         """
         return self._splits["train" if split == "train" else "validation"].rows
+
+
+@dataclass(frozen=True)
+class Demonstrations(SplitTask):
+    """Responses to imitate, for the sft stage.
+
+    A row is `messages` that end with the assistant's, or `prompt` with `completion`, or `text`. Of the first two the
+    last response alone is part of the loss, of a text all.
+    """
+
+    task: ClassVar[str] = "demonstrations"
+    unit: ClassVar[str] = "demonstrations"
+
+    def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+        if row.get("messages") is not None:
+            messages = checked_messages(row["messages"], answered=True)
+            if len(messages) == 1:
+                raise Unusable("an empty prompt")
+            prompt, response = self._encoder.prompt(messages[:-1]), str(messages[-1]["content"])
+        elif row.get("prompt") is not None and row.get("completion") is not None:
+            prompt = self._encoder.prompt(read_prompt(text_or_messages(place, row, "prompt")))
+            response = read_response(row["completion"])
+        elif row.get("text") is not None:
+            if not isinstance(row["text"], str):
+                raise Unusable("a text that is no text")
+            if not row["text"].strip():
+                raise Unusable("an empty text")
+            ids = self.tokenizer.encode(row["text"])
+            ids = ids if ids[-1] == self.tokenizer.eos_token_id else [*ids, self.tokenizer.eos_token_id]
+            return {"input_ids": ids, "labels": list(ids)}
+        else:
+            columns = "in the column messages, in prompt and completion, or in text"
+            raise DataError(f"{place}: a demonstration is {columns}; {present(row)}", remedy="Rename the columns.")
+        if not response.strip():
+            raise Unusable("an empty response")
+        asked, ids = prompt["input_ids"], self._encoder.response(response, prompt)
+        return {"input_ids": asked + ids, "labels": [-100] * len(asked) + ids}
+
+    def _prompts_of(self, rows: Any) -> list[tuple[int, ...]]:
+        return [tuple(row["input_ids"][: row["labels"].count(-100) or None]) for row in rows]
+
+    def demonstrations(self, split: str) -> Dataset:
+        return Dataset.from_list(self._splits[split].rows)

@@ -6,12 +6,10 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 
-from toolkit.data.encoder import PROMPT_COLUMNS, PromptReader, within_limit
-from toolkit.data.rows import RowEncoder, Unusable, present
-from toolkit.data.task import SourceTask
+from toolkit.data.encoder import PROMPT_COLUMNS, within_limit
+from toolkit.data.rows import Unusable, present
+from toolkit.data.source_task import SourceTask
 from toolkit.errors import DataError
-
-RATED_COLUMNS = ("prompt_ids", "response_ids", "rewards", "ended")
 
 
 @dataclass(frozen=True)
@@ -36,18 +34,15 @@ class RatedResponses(SourceTask):
 
     task: ClassVar[str] = "rated"
     unit: ClassVar[str] = "rated responses"
+    may_be_plain: ClassVar[bool] = True
 
-    def _row_encoder(self) -> RowEncoder:
-        columns = {**{name: name for name in PROMPT_COLUMNS}, "input_ids": "prompt_ids"}
-        prompt = PromptReader(self._encoder, columns, self.max_prompt_length)
-
-        def encode(place: str, row: dict[str, Any]) -> dict[str, Any]:
-            prompt_ids, (ids, ended) = prompt(place, row)["input_ids"], self._response(place, row)
-            within_limit(ids, "response", self.max_response_length)
-            rewards = _rewards(place, row, len(ids))
-            return {"prompt_ids": prompt_ids, "response_ids": ids, "rewards": rewards, "ended": ended}
-
-        return encode
+    def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+        columns = {**PROMPT_COLUMNS, "input_ids": "prompt_ids"}
+        prompt = self._encoder.row(place, row, first, columns, self.max_prompt_length)
+        ids, ended = self._response(place, row)
+        within_limit(ids, "response", self.max_response_length)
+        rewards = _rewards(place, row, len(ids))
+        return {"prompt_ids": prompt["input_ids"], "response_ids": ids, "rewards": rewards, "ended": ended}
 
     def _response(self, place: str, row: dict[str, Any]) -> tuple[list[int], bool]:
         ids, ended, end = row.get("response_ids"), row.get("ended"), self.tokenizer.eos_token_id
@@ -92,10 +87,11 @@ def _rewards(place: str, row: dict[str, Any], length: int) -> list[float | None]
 
 def check_rated(dataset: Dataset) -> None:
     """Raises DataError unless a data set is as `RatedResponses.rated` gives it; names the first row that is not."""
-    if not set(RATED_COLUMNS) <= set(dataset.column_names):
+    columns = ["prompt_ids", "response_ids", "rewards", "ended"]
+    if not set(columns) <= set(dataset.column_names):
         there = ", ".join(dataset.column_names)
-        raise DataError(f"the q stage needs the columns {', '.join(RATED_COLUMNS)}; present: {there}.")
-    for number, row in enumerate(dataset.select_columns(list(RATED_COLUMNS))):
+        raise DataError(f"the q stage needs the columns {', '.join(columns)}; present: {there}.")
+    for number, row in enumerate(dataset.select_columns(columns)):
         place, tokens = f"row {number} of the rated responses", len(row["response_ids"])
         if not row["prompt_ids"] or not tokens:
             raise DataError(f"{place}: prompt and response need a token at least.")

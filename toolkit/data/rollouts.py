@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -34,35 +32,6 @@ class Rollout:
     def lengths(self) -> list[int]:
         """Tokens of each response, its stop token included."""
         return [len(ids) for ids in self.response_ids]
-
-
-def rollout_of(
-    batch: Mapping[str, Any],
-    generated: Sequence[Sequence[int]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: Sequence[int],
-    limits: Sequence[int] | None = None,
-) -> Rollout:
-    """What generation gave for a batch of `PromptCollator`, each response cut after its first stop token.
-
-    `generated` are the tokens after each prompt, and `limits` how many of them each response may have; None for all.
-    """
-    response_ids, ended = [], []
-    for row, limit in zip(generated, limits or [len(row) for row in generated], strict=True):
-        # All rows go on to the longest limit of a batch: what one says before its own does not depend on what follows.
-        ids = list(row[:limit])
-        stop = next((i + 1 for i, token in enumerate(ids) if token in stop_token_ids), 0)
-        response_ids.append(ids[:stop] if stop else ids)
-        ended.append(bool(stop))
-    return Rollout(
-        prompts=tokenizer.batch_decode(batch["prompt_ids"]),
-        responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
-        prompt_ids=batch["prompt_ids"],
-        response_ids=response_ids,
-        ended=ended,
-        columns=batch["columns"],
-    )
 
 
 _ROWS = ("prompts", "responses", "prompt_ids", "response_ids", "ended")

@@ -12,12 +12,10 @@ from typing import Any
 
 from datasets import Dataset
 
-from toolkit.data.sources import Row
+from toolkit.data.files import Row
 from toolkit.errors import DataError
 
 STAGES = ("sft", "reward", "ppo")
-RowEncoder = Callable[[str, dict[str, Any]], dict[str, Any]]
-"""Called with place and row of one source; raises `Unusable` for a row to leave out."""
 
 
 class Unusable(Exception):
@@ -26,9 +24,6 @@ class Unusable(Exception):
     def __init__(self, reason: str, *, limit: str = ""):
         super().__init__(reason)
         self.limit = limit
-
-
-# ---------------------------------------------------------------------- columns
 
 
 def present(row: Mapping[str, Any]) -> str:
@@ -61,9 +56,6 @@ def renamed(place: str, row: dict[str, Any], columns: Mapping[str, str] | None) 
     return kept | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
-# ---------------------------------------------------------------------- splits
-
-
 @dataclass(frozen=True)
 class Split:
     """Rows of one split, encoded, with the place of each; and place and reason of those left out."""
@@ -92,15 +84,21 @@ class Split:
         return replace(self, rows=rows, places=[self.places[n] for n in numbers])
 
 
-def usable_rows(rows: Iterable[Row], encode: RowEncoder, *, split: str, source: str, limit: int | None = None) -> Split:
-    """The first `limit` rows that can be used; raises DataError, which names split and source, if there are none."""
+def usable_rows(
+    rows: Iterable[Row], encode: Callable[..., dict[str, Any]], *, split: str, source: str, limit: int | None = None
+) -> Split:
+    """The first `limit` rows that can be used; raises DataError, which names split and source, if there are none.
+
+    `encode` is called with place and row, and with the first row of all; it raises `Unusable` for a row to leave out.
+    """
     usable: list[dict[str, Any]] = []
     places: list[str] = []
     left_out: list[tuple[str, str]] = []
-    limits = set()
+    limits, first = set(), None
     for place, row in rows:
+        first = first or row
         try:
-            usable.append(encode(place, row))
+            usable.append(encode(place, row, first))
             places.append(place)
         except Unusable as reason:
             left_out.append((place, str(reason)))
@@ -118,8 +116,7 @@ def usable_rows(rows: Iterable[Row], encode: RowEncoder, *, split: str, source: 
 def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source: str) -> list[int]:
     """Which rows to hold out: so many, a few more if prompts repeat, so that no prompt is also trained on.
 
-    Raises:
-        DataError: no row would be left to train on.
+    Raises DataError if no row would be left to train on.
     """
     held_out: list[int] = []
     for group in _shuffled_groups(prompts, seed):
@@ -130,9 +127,6 @@ def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source
         remedy = "Lower it, or name a source of held-out rows as validation."
         raise DataError(wrong, field="validation_size", remedy=remedy)
     return sorted(held_out)
-
-
-# ---------------------------------------------------------------------- parts of stages
 
 
 def check_parts(parts: Mapping[str, int] | None) -> None:
@@ -147,10 +141,8 @@ def check_parts(parts: Mapping[str, int] | None) -> None:
 def draw_parts(prompts: Sequence[Hashable], parts: Mapping[str, int], *, seed: int) -> dict[str, list[int]]:
     """Which rows each stage gets, in the order of the file: as many as `parts` says, a few more if prompts repeat.
 
-    Rows with the same prompt go to one stage. A stage that is not named gets the rest.
-
-    Raises:
-        DataError: there are too few rows.
+    Rows with the same prompt go to one stage. A stage that is not named gets the rest. Raises DataError if there are
+    too few rows.
     """
     groups = _shuffled_groups(prompts, seed)
     drawn: dict[str, list[int]] = {}

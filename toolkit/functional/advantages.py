@@ -1,12 +1,12 @@
 """From one score a response to a reward a token, and from rewards and values to advantages."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 ValuePooling = Literal["none", "response_mean", "prefix_mean"]
-VALUE_POOLINGS = ("none", "response_mean", "prefix_mean")
+VALUE_POOLINGS = get_args(ValuePooling)
 
 
 def _at_last(response_mask: Tensor) -> Tensor:
@@ -14,6 +14,13 @@ def _at_last(response_mask: Tensor) -> Tensor:
     positions = torch.arange(response_mask.shape[1], device=response_mask.device)
     last = torch.where(response_mask, positions, -1).argmax(dim=1)  # (B,)
     return torch.nn.functional.one_hot(last, response_mask.shape[1]) * response_mask
+
+
+def next_values(values: Tensor, response_mask: Tensor, final_values: Tensor | None) -> Tensor:
+    """Values (B, T) of the states after each token; after the last one 0, or `final_values` (B,)."""
+    kept = torch.where(response_mask, values, torch.zeros_like(values))
+    following = torch.cat([kept[:, 1:], torch.zeros_like(kept[:, :1])], dim=1)
+    return following if final_values is None else following + _at_last(response_mask) * final_values.unsqueeze(1)
 
 
 def shape_rewards(
@@ -46,26 +53,6 @@ def shape_rewards(
     return rewards + _at_last(response_mask) * scores.to(kl.dtype).unsqueeze(1)
 
 
-def penalize_short(scores: Tensor, lengths: Tensor, *, minimum: int, penalty: float) -> Tensor:
-    """Scores (B,), less `penalty` for each response whose length (B,), its end included, is below `minimum` tokens.
-
-    Example:
-        >>> penalize_short(torch.tensor([1.0, 1.0]), torch.tensor([1, 2]), minimum=2, penalty=3.0)
-        tensor([-2.,  1.])
-    """
-    return torch.where(lengths < minimum, scores - penalty, scores)
-
-
-def penalize_missing_eos(scores: Tensor, ended: Tensor, *, penalty: float) -> Tensor:
-    """Scores (B,), less `penalty` for each response that holds no stop token; `ended` is bool (B,).
-
-    Example:
-        >>> penalize_missing_eos(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), penalty=2.0)
-        tensor([ 1., -1.])
-    """
-    return torch.where(ended, scores, scores - penalty)
-
-
 def pool_values(values: Tensor, response_mask: Tensor, pooling: ValuePooling) -> Tensor:
     """Values (B, T) as they are if "none"; else averages over tokens of what a linear head says, 0 outside the mask.
 
@@ -73,12 +60,6 @@ def pool_values(values: Tensor, response_mask: Tensor, pooling: ValuePooling) ->
     `critic_pooled_values` makes of the states before its tokens: the mean of a linear head's outputs is its output for
     the mean state. Such a value has seen the whole response, and is a baseline of the response rather than of a token.
     "prefix_mean" gives each token the mean up to and with itself, and sees nothing of what comes.
-
-    Example:
-        >>> pool_values(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]), "response_mean")
-        tensor([[2., 2.]])
-        >>> pool_values(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]), "prefix_mean")
-        tensor([[1., 2.]])
     """
     if pooling not in VALUE_POOLINGS:
         raise ValueError(f"pooling must be one of {', '.join(VALUE_POOLINGS)}, got {pooling!r}")
@@ -120,21 +101,12 @@ def generalized_advantage_estimation(
         gamma: discount γ in [0, 1].
         lam: λ in [0, 1]; 1 gives the Monte-Carlo return minus the value.
         final_values: (B,), estimates after the last response token, 0 for episodes that are over; None for all 0.
-
-    Example:
-        >>> a, r = generalized_advantage_estimation(
-        ...     torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), torch.tensor([[True, True]]), gamma=1.0, lam=1.0
-        ... )
-        >>> a, r
-        (tensor([[0.5000, 0.5000]]), tensor([[1., 1.]]))
     """
     zero = torch.zeros_like(values)
     values = torch.where(response_mask, values, zero)
     rewards = torch.where(response_mask, rewards, zero)
-    next_values = torch.cat([values[:, 1:], zero[:, :1]], dim=1)
-    if final_values is not None:
-        next_values = next_values + _at_last(response_mask) * final_values.unsqueeze(1)
-    deltas = rewards + gamma * next_values - values  # (B, T), 0 outside the mask
+    # (B, T), 0 outside the mask
+    deltas = rewards + gamma * next_values(values, response_mask, final_values) - values
     advantage, backwards = zero[:, 0], []
     for t in reversed(range(values.shape[1])):
         advantage = deltas[:, t] + gamma * lam * advantage

@@ -88,13 +88,6 @@ def first_differences(
 
     Ids are int64 (B, L), padded on the right; ends int64 (B,), the last position that counts. One past that where the
     two are equal.
-
-    Example:
-        >>> first_differences(
-        ...     torch.tensor([[7, 8, 9]]), torch.tensor([[7, 8, 0]]),
-        ...     chosen_ends=torch.tensor([2]), rejected_ends=torch.tensor([1]),
-        ... )
-        tensor([2])
     """
     positions = torch.arange(chosen_ids.shape[1], device=chosen_ids.device)
     common = torch.minimum(chosen_ends, rejected_ends).unsqueeze(1)  # (B, 1)
@@ -126,13 +119,6 @@ def token_level_preference_loss(
         starts: int64 (B,), from `first_differences`.
         chosen_ends: int64 (B,), the position where the sequence's score is read; `rejected_ends` likewise.
         margin: m, (B,) or one for all.
-
-    Example:
-        >>> round(float(token_level_preference_loss(
-        ...     torch.tensor([[5.0, 1.0, 2.0]]), torch.tensor([[5.0, 1.0, 9.0]]), starts=torch.tensor([1]),
-        ...     chosen_ends=torch.tensor([2]), rejected_ends=torch.tensor([1]),
-        ... )), 4)  # (−log σ(1 − 1) − log σ(2 − 1)) / 2
-        0.5032
     """
     positions = torch.arange(chosen_values.shape[1], device=chosen_values.device).unsqueeze(0)  # (1, L)
     chosen = chosen_values.gather(1, torch.minimum(positions, chosen_ends.unsqueeze(1)))

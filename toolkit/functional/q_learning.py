@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit.functional.advantages import next_values
 from toolkit.functional.logprobs import check_temperature, in_chunks
 from toolkit.functional.statistics import masked_mean
 
@@ -41,15 +42,6 @@ def _steps(rewards: Tensor, reward_mask: Tensor, response_mask: Tensor, gamma: f
     given = reward_mask & response_mask
     discounts = torch.where(given, torch.full_like(zero, gamma), torch.ones_like(zero))
     return torch.where(given, rewards, zero), torch.where(response_mask, discounts, zero)
-
-
-def _moved_back(values: Tensor, response_mask: Tensor, final_values: Tensor | None) -> Tensor:
-    """At each token the value of the state after it: (B, T)."""
-    moved = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    followed = torch.cat([response_mask[:, 1:], torch.zeros_like(response_mask[:, :1])], dim=1)
-    last = response_mask & ~followed
-    final = torch.zeros_like(values[:, 0]) if final_values is None else final_values.float()
-    return torch.where(last, final.unsqueeze(1), torch.where(followed, moved, torch.zeros_like(moved)))
 
 
 def q_targets(
@@ -83,20 +75,13 @@ def q_targets(
         n_steps: n, at least 1.
         final_values: (B,), max_v Q̄ after the last token for responses that were only cut off, 0 for those that ended;
             None for all 0.
-
-    Example:
-        >>> q_targets(
-        ...     torch.tensor([[0.5, 0.9, 0.2]]), rewards=torch.tensor([[0.0, 1.0, 2.0]]),
-        ...     reward_mask=torch.tensor([[False, True, True]]), response_mask=torch.ones(1, 3).bool(), gamma=0.5,
-        ... )
-        tensor([[0.9000, 1.1000, 2.0000]])
     """
     if n_steps < 1:
         raise ValueError(f"n_steps must be at least 1, got {n_steps}")
     gained, discounts = _steps(rewards, reward_mask, response_mask, gamma)
     targets = state_values.float()
     for _ in range(n_steps):
-        targets = gained + discounts * _moved_back(targets, response_mask, final_values)
+        targets = gained + discounts * next_values(targets, response_mask, final_values)
     return targets
 
 
@@ -111,12 +96,6 @@ def monte_carlo_returns(
     what would have come is not known; None for none.
 
     Gives float32 (B, T), 0 outside the mask; −∞, which bounds nothing, in rows that were cut.
-
-    Example:
-        >>> monte_carlo_returns(
-        ...     torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[False, True, True]]), torch.ones(1, 3).bool(), gamma=0.5
-        ... )
-        tensor([[2., 2., 2.]])
     """
     gained, discounts = _steps(rewards, reward_mask, response_mask, gamma)
     following, backwards = torch.zeros_like(gained[:, 0]), []

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_VARIANCE_FLOOR = 1e-8  # as in TRL's and OpenAI's whitening, so that advantages agree with theirs
-
 
 def masked_mean(values: Tensor, mask: Tensor, *, count: Tensor | float | None = None) -> Tensor:
     """Mean of `values` where `mask`, a bool of the same shape, is True: Σ mask·values / count; 0 where nothing counts.
@@ -58,11 +56,6 @@ def update_moments(moments: Moments, values: Tensor) -> Moments:
 
     Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
     equation 2.1: exact for any split of the numbers into batches.
-
-    Example:
-        >>> moments = update_moments(update_moments(Moments(), torch.tensor([1.0, 2.0])), torch.tensor([6.0]))
-        >>> moments.mean, round(moments.std, 4)
-        (3.0, 2.6458)
     """
     values = values.double()
     number, mean = values.numel(), float(values.mean())
@@ -76,7 +69,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     Huang et al. 2024, "The N+ Implementation Details of RLHF with PPO", detail 20, of advantages.
     """
-    scaled = (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + _VARIANCE_FLOOR)
+    # 1e-8 as in TRL's and OpenAI's whitening, so that advantages agree with theirs.
+    scaled = (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + 1e-8)
     return torch.where(mask, scaled, torch.zeros_like(scaled))
 
 
@@ -87,12 +81,7 @@ def scale_to_unit_variance(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def standard_error(values: Tensor) -> float:
-    """Standard error of the mean of `values` (N,): s / √N. 0 for fewer than two values.
-
-    Example:
-        >>> round(standard_error(torch.tensor([1.0, 2.0, 3.0, 4.0])), 4)
-        0.6455
-    """
+    """Standard error of the mean of `values` (N,): s / √N. 0 for fewer than two values."""
     if values.numel() < 2:
         return 0.0
     return float(values.double().std(unbiased=True)) / math.sqrt(values.numel())
@@ -163,12 +152,7 @@ def pearson_correlation(first: Tensor, second: Tensor) -> float:
 
 
 def average_ranks(values: Tensor) -> Tensor:
-    """Ranks from 1 of `values` (N,), float64; equal values share the mean of their ranks.
-
-    Example:
-        >>> average_ranks(torch.tensor([7.0, 1.0, 7.0]))
-        tensor([2.5000, 1.0000, 2.5000], dtype=torch.float64)
-    """
+    """Ranks from 1 of `values` (N,), float64; equal values share the mean of their ranks."""
     _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0).double() - (counts.double() - 1) / 2)[inverse]
 

@@ -13,7 +13,6 @@ from toolkit.data import messages_of_row, read_rows
 from toolkit.errors import DataError
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import policy_folder, trained_sampler
-from toolkit.models import load_weights
 from toolkit.reports import write_jsonl
 from toolkit.runs import build
 from toolkit.sampling import Sampler, batches, best_of
@@ -77,22 +76,13 @@ def generate(
     output: Path | None = None,
     console: Console | None = None,
 ) -> list[dict[str, str]]:
-    """Respond to prompts and show it: those given, those of a file, or the first held-out ones.
+    """Respond to prompts as a trained run does, show it, and write it to `output` as JSON Lines.
 
-    Args:
-        recipe: of a trained run.
-        texts: prompts.
-        file: more prompts, in any format of the data section.
-        number: held-out prompts, where neither is given.
-        compare: whether the reference responds too.
-        max_new_tokens: of a response; the recipe's `response_length` if None.
-        temperature: of sampling; 0 decodes greedily.
-        seed: of sampling.
-        output: JSON Lines file to write.
-        console: for what a person reads; standard output if None.
+    Prompts are the texts and those of a file in any format of the data section, or else the first `number` held-out
+    ones. A `temperature` of 0 decodes greedily; `max_new_tokens` is the recipe's `response_length` if None.
 
     Returns:
-        A row a prompt: `prompt`, `policy`, and `reference` where it responds too.
+        A row a prompt: `prompt`, `policy`, and `reference` where that is to `compare`.
     """
     sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
     set_seed(seed)
@@ -121,7 +111,7 @@ def generate_best(
     """Sample several responses to each prompt, score all by the run's reward, and show the best.
 
     Below them stands how the mean score grows with the number of samples, beside the KL that it costs at most. Samples
-    at the run's `ppo.temperature`; other arguments as for `generate`.
+    at the temperature of the recipe's ppo stage; other arguments as for `generate`.
 
     Returns:
         A row a prompt: `prompt`, `policy` (the best response), `score`, and `candidates`: all, with their scores.
@@ -130,8 +120,7 @@ def generate_best(
         RewardError: the reward needs a column that given prompts do not have.
     """
     console = console or Console()
-    roles, pad_token_id = build.placed_roles(recipe, "ppo")
-    load_weights(roles, "policy", policy_folder(recipe))
+    roles, pad_token_id = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
     rollouts = build.make_rollouts(recipe, roles)
     reward = build.make_reward(recipe, roles, pad_token_id, rollouts.args.local_rollout_forward_batch_size)
     set_seed(seed)
@@ -166,17 +155,10 @@ def converse(
     write: Callable[[str], None] = print,
     compare: bool = False,
 ) -> None:
-    """A conversation on the terminal, until the end of input.
+    """A conversation with a `trained_sampler` on the terminal, until `read` raises EOFError.
 
-    Lines that begin with a slash are commands: /reset forgets what was said, /compare shows the reference beside the
-    policy or hides it, /quit ends. The policy's responses go on as the conversation.
-
-    Args:
-        recipe: of the run; its data makes prompts of conversations, or of single lines.
-        sampler: from `trained_sampler`.
-        read: asks for a line; raises EOFError at the end.
-        write: shows a line; tokens themselves are streamed to standard output.
-        compare: whether the reference responds too.
+    Lines that begin with a slash are commands, which it names. The policy's responses go on as the conversation, their
+    tokens streamed to standard output; `write` shows what is around them.
     """
     write("/reset forgets, /compare shows the reference or hides it, /quit ends (so does Ctrl-D).")
     if not recipe.task.chats:
@@ -218,5 +200,5 @@ def _exchange(
         streamer = TextStreamer(recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
         (said[name],) = respond(sampler, [row], streamer=streamer)
         if len(recipe.tokenizer.encode(said[name], add_special_tokens=False)) >= sampler.response_length:
-            write(f"(cut at {sampler.response_length} tokens; --max-new-tokens lets it say more)")
+            write(f"(cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more)")
     return [*asked, {"role": "assistant", "content": said["policy"]}]

@@ -38,15 +38,14 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             return recipe
         raise RecipeError(
             f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.',
-            remedy=f"Its responses are shown by toolkit generate {folder.name} and chat, and measured by eval.",
+            remedy="Its responses are shown by generate and chat, and measured by eval.",
         )
     if read_result(recipe.stage_folder("ppo")) is None:
         by_policy = "ppo" in recipe.values or "q" not in recipe.values
         last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
         raise RecipeError(
             f'the run "{folder.name}" has no {what}: its {last} stage has not finished.',
-            remedy=f"Finish it with toolkit {last} {folder / RECIPE_FILE} --run {folder.name} "
-            f"--runs-dir {folder.parent} --resume",
+            remedy=f"Run that stage of {folder / RECIPE_FILE} again with $resume.",
         )
     return recipe
 
@@ -77,7 +76,7 @@ def trained_sampler(recipe: Recipe, *, max_new_tokens: int | None = None, temper
 
 def _empty(output: Path) -> Path:
     if output.exists() and any(output.iterdir()):
-        raise ToolkitError(f"{output} is not empty.", remedy="Name a new one: toolkit export RUN FOLDER.")
+        raise ToolkitError(f"{output} is not empty.", remedy="Name a new folder.")
     return output
 
 

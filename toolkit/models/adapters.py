@@ -10,36 +10,27 @@ adapter; what bounds its Q-values is beside it in `q_bound.safetensors`.
 
 import copy
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_NAME
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 
 from toolkit.errors import AdapterError
+from toolkit.models.folders import State, adapter_state, load_whole, other_base, put_adapter, read_tensors
 from toolkit.models.heads import Q_BOUND_FILE, QBound
-from toolkit.models.lora import HEAD_KEYS, missing_modules
+from toolkit.models.lora import missing_modules
 from toolkit.models.roles import HEAD_ROLES, Q_ROLES, SharedBase
 
-State: TypeAlias = dict[str, Tensor]
 ROLE_FILE = "role.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
 
 
 def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: int, base_name: str) -> Path:
-    """Write one role's adapter and head; the folder.
+    """Write one role's adapter and head into a folder, which is given back.
 
-    Args:
-        folder: created; files of the same names in it are replaced.
-        pad_token_id: the one that the head is read with: see `score_positions`.
-        base_name: hub id or path of the base, for those who load the folder elsewhere.
+    `pad_token_id` is the one that the head is read with: see `score_positions`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,8 +48,12 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         config.inference_mode, config.base_model_name_or_path = True, base_name
         config.task_type, config.modules_to_save = ("CAUSAL_LM", None) if head is None else ("SEQ_CLS", ["score"])
         config.save_pretrained(folder)
-        own = {} if head is None else {f"{HEAD_KEYS}{name}": tensor for name, tensor in head.state_dict().items()}
-        _write(_adapter_state(base, role) | own, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        own = (
+            {}
+            if head is None
+            else {f"base_model.model.score.{name}": tensor for name, tensor in head.state_dict().items()}
+        )
+        _write(adapter_state(_adapted(base, role), role) | own, folder / SAFETENSORS_WEIGHTS_NAME)
     if role in Q_ROLES:
         (folder / Q_BOUND_FILE).unlink(missing_ok=True)  # of an earlier one
         if role in base.heads:
@@ -74,13 +69,9 @@ def _adapted(base: SharedBase, role: str) -> PeftModel:
     return base.model if role != "value" or base.value_model is None else base.value_model.adapted
 
 
-def _adapter_state(base: SharedBase, role: str) -> State:
-    # "auto" would ask the hub whether the vocabulary grew; it cannot, the base is frozen.
-    return get_peft_model_state_dict(_adapted(base, role), adapter_name=role, save_embedding_layers=False)
-
-
-def _write(state: State, path: Path, metadata: dict[str, str] | None = None) -> None:
-    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}, path, metadata=metadata)
+def _write(state: State, path: Path) -> None:
+    on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+    save_file(on_cpu, path, metadata={"format": "pt"})  # without which transformers does not read it
 
 
 def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]:
@@ -101,21 +92,19 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     except ValueError as error:
         remedy = "Delete it or train the role again."
         raise AdapterError(f"{folder / ROLE_FILE} is not valid JSON ({error}).", remedy=remedy) from error
+    head: State | None
     if (folder / SHARED_HEAD_FILE).is_file():
         if role != "value":
             raise AdapterError(f'{folder} holds a value head on the policy\'s adapter; it cannot be the role "{role}".')
-        shared = _read(folder, SHARED_HEAD_FILE, base)
-        base.add_role("value", None, num_labels=shared["weight"].shape[0], head_bias="bias" in shared)
+        config, head = None, read_tensors(folder, SHARED_HEAD_FILE, device=base.device)
     else:
         config = _adapter_config(folder)
-        _, head = _split_head(_read(folder, SAFETENSORS_WEIGHTS_NAME, base), role, folder)
+        _, head = _split_head(read_tensors(folder, device=base.device), role, folder)
         if missing := missing_modules(base.causal_lm, config):
-            raise _other_base(folder, f"this one has no module {missing[0]} for it.")
-        shape: dict[str, Any] = {}
-        if head is not None:
-            shape = {"num_labels": head["weight"].shape[0], "head_bias": "bias" in head}
-        bound = QBound.load(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
-        base.add_role(role, config, head=bound, **shape)
+            raise other_base(folder, f"this one has no module {missing[0]} for it.")
+    bound = QBound.load(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
+    shape: Any = {} if head is None else {"num_labels": head["weight"].shape[0], "head_bias": "bias" in head}
+    base.add_role(role, config, head=bound, **shape)
     try:
         load_weights(base, role, folder)
     except BaseException:
@@ -128,39 +117,16 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
     """Put the weights of a saved role into that role, which the base carries already; errors as for `load_role`."""
     folder = Path(folder)
     if role == "value" and base.shares_value:
-        _set_head(base, role, _read(folder, SHARED_HEAD_FILE, base), folder)
+        _set_head(base, role, read_tensors(folder, SHARED_HEAD_FILE, device=base.device), folder)
     elif role == "value" and base.value_model is not None and base.value_model.adapted is None:
-        state, whole = _read(folder, SAFE_WEIGHTS_NAME, base), base.value_model.classifier
-        with _fitting(state, whole.state_dict(), folder):
-            whole.load_state_dict(state)
+        load_whole(base.value_model.classifier, folder)
     else:
-        adapter, head = _split_head(_read(folder, SAFETENSORS_WEIGHTS_NAME, base), role, folder)
-        with _fitting(adapter, _adapter_state(base, role), folder):
-            set_peft_model_state_dict(_adapted(base, role), adapter, adapter_name=role)
+        adapter, head = _split_head(read_tensors(folder, device=base.device), role, folder)
+        put_adapter(_adapted(base, role), role, adapter, folder)
         if head is not None:
             _set_head(base, role, head, folder)
     if role in Q_ROLES:
         _set_bound(base, role, folder)
-
-
-def _read(folder: Path, name: str, base: SharedBase) -> State:
-    """Tensors by name; for a base on the meta device only their names and shapes, from the file's header."""
-    if not (folder / name).is_file():
-        if (folder / WEIGHTS_NAME).is_file():
-            raise AdapterError(
-                f"{folder}: the weights are a pickle ({WEIGHTS_NAME}), which is never opened here since it can run "
-                "code.",
-                remedy="Save the adapter again with safetensors (PEFT's default).",
-            )
-        raise AdapterError(f"{folder}: {name} is missing, so there is nothing to load.")
-    try:
-        if base.device.type == "meta":
-            with safe_open(folder / name, framework="pt") as file:
-                names = list(file.keys())
-                return {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in names}
-        return load_file(folder / name)
-    except SafetensorError as error:
-        raise AdapterError(f"{folder / name} is damaged ({error}).", remedy="Train or copy it again.") from error
 
 
 def _adapter_config(folder: Path) -> LoraConfig:
@@ -183,22 +149,6 @@ def _adapter_config(folder: Path) -> LoraConfig:
     return config
 
 
-@contextmanager
-def _fitting(state: State, expected: State, folder: Path) -> Iterator[None]:
-    """The tensors have the names that are expected, and inside also the shapes."""
-    if wrong := sorted(state.keys() ^ expected.keys()):
-        raise _other_base(folder, f"{len(wrong)} of the weights do not fit this one, {wrong[0]} first.")
-    try:
-        yield
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-        raise _other_base(folder, lines[min(1, len(lines) - 1)].strip()) from error
-
-
-def _other_base(folder: Path, reason: str) -> AdapterError:
-    return AdapterError(f"{folder} belongs to another base: {reason}", remedy="Name the base that it was trained on.")
-
-
 def _split_head(state: State, role: str, folder: Path) -> tuple[State, State | None]:
     """The adapter's tensors, and the head's by their own names; None for a role without a head."""
     heads = {key: tensor for key, tensor in state.items() if ".score." in key}
@@ -219,7 +169,7 @@ def _set_head(base: SharedBase, role: str, state: State, folder: Path) -> None:
     head, weight = base.head(role), state["weight"]
     if head.weight.shape != weight.shape:
         numbers = f"the head reads {weight.shape[1]} numbers a token and this base has {head.weight.shape[1]}."
-        raise _other_base(folder, numbers)
+        raise other_base(folder, numbers)
     if state.keys() != head.state_dict().keys():
         raise AdapterError(
             f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(head.state_dict())}.",

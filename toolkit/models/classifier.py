@@ -1,8 +1,8 @@
 """A sequence classifier on a base of its own, as the reward stage trains it: given LoRA, saved and read back.
 
-transformers' own classes pool as they do everywhere: decoders at the last token that is not the padding token, encoders
-such as BERT at the first one. What is written here is what `AutoModelForSequenceClassification.from_pretrained`, or for
-LoRA `AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=…)`, loads.
+transformers' decoders pool at the last token that is not the padding token, encoders such as BERT at the first one.
+What is written here is what `AutoModelForSequenceClassification.from_pretrained`, or for LoRA
+`AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=…)`, loads.
 """
 
 import copy
@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import load_file, load_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from toolkit.errors import ModelError
+from toolkit.models.folders import load_whole, put_adapter, read_tensors
 from toolkit.models.lora import peft_errors, trained_copy
 
-HEAD_NAMES = ("score", "classifier")
-"""What transformers calls the head of a sequence classifier."""
+HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 Classifier: TypeAlias = PreTrainedModel | PeftModel
 
 
@@ -51,12 +48,7 @@ def check_reads_tokens(model: Classifier) -> None:
 
 
 def classifier_token_scores(model: Classifier, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """The head of a decoder with one output at every token: float32 (B, L).
-
-    Args:
-        model: passes `check_reads_tokens`.
-        input_ids: int64 (B, L), padded on the right; `attention_mask` is 1 at real tokens.
-    """
+    """The head of a decoder with one output at every token, float32 (B, L), of rows that are padded on the right."""
     inner = _inner(model)
     states = inner.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     return inner.score(states).squeeze(-1)
@@ -71,10 +63,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 
 
 def train_in_float32(model: Classifier) -> None:
-    """What trains is float32: in 16 bits the small steps of AdamW round to nothing, and neighbouring scores are equal.
-
-    The head also computes in it, whatever an autocast region or the base computes in.
-    """
+    """What trains is float32: in 16 bits AdamW's small steps round to nothing, and neighbouring scores are equal."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -102,18 +91,11 @@ def save_classifier(model: Classifier, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def load_classifier_weights(model: Classifier, folder: str | Path) -> None:
-    """Put the weights that `save_classifier` wrote into a model of the same form, or a `ModelError`."""
-    path, missing = Path(folder) / (SAFETENSORS_WEIGHTS_NAME if isinstance(model, PeftModel) else SAFE_WEIGHTS_NAME), []
-    try:
-        if isinstance(model, PeftModel):
-            result = set_peft_model_state_dict(model, load_file(path))
-            missing = [key for key in result.missing_keys if "lora_" in key or "modules_to_save" in key]
-        else:
-            load_model(model, path)
-    except (OSError, RuntimeError) as error:
-        raise ModelError(f"{path} does not fit this model: {str(error).splitlines()[0]}") from error
-    if missing:
-        raise ModelError(f"{path} does not fit this model: it has no weights for {missing[0]}.")
+    """Put the weights that `save_classifier` wrote into a model of the same form."""
+    if isinstance(model, PeftModel):
+        put_adapter(model, "default", read_tensors(Path(folder)), Path(folder))
+    else:
+        load_whole(model, Path(folder))
 
 
 def _inner(model: Classifier) -> PreTrainedModel:

@@ -48,19 +48,13 @@ def response_logprobs(
 
 
 def response_values(base: SharedBase, sequences: Sequences) -> Tensor:
-    """The value head's estimate before each response token: float32 (B, T), 0 outside the mask.
-
-    Call it in the role "value".
-    """
+    """The value head's estimate before each response token, in the role "value": float32 (B, T), 0 outside the mask."""
     states = before_response_tokens(hidden_states_of(base, sequences, of_value=True), sequences)
     return scatter(base.head("value")(states).squeeze(-1), sequences.response_mask)
 
 
 def value_after_response(base: SharedBase, sequences: Sequences) -> Tensor:
-    """The value head's estimate after the last response token of each row: float32 (B,).
-
-    What a response that was only cut off would still have been worth. Call it in the role "value".
-    """
+    """The value head's estimate after the last response token of each row, in the role "value": float32 (B,)."""
     states = after_responses(hidden_states_of(base, sequences, of_value=True), sequences)
     return base.head("value")(states).squeeze(-1)
 
@@ -76,8 +70,8 @@ def _logits_in(base: SharedBase, role: str, hidden: Tensor, *, dropout: bool = T
 class PolicyReading(NamedTuple):
     """What the policy says of its responses: float32 (B, T) each, 0 outside the mask.
 
-    `values` only where the value role shares its adapter; `entropy`, `ref_kl` and with it the reference's
-    `ref_logprobs` only where they are asked for.
+    `values` only where the value role shares its adapter. Where they are asked for, `entropy` before each token, and
+    `ref_kl`, KL(policy, reference) over the vocabulary there, with the reference's `ref_logprobs`.
     """
 
     logprobs: Tensor
@@ -103,8 +97,6 @@ def read_policy(
     Args:
         temperature: that the responses were sampled with.
         chunk_size: response tokens for which logits exist at a time.
-        entropy: whether to give the entropy before each response token.
-        ref_kl: whether to give KL(policy, reference) over the vocabulary before each response token.
     """
     mask, tokens = sequences.response_mask, sequences.response_tokens
     states = before_response_tokens(hidden_states_of(base, sequences), sequences)
@@ -124,24 +116,18 @@ def read_policy(
     return PolicyReading(scatter(logprobs, mask), *optional)
 
 
-def sequence_logits(
-    base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, pad_token_id: int, role: str = "reward"
-) -> Tensor:
-    """The role's head at the position where a sequence's score is read: float32 (B, num_labels).
+def sequence_logits(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, pad_token_id: int) -> Tensor:
+    """The reward head where a sequence's score is read: see `score_positions`. Float32 (B, num_labels).
 
-    Switches to the role by itself.
-
-    Args:
-        input_ids: int64 (B, L), padded on either side; `attention_mask` is 1 at real tokens.
-        pad_token_id: the one that the head was trained with: see `score_positions`.
+    Switches to the role "reward" by itself. The rows may be padded on either side.
     """
-    hidden = hidden_states_in(base, input_ids, attention_mask, role)
     rows = torch.arange(input_ids.shape[0], device=input_ids.device)
-    return base.head(role)(hidden[rows, score_positions(input_ids, attention_mask, pad_token_id)])
+    positions = score_positions(input_ids, attention_mask, pad_token_id)
+    return base.head("reward")(reward_states(base, input_ids, attention_mask)[rows, positions])
 
 
-def hidden_states_in(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, role: str) -> Tensor:
-    """(B, L, H) in a role, to which it switches; rows padded on either side have the positions of unpadded ones."""
+def reward_states(base: SharedBase, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, L, H) in the role "reward"; rows padded on either side have the positions of unpadded ones."""
     position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    with base.role(role):
+    with base.role("reward"):
         return base.hidden_states(input_ids, attention_mask, position_ids=position_ids)

@@ -13,11 +13,7 @@ from toolkit.errors import ModelError
 
 
 class FrozenLM(nn.Module):
-    """A causal language model whose own weights never change.
-
-    Args:
-        causal_lm: the model. It is frozen, its dropout is switched off, and its generation settings are replaced by
-            neutral ones.
+    """A causal language model, frozen, without dropout, and with neutral generation settings.
 
     Raises:
         ModelError: the logits are not `lm_head(last hidden state)`, as where a model scales or caps them. On the meta
@@ -63,29 +59,20 @@ class FrozenLM(nn.Module):
         return self.causal_lm.get_output_embeddings()
 
     def stop_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The tokens that end a response: the tokenizer's own, then the checkpoint's.
-
-        A chat model has several, as Llama 3 with the end of a turn and the end of a text.
-        """
+        """The tokens that end a response, of which a chat model has several: the tokenizer's own, the checkpoint's."""
         return list(dict.fromkeys([int(tokenizer.eos_token_id), *self.checkpoint_stops]))
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Last hidden states (B, L, H) before `lm_head`. No logits are made."""
-        decoder = self.causal_lm.base_model
-        return decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state
+        kwargs |= {"attention_mask": attention_mask, "use_cache": "past_key_values" in kwargs}
+        return self.causal_lm.base_model(input_ids=input_ids, **kwargs).last_hidden_state
 
     def forward(self, **kwargs: Any) -> Any:
-        """The causal language model's own forward pass."""
         return self.causal_lm(**kwargs)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **further: Any) -> Tensor:
-        """What comes after left-padded prompts (B, P): int64 (B, T).
-
-        Args:
-            config: all generation settings; none come from the checkpoint.
-            further: `logits_processor` and `streamer` of transformers' `generate`.
-        """
+        """What comes after left-padded prompts (B, P): int64 (B, T). No setting comes from the checkpoint."""
         with self.in_eval_mode():
             output = self.causal_lm.generate(
                 input_ids=input_ids, attention_mask=attention_mask, generation_config=config, **further
@@ -93,10 +80,7 @@ class FrozenLM(nn.Module):
         return output[:, input_ids.shape[1] :]
 
     def autocast(self) -> torch.autocast:
-        """The precision of training: 16 bits as the base has them, and none where it is float32.
-
-        Without it float32 adapters on a 16-bit base would cast at each layer.
-        """
+        """The precision of training, that of the base: without it float32 adapters would cast at each layer."""
         dtype = self.causal_lm.dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
 

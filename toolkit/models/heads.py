@@ -22,11 +22,9 @@ class ScoreHead(nn.Linear):
     rank responses.
 
     Args:
-        hidden_size: H.
-        num_labels: 1 for a score or value, more for classes.
         init: of the weights: "normal" with standard deviation 0.02, or "orthogonal" with gain √2 (Saxe et al. 2014,
             arXiv 1312.6120; the gain of OpenAI baselines and of PaLM-rlhf-pytorch's value head).
-        bias: whether there is one, starting at 0.
+        bias: whether there is one, which starts at 0.
     """
 
     def __init__(self, hidden_size: int, num_labels: int, *, init: HeadInit = "normal", bias: bool = False):
@@ -50,11 +48,6 @@ def score_positions(input_ids: Tensor, attention_mask: Tensor, pad_token_id: int
     That is where transformers' sequence-classification models read, and so where `trl.RewardTrainer` trains. Where pad
     and end-of-sequence are one token, it is the token before the end; a score read one token further would come from a
     state that training never saw. A row that holds nothing but pad tokens is read at its last real one.
-
-    Args:
-        input_ids: int64 (B, L).
-        attention_mask: (B, L), 1 at real tokens.
-        pad_token_id: the one that the head was trained with.
     """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     kept = attention_mask.bool()
@@ -67,8 +60,7 @@ class QBound(nn.Module):
     """lowest + (highest − lowest) · σ(scale · logit + bias), with a scale and a bias that are learned, in float32.
 
     Args:
-        lowest: of all returns.
-        highest: of all returns.
+        lowest: of all returns, as `highest`.
         scale: at first. A language model's logits are some tens apart, and σ is flat where it has to tell them apart.
         bias: at first. A negative one begins with low Q-values, from which rewards and Monte-Carlo returns raise what
             is good; high ones would have to come down token by token, behind a target that follows slowly.
@@ -86,7 +78,6 @@ class QBound(nn.Module):
         self.lowest, self.highest = lowest, highest
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Of any floating type to float32."""
         return bounded_q(logits, self.scale, self.bias, lowest=self.lowest, highest=self.highest)
 
     def save(self, folder: Path) -> None:
@@ -96,7 +87,6 @@ class QBound(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "QBound":
-        """What `save` wrote."""
         saved = load_file(folder / Q_BOUND_FILE)
         bound = cls(lowest=float(saved.pop("lowest")), highest=float(saved.pop("highest")))
         bound.load_state_dict(saved)

@@ -1,5 +1,4 @@
-"""Models from a hub id or a folder, or built from a configuration: with weights, or on the meta device as names and
-shapes alone."""
+"""Models from a checkpoint or a configuration: with weights, or on the meta device as names and shapes alone."""
 
 import inspect
 import logging
@@ -37,7 +36,6 @@ META = torch.device("meta")
 
 
 def default_device() -> torch.device:
-    """The first CUDA device where there is one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -54,20 +52,28 @@ class ModelSpec:
     trust_remote_code: bool = False
 
 
-def load_model(
+def load_model(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:
+    """The model of a spec, its weights trainable. For arguments and errors see `load_with_report`."""
+    return load_with_report(spec, kind, **settings)[0]
+
+
+def load_base(model: str, *, device: torch.device | None = None, **settings: Any) -> PreTrainedModel:
+    """A causal language model, frozen, from a hub id or a local folder; `settings` are further ones of `ModelSpec`."""
+    return load_model(ModelSpec(model, **settings), device=device).requires_grad_(False)
+
+
+def load_with_report(
     spec: ModelSpec,
-    kind: Kind = "causal_lm",
+    kind: Kind,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     num_labels: int | None = None,
     trained: bool = False,
     device: torch.device | None = None,
-) -> PreTrainedModel:
-    """The model of a spec, its weights trainable.
+) -> tuple[PreTrainedModel, bool]:
+    """The model of a spec, and whether all of its weights, a head's too, come from a checkpoint.
 
     Args:
-        spec: says where it comes from.
-        kind: the class it is loaded as.
         tokenizer: whose ids the model reads. Random weights need it; a classifier is checked against it, and pads with
             its padding token. None for a checkpoint that reads the ids of its own.
         num_labels: outputs of a classifier's head; None for what its configuration says.
@@ -78,13 +84,6 @@ def load_model(
         ModelError: no such checkpoint, or one that lacks weights, is of another kind, or reads other tokens.
     """
     config = model_config(spec, kind, tokenizer=tokenizer, num_labels=num_labels)
-    return model_of(spec, kind, config, trained=trained, device=device)[0]
-
-
-def model_of(
-    spec: ModelSpec, kind: Kind, config: PreTrainedConfig, *, trained: bool = False, device: torch.device | None = None
-) -> tuple[PreTrainedModel, bool]:
-    """The model of a configuration, and whether all of its weights, a head's too, come from the checkpoint."""
     device, owner = device or default_device(), _OWNERS[kind]
     arguments: dict[str, Any] = {
         "dtype": getattr(torch, spec.dtype),
@@ -122,26 +121,13 @@ def model_of(
             field="model",
             remedy="Download, convert or train it again.",
         )
-    if not trained:  # one that is only read may have the layout that computes fastest
-        _keep_differentiable(model)
-    return model, not report["missing_keys"]
-
-
-def _keep_differentiable(model: PreTrainedModel) -> None:
-    """Keep 4-bit layers on a CPU in the layout that has gradients.
-
-    In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks a layer's weights for a kernel outside autograd, for
-    good: every later backward pass through the layer would leave out the base's part of the gradient, with nothing but
-    a warning. The packed layout is about a quarter faster at decoding and slower in whole forward passes.
-    """
-    for module in model.modules():
+    # In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks 4-bit weights for a kernel outside autograd, for good:
+    # each later backward pass would leave out the base's part of the gradient, with nothing but a warning. One that is
+    # only read may have the layout, which decodes about a quarter faster and is slower in whole forward passes.
+    for module in model.modules() if not trained else ():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
-
-
-def load_base(model: str, *, device: torch.device | None = None, **settings: Any) -> PreTrainedModel:
-    """A causal language model, frozen, from a hub id or a local folder; `settings` are further ones of `ModelSpec`."""
-    return load_model(ModelSpec(model, **settings), device=device).requires_grad_(False)
+    return model, not report["missing_keys"]
 
 
 def model_config(
@@ -151,7 +137,7 @@ def model_config(
     tokenizer: PreTrainedTokenizerBase | None = None,
     num_labels: int | None = None,
 ) -> PreTrainedConfig:
-    """The configuration of the model of a spec. For arguments and errors see `load_model`."""
+    """The configuration of the model of a spec. For arguments and errors see `load_with_report`."""
     if spec.model is not None:
         code: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
         try:
@@ -162,10 +148,8 @@ def model_config(
             _check_decoder(config, spec)
         elif tokenizer is not None:
             check_same_tokenizer(spec.model, tokenizer, **code)
-    elif tokenizer is None:
-        raise ModelError("neither a checkpoint nor a tokenizer for random weights is given.", field="model")
     else:
-        config = random_config(spec.config or {}, tokenizer)
+        config = _random_config(spec.config or {}, tokenizer)
     if kind == "sequence_classifier":
         _check_classifier(config, spec, tokenizer)
         if tokenizer is not None:
@@ -175,13 +159,17 @@ def model_config(
     return config
 
 
-def random_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The configuration of a model with random weights, with the vocabulary and special tokens of a tokenizer.
-
-    Raises:
-        ModelError: transformers knows no such `model_type` or setting of it, or refuses an argument.
-    """
-    _check_settings(config)
+def _random_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
+    """That of a model with random weights, with the vocabulary and special tokens of a tokenizer."""
+    if tokenizer is None:
+        raise ModelError("neither a checkpoint nor a tokenizer for random weights is given.", field="model")
+    kind = config.get("model_type")
+    if kind in CONFIG_MAPPING:  # which would take any key: a mistyped one be kept, and the default used, without a word
+        known = [*inspect.signature(CONFIG_MAPPING[kind]).parameters, *CONFIG_MAPPING[kind].attribute_map]
+        for key in config.keys() - {*known, *_COMMON_SETTINGS}:
+            near = get_close_matches(key, known, n=1, cutoff=0.6)
+            remedy = f"Did you mean {near[0]}?" if near else "Remove it."
+            raise ModelError(f"a model of type {kind} has no such setting.", field=f"config.{key}", remedy=remedy)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **config})
@@ -208,34 +196,19 @@ def _check_decoder(config: PreTrainedConfig, spec: ModelSpec) -> None:
 
 
 def _check_classifier(config: PreTrainedConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    field = "config" if spec.model is None else "model"
+    field, size = "config" if spec.model is None else "model", config.get_text_config().vocab_size
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not spec.trust_remote_code:
         raise ModelError(
             f"transformers has no sequence classifier for models of type {config.model_type}.",
             field=field,
             remedy="Use a type that has one, such as Llama, OPT, GPT-2 or BERT.",
         )
-    size = config.get_text_config().vocab_size
     if tokenizer is not None and size < len(tokenizer):
         raise ModelError(
             f"the model has {size} tokens and the tokenizer of base {len(tokenizer)}.",
             field=field,
             remedy="Name a model that knows them all.",
         )
-
-
-def _check_settings(config: Mapping[str, Any]) -> None:
-    """transformers takes any key: a mistyped one would be kept, and the default used, without a word."""
-    kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        return  # `AutoConfig` says so
-    owner = CONFIG_MAPPING[kind]
-    known = [*inspect.signature(owner).parameters, *owner.attribute_map, *_COMMON_SETTINGS]
-    for key in config:
-        if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.6)
-            remedy = f"Did you mean {near[0]}?" if near else "Remove it."
-            raise ModelError(f"a model of type {kind} has no such setting.", field=f"config.{key}", remedy=remedy)
 
 
 @contextmanager

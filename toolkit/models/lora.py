@@ -86,21 +86,15 @@ def _no_module(model: nn.Module, target: str) -> str:
 
 # ---------------------------------------------------------------------- not public in PEFT
 
-READ_IN = "0.21"
-HEAD_KEYS = "base_model.model.score."
-"""Before the names of the tensors of a head `score`, in a file of weights."""
-
 
 def adapted_layers(model: nn.Module) -> tuple[BaseTunerLayer, ...]:
-    """The layers that carry adapters."""
     return tuple(module for module in model.modules() if isinstance(module, BaseTunerLayer))
 
 
 def activate(model: PeftModel, layers: Sequence[BaseTunerLayer], adapter: str | None) -> None:
     """Make one adapter the active one; None switches all of them off.
 
-    What `set_adapter` and `disable_adapter_layers` come to: two attributes of each layer. They walk all modules of the
-    model several times and change what has gradients, a hundred times as slowly.
+    What `set_adapter` and `disable_adapter_layers` come to, which take a hundred times as long and change what trains.
     """
     for layer in layers:
         layer._disable_adapters = adapter is None

@@ -18,9 +18,6 @@ def load_tokenizer(
     """The checkpoint's tokenizer, left-padding; one without a pad token pads with its end-of-sequence token.
 
     That is safe here, where no mask is made from pad ids.
-
-    Raises:
-        ModelError: there is no tokenizer, or it has no end-of-sequence token, without which no response ends.
     """
     tokenizer = _tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
@@ -32,16 +29,11 @@ def load_tokenizer(
 
 
 def check_same_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, **code: Any) -> None:
-    """Nothing, if the checkpoint's tokenizer gives the ids that `tokenizer`, the policy's, gives.
+    """Nothing, if the checkpoint has a tokenizer that gives the ids of `tokenizer`, the policy's; else a `ModelError`.
 
-    Args:
-        code: `revision` and `trust_remote_code`.
-
-    Raises:
-        ModelError: it has another one, or none.
+    `code` is `revision` and `trust_remote_code`.
     """
-    own = _tokenizer(model, **code)
-    differ = set(own.get_vocab().items()) ^ set(tokenizer.get_vocab().items())
+    differ = set(_tokenizer(model, **code).get_vocab().items()) ^ set(tokenizer.get_vocab().items())
     if differ:
         raise ModelError(
             f'"{model}" has another tokenizer than base ({len(differ)} entries differ), and it is to read the ids of '

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
+from toolkit.functional.logprobs import in_chunks
 from toolkit.models.forward import (
     after_responses,
     before_response_tokens,
@@ -26,12 +27,7 @@ from toolkit.models.sequences import Sequences
 
 
 def add_q_roles(base: SharedBase, config: LoraConfig, *, bound: QBound | None = None) -> None:
-    """Add the role "q" with a fresh adapter, and "q_target" as a copy of it.
-
-    Args:
-        config: of both adapters. Their dropout counts for "q" alone.
-        bound: keeps Q-values between two bounds; None reads the logits as they are.
-    """
+    """Add the role "q" with a fresh adapter, and "q_target" as its copy; without a bound Q-values are the logits."""
     base.add_role("q", copy.deepcopy(config), head=bound)
     base.add_role("q_target", copy.deepcopy(config), head=copy.deepcopy(bound))
     base.copy_adapter("q", "q_target")
@@ -41,8 +37,7 @@ def add_q_roles(base: SharedBase, config: LoraConfig, *, bound: QBound | None = 
 def update_q_target(base: SharedBase, *, decay: float) -> None:
     """θ̄ ← decay · θ̄ + (1 − decay) · θ, for the adapter and the bound's scale and bias.
 
-    The factors of a low-rank adapter are averaged one by one, as any parameters are; the product of two averages is
-    not the average of the products, and follows it as closely as the factors move.
+    The factors of a low-rank adapter are averaged one by one: their product follows the average of the products.
     """
     for target, online in zip(base.parameters_of("q_target"), base.parameters_of("q"), strict=True):
         target.lerp_(online.to(target.dtype), 1.0 - decay)
@@ -63,10 +58,7 @@ class ResponseQ(NamedTuple):
 
 
 def response_q(base: SharedBase, sequences: Sequences, *, lowest: float = 0.0, chunk_size: int = 128) -> ResponseQ:
-    """Q of each response token, with gradient: float32 (B, T) each, 0 outside the mask.
-
-    Call it in the role "q", and `backward` too. For the arguments see `toolkit.functional.token_q_values`.
-    """
+    """What `toolkit.functional.token_q_values` gives of responses, with gradient. Call it and `backward` in "q"."""
     states, mask = before_response_tokens(hidden_states_of(base, sequences), sequences), sequences.response_mask
     q_of, tokens = partial(_q_of_states, base, "q"), sequences.response_tokens
     read = token_q_values(states, q_of, tokens, lowest=lowest, chunk_size=chunk_size)
@@ -81,18 +73,13 @@ class StateValues(NamedTuple):
 
 
 @torch.no_grad()
-def response_state_values(
-    base: SharedBase, sequences: Sequences, *, role: str = "q_target", chunk_size: int = 128
-) -> StateValues:
-    """max_v Q(s, v) before each response token and after the last, without gradient and without dropout.
-
-    Switches to the role by itself.
-    """
-    with base.role(role), base.in_eval_mode():
+def response_state_values(base: SharedBase, sequences: Sequences, *, chunk_size: int = 128) -> StateValues:
+    """max_v Q(s, v) of "q_target", to which it switches by itself, before each response token and after the last."""
+    with base.role("q_target"), base.in_eval_mode():
         hidden = hidden_states_of(base, sequences)
         before = before_response_tokens(hidden, sequences)
         states = torch.cat([before, after_responses(hidden, sequences)])
-        best = best_q_values(states, partial(_q_of_states, base, role), chunk_size=chunk_size)
+        best = best_q_values(states, partial(_q_of_states, base, "q_target"), chunk_size=chunk_size)
     return StateValues(scatter(best[: len(before)], sequences.response_mask), best[len(before) :])
 
 
@@ -105,10 +92,8 @@ def response_log_ratios(
     Switches to "q" and "reference" by itself.
 
     Args:
-        sequences: what π gave.
         temperature: τ of π ∝ π_ref · exp(Q/τ); None for the deterministic π that takes the largest Q, whose
             log-probability is 0.
-        chunk_size: response tokens for which the whole vocabulary exists at a time.
     """
     mask, tokens = sequences.response_mask, sequences.response_tokens
     with base.in_eval_mode():
@@ -119,14 +104,14 @@ def response_log_ratios(
         for role in ("q", "reference"):
             with base.role(role):
                 states[role] = before_response_tokens(hidden_states_of(base, sequences), sequences)
-        parts = [torch.empty(0, device=mask.device)]
-        for start in range(0, tokens.numel(), chunk_size):
-            part = slice(start, start + chunk_size)
+
+        def of_chunk(q_states: Tensor, ref_states: Tensor, tokens: Tensor) -> Tensor:
             with base.role("reference"):
-                ref = base.lm_head(states["reference"][part]).float().log_softmax(dim=-1)
-            logprobs = q_policy_logprobs(_q_of_states(base, "q", states["q"][part]), ref, temperature=temperature)
-            parts.append((logprobs - ref).gather(1, tokens[part].unsqueeze(1)).squeeze(1))
-    return scatter(torch.cat(parts), mask)
+                ref = base.lm_head(ref_states).float().log_softmax(dim=-1)
+            logprobs = q_policy_logprobs(_q_of_states(base, "q", q_states), ref, temperature=temperature)
+            return (logprobs - ref).gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+        return scatter(in_chunks(of_chunk, states["q"], states["reference"], tokens, chunk_size=chunk_size), mask)
 
 
 class LargestQ(LogitsProcessor):
@@ -156,12 +141,6 @@ class WeightedByQ(LogitsProcessor):
         # Both a padded and an unpadded row get the positions that an unpadded one has.
         positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)[:, -unread.shape[1] :]
         with self.base.role("q"):
-            output = self.base.causal_lm.base_model(
-                input_ids=unread,
-                attention_mask=self.mask,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-            )
-        q = _q_of_states(self.base, "q", output.last_hidden_state[:, -1])
+            states = self.base.hidden_states(unread, self.mask, position_ids=positions, past_key_values=self.cache)
+        q = _q_of_states(self.base, "q", states[:, -1])
         return q_policy_logprobs(q, scores.log_softmax(dim=-1), temperature=self.temperature)

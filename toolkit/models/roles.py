@@ -1,6 +1,5 @@
 """One base model and the roles on it. Which role is active is switched here alone."""
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,8 +25,7 @@ class SharedBase(FrozenLM):
     """A frozen causal language model that carries the roles policy, value, reward and reference, or those of Q.
 
     Each role has a LoRA adapter on the one base, but for a reference without an adapter (then it is the base itself), a
-    value role that shares the policy's adapter, and one with a base of its own (`place_value`). Value and reward have a
-    `ScoreHead`.
+    value role that shares the policy's adapter, and one with a base of its own. Value and reward have a `ScoreHead`.
 
     Outside `role` no adapter is active. Inside it, exactly one role is:
 
@@ -41,12 +39,11 @@ class SharedBase(FrozenLM):
     def __init__(self, causal_lm: PreTrainedModel):
         super().__init__(causal_lm)
         self.heads = nn.ModuleDict()
-        self.value_model: ValueModel | None = None
-        """Where the value role has a base of its own."""
+        self.value_model: ValueModel | None = None  # where the value role has a base of its own
         self.active_role: str | None = None
-        self._adapter_of: dict[str, str | None] = {}
+        self.trained_roles: tuple[str, ...] = ()
+        self._adapter_of: dict[str, str | None] = {}  # its own by its own name; None for the base with all of them off
         self._adapter_parameters: dict[str, dict[str, nn.Parameter]] = {}  # by role, then by name without the role's
-        self._trained: frozenset[str] = frozenset()
         self._layers: tuple[BaseTunerLayer, ...] = ()
         self._active_adapter: str | None = None
 
@@ -54,20 +51,14 @@ class SharedBase(FrozenLM):
 
     def head(self, role: str) -> ScoreHead:
         """The head of a role that has one, `value` or `reward`."""
-        if role not in self.heads:
+        head = dict(self.heads.named_children()).get(role)
+        if not isinstance(head, ScoreHead):
             raise AdapterError(f'role "{role}" has no head on this base.')
-        head = self.heads[role]
-        assert isinstance(head, ScoreHead)
         return head
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that this base carries."""
         return tuple(self._adapter_of)
-
-    @property
-    def trained_roles(self) -> tuple[str, ...]:
-        return tuple(role for role in self._adapter_of if role in self._trained)
 
     @property
     def shares_value(self) -> bool:
@@ -86,8 +77,7 @@ class SharedBase(FrozenLM):
         return self.model.peft_config[adapter]
 
     def parameters_of(self, role: str) -> list[nn.Parameter]:
-        """The role's own parameters: its adapter's, unless it shares one, or what trains of a base of its own; and its
-        head's."""
+        """The role's own: of its adapter unless it shares one, or what trains of a base of its own; and of its head."""
         own = list(self._adapter_parameters.get(self._known(role), {}).values())
         if role == "value" and self.value_model is not None:
             own = self.value_model.body_parameters
@@ -106,18 +96,15 @@ class SharedBase(FrozenLM):
         role: str,
         config: LoraConfig | None = None,
         *,
-        num_labels: int | None = None,
+        num_labels: int = 1,
         head_init: HeadInit = "normal",
         head_bias: bool = False,
         head: nn.Module | None = None,
     ) -> None:
-        """Add a role with a fresh adapter, and a fresh head where the role has one.
+        """Add a role with a fresh adapter, and a fresh `ScoreHead` where the role has one.
 
         Args:
-            role: one of `ROLES`.
             config: None gives the reference the base itself, and the value role the policy's adapter.
-            num_labels: outputs of the head; 1 if None.
-            head_init: see `ScoreHead`, also for `head_bias`.
             head: what a Q role reads its logits with, whose parameters are the role's own; None for nothing.
 
         Raises:
@@ -136,18 +123,14 @@ class SharedBase(FrozenLM):
         else:
             raise AdapterError(f'role "{role}" needs an adapter.', remedy="Give it a LoRA configuration.")
         if role in HEAD_ROLES:
-            head = ScoreHead(self.lm_head.weight.shape[1], num_labels or 1, init=head_init, bias=head_bias)
+            head = ScoreHead(self.lm_head.weight.shape[1], num_labels, init=head_init, bias=head_bias)
         if head is not None:
             self.heads[role] = head.to(self.device)
         self.train(self.training)  # PEFT's new layers begin in training mode
-        self.train_roles(*self._trained)
+        self.train_roles(*self.trained_roles)
 
     def remove_role(self, role: str) -> None:
-        """Take a role away again, with its adapter and head.
-
-        Raises:
-            AdapterError: it is active, another role shares its adapter, or it has a base of its own.
-        """
+        """Take a role away again, with its adapter and head; an `AdapterError` if it is in use."""
         adapter = self._adapter_of[self._known(role)]
         shared = [other for other, its in self._adapter_of.items() if its == role and other != role]
         if self.active_role == role or shared or (role == "value" and self.value_model is not None):
@@ -159,28 +142,22 @@ class SharedBase(FrozenLM):
             delete_adapter(self.model, role)
             del self._adapter_parameters[role]
             self._restore_role()
-        self.train_roles(*(self._trained - {role}))
+        self.train_roles(*(set(self.trained_roles) - {role}))
 
     def place_value(self, model: ValueModel) -> None:
         """Give the value role a base of its own, in place of an adapter on this one."""
         self._check_free("value")
         self.value_model, self._adapter_of["value"], self.heads["value"] = model, None, model.head
-        self.train_roles(*self._trained)
+        self.train_roles(*self.trained_roles)
 
     def _check_free(self, role: str) -> None:
         if role in self._adapter_of:
             raise AdapterError(f'this base already carries the role "{role}".')
 
     def copy_adapter(self, source: str, target: str) -> None:
-        """Copy the weights of one role's adapter, and of its head if both have one, to another role.
-
-        Raises:
-            AdapterError: a role has no adapter of its own, or the two differ in modules, shape or scaling.
-        """
+        """Copy the weights of one role's adapter, and of its head if both have one, to another role of its form."""
         ours, theirs = self._own_tensors(target), self._own_tensors(source, head=target in self.heads)
-        if {name: p.shape for name, p in ours.items()} != {name: p.shape for name, p in theirs.items()} or (
-            self._scaling(target) != self._scaling(source)
-        ):
+        if self._form(target, ours) != self._form(source, theirs):
             raise AdapterError(
                 f'role "{target}" cannot start as a copy of "{source}": their adapters or heads differ in modules, '
                 "shape or scaling.",
@@ -191,32 +168,32 @@ class SharedBase(FrozenLM):
                 mine.copy_(theirs[name])
 
     def _own_tensors(self, role: str, *, head: bool = True) -> dict[str, nn.Parameter]:
-        """The parameters of a role's own adapter and head, by names without the role's."""
         if self._known(role) not in self._adapter_parameters:
             raise AdapterError(f'role "{role}" has no adapter of its own that could be copied.')
         of_head = self.heads[role].named_parameters(prefix="head") if head and role in self.heads else ()
         return self._adapter_parameters[role] | dict(of_head)
 
-    def _scaling(self, role: str) -> dict[str, float]:
-        """What each layer multiplies the product of its two factors with."""
+    def _form(self, role: str, tensors: dict[str, nn.Parameter]) -> tuple[dict, dict]:
+        """Names and shapes, and what each layer multiplies the product of its two factors with."""
         layers = ((name, module) for name, module in self.model.named_modules() if isinstance(module, LoraLayer))
-        return {name: layer.scaling[role] for name, layer in layers if role in layer.scaling}
+        scaling = {name: layer.scaling[role] for name, layer in layers if role in layer.scaling}
+        return {name: p.shape for name, p in tensors.items()}, scaling
 
     def train_roles(self, *roles: str) -> None:
         """Make exactly these roles trainable, whichever is active.
 
-        PEFT ties "active" to "trainable": an adapter that it adds or activates has its gradients switched on, all
-        others off, and a gradient that arrives at such a leaf is dropped without a word. Here the two are apart.
+        PEFT ties the two: a gradient that arrives at an adapter which it has left is dropped without a word.
         """
-        self._trained = frozenset(self._known(role) for role in roles)
-        trained_adapters = {self._adapter_of[role] for role in self._trained}
+        wanted = {self._known(role) for role in roles}
+        self.trained_roles = tuple(role for role in self._adapter_of if role in wanted)
+        trained_adapters = {self._adapter_of[role] for role in wanted}
         for adapter, parameters in self._adapter_parameters.items():
             for parameter in parameters.values():
                 parameter.requires_grad_(adapter in trained_adapters)
         for role, head in self.heads.items():
-            head.requires_grad_(role in self._trained)
+            head.requires_grad_(role in wanted)
         for parameter in [] if self.value_model is None else self.value_model.body_parameters:
-            parameter.requires_grad_("value" in self._trained)
+            parameter.requires_grad_("value" in wanted)
 
     # ------------------------------------------------------------------ the active role
 
@@ -245,17 +222,13 @@ class SharedBase(FrozenLM):
     ) -> None:
         """Switch checkpointing on, with recomputation in the role of the forward pass.
 
-        A checkpointed layer is recomputed during backward with whichever adapter is active *then*; by itself that gives
-        wrong gradients without an error. Whoever switches it off and on again here, as TRL does, keeps the cure.
+        By itself a layer is recomputed with whichever adapter is active during backward: wrong gradients, no error.
         """
         kwargs = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
-        with warnings.catch_warnings():
-            # Deprecated in transformers 5.23 for a name that the lowest supported version lacks.
-            warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")
-            in_role = kwargs | {"context_fn": lambda: (nullcontext(), InRole(self, self.active_role))}
-            self.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=in_role, **options)
-            if self.value_model is not None:
-                self.value_model.classifier.gradient_checkpointing_enable(kwargs)
+        in_role = kwargs | {"context_fn": lambda: (nullcontext(), InRole(self, self.active_role))}
+        _checkpointing(self.causal_lm, "enable", in_role, **options)
+        if self.value_model is not None:
+            _checkpointing(self.value_model.classifier, "enable", kwargs)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
@@ -264,16 +237,15 @@ class SharedBase(FrozenLM):
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Switch checkpointing off."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="`gradient_checkpointing_disable` is deprecated")
-            self.causal_lm.gradient_checkpointing_disable()
-            if self.value_model is not None:
-                self.value_model.classifier.gradient_checkpointing_disable()
+        _checkpointing(self.causal_lm, "disable")
+        if self.value_model is not None:
+            _checkpointing(self.value_model.classifier, "disable")
 
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return any(getattr(module, "gradient_checkpointing", False) for module in self.causal_lm.modules())
+
+def _checkpointing(model: PreTrainedModel, switch: str, *arguments: Any, **options: Any) -> None:
+    """Call a method by its name of transformers 5.23 on, or by its older one."""
+    older = getattr(model, f"gradient_checkpointing_{switch}")
+    getattr(model, f"activation_checkpointing_{switch}", older)(*arguments, **options)
 
 
 class InRole:

@@ -2,8 +2,8 @@
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,16 +19,11 @@ class Sequences:
 
     Every mask comes from the lengths, none from token ids: a checkpoint whose pad token is its end-of-sequence token
     loses nothing.
-
-    Args:
-        input_ids: int64 (B, L), prompt and response without a gap, then padding.
-        prompt_lengths: int64 (B,), each at least 1.
-        response_lengths: int64 (B,).
     """
 
-    input_ids: Tensor
-    prompt_lengths: Tensor
-    response_lengths: Tensor
+    input_ids: Tensor  # int64 (B, L), prompt and response without a gap, then padding
+    prompt_lengths: Tensor  # int64 (B,), each at least 1
+    response_lengths: Tensor  # int64 (B,)
 
     @classmethod
     def from_ids(
@@ -39,12 +34,7 @@ class Sequences:
         pad_token_id: int,
         device: torch.device | str = "cpu",
     ) -> "Sequences":
-        """Lay out ragged lists of ids.
-
-        Raises:
-            ValueError: the lists differ in length, or a prompt is empty (its first response token would have nothing
-                to be predicted from).
-        """
+        """Lay out ragged lists of ids; a `ValueError` if they differ in length, or a prompt is empty."""
         if not all(map(len, prompt_ids)):
             raise ValueError("a prompt needs at least one token")
         rows = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
@@ -96,22 +86,12 @@ class Sequences:
         return self.input_ids.gather(1, self.response_positions)[self.response_mask]
 
 
-@cache
-def _libc() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(None)
-        library.malloc_trim  # noqa: B018  (glibc has it, other C libraries do not)
-    except (OSError, AttributeError, TypeError):
-        return None
-    return library
-
-
 def release_memory() -> None:
     """Return freed memory to the system, where the C library would keep it.
 
     Activations of one micro-batch after another are of all sizes; glibc keeps what they leave, and the peak grows
     over a run. On a GPU PyTorch's own cache serves better, and nothing is done.
     """
-    library = None if torch.cuda.is_available() else _libc()
-    if library is not None:
-        library.malloc_trim(0)
+    if not torch.cuda.is_available():
+        with suppress(OSError, AttributeError, TypeError):  # glibc has it, other C libraries do not
+            ctypes.CDLL(None).malloc_trim(0)

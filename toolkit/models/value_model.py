@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, PreTraine
 from toolkit.errors import ModelError
 from toolkit.models.frozen_lm import switch_off_dropout
 from toolkit.models.heads import HeadInit, ScoreHead
-from toolkit.models.load import ModelSpec, model_config, model_of
+from toolkit.models.load import ModelSpec, load_with_report
 from toolkit.models.lora import check_trains_adapter_alone, peft_errors
 
 
@@ -21,7 +21,6 @@ class ValueModel(nn.Module):
     That form makes a trained one an ordinary checkpoint, and lets it start as a copy of a reward model.
 
     Args:
-        classifier: a decoder with a head `score`. Its dropout is switched off.
         config: LoRA configuration of an adapter on its decoder, which is frozen then; None trains all weights.
         head: in place of the classifier's own; its own weights, in float32, if None.
 
@@ -46,7 +45,7 @@ class ValueModel(nn.Module):
         classifier.score = head.to(own.weight.device)
         self.classifier, self.lora = classifier, config
         classifier.requires_grad_(config is None)
-        self._adapted: tuple[PeftModel, ...] = ()  # in a tuple, so that nothing is registered twice
+        self._adapted: tuple[PeftModel | None] = (None,)  # in a tuple, so that nothing is registered twice
         if config is not None:
             check_trains_adapter_alone(config)
             config = copy.deepcopy(config)
@@ -55,16 +54,15 @@ class ValueModel(nn.Module):
                 # Not PEFT's class for classifiers, which would train a second head.
                 self._adapted = (PeftModel(classifier, config, adapter_name="value"),)
         head.requires_grad_(True)
-        named = [(name, p) for name, p in classifier.named_parameters() if p.requires_grad]
-        self.body_parameters = [p for name, p in named if not name.startswith("score.")]
-        """What trains besides the head: the adapter's weights, or all of the decoder's."""
+        named = classifier.named_parameters()
+        self.body_parameters = [p for name, p in named if p.requires_grad and not name.startswith("score.")]
         self.eval()
         self._check_causal()
 
     @property
     def adapted(self) -> PeftModel | None:
         """PEFT's model around the classifier, whose adapter is called "value"; None where all weights are trained."""
-        return self._adapted[0] if self._adapted else None
+        return self._adapted[0]
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -73,13 +71,12 @@ class ValueModel(nn.Module):
 
     @property
     def head(self) -> ScoreHead:
-        """Maps the last hidden state (..., H) to a value (..., 1)."""
         return self.classifier.score
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Last hidden states (B, L, H)."""
-        backbone = self.backbone
-        return backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state
+        kwargs |= {"attention_mask": attention_mask, "use_cache": False}
+        return self.backbone(input_ids=input_ids, **kwargs).last_hidden_state
 
     @torch.no_grad()
     def _check_causal(self) -> None:
@@ -113,19 +110,12 @@ def load_value_model(
 ) -> ValueModel:
     """A value model from a checkpoint, of a language model or of a reward model, or with random weights.
 
-    Args:
-        spec: says where it comes from.
-        tokenizer: the policy's.
-        lora: of the adapter; None trains all weights.
-        head_init: of a head that the checkpoint does not have: see `ScoreHead`, also for `head_bias`.
-        device: as for `load_model`.
-
     Raises:
-        ModelError: as for `load_model`; it is no decoder, or settings of a head where the checkpoint has one.
+        ModelError: as for `load_with_report`; it is no decoder, or settings of a head where the checkpoint has one.
         AdapterError: the adapter does not fit it.
     """
-    config = model_config(spec, "sequence_classifier", tokenizer=tokenizer, num_labels=1)
-    classifier, has_head = model_of(spec, "sequence_classifier", config, device=device)
+    kind: Any = "sequence_classifier"
+    classifier, has_head = load_with_report(spec, kind, tokenizer=tokenizer, num_labels=1, device=device)
     if has_head and (head_bias or head_init != "normal"):
         raise ModelError(
             f'the head\'s bias and initialisation would have no effect: "{spec.model}" has a trained head, with which '

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-from toolkit.models.forward import hidden_states_in, sequence_logits
+from toolkit.models.forward import reward_states, sequence_logits
 from toolkit.models.roles import SharedBase
 
 
@@ -35,18 +35,6 @@ class PolicyView(nn.Module):
             return self.base.causal_lm.generate(**kwargs)
 
 
-class _Backbone(nn.Module):
-    def __init__(self, base: SharedBase, role: str):
-        super().__init__()
-        self._base, self._role = (base,), role
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutput:
-        base = self._base[0]
-        with base.role(self._role):
-            hidden = base.hidden_states(input_ids, attention_mask, position_ids=position_ids)
-        return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
-
-
 class TokenScoreView(nn.Module):
     """The role "value" or "reward" as TRL's `get_reward` reads one: a backbone by name and a `score` head."""
 
@@ -54,16 +42,19 @@ class TokenScoreView(nn.Module):
 
     def __init__(self, base: SharedBase, role: str):
         super().__init__()
-        self.backbone = _Backbone(base, role)
+        self._base, self._role = (base,), role
         self.score = base.head(role)
         self.config = base.config
 
+    def backbone(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutput:
+        base = self._base[0]
+        with base.role(self._role):
+            hidden = base.hidden_states(input_ids, attention_mask, position_ids=position_ids)
+        return BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))
+
 
 class SequenceClassifierView(nn.Module):
-    """The role "reward" as a sequence classifier, for `trl.RewardTrainer` and transformers' `Trainer`.
-
-    `pad_token_id` is what the head reads with: see `score_positions`.
-    """
+    """The role "reward" as a sequence classifier, for `trl.RewardTrainer` and transformers' `Trainer`."""
 
     def __init__(self, base: SharedBase, *, pad_token_id: int):
         super().__init__()
@@ -92,7 +83,7 @@ class SequenceClassifierView(nn.Module):
         belong to its loss (`use_cache`, `margin`) are not read here.
         """
         if every_token:
-            hidden = hidden_states_in(self.base, input_ids, attention_mask, "reward")
+            hidden = reward_states(self.base, input_ids, attention_mask)
             return SequenceClassifierOutput(logits=self.base.head("reward")(hidden))
         logits = sequence_logits(self.base, input_ids, attention_mask, pad_token_id=self.pad_token_id)
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)

@@ -45,10 +45,7 @@ def role_digest(base: SharedBase, role: str) -> str:
 
 
 def base_digest(base: SharedBase) -> str:
-    """SHA-256 of the first 64 numbers of each tensor of the base that is not quantised: tells bases apart, in no time.
-
-    Quantised ones are left out, since two devices may round differently.
-    """
+    """SHA-256 of the first 64 numbers of each tensor of the base but the quantised, which devices round differently."""
     named = base.causal_lm.named_parameters()
     return _digest(p.flatten()[:64] for name, p in named if p.is_floating_point() and ".lora_" not in name)
 
@@ -74,14 +71,7 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> 
     """Add an adapter to the weights of an unquantised base, in place: a checkpoint that needs no PEFT.
 
     Merging into 4-bit weights would round the sum to 16 levels and change what the model says (huggingface/peft#2321).
-
-    Args:
-        model: the base, in 16 or 32 bits.
-        folder: a PEFT folder.
-        probe: int64 (B, L), tokens without padding on which both forms are compared.
-
-    Raises:
-        AdapterError: the base is quantised, or PEFT cannot put the adapter on it.
+    Both forms are compared on `probe`, int64 (B, L), tokens without padding.
     """
     if getattr(model, "is_quantized", False):
         raise AdapterError("an adapter is never merged into a quantised base: load the base in 16 bits.")

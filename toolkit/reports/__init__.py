@@ -10,17 +10,12 @@ from toolkit.reports.files import (
     read_jsonl,
     read_result,
     versions,
+    whole_lines,
     write_json,
     write_jsonl,
+    write_lines,
     write_result,
 )
 from toolkit.reports.page import write_report
 from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, pair_evaluation, worst_errors
 from toolkit.reports.samples import Responses, sample_rows, samples_table
-
-__all__ = [
-    "ERRORS_FILE", "RESULT_FILE", "SCORES_FILE", "MetricsFile", "ProgressBar", "Responses", "ScoredPair",
-    "append_jsonl", "keep_until", "pair_evaluation", "peak_memory_gb", "read_json", "read_jsonl", "read_result",
-    "sample_rows", "samples_table", "versions", "worst_errors", "write_json", "write_jsonl", "write_report",
-    "write_result",
-]  # fmt: skip

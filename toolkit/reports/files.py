@@ -4,15 +4,17 @@ import json
 import platform
 import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from toolkit import __version__
+
 RESULT_FILE = "result.json"
-_PACKAGES = ("ppo-lora-toolkit", "torch", "transformers", "trl", "peft", "bitsandbytes", "datasets", "accelerate")
+_PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "datasets", "accelerate")
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]], *, mode: str = "w") -> None:
@@ -73,28 +75,20 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide a run."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "not installed"
-
-
-def _peak_resident_bytes() -> int:
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource  # Unix alone has it
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    ours = {"python": platform.python_version(), "ppo-lora-toolkit": __version__}
+    return ours | {name: version(name) for name in _PACKAGES}
 
 
 def peak_memory_gb() -> dict[str, float]:
     """Peak memory of this process in GB (10⁹ bytes): `resident`, and `gpu` where there is one."""
-    peak = {"resident": _peak_resident_bytes() / 1e9}
+    if sys.platform == "win32":
+        resident = psutil.Process().memory_info().peak_wset
+    else:
+        import resource  # Unix alone has it
+
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = {"resident": resident / 1e9}
     if torch.cuda.is_available():
         peak["gpu"] = torch.cuda.max_memory_allocated() / 1e9
     return {key: round(value, 3) for key, value in peak.items()}

@@ -4,12 +4,9 @@ import html
 import io
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.reports.pairs import ScoredPair, worst_errors
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # takes half a second, which a command without a report does not pay
 
 REPORT_FILE = "report.html"
 _CURVES = (
@@ -42,8 +39,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: 
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def svg(figure: "Figure") -> str:
-    """A figure, as wide as the page."""
+def svg(figure: Any) -> str:
+    """A figure of matplotlib, as wide as the page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     return f'<div class="curves">{buffer.getvalue()[buffer.getvalue().index("<svg") :]}</div>'
@@ -53,7 +50,7 @@ def _curves(metrics: Sequence[dict[str, Any]]) -> str:
     names = [name for name in _CURVES if sum(name in row for row in metrics) > 1]
     if not names:
         return ""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # takes half a second, which a command without a report does not pay
 
     columns, rows = 3, -(-len(names) // 3)
     figure = Figure(figsize=(11, 2.4 * rows), layout="constrained")
@@ -149,12 +146,11 @@ def write_report(
     """Write the page into a stage's folder.
 
     Args:
-        folder: of the stage.
         result: what goes to `result.json`.
         metrics: rows of the metrics file.
-        samples: rows of `sample_rows`; may be empty.
-        recipe: the resolved recipe as YAML.
-        pairs: held-out pairs of a reward, whose evaluation is `result["judgement"]`; may be empty.
+        samples: rows of `sample_rows`.
+        recipe: the resolved one as YAML.
+        pairs: held-out pairs of a reward, whose evaluation is `result["judgement"]`.
     """
     title = html.escape(f"{result['recipe']}: {result['stage']}")
     memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())

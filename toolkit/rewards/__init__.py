@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from toolkit.errors import ConfigError, Problem
 from toolkit.rewards.adapter import AdapterScorer, RewardAdapter, read_sequences
 from toolkit.rewards.base import Reward, ScoreLike, check_scores, score_with, state_of
 from toolkit.rewards.dense import DenseScores, Scores, concatenate_scores, select_scores, total_scores
@@ -24,40 +25,19 @@ SCORERS: dict[str, type[Scorer]] = {
     scorer.kind: scorer for scorer in (AdapterScorer, FunctionScorer, ModelScorer, RemoteScorer, SumScorer)
 }
 
-__all__ = [
-    "DEFAULT_KIND",
-    "SCORERS",
-    "DenseScores",
-    "RemoteReward",
-    "Reward",
-    "RewardAdapter",
-    "RewardModel",
-    "ScoreLike",
-    "Scorer",
-    "ScorerContext",
-    "Scores",
-    "WeightedSum",
-    "check_scores",
-    "concatenate_scores",
-    "load_function",
-    "read_sequences",
-    "score_with",
-    "scorer_of",
-    "select_scores",
-    "state_of",
-    "total_scores",
-]
-
 
 def scorer_of(values: Mapping[str, Any]) -> Scorer:
     """A scorer from the keys of a recipe, `kind` among them; a null is as if it were not there.
 
     Raises:
-        ConfigError: as its kind says.
+        ConfigError: as its kind says, or a key is missing.
     """
     given = {key: value for key, value in values.items() if value is not None}
     scorer = SCORERS[given.pop("kind", DEFAULT_KIND)]
-    given = {field.name: "" for field in fields(scorer) if field.default is MISSING} | given  # it refuses "" itself
+    needed = (field for field in fields(scorer) if field.default is MISSING and field.name not in given)
+    missing = [Problem(f"is needed by kind: {scorer.kind} ({f.metadata['help'].rstrip('.')}).", f.name) for f in needed]
+    if missing:
+        raise ConfigError(scorer.__name__, problems=missing)
     if scorer is SumScorer:
         given["parts"] = {name: scorer_of(part) for name, part in dict(given["parts"]).items()}
     return scorer(**given)

@@ -19,13 +19,9 @@ from toolkit.rewards.scorer import ClassScorer, ScorerContext, problems_of
 def logits_of(
     rows: Sequence[Sequence[int]], outputs: int, batch_size: int, forward: Callable[[list[int]], Tensor]
 ) -> Tensor:
-    """Logits of rows, float32 (N, outputs) on the CPU: those of similar length together, for little padding.
+    """Logits of N rows of token ids, float32 (N, outputs) on the CPU: those of similar length in one pass.
 
-    Args:
-        rows: N sequences of token ids.
-        outputs: of the head.
-        batch_size: rows a forward pass.
-        forward: logits (n, outputs) of n rows by their indices.
+    `forward` gives the logits (n, outputs) of n rows by their indices.
     """
     logits = torch.zeros(len(rows), outputs)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -38,11 +34,7 @@ def logits_of(
 
 @torch.no_grad()
 def read_sequences(
-    base: SharedBase | PreTrainedModel | PeftModel,
-    rows: Sequence[Sequence[int]],
-    *,
-    pad_token_id: int,
-    batch_size: int,
+    base: SharedBase | PreTrainedModel | PeftModel, rows: Sequence[Sequence[int]], *, pad_token_id: int, batch_size: int
 ) -> Tensor:
     """The scores or classes of whole sequences: float32 (N, num_labels), on the CPU.
 
@@ -88,22 +80,16 @@ class AdapterScorer(ClassScorer):
 
     def build(self, context: ScorerContext) -> Reward:
         assert context.roles is not None
-        return RewardAdapter(
-            context.roles, pad_token_id=context.pad_token_id, batch_size=context.batch_size, **vars(self)
-        )
+        reading = {"pad_token_id": context.pad_token_id, "batch_size": context.batch_size}
+        return RewardAdapter(context.roles, **reading | vars(self))
 
 
 @dataclass(eq=False, repr=False)
 class RewardAdapter(AdapterScorer):
     """Scores responses with the role "reward" of a shared base.
 
-    Args:
-        base: carries the role.
-        pad_token_id: the one that the head was trained with.
-        batch_size: responses a forward pass.
-
-    Raises:
-        RewardError: a head with several outputs and no column to choose by, or the reverse.
+    `pad_token_id` is the one that the head was trained with, `batch_size` responses go through a forward pass. Raises:
+    RewardError: a head with several outputs and no column to choose by, or the reverse.
     """
 
     base: SharedBase

@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Sequence
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +33,10 @@ class Reward(Protocol):
     def __call__(self, rollout: Rollout) -> ScoreLike | Awaitable[ScoreLike]: ...
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """A reward that changes as it goes, as by a running mean."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
-def state_of(reward: Any) -> Stateful | None:
+def state_of(reward: Any) -> Any:
     """The reward, if it has a state. The weights of a network that scores are none: they stay as they are."""
-    return reward if isinstance(reward, Stateful) and not isinstance(reward, nn.Module) else None
+    has = hasattr(reward, "state_dict") and hasattr(reward, "load_state_dict") and not isinstance(reward, nn.Module)
+    return reward if has else None
 
 
 def score_with(reward: Reward, rollout: Rollout) -> Scores:
@@ -59,7 +51,7 @@ def score_with(reward: Reward, rollout: Rollout) -> Scores:
     try:
         with torch.no_grad():
             returned = reward(rollout)
-            scores: Any = _wait_for(returned) if inspect.isawaitable(returned) else returned
+            scores: Any = wait_for(returned, loop="async rewards") if inspect.isawaitable(returned) else returned
     except ToolkitError:
         raise
     except Exception as error:
@@ -77,47 +69,35 @@ def place_of(error: Exception) -> str:
 def check_scores(scores: ScoreLike, rollout: Rollout) -> Scores:
     """The scores as float32 (B,) on the CPU, or dense ones as `DenseScores.checked` makes them.
 
-    Raises:
-        RewardError: not one number for each response, or one that is not finite.
+    Raises: RewardError: not one number for each response, or one that is not finite.
     """
     if isinstance(scores, DenseScores):
         return scores.checked(rollout)
-    try:
-        tensor = torch.as_tensor(scores, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"the reward returned {type(scores).__name__}, not one number a response: {error}") from error
-    if tensor.shape != (len(rollout),):
-        raise RewardError(
-            f"the reward returned shape {tuple(tensor.shape)} for {len(rollout)} responses; "
-            f"({len(rollout)},) is needed, one number each."
-        )
-    if not bool(torch.isfinite(tensor).all()):
-        row = int((~torch.isfinite(tensor)).nonzero()[0])
-        wrong = f"the reward gave {tensor[row]} to the response {rollout.responses[row]!r}; scores are finite."
-        raise RewardError(wrong)
-    return tensor
+    if scores is None:
+        raise RewardError("the reward returned None, not one number a response.")
+    return torch.as_tensor(DenseScores(scores).checked(rollout).scores)
 
 
 @cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _loop(name: str) -> asyncio.AbstractEventLoop:
     """An event loop in a thread of its own.
 
     A notebook's main thread has a running loop, in which nothing can be waited for. One loop for all calls, since a
     reward's HTTP session belongs to the loop that it was first used in.
     """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop
 
 
-def _wait_for(awaitable: Awaitable[Any]) -> Any:
-    """What an awaitable comes to; called from outside of coroutines that this has started."""
+def wait_for(awaitable: Awaitable[Any], *, loop: str) -> Any:
+    """What an awaitable comes to in a loop of ours, called from outside of what runs in that loop."""
 
     async def result() -> Any:
         with torch.no_grad():  # holds for the thread that enters it
             return await awaitable
 
-    future = asyncio.run_coroutine_threadsafe(result(), _loop())
+    future = asyncio.run_coroutine_threadsafe(result(), _loop(loop))
     try:
         return future.result()
     except BaseException:

@@ -1,5 +1,6 @@
 """Scores within a response: at its tokens, or at spans of its text."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -45,19 +46,22 @@ class DenseScores:
             RewardError: an entry too many or too few, a span outside of the text, or a number that is not finite.
         """
         count = len(rollout)
-        for name, entries in vars(self).items():
-            if entries is not None and len(entries) != count:
-                raise RewardError(f"the reward returned {len(entries)} {name} for {count} responses.")
         try:
             scores = torch.zeros(count) if self.scores is None else _floats(self.scores)
-            tokens = [_floats(row) for row in (self.tokens if self.tokens is not None else [[]] * count)]
-            spans = [[(int(a), int(b), float(score)) for a, b, score in row] for row in self.spans or [[]] * count]
+            tokens = [torch.zeros(0)] * count if self.tokens is None else [_floats(row) for row in self.tokens]
+            given_spans = [[]] * count if self.spans is None else self.spans
+            spans = [[(int(a), int(b), float(score)) for a, b, score in row] for row in given_spans]
         except (TypeError, ValueError) as error:
-            raise RewardError(f"the reward returned DenseScores that are not made of numbers: {error}.") from error
+            raise RewardError(f"the reward returned what is not made of numbers: {error}.") from error
         if scores.shape != (count,):
-            raise RewardError(f"the reward returned scores of shape {tuple(scores.shape)}, not one a response.")
-        for row, response in enumerate(rollout.responses):
-            length = rollout.lengths[row]
+            raise RewardError(
+                f"the reward returned shape {tuple(scores.shape)} for {count} responses; "
+                f"({count},) is needed, one number each."
+            )
+        for name, number in (("tokens", len(tokens)), ("spans", len(spans))):
+            if number != count:
+                raise RewardError(f"the reward returned {number} {name} for {count} responses.")
+        for row, (response, length) in enumerate(zip(rollout.responses, rollout.lengths, strict=True)):
             if tokens[row].dim() != 1 or tokens[row].numel() not in (0, length):
                 raise RewardError(
                     f"the reward gave token scores of shape {tuple(tokens[row].shape)} to the response {response!r}, "
@@ -69,9 +73,9 @@ class DenseScores:
                         f"the reward gave a score to the characters {start} to {end} of the response {response!r}, "
                         f"which has {len(response)}."
                     )
-            numbers = [scores[row : row + 1], tokens[row], _floats([score for *_, score in spans[row]])]
-            if not bool(torch.isfinite(torch.cat(numbers)).all()):
-                raise RewardError(f"the reward gave a number that is not finite to the response {response!r}.")
+            for score in (scores[row].item(), *tokens[row].tolist(), *_floats([s for *_, s in spans[row]]).tolist()):
+                if not math.isfinite(score):
+                    raise RewardError(f"the reward gave {score} to the response {response!r}; scores are finite.")
         return DenseScores(scores, tokens, spans)
 
     # What follows is of scores that were checked.

@@ -17,27 +17,31 @@ from toolkit.settings import setting
 
 
 def load_function(function: str) -> Reward:
-    """Find a function by "module:function" or "file.py:function", sync or async.
+    """A function by "module:function" or "file.py:function", sync or async.
 
-    Modules of the current folder are found as by `python -m`; a file is run, and a relative one is looked for from the
-    current folder.
-
-    Raises:
-        RewardError: the name has another form, there is no such module, file or function, or its code fails.
+    Modules of the current folder are found as by `python -m`; a file is run, and looked for from the current folder.
+    Raises: RewardError: the name has another form, there is no such module, file or function, or its code fails.
     """
     place, name = _halves(function)
-    reward: Reward | None = getattr(_module(place), name, None)
+    path, here = _existing(place) if place.endswith(".py") else None, str(Path.cwd())
+    if path is None and here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(place) if path is None else _run(path)
+    except ModuleNotFoundError as error:
+        raise _wrong(f'no module "{error.name}", looked for from {here} and in the environment.') from error
+    except Exception as error:
+        # A syntax error has no line of its own in the traceback.
+        at = "" if isinstance(error, SyntaxError) else f" ({place_of(error)})"
+        raise _wrong(f"{place} cannot be loaded: {type(error).__name__}: {error}{at}.", "Mend it there.") from error
+    reward: Reward | None = getattr(module, name, None)
     if not callable(reward):
         raise _wrong(f'{place} has no function "{name}".')
     return reward
 
 
 def check_function(function: str) -> None:
-    """That there is such a function. A file is read and not run; a module has to be imported, as by `load_function`.
-
-    Raises:
-        RewardError: as by `load_function`.
-    """
+    """What `load_function` would raise. A file is read and not run; a module has to be imported."""
     place, name = _halves(function)
     if not place.endswith(".py"):
         load_function(function)
@@ -78,20 +82,6 @@ def _existing(place: str) -> Path:
     return path
 
 
-def _module(place: str) -> ModuleType:
-    path, here = _existing(place) if place.endswith(".py") else None, str(Path.cwd())
-    if path is None and here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(place) if path is None else _run(path)
-    except ModuleNotFoundError as error:
-        raise _wrong(f'no module "{error.name}", looked for from {here} and in the environment.') from error
-    except Exception as error:
-        # A syntax error has no line of its own in the traceback.
-        at = "" if isinstance(error, SyntaxError) else f" ({place_of(error)})"
-        raise _wrong(f"{place} cannot be loaded: {type(error).__name__}: {error}{at}.", "Mend it there.") from error
-
-
 def _run(path: Path) -> ModuleType:
     """The module of a file, not by its own name: `rewards.py` must not stand in for an installed module `rewards`."""
     spec = importlib.util.spec_from_file_location(f"reward_file_{abs(hash(path))}", path)
@@ -110,7 +100,7 @@ class FunctionScorer(Scorer):
     function: str = setting(MISSING, '"module:function" or "file.py:function".')
 
     def conflicts(self) -> Iterator[Problem]:
-        return self.missing("function", "module:function or file.py:function")
+        yield from problems_of(_halves, self.function)
 
     def check(self, context: ScorerContext) -> list[Problem]:
         return problems_of(check_function, self.function)

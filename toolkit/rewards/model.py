@@ -13,16 +13,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit import models
 from toolkit.data import Rollout, pad_rows
 from toolkit.errors import Problem, RewardError
-from toolkit.models import (
-    LENGTH_MULTIPLE,
-    ModelSpec,
-    check_same_tokenizer,
-    load_model,
-    model_config,
-    weight_file_problems,
-)
 from toolkit.rewards.adapter import logits_of
 from toolkit.rewards.base import Reward
 from toolkit.rewards.model_text import TextScorer, conversation
@@ -39,13 +32,8 @@ class RewardModel(TextScorer):
     own class does, so that a score is what a forward pass over that one row gives; where the configuration names no
     padding token, an id that no row of the batch has stands in.
 
-    Args:
-        model: a sequence classifier. It is put into eval mode and loses its gradients.
-        tokenizer: the model's.
-        truncated: texts that were cut so far.
-
-    Raises:
-        RewardError: settings that do not fit the model.
+    The model is put into eval mode and loses its gradients; `truncated` counts the texts that were cut. Raises:
+    RewardError: settings that do not fit the model.
     """
 
     model: PreTrainedModel | PeftModel
@@ -61,16 +49,10 @@ class RewardModel(TextScorer):
 
     @classmethod
     def load(cls, model: str, *, device: torch.device | None = None, **settings: Any) -> "RewardModel":
-        """From a folder or hub id.
+        """From a folder or hub id with safetensors weights, a classification head and a tokenizer.
 
-        Args:
-            model: with safetensors weights, a classification head and a tokenizer.
-            device: defaults to the first GPU, else the CPU.
-            settings: of a `ModelScorer`; `quantization` may be a `BitsAndBytesConfig`.
-
-        Raises:
-            RewardError: no classifier, or settings that do not fit it.
-            ModelError: no such checkpoint, its weights cannot be loaded, or its head has none.
+        `device` defaults to the first GPU, else the CPU. The settings are those of a `ModelScorer`; `quantization` may
+        be a `BitsAndBytesConfig`. Raises: RewardError or ModelError: no such classifier, or settings that do not fit.
         """
         return ModelScorer(model=model, **settings).load(device)
 
@@ -84,8 +66,7 @@ class RewardModel(TextScorer):
     def texts(self, rollout: Rollout) -> list[tuple[str, ...]]:
         """What is read of each response: one text, or two for a pair.
 
-        Raises:
-            RewardError: the prompts lack the column, or the model's chat template refuses a conversation.
+        Raises: RewardError: the prompts lack the column, or the model's chat template refuses a conversation.
         """
         column = self.column_of(list(rollout.columns))
         if column is None:
@@ -104,17 +85,15 @@ class RewardModel(TextScorer):
     def _rows(self, rollout: Rollout) -> list[dict[str, list[int]]]:
         """The model's inputs for each response, none longer than the limit."""
         limit = self.max_length or sys.maxsize
-        if self.reads == "tokens":
+        texts = None if self.reads == "tokens" else self.texts(rollout)
+        if texts is None:
             rows = [{"input_ids": [*p, *r]} for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
         else:
-            texts = self.texts(rollout)
             rows = [self._encoded(text) for text in texts]
         cut = [i for i, row in enumerate(rows) if len(row["input_ids"]) > limit]
         for i in cut:
-            if self.reads == "tokens":
-                rows[i] = {"input_ids": rows[i]["input_ids"][-limit:]}
-            else:
-                rows[i] = self._encoded(texts[i], truncation=True, max_length=limit)
+            last = {"input_ids": rows[i]["input_ids"][-limit:]}
+            rows[i] = last if texts is None else self._encoded(texts[i], truncation=True, max_length=limit)
         if cut and not self.truncated:
             warnings.warn(
                 f"{len(cut)} of {len(rows)} texts are longer than the {limit} tokens of the reward model and lose "
@@ -135,7 +114,7 @@ class RewardModel(TextScorer):
     def _logits(self, rows: Sequence[dict[str, list[int]]]) -> Tensor:
         device, config = self.model.device, self.model.config.get_text_config()
         # Rounded up, a length must not pass the last position.
-        multiple = LENGTH_MULTIPLE if (self.max_length or 0) % LENGTH_MULTIPLE == 0 else 1
+        multiple = models.LENGTH_MULTIPLE if (self.max_length or 0) % models.LENGTH_MULTIPLE == 0 else 1
         # Decoders pool at the last token that is another than the padding token.
         own, vocabulary = config.pad_token_id, self.model.get_input_embeddings().num_embeddings
         if own is None or not 0 <= own < vocabulary:
@@ -183,15 +162,13 @@ class ModelScorer(TextScorer):
         return self.model is None
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        problems = super().check(context)
+        problems, whose = super().check(context), "the model of section reward_model"
         if self.model is None:
-            if context.reward_outputs is not None:
-                whose = "the model of section reward_model"
-                problems += problems_of(self.check_outputs, context.reward_outputs, whose=whose)
-            return problems
+            outputs = context.reward_outputs
+            return problems + ([] if outputs is None else problems_of(self.check_outputs, outputs, whose=whose))
         problems += problems_of(self._tokenizer, context.tokenizer)
         if Path(self.model).is_dir():
-            problems += [Problem(wrong, "model") for wrong in weight_file_problems(Path(self.model))]
+            problems += [Problem(wrong, "model") for wrong in models.weight_file_problems(Path(self.model))]
         columns = context.prompt_columns()
         if columns is not None:
             problems += problems_of(self.column_of, columns, chats=context.chats)
@@ -208,8 +185,8 @@ class ModelScorer(TextScorer):
         tokenizer, quantization = self._tokenizer(), self.quantization
         if isinstance(quantization, dict):
             quantization = BitsAndBytesConfig(**quantization)
-        spec = ModelSpec(self.model, quantization=quantization, dtype=self.dtype, **self._code)
-        model = load_model(spec, "sequence_classifier", trained=True, device=device)
+        spec = models.ModelSpec(self.model, quantization=quantization, dtype=self.dtype, **self._code)
+        model = models.load_model(spec, "sequence_classifier", trained=True, device=device)
         return RewardModel(model, tokenizer, **self._text_settings)
 
     @property
@@ -222,7 +199,7 @@ class ModelScorer(TextScorer):
 
     def _tokenizer(self, policys: PreTrainedTokenizerBase | None = None) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer, once it and the configuration are known to fit these settings and the policy."""
-        config = model_config(ModelSpec(self.model, **self._code), "sequence_classifier")
+        config = models.model_config(models.ModelSpec(self.model, **self._code), "sequence_classifier")
         kinds = config.architectures or []
         if kinds and not self.trust_remote_code and not any("SequenceClassification" in kind for kind in kinds):
             raise RewardError(
@@ -237,5 +214,5 @@ class ModelScorer(TextScorer):
             raise RewardError(wrong, field="model", remedy="Save it beside the weights.") from error
         self.fitted(config, tokenizer, whose=f'"{self.model}"')
         if self.reads == "tokens" and policys is not None:
-            check_same_tokenizer(str(self.model), policys, **self._code)
+            models.check_same_tokenizer(str(self.model), policys, **self._code)
         return tokenizer

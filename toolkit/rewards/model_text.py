@@ -45,12 +45,8 @@ class TextScorer(ClassScorer):
     def column_of(self, columns: Sequence[str], *, chats: bool = False) -> str | None:
         """The column with the prompt; None where none is read.
 
-        Args:
-            columns: of the prompts.
-            chats: whether `prompt` has the chat template of the base around it.
-
-        Raises:
-            RewardError: there is none, or none without that template.
+        `chats` says that `prompt` has the chat template of the base around it. Raises: RewardError: there is no column,
+        or none without that template.
         """
         if self.reads in ("response", "tokens"):
             return None
@@ -89,16 +85,14 @@ class TextScorer(ClassScorer):
 def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Any, response: str) -> str:
     """Prompt and response in a chat template; a prompt of text is one message of the user.
 
-    Raises:
-        RewardError: the template refuses it.
+    Raises: RewardError: the template refuses it.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     # Tables give every message the keys of all, and a template may take a key that is None for a value.
     messages = [{key: item for key, item in message.items() if item is not None} for message in messages]
     try:
-        return str(
-            tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
-        )
+        answered = [*messages, {"role": "assistant", "content": response}]
+        return str(tokenizer.apply_chat_template(answered, tokenize=False))
     except TemplateError as error:
         wrong = f"the model's chat template refuses a conversation ({error}): {messages!r}."
         raise RewardError(wrong, field="reads", remedy="Mend the row, or use pair or text.") from error

@@ -4,6 +4,7 @@ A POST for each batch, `{"prompts": […], "responses": […], "columns": {name:
 `{"scores": […]}`, one finite number a response in their order.
 """
 
+import asyncio
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import tenacity
 
 from toolkit.data import Rollout, select
 from toolkit.errors import Problem, RewardError
-from toolkit.rewards.base import Reward
+from toolkit.rewards.base import Reward, wait_for
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import AT_LEAST_1, NOT_NEGATIVE, Range, setting
 
@@ -30,18 +31,18 @@ _LARGEST_BODY = 2**24  # bytes: a batch of a million scores
 
 @dataclass
 class RemoteScorer(Scorer):
-    """An HTTP server."""
+    """An HTTP server, asked by POST."""
 
     kind: ClassVar[str] = "remote"
-    url: str = setting(MISSING, "where batches are sent by POST.")
+    url: str = setting(MISSING, "where batches are sent by POST: http:// or https://.")
     batch_size: int = setting(16, "responses a request.", AT_LEAST_1)
-    timeout: float = setting(30.0, "seconds in which the server may be silent.", _SECONDS)
+    timeout: float = setting(30.0, "seconds for one try, from its start to the last byte of the answer.", _SECONDS)
     retries: int = setting(5, "tries of a request after the first, each after a wait twice as long.", NOT_NEGATIVE)
     deadline: float | None = setting(None, "seconds for a batch with all its tries; null for no limit.", _SECONDS)
     token_variable: str | None = setting(None, "name of the environment variable that holds a bearer token.")
 
     def conflicts(self) -> Iterator[Problem]:
-        yield from self.missing("url", "http:// or https://") if not self.url else _url_problems(self.url)
+        yield from _url_problems(self.url)
         if not re.fullmatch(r"[A-Za-z_]\w*", self.token_variable or "x", re.ASCII):
             # It may be the token itself, which must not be shown.
             yield Problem("the name of an environment variable is needed: letters, digits and _.", "token_variable")
@@ -68,9 +69,7 @@ class RemoteReward(RemoteScorer):
     A try that fails by a lost connection, the time-out, or status 429 or 5xx is repeated after `first_wait` seconds,
     then after twice as long each time, or as long as the server asks for by `Retry-After`; a minute at most. Any other
     answer that is no success ends the run at once. Redirects are not followed. Proxies are those of the environment.
-
-    Raises:
-        RewardError: the environment has no such variable.
+    Raises: RewardError: the environment has no such variable.
     """
 
     first_wait: float = 1.0
@@ -82,28 +81,28 @@ class RemoteReward(RemoteScorer):
             self._headers["Authorization"] = f"Bearer {read_token(self.token_variable)}"
 
     def __call__(self, rollout: Rollout) -> list[float]:
-        """B scores.
+        """B scores. Raises: RewardError: no server, a refusal, no such answer, or a column that cannot be sent."""
+        return wait_for(self._ask_all(rollout), loop="remote rewards")
 
-        Raises:
-            RewardError: the server stayed away, refused, or gave no such answer; or a column cannot be sent.
-        """
+    async def _ask_all(self, rollout: Rollout) -> list[float]:
         scores: list[float] = []
-        with httpx2.Client(headers=self._headers, timeout=self.timeout, follow_redirects=False) as client:
+        # Its own time-outs start anew with each byte.
+        async with httpx2.AsyncClient(headers=self._headers, timeout=None, follow_redirects=False) as client:
             for start in range(0, len(rollout), self.batch_size):
                 part = select(rollout, range(start, min(start + self.batch_size, len(rollout))))
-                scores += self._scores(self._ask(client, _body(part)), part)
+                scores += self._scores(await self._ask(client, _body(part)), part)
         return scores
 
-    def _ask(self, client: httpx2.Client, body: bytes) -> bytes:
+    async def _ask(self, client: httpx2.AsyncClient, body: bytes) -> bytes:
         started, limit = time.monotonic(), self.deadline or math.inf
-        tries = tenacity.Retrying(
+        tries = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.retries + 1) | tenacity.stop_before_delay(limit),
             wait=self._wait,
             retry=tenacity.retry_if_exception_type(_Passing),
             reraise=True,
         )
         try:
-            return tries(self._try, client, body, started + limit)
+            return await tries(self._try, client, body, started + limit)
         except _Passing as error:
             count, seconds = tries.statistics["attempt_number"], time.monotonic() - started
             wrong = f"gave no answer in {count} tries over {seconds:.0f} s; the last: {error}."
@@ -112,24 +111,21 @@ class RemoteReward(RemoteScorer):
     def _wait(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome is not None else None
         asked_for = error.retry_after if isinstance(error, _Passing) else None
-        if asked_for is None:
-            asked_for = tenacity.wait_exponential(self.first_wait)(state)
-        return min(_LONGEST_WAIT, asked_for)
+        return min(_LONGEST_WAIT, tenacity.wait_exponential(self.first_wait)(state) if asked_for is None else asked_for)
 
-    def _try(self, client: httpx2.Client, body: bytes, until: float) -> bytes:
-        received = bytearray()
+    async def _try(self, client: httpx2.AsyncClient, body: bytes, until: float) -> bytes:
+        received, seconds = bytearray(), min(self.timeout, until - time.monotonic())
         try:
-            with client.stream("POST", self.url, content=body) as response:
-                for part in response.iter_bytes():
+            async with asyncio.timeout(seconds), client.stream("POST", self.url, content=body) as response:
+                async for part in response.aiter_bytes():
                     received += part
                     if len(received) > _LARGEST_BODY:
                         raise self._wrong(f"gave an answer of more than {_LARGEST_BODY >> 20} MiB.")
-                    if time.monotonic() > until:
-                        raise _Passing(f"an answer that was not complete after {self.deadline:g} s")
-        except httpx2.TimeoutException as error:
-            raise _Passing(f"nothing for {self.timeout:g} s") from error
+        except TimeoutError as error:
+            raise _Passing(f"no whole answer in {seconds:.2g} s") from error
         except httpx2.RequestError as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            cause = _of_the_system(error) or error
+            raise _Passing(f"{type(cause).__name__}: {cause}") from error
         if response.is_success:
             return bytes(received)
         reason = f"status {response.status_code} {response.reason_phrase}{_excerpt(received)}"
@@ -141,8 +137,8 @@ class RemoteReward(RemoteScorer):
     def _scores(self, body: bytes, part: Rollout) -> list[float]:
         wanted = f'{{"scores": [{len(part)} numbers]}} is needed.'
         try:
-            values = json.loads(body)
-        except ValueError as error:
+            values = json.loads(body, parse_int=float)  # of 400 digits one is infinite
+        except (ValueError, RecursionError) as error:
             raise self._wrong(f"did not answer with JSON{_excerpt(body)}; {wanted}") from error
         scores = values.get("scores") if isinstance(values, dict) else None
         if not isinstance(scores, list):
@@ -150,28 +146,22 @@ class RemoteReward(RemoteScorer):
         if len(scores) != len(part):
             raise self._wrong(f"answered with {len(scores)} scores for {len(part)} responses; {wanted}")
         for score, response in zip(scores, part.responses, strict=True):
-            if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+            if not isinstance(score, float) or not math.isfinite(score):
                 raise self._wrong(f"gave {score!r} to the response {response!r}; scores are finite numbers.")
-        return [float(score) for score in scores]
+        return scores
 
     def _wrong(self, wrong: str, remedy: str = "") -> RewardError:
         return RewardError(f"{self.url} {wrong}", field="url", remedy=remedy)
 
 
 def read_token(token_variable: str) -> str:
-    """A bearer token from the environment.
-
-    Raises:
-        RewardError: it is not there, or cannot be sent. The message does not show it.
-    """
+    """A token from the environment. Raises: RewardError, which does not show it: it is not there, or cannot be sent."""
     token = os.environ.get(token_variable, "").strip()
-    if not token:
-        wrong, remedy = f"the environment has no variable {token_variable}.", "Set it to the server's token."
-    elif not (token.isascii() and token.isprintable()):
-        wrong, remedy = f"{token_variable} holds signs that no token has, such as a line break.", "Set it anew."
-    else:
+    if token and token.isascii() and token.isprintable():
         return token
-    raise RewardError(wrong, field="token_variable", remedy=remedy)
+    wrong = f"{token_variable} holds signs that no token has, such as a line break."
+    wrong = wrong if token else f"the environment has no variable {token_variable}."
+    raise RewardError(wrong, field="token_variable", remedy="Set it to the server's token.")
 
 
 def _body(part: Rollout) -> bytes:
@@ -182,6 +172,15 @@ def _body(part: Rollout) -> bytes:
             wrong = f'the column "{name}" of the prompts cannot be sent as JSON ({error}).'
             raise RewardError(wrong, remedy="Remove it from the data, or make text or numbers of it.") from error
     return json.dumps({"prompts": part.prompts, "responses": part.responses, "columns": part.columns}).encode()
+
+
+def _of_the_system(error: BaseException | None) -> BaseException | None:
+    """The operating system's error under one of httpx, which says less."""
+    if isinstance(error, BaseExceptionGroup):  # an address of IPv4 and one of IPv6
+        return _of_the_system(error.exceptions[0])
+    if error is None or (isinstance(error, OSError) and error.errno):
+        return error
+    return _of_the_system(error.__cause__ or error.__context__)
 
 
 def _excerpt(body: bytes | bytearray) -> str:

@@ -1,9 +1,9 @@
 """What a recipe says of its reward: the settings of one kind, which check themselves and build the reward callback."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from peft import PeftModel
@@ -67,22 +67,12 @@ class Scorer:
         """What is wrong with its settings beyond their ranges."""
         yield from ()
 
-    def missing(self, name: str, form: str) -> Iterator[Problem]:
-        """A problem, if a setting is empty."""
-        if not getattr(self, name):
-            yield Problem(f"belongs to kind: {self.kind}, and is needed there ({form}).", name)
-
     def check(self, context: ScorerContext) -> list[Problem]:
         """What is wrong with what it names. No weights are loaded, no file is run and no server asked."""
         return []
 
     def build(self, context: ScorerContext) -> Reward:
-        """The reward callback of a scorer whose check was passed.
-
-        Raises:
-            RewardError: what it names cannot be used.
-            ModelError: the weights of a model cannot be loaded.
-        """
+        """The reward callback. Raises: RewardError or ModelError: what it names cannot be used."""
         raise NotImplementedError
 
 
@@ -97,8 +87,9 @@ class ClassScorer(Scorer):
 
     def conflicts(self) -> Iterator[Problem]:
         if self.class_score != "logprob" and self.class_column is None:
-            wrong = "would have no effect: class_column, which names the wanted class, is missing."
-            yield Problem(wrong, "class_score")
+            yield Problem(
+                "would have no effect: class_column, which names the wanted class, is missing.", "class_score"
+            )
 
     def check(self, context: ScorerContext) -> list[Problem]:
         columns = None if self.class_column is None else context.prompt_columns()
@@ -119,35 +110,24 @@ class ClassScorer(Scorer):
                 field="class_column",
             )
 
-    def scores_of(self, logits: Tensor, rollout: Rollout, label_ids: Mapping[str, int] | None = None) -> Tensor:
-        """One score a response, float (B,): the only output, or that of the class which the response's row names.
+    def scores_of(self, logits: Tensor, rollout: Rollout, label_ids: dict[str, int] | None = None) -> Tensor:
+        """One score a response, float (B,), of logits (B, C): the only output, or that of the class its row names.
 
-        Args:
-            logits: (B, C).
-            rollout: B responses.
-            label_ids: numbers of the classes by name.
-
-        Raises:
-            RewardError: the prompts have no such column, or a row names no class of the head.
+        `label_ids` are numbers of the classes by name. Raises: RewardError: a row names no class of the head.
         """
         if self.class_column is None:
             return logits.squeeze(-1)
         self.check_class_column(list(rollout.columns))
-        wanted = [self._class(value, label_ids or {}, logits.shape[1]) for value in rollout.columns[self.class_column]]
+        classes, wanted = logits.shape[1], []
+        known = {name: number for number in range(classes) for name in (number, str(number))} | (label_ids or {})
+        for value in rollout.columns[self.class_column]:
+            if not isinstance(value, Hashable) or value not in known:
+                names = f"0 to {classes - 1}{' or ' if label_ids else ''}{', '.join(label_ids or {})}"
+                wrong = f'column "{self.class_column}" names the class {value!r}, and the head has {names}.'
+                raise RewardError(wrong, field="class_column", remedy="Mend that row.")
+            wanted.append(known[value])
         outputs = logits.log_softmax(dim=-1) if self.class_score == "logprob" else logits
         return outputs.gather(1, torch.tensor(wanted).unsqueeze(1)).squeeze(1)
-
-    def _class(self, value: Any, label_ids: Mapping[str, int], classes: int) -> int:
-        if isinstance(value, str) and value in label_ids:
-            return label_ids[value]
-        try:
-            if int(value) == float(value) and 0 <= int(value) < classes:
-                return int(value)
-        except (TypeError, ValueError):
-            pass
-        names = f" or {', '.join(label_ids)}" if label_ids else ""
-        wrong = f'column "{self.class_column}" names the class {value!r}, and the head has 0 to {classes - 1}{names}.'
-        raise RewardError(wrong, field="class_column", remedy="Mend that row.")
 
 
 def problems_of(check: Callable[..., object], *arguments: object, **named: object) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -13,20 +13,17 @@ from toolkit.rewards.base import Reward, score_with, state_of
 from toolkit.rewards.dense import Scores, total_scores, weighted_scores
 from toolkit.rewards.scorer import Scorer, ScorerContext
 
+_PARTS = "by a name of yours, each a scorer with a `weight`: its share in the sum, 1 by default; 0 logs it alone."
+_NO_PARTS = "a sum needs at least one part."
+
 
 class WeightedSum:
     """Scores with Σᵢ weightᵢ · scoreᵢ over its parts.
 
-    Where a part gives scores at tokens or spans, so does the sum. After each call `last_parts` holds the scores of
-    every part by name, float32 (B,), before the weights: the PPO trainer logs their means as `score/<name>`. What parts
-    have as a state is the sum's.
-
-    Args:
-        parts: rewards by name.
-        weights: by the same names; 1.0 where there is none. A weight of 0 logs a part and leaves it out of the sum.
-
-    Raises:
-        RewardError: no parts, or a weight for a part that is not there.
+    A weight is 1.0 where none is given; 0 logs a part and leaves it out. Where a part gives scores at tokens or spans,
+    so does the sum. After each call `last_parts` holds the scores of every part by name, float32 (B,), before the
+    weights: the PPO trainer logs their means as `score/<name>`. What parts have as a state is the sum's. Raises:
+    RewardError: no parts, or a weight for a part that is not there.
 
     Example:
         >>> both = WeightedSum({"short": lambda r: [-n for n in r.lengths], "ended": lambda r: r.ended}, {"ended": 5.0})
@@ -35,11 +32,11 @@ class WeightedSum:
     """
 
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float] | None = None):
-        self.parts, weights = dict(parts), weights or {}
-        unknown = [name for name in weights if name not in parts]
+        self.parts: dict[str, Any] = dict(parts)
+        weights = weights or {}
         if not parts:
-            raise RewardError("a sum needs at least one part.", field="parts")
-        if unknown:
+            raise RewardError(_NO_PARTS, field="parts")
+        if unknown := [name for name in weights if name not in parts]:
             raise RewardError(f"a sum has no part {', '.join(unknown)}; it has {', '.join(parts)}.", field="weights")
         self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
         self.last_parts: dict[str, Tensor] = {}
@@ -52,30 +49,24 @@ class WeightedSum:
         self.last_parts = {name: total_scores(part) for name, part in scores.items()}
         return weighted_scores(list(scores.values()), [self.weights[name] for name in scores])
 
-    def _changing(self) -> dict[str, Any]:
-        return {name: part for name, part in self.parts.items() if state_of(part) is not None}
-
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._changing().items()}
+        return {name: part.state_dict() for name, part in self.parts.items() if state_of(part) is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, part in self._changing().items():
-            part.load_state_dict(state[name])
+        for name in self.state_dict():
+            self.parts[name].load_state_dict(state[name])
 
 
 @dataclass(kw_only=True)
 class SumScorer(Scorer):
-    """A weighted sum of scorers of the other kinds.
-
-    Args:
-        parts: by a name of yours, each a scorer with a `weight`: its share in the sum, 1 by default; 0 logs it alone.
-    """
+    """A weighted sum of scorers of the other kinds."""
 
     kind: ClassVar[str] = "sum"
-    parts: dict[str, Any]
+    parts: dict[str, Any] = field(metadata={"help": _PARTS})
 
     def conflicts(self) -> Iterator[Problem]:
-        yield from self.missing("parts", "one or more")
+        if not self.parts:
+            yield Problem(_NO_PARTS, "parts")
         for name, part in self.parts.items():
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
                 wrong = f"{name!r} cannot name a part: its mean is logged as score/NAME."

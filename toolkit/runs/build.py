@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers import set_seed
 
 from toolkit.data import Kind, RatedResponses
 from toolkit.errors import RecipeError, RewardError, within
@@ -24,11 +24,10 @@ from toolkit.trainers.sft import sft_trainer
 from toolkit.trainers.stock_ppo import stock_ppo_trainer
 
 
-def _callbacks(recipe: Recipe, stage: str) -> list[TrainerCallback]:
-    return [
-        MetricsFile(recipe.stage_folder(stage) / "metrics.jsonl"),
-        ProgressBar(f"{recipe.run} {stage}"),
-    ]
+def _named(recipe: Recipe, stage: str) -> dict[str, Any]:
+    """What every trainer of ours is told: the base that its adapters are of, and where its metrics go."""
+    metrics = MetricsFile(recipe.stage_folder(stage) / "metrics.jsonl")
+    return {"base_name": recipe.base_path, "callbacks": [metrics, ProgressBar(f"{recipe.run} {stage}")]}
 
 
 def stage_dataset(recipe: Recipe, stage: str, kind: Kind, split: str) -> Any:
@@ -37,55 +36,42 @@ def stage_dataset(recipe: Recipe, stage: str, kind: Kind, split: str) -> Any:
         return task.dataset(kind, split)
 
 
-def trainer_config(recipe: Recipe, stage: str, **changes: Any) -> Any:
-    config = recipe.stage_config(stage, **changes)
+def trainer_config(recipe: Recipe, stage: str) -> Any:
+    config = recipe.stage_config(stage)
     if config.fp16 and not torch.cuda.is_available():
-        raise RecipeError(
-            "float16 training needs a GPU, and none is here.", remedy="Set base.dtype to bfloat16 or float32."
-        )
+        wrong = "float16 training needs a GPU, and none is here."
+        raise RecipeError(wrong, remedy="Set base.dtype to bfloat16 or float32.")
     return config
 
 
-def base_model(recipe: Recipe) -> PreTrainedModel:
-    """The frozen base of a recipe, quantised if it says so."""
-    with within("base"):
-        return load_model(recipe.base.model_spec(model=recipe.base_path)).requires_grad_(False)
+def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: Any) -> Any:
+    kind = recipe.plan.stages[stage].rows
+    return trainer(
+        trainer_config(recipe, stage),
+        recipe.tokenizer,
+        model,
+        stage_dataset(recipe, stage, kind, "train"),
+        stage_dataset(recipe, stage, kind, "validation"),
+        **_named(recipe, stage),
+    )
 
 
 def make_sft_trainer(recipe: Recipe) -> Any:
     """The sft stage: all weights of a random base, or the policy's adapter on a checkpoint."""
     set_seed(recipe.seed)
-    model: PreTrainedModel | SharedBase
-    if recipe.base.model is None:
-        with within("base"):
-            model = load_model(recipe.base.model_spec(), tokenizer=recipe.tokenizer)
-    else:
-        model, _ = placed_roles(recipe, "sft")
-    return sft_trainer(
-        trainer_config(recipe, "sft"),
-        recipe.tokenizer,
-        model,
-        stage_dataset(recipe, "sft", "demonstrations", "train"),
-        stage_dataset(recipe, "sft", "demonstrations", "validation"),
-        base_name=recipe.base_path,
-        callbacks=_callbacks(recipe, "sft"),
-    )
+    if recipe.base.model is not None:
+        return _supervised(recipe, "sft", sft_trainer, placed_roles(recipe, "sft")[0])
+    with within("base"):
+        model = load_model(recipe.base.model_spec(), tokenizer=recipe.tokenizer)
+    return _supervised(recipe, "sft", sft_trainer, model)
 
 
 def make_reward_trainer(recipe: Recipe) -> Any:
     """The reward stage: pairs for a head of one output, labelled sequences for classes."""
     set_seed(recipe.seed)
-    plan = recipe.plan.stages["reward"]
-    model = placed_roles(recipe, "reward")[0] if plan.own is None else plan.own.classifier(site(recipe))
-    return reward_trainer(
-        trainer_config(recipe, "reward"),
-        recipe.tokenizer,
-        model,
-        stage_dataset(recipe, "reward", plan.rows, "train"),
-        stage_dataset(recipe, "reward", plan.rows, "validation"),
-        base_name=recipe.base_path,
-        callbacks=_callbacks(recipe, "reward"),
-    )
+    own = recipe.plan.stages["reward"].own
+    model = placed_roles(recipe, "reward")[0] if own is None else own.classifier(site(recipe))
+    return _supervised(recipe, "reward", reward_trainer, model)
 
 
 def site(recipe: Recipe) -> Site:
@@ -98,13 +84,12 @@ def placed_roles(
 ) -> tuple[SharedBase, int]:
     """The shared base with the roles of a stage, and the pad token that the reward head reads with.
 
-    Args:
-        recipe: the recipe, whose earlier stages have run.
-        stage: its name.
-        trained: the folder of what the stage has trained, in place of what it starts with.
-        scores: whether the roles for scores and values are wanted, besides those that sample.
+    With `trained`, the folder of what the stage has trained, in place of what it starts with; without `scores` those
+    roles alone that sample.
     """
-    roles, pad_token_id = SharedBase(base_model(recipe)), int(recipe.tokenizer.pad_token_id)
+    with within("base"):
+        base = load_model(recipe.base.model_spec(model=recipe.base_path)).requires_grad_(False)
+    roles, pad_token_id = SharedBase(base), int(recipe.tokenizer.pad_token_id)
     for source in recipe.plan.stages[stage].roles:
         if source.role in ("policy", "q") and trained is not None:
             source = Saved(source.role, stage, str(trained))
@@ -132,10 +117,9 @@ def make_reward(recipe: Recipe, roles: SharedBase, pad_token_id: int, batch_size
         batch_size=batch_size,
         reward_model=None if own is None else own.trained_classifier(site(recipe)),
     )
-    problems = recipe.scorer.check(context)
-    if problems:
-        raise RewardError(recipe.name, problems=[problem.within("scorer") for problem in problems])
     with within("scorer"):
+        if problems := recipe.scorer.check(context):
+            raise RewardError(recipe.name, problems=problems)
         return recipe.scorer.build(context)
 
 
@@ -145,15 +129,15 @@ def make_ppo_trainer(recipe: Recipe, *, reward: Reward | None = None) -> Any:
     config = trainer_config(recipe, "ppo")
     roles, pad_token_id = placed_roles(recipe, "ppo")
     prompts = stage_dataset(recipe, "ppo", "prompts", "train")
-    callbacks = _callbacks(recipe, "ppo")
+    named = _named(recipe, "ppo")
     if config.loop == "trl":
         with within("ppo"):
-            return stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=callbacks)
+            return stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=named["callbacks"])
     reward = reward or make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size)
     held_out = stage_dataset(recipe, "ppo", "prompts", "validation")
-    further: dict[str, Any] = {"metrics": recipe.task.metrics, "base_name": recipe.base_path, "callbacks": callbacks}
+    named["metrics"] = recipe.task.metrics
     with within("ppo"):
-        return PPOTrainer(config, recipe.tokenizer, roles, reward, prompts, held_out, **further)
+        return PPOTrainer(config, recipe.tokenizer, roles, reward, prompts, held_out, **named)
 
 
 def make_rollouts(recipe: Recipe, roles: SharedBase) -> Rollouts:
@@ -176,10 +160,9 @@ def rated_dataset(recipe: Recipe) -> Any:
     """The rated responses that the q stage learns from: those that the recipe names, or those that were collected."""
     if "q_data" in recipe.values:
         return stage_dataset(recipe, "q", "rated", "train")
-    collected = recipe.stage_folder("collect") / RESPONSES_FILE
-    # Whatever was collected is used: its lengths were limited when it was.
-    unlimited = 2**31
-    task = RatedResponses(recipe.tokenizer, str(collected), max_prompt_length=unlimited, max_response_length=unlimited)
+    collected = str(recipe.stage_folder("collect") / RESPONSES_FILE)
+    unlimited = 2**31  # whatever was collected is used: its lengths were limited when it was
+    task = RatedResponses(recipe.tokenizer, collected, max_prompt_length=unlimited, max_response_length=unlimited)
     return task.rated("train")
 
 
@@ -197,8 +180,7 @@ def make_q_trainer(recipe: Recipe) -> QTrainer:
         stage_dataset(recipe, "collect", "prompts", "validation"),
         reward=make_reward(recipe, roles, pad_token_id, config.per_device_eval_batch_size),
         metrics=recipe.task.metrics,
-        base_name=recipe.base_path,
-        callbacks=_callbacks(recipe, "q"),
+        **_named(recipe, "q"),
     )
 
 

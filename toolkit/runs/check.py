@@ -5,6 +5,8 @@ print(report)
 report.raise_problems()
 """
 
+from collections.abc import Collection
+
 from toolkit.rewards import ScorerContext
 from toolkit.runs.check_data import DataCheck
 from toolkit.runs.check_report import Findings, Report
@@ -21,19 +23,15 @@ def check(recipe: Recipe) -> Report:
 
     Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
     """
-    return _check(recipe, set(STAGES), scorer=True)
+    return check_stages(recipe, STAGES)
 
 
-def check_for(recipe: Recipe, stage: str, *, scorer: bool = True) -> Report:
-    """As `check`, of what a stage and those before it need.
+def check_stages(recipe: Recipe, wanted: Collection[str], *, scorer: bool = True) -> Report:
+    """As `check`, of what some stages need.
 
     Without `scorer` it does not look for what the section of that name says: a function that Python has handed over may
     have no name by which it could be found.
     """
-    return _check(recipe, {stage, *recipe.plan.needs(stage)}, scorer=scorer)
-
-
-def _check(recipe: Recipe, wanted: set[str], *, scorer: bool) -> Report:
     findings = Findings()
     plans = [recipe.plan.stages[name] for name in STAGES if name in recipe.plan.stages and name in wanted]
     for plan in plans:
@@ -41,17 +39,15 @@ def _check(recipe: Recipe, wanted: set[str], *, scorer: bool) -> Report:
             recipe.plan.needs(plan.stage)
     roles = RolesCheck(recipe, plans, findings)
     # Without a tokenizer each data section would ask the hub for it again.
-    names = [plan.stage for plan in plans if plan.stage in STAGE_CLASSES and roles.has_tokenizer]
+    names = [plan.stage for plan in plans if plan.stage in STAGE_CLASSES and roles.tokenizer]
     data = DataCheck(recipe, names, findings, roles)
     facts = data.facts()
     if scorer:
         _check_scorer(recipe, roles, data.prompt_columns, findings)
-    lines = tuple(data.lines())
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
     notes += [problem] if (problem := conflict(recipe)) is not None else []
-    return Report(
-        recipe.name, roles.base, roles.facts(), lines, facts, (*findings.notes, *notes), tuple(findings.problems)
-    )
+    about = (recipe.name, roles.base, tuple(roles.facts()), tuple(data.lines()), facts)
+    return Report(*about, (*findings.notes, *notes), tuple(findings.problems))
 
 
 def _check_scorer(recipe: Recipe, roles: RolesCheck, prompt_columns: list[str] | None, findings: Findings) -> None:
@@ -61,7 +57,7 @@ def _check_scorer(recipe: Recipe, roles: RolesCheck, prompt_columns: list[str] |
     trained = recipe.plan.stages.get("reward")
     context = ScorerContext(
         roles=roles.roles,
-        tokenizer=recipe.tokenizer if roles.has_tokenizer else None,
+        tokenizer=roles.tokenizer,
         prompt_columns=lambda: prompt_columns,
         chats=prompt_columns is not None and recipe.task.chats,
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,

@@ -62,38 +62,34 @@ class DataCheck:
         self.prompt_columns: list[str] | None = None
 
     def facts(self) -> tuple[StageFacts, ...]:
-        """The stages whose data could be read."""
-        return tuple(facts for stage in self.stages if (facts := self._noted(stage)) is not None)
-
-    def _noted(self, stage: str) -> StageFacts | None:
-        """As `_stage`; what is wrong with the data of a stage that PPO does not need hinders nothing."""
-        so_far = len(self.findings.problems)
-        facts = self._stage(stage)
-        if self._state(stage) == _NOT_NEEDED:
-            self.findings.notes += [
-                Problem(f"{stage} could not run: {problem.text()}") for problem in self.findings.problems[so_far:]
-            ]
-            del self.findings.problems[so_far:]
-        return facts
+        """The stages whose data could be read. What is wrong with those of a stage that PPO does not need, is noted."""
+        found, problems = [], self.findings.problems
+        for stage in self.stages:
+            so_far = len(problems)
+            found.append(self._q_stage() if stage == "q" else self._stage(stage))
+            if self._state(stage) == _NOT_NEEDED:
+                notes = [Problem(f"{stage} could not run: {problem.text()}") for problem in problems[so_far:]]
+                self.findings.notes += notes
+                del problems[so_far:]
+        return tuple(facts for facts in found if facts is not None)
 
     def _stage(self, stage: str) -> StageFacts | None:
         """Read the stage's data and work out its batches; None where a problem is in the way."""
         recipe = self.recipe
-        if stage == "q":
-            return self._q_stage()
         section, kind = recipe.data_section(stage), recipe.plan.stages[stage].rows
         state = self._state(stage)
-        with self.findings.noting(section):
+        with self.findings.at(key=section):
             train, held_out = (build.stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
             longest = max(longest_row(train), longest_row(held_out))
-            with self.findings.noting(stage):
+            with self.findings.at(key=stage):
                 config = build.trainer_config(recipe, stage)
                 prepared = counted_rows(train, config) if stage == "sft" else train
                 facts = batch_figures(stage, config, len(prepared))
                 if stage == "ppo":
-                    self._check_loop(config)
-                    self._check_prompts(train, config.rollout_batch_size)
-                    longest = self._longest_answered(max(longest, longest_row(recipe.task.prompts("test"))), config)
+                    self.prompt_columns = train.column_names
+                    longest = max(longest, longest_row(recipe.task.prompts("test")))
+                    self._check_ppo(config, train, longest)
+                    longest = min(longest + config.response_length, config.max_length or math.inf)
                 elif stage == "sft":
                     facts["prepared"] = len(prepared)
                     # Positions go on over the rows that are wrapped into one.
@@ -106,7 +102,7 @@ class DataCheck:
     def _q_stage(self) -> StageFacts | None:
         """The rated responses that are there, or as many as will be collected."""
         recipe, state = self.recipe, self._state("q")
-        with self.findings.noting("data"):
+        with self.findings.at(key="data"):
             held_out = build.stage_dataset(recipe, "collect", "prompts", "validation")
             prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
             self.prompt_columns = prompts.column_names
@@ -140,39 +136,25 @@ class DataCheck:
             return _NOT_NEEDED
         return f"to be run, after {' and '.join(first)}" if first else "to be run"
 
-    def _check_loop(self, config: Any) -> None:
+    def _check_ppo(self, config: Any, prompts: Any, longest: int) -> None:
+        roles, problems, scorer = self.roles.roles, self.findings, self.recipe.scorer
         # Without the reward role that the recipe asks for there is another problem, noted already.
-        if config.loop != "trl" or self.roles.roles is None:
-            return
-        if "reward" in self.roles.roles.roles or not self.recipe.scorer.needs_reward_role:
-            with self.findings.at("ppo"):
-                check_trl_loop(config, self.recipe.tokenizer, self.roles.roles)
-
-    def _check_prompts(self, prompts: Any, batch_size: int) -> None:
-        with self.findings.at("ppo"):
-            check_dataset(prompts, batch_size)
-        self.prompt_columns = prompts.column_names
-
-    def _longest_answered(self, prompt: int, config: Any) -> int:
-        """Tokens of the longest prompt with its response."""
-        with self.findings.at("ppo"):
-            check_room([prompt], config.max_length)
-        longest = prompt + config.response_length
-        return longest if config.max_length is None else min(longest, config.max_length)
+        if config.loop == "trl" and roles and ("reward" in roles.roles or not scorer.needs_reward_role):
+            with problems.at("ppo"):
+                check_trl_loop(config, self.recipe.tokenizer, roles)
+        with problems.at("ppo"):
+            check_dataset(prompts, config.rollout_batch_size)
+        with problems.at("ppo"):
+            check_room([longest], config.max_length)
 
     def _check_length(self, stage: str, longest: int) -> None:
         positions, whose = self.roles.positions(stage)
         if positions is not None and longest > positions:
-            what = "the longest prompt with ppo.response_length" if stage == "ppo" else "the longest row"
-            limits = "the limits of the data section" + " or ppo.response_length" * (stage == "ppo")
-            self.findings.note(
-                Problem(
-                    f"{what} comes to {longest} tokens, and {whose} has positions for {positions} "
-                    "(max_position_embeddings).",
-                    stage,
-                    f"Shorten {limits}.",
-                )
-            )
+            what, limits = "the longest row", "the limits of the data section"
+            if stage == "ppo":
+                what, limits = "the longest prompt with ppo.response_length", f"{limits} or ppo.response_length"
+            have = f"{whose} has positions for {positions} (max_position_embeddings)"
+            self.findings.note(Problem(f"{what} comes to {longest} tokens, and {have}.", stage, f"Shorten {limits}."))
 
     def lines(self) -> Iterator[str]:
         """What tasks that read files say about their rows."""

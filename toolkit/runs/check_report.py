@@ -71,12 +71,6 @@ class UpdateFacts:
     steps: int
     rollout: int
 
-    def __str__(self) -> str:
-        return (
-            f"num_ppo_epochs {self.epochs} × mini-batches {self.mini_batches} of {self.mini_batch} prompts, "
-            f"in {self.micro_batches} micro-batches each: {self.steps} optimizer steps"
-        )
-
 
 @dataclass(frozen=True)
 class StageFacts:
@@ -117,43 +111,31 @@ class StageFacts:
         if self.update is None:
             lines.append(f"{self.batches:,} optimizer steps of {self.batch} rows; passes over them: {self.passes:.3g}")
         else:
-            parts = f", answered {self.update.rollout} at a time" * (self.update.rollout < self.batch)
-            lines.append(f"an update of {self.batch} prompts{parts}: {self.update}")
-            lines.append(
+            update, parts = self.update, f", answered {self.update.rollout} at a time"
+            lines += [
+                f"an update of {self.batch} prompts{parts * (update.rollout < self.batch)}: "
+                f"num_ppo_epochs {update.epochs} × mini-batches {update.mini_batches} of {update.mini_batch} prompts, "
+                f"in {update.micro_batches} micro-batches each: {update.steps} optimizer steps",
                 f"{self.batches:,} updates, {self.steps:,} optimizer steps, {self.episodes:,} episodes; "
-                f"passes over the prompts: {self.passes:.3g}"
-            )
+                f"passes over the prompts: {self.passes:.3g}",
+            ]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found. As text it is what `toolkit check` prints.
-
-    Args:
-        name: of the recipe.
-        base: None where it could not be read.
-        roles: those that could be put on the base.
-        data: a line for each data section.
-        stages: those whose data could be read.
-        notes: what hinders nothing.
-        problems: each with its place in the recipe.
-    """
+    """What a check of the recipe `name` found. As text it is what `toolkit check` prints."""
 
     name: str
-    base: BaseFacts | None
-    roles: tuple[RoleFacts, ...]
-    data: tuple[str, ...]
-    stages: tuple[StageFacts, ...]
-    notes: tuple[Problem, ...]
-    problems: tuple[Problem, ...]
+    base: BaseFacts | None  # None where it could not be read
+    roles: tuple[RoleFacts, ...]  # those that could be put on the base
+    data: tuple[str, ...]  # a line for each data section
+    stages: tuple[StageFacts, ...]  # those whose data could be read
+    notes: tuple[Problem, ...]  # what hinders nothing
+    problems: tuple[Problem, ...]  # each with its place in the recipe
 
     def raise_problems(self) -> None:
-        """Nothing, if there are no problems.
-
-        Raises:
-            RecipeError: there are: all in one message.
-        """
+        """Raises a RecipeError with all problems, if there are any."""
         if self.problems:
             raise RecipeError(self.name, problems=self.problems)
 
@@ -178,25 +160,16 @@ class Findings:
         self.notes: list[Problem] = []
 
     @contextmanager
-    def at(self, section: str, key: str = "") -> Iterator[None]:
+    def at(self, section: str = "", key: str = "") -> Iterator[None]:
         """What a user can mend is noted, with its section of the recipe, and the check goes on.
 
-        What names no field is a problem of `key` in the section, or of the section itself.
+        What names no field is a problem of `key`, or of the section itself.
         """
         try:
             yield
         except ToolkitError as error:
             for problem in error.problems:
                 self.note((problem if problem.field or not key else problem.within(key)).within(section))
-
-    @contextmanager
-    def noting(self, key: str) -> Iterator[None]:
-        """As `at`, for errors that name the recipe's own keys; those of none are problems of `key`."""
-        try:
-            yield
-        except ToolkitError as error:
-            for problem in error.problems:
-                self.note(problem if problem.field else problem.within(key))
 
     def note(self, problem: Problem) -> None:
         if problem not in self.problems:  # two stages may read one file

@@ -11,31 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from toolkit import models
 from toolkit.errors import ModelError, Problem
-from toolkit.models import (
-    META,
-    SharedBase,
-    check_reads_tokens,
-    head_name,
-    load_model,
-    weight_bytes,
-    weight_file_problems,
-)
+from toolkit.models import META, SharedBase, check_reads_tokens, head_name, load_model
+from toolkit.runs import build
 from toolkit.runs.check_report import BaseFacts, Findings, RoleFacts
 from toolkit.runs.folder import finished
-from toolkit.spec.plan import StagePlan, at
+from toolkit.spec.plan import STAGES, StagePlan, at
 from toolkit.spec.recipe import Recipe
+from toolkit.spec.sections import BaseSection
 from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
 from toolkit.trainers.self_checks import check_tokenizer
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
 _READ_LOGITS = {"reward", "ppo", "collect", "q"}  # sections whose stages need the base's logits
 _SHOWN_ROLES = ("policy", "reward", "value", "q", "q_target", "reference")  # in the order of the report
-
 
 # Settings by which models of transformers scale or cap what comes from lm_head. None and 1 change nothing.
 _LOGIT_SETTINGS = (
@@ -84,23 +77,6 @@ def precision_name(quantization: BitsAndBytesConfig | None, dtype: str) -> str:
     return f"{quantization.bnb_4bit_quant_type}{double} and {dtype}"
 
 
-def _classifier_facts(model: PreTrainedModel | PeftModel, own: OwnBase, folder: Path) -> RoleFacts:
-    """A reward model on a base of its own, which the reward stage leaves in `folder`."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    in_head = sum(p.numel() for name, p in trained.items() if f".{head_name(model)}." in f".{name}")
-    start = f"a {model.config.model_type} of its own, {own.base.model or 'random weights'}"
-    return RoleFacts(
-        "reward",
-        start + (f", trained in {folder}" if folder.is_dir() else ""),
-        None if own.lora is None else lora_config(own.lora).r,
-        sum(isinstance(layer, LoraLayer) for layer in model.modules()),
-        sum(p.numel() for p in trained.values()) - in_head,
-        in_head,
-        "float32",
-        "reward",
-    )
-
-
 class RolesCheck:
     """The base and the roles of some stages of a recipe, as far as a configuration and names tell."""
 
@@ -110,35 +86,37 @@ class RolesCheck:
         self.roles: SharedBase | None = None
         self.starts: dict[str, str] = {}
         self.own_reward: Any = None
-        self.own_role: RoleFacts | None = None
-        self.has_tokenizer = False
+        self.tokenizer: PreTrainedTokenizerBase | None = None
         self._check_base()
         if self.roles is not None:
             self._check_roles(self.roles)
-        trained = recipe.plan.stages.get("reward")
-        if trained is not None and trained.own is not None and self.has_tokenizer:
-            self._check_reward_model(trained.own)
+        if "reward" in recipe.plan.stages and self.tokenizer is not None:
+            self._check_reward_model(recipe.plan.stages["reward"].own)
 
-    def facts(self) -> tuple[RoleFacts, ...]:
+    def facts(self) -> Iterator[RoleFacts]:
         """The roles that could be placed."""
-        placed = self._role_facts(self.roles) if self.roles is not None else ()
-        return (*placed, *([self.own_role] if self.own_role else []))
+        if self.roles is not None:
+            yield from self._role_facts(self.roles)
+        if self.own_reward is not None:
+            yield self._classifier_facts(self.own_reward)
 
     def positions(self, stage: str) -> tuple[int | None, str]:
         """The longest sequence that the model of a stage takes, where its configuration says so; and whose it is."""
-        if self.recipe.plan.stages[stage].own is None:
-            return (None if self.base is None else self.base.positions), "the base"
-        config = None if self.own_reward is None else self.own_reward.config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        return (positions if isinstance(positions, int) else None), "reward_model"
+        of_base = self.recipe.plan.stages[stage].own is None
+        model, whose = (self.roles, "the base") if of_base else (self.own_reward, "reward_model")
+        config = None if model is None else model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None), whose
 
     def _check_base(self) -> None:
         base, recipe = self.recipe.base, self.recipe
         place = "config" if base.model is None else "model"
-        with self.findings.noting(f"base.{place}"):
-            tokenizer = recipe.tokenizer if base.model is None else None
+        self._check_files(base, "base")
+        with self.findings.at(key=f"base.{place}"):
+            self.tokenizer = recipe.tokenizer
         with self.findings.at("base", place):
-            drawn = load_model(base.model_spec(), tokenizer=tokenizer, device=META)
+            # Random weights are as many as the tokenizer says.
+            tokenizer = self.tokenizer if base.model is None else None
+            drawn, counted = (load_model(base.model_spec(), tokenizer=tokenizer, device=META) for _ in range(2))
             config = drawn.config
             if base.model is not None:
                 with suppress(OSError):  # not every checkpoint has one
@@ -150,33 +128,27 @@ class RolesCheck:
                 base.model or "random weights",
                 sum(parameter.numel() for parameter in self.roles.parameters()),
                 precision_name(quantization, base.dtype),
-                weight_bytes(load_model(base.model_spec(), tokenizer=tokenizer, device=META), quantization) / 1e9,
+                models.weight_bytes(counted, quantization) / 1e9,
                 getattr(config, "max_position_embeddings", None),
             )
             # Roles need the logits; pretraining alone does not.
             if base.model is not None or _READ_LOGITS & recipe.values.keys():
                 check_logit_settings(config)
-        if base.model is not None and Path(base.model, "config.json").is_file():
-            for problem in weight_file_problems(Path(base.model)):
-                self.findings.note(Problem(problem, "base.model"))
-        with self.findings.noting("base.model"):
-            tokenizer = recipe.tokenizer
-            self.has_tokenizer = True
         with self.findings.at("base", "model"):
-            if self.has_tokenizer and self.roles is not None:
-                check_tokenizer(tokenizer, self.roles)
+            if self.tokenizer is not None and self.roles is not None:
+                check_tokenizer(self.tokenizer, self.roles)
 
     def _check_roles(self, roles: SharedBase) -> None:
         """Place the roles of all stages on the base as the stages do, those of saved adapters from their files."""
         recipe = self.recipe
         sources = {source.role: source for plan in self.plans for source in plan.roles}
-        tokenizer = recipe.tokenizer if self.has_tokenizer else None
-        site = Site(tokenizer, self._outputs_of)
+        done = {stage for stage in STAGES if finished(recipe, stage) is not None}
+        site = Site(self.tokenizer, lambda stage: recipe.stage_folder(stage) if stage in done else None)
         with torch.device("meta"):
             for role, planned in sources.items():
                 source = planned.as_of(site)
                 missing = source.stands_on is not None and source.stands_on not in roles.roles
-                if missing or (tokenizer is None and isinstance(source, OwnBase)):
+                if missing or (self.tokenizer is None and isinstance(source, OwnBase)):
                     continue  # noted already
                 with self.findings.at(source.key):
                     self.starts[role] = source.place(roles, site).start
@@ -187,31 +159,30 @@ class RolesCheck:
         if "reference" in sources and not isinstance(sources["reference"], BaseItself):
             self.starts["reference"] = "a frozen copy of where the policy starts"
 
-    def _outputs_of(self, stage: str) -> Path | None:
-        return None if finished(self.recipe, stage) is None else self.recipe.stage_folder(stage)
-
-    def _check_reward_model(self, own: OwnBase) -> None:
+    def _check_reward_model(self, own: OwnBase | None) -> None:
         """The model that the reward stage trains on a base of its own, as far as a configuration and names tell."""
-        site = Site(self.recipe.tokenizer, self.recipe.stage_folder)
+        if own is None:
+            return
         with self.findings.at(own.key):
-            model = own.classifier(site, device=META)
+            model = own.classifier(build.site(self.recipe), device=META)
             if at(self.recipe.values, "reward.loss") == "token_level":
                 check_reads_tokens(model)
             self.own_reward = model
-            self.own_role = _classifier_facts(model, own, self.recipe.stage_folder("reward") / "model")
-        if own.base.model is not None and Path(own.base.model).is_dir():
-            for problem in weight_file_problems(Path(own.base.model)):
-                self.findings.note(Problem(problem, f"{own.key}.model"))
+        self._check_files(own.base, own.key)
+
+    def _check_files(self, base: BaseSection, section: str) -> None:
+        if base.model is not None and Path(base.model, "config.json").is_file():
+            for problem in models.weight_file_problems(Path(base.model)):
+                self.findings.note(Problem(problem, f"{section}.model"))
 
     def _role_facts(self, roles: SharedBase) -> Iterator[RoleFacts]:
         for role in sorted(self.starts.keys() & set(roles.roles), key=_SHOWN_ROLES.index):
             if role == "reference":
                 yield RoleFacts(role, self.starts[role])
                 continue
-            own = roles.parameters_of(role)
+            own, own_base = roles.parameters_of(role), roles.value_model if role == "value" else None
             head = sum(p.numel() for p in roles.heads[role].parameters()) if role in roles.heads else 0
             adapter = sum(p.numel() for p in own) - head
-            own_base = roles.value_model if role == "value" else None
             layers = [m for m in (own_base or roles.model).modules() if isinstance(m, LoraLayer)]
             whole = own_base is not None and own_base.lora is None
             saved = role == "reward" and at(self.recipe.values, "start.reward")
@@ -225,3 +196,21 @@ class RolesCheck:
                 ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
                 None if saved else _TRAINED_BY.get(role),
             )
+
+    def _classifier_facts(self, model: Any) -> RoleFacts:
+        """A reward model on a base of its own."""
+        own, folder = self.recipe.plan.stages["reward"].own, self.recipe.stage_folder("reward") / "model"
+        assert own is not None
+        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        in_head = sum(number for name, number in trained.items() if f".{head_name(model)}." in f".{name}")
+        start = f"a {model.config.model_type} of its own, {own.base.model or 'random weights'}"
+        return RoleFacts(
+            "reward",
+            start + (f", trained in {folder}" if folder.is_dir() else ""),
+            None if own.lora is None else lora_config(own.lora).r,
+            sum(isinstance(layer, LoraLayer) for layer in model.modules()),
+            sum(trained.values()) - in_head,
+            in_head,
+            "float32",
+            "reward",
+        )

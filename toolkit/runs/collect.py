@@ -4,10 +4,10 @@ Each line of the file is a JSON object: `prompt_ids`, `response_ids`, `prompt` a
 entry a token of the response, null where no reward is given: here the score, at the last token), and `ended`.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,7 +18,8 @@ from toolkit.checkpoints import stop_requests
 from toolkit.data import Rollout
 from toolkit.errors import RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
-from toolkit.rewards import DenseScores, Reward, Scores, score_with
+from toolkit.reports import append_jsonl, read_jsonl, whole_lines, write_lines
+from toolkit.rewards import DenseScores, Scores, score_with
 from toolkit.runs import build
 from toolkit.sampling import Sampler
 from toolkit.spec.recipe import Recipe
@@ -52,17 +53,26 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     number = min(len(prompts), settings.max_prompts or len(prompts)) * settings.samples_per_prompt
     starts = range(0, number, settings.batch_size)
     partial = partial_file(path.parent)
+    terminal = Console(file=sys.stderr)
     try:
         done = _whole_batches(partial, settings.batch_size)
-        with partial.open("a", encoding="utf-8") as file, stop_requests() as request:
-            if done < len(starts):
-                sampler, reward = _sampler_and_reward(recipe)
-            for batch in _shown(range(done, len(starts)), f"{recipe.run} collect"):
+        left, quiet = range(done, len(starts)), not terminal.is_terminal
+        with stop_requests() as request:
+            if left:
+                roles, pad_token_id = build.placed_roles(recipe, "collect")
+                sampler = Sampler(
+                    roles,
+                    recipe.tokenizer,
+                    role="reference",
+                    response_length=settings.response_length,
+                    temperature=settings.temperature,
+                )
+                reward = build.make_reward(recipe, roles, pad_token_id, settings.batch_size)
+            for batch in track(left, f"{recipe.run} collect", console=terminal, transient=True, disable=quiet):
                 rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
                 set_seed(recipe.seed * 1_000_003 + batch)
                 rollout = sampler(sampler.collator([prompts[row // settings.samples_per_prompt] for row in rows]))
-                file.writelines(_lines(rollout, score_with(reward, rollout), recipe.tokenizer))
-                file.flush()
+                append_jsonl(partial, _rows(rollout, score_with(reward, rollout), recipe.tokenizer))
                 if request.received is not None and batch + 1 < len(starts):
                     raise RunInterrupted(
                         f"collect stopped by {request.received.name} after {rows.stop:,} of {number:,} responses; they "
@@ -76,40 +86,16 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     return _figures(path)
 
 
-def _shown(batches: range, title: str) -> Iterator[int]:
-    """A bar on a terminal, as training has one."""
-    console = Console(file=sys.stderr)
-    yield from track(batches, description=title, console=console, disable=not console.is_terminal, transient=True)
-
-
 def _whole_batches(partial: Path, size: int) -> int:
     """Batches that a partial file holds; what a kill left of another is cut off."""
-    if not partial.is_file():
-        return 0
-    # `splitlines` would also cut at U+2028 and others, which stand in responses as they are.
-    *lines, _ = partial.read_text(encoding="utf-8").split("\n")
-    whole = len(lines) // size
-    partial.write_text("".join(f"{line}\n" for line in lines[: whole * size]), encoding="utf-8")
-    return whole
+    lines = whole_lines(partial) if partial.is_file() else []
+    write_lines(partial, lines[: len(lines) // size * size])
+    return len(lines) // size
 
 
-def _sampler_and_reward(recipe: Recipe) -> tuple[Sampler, Reward]:
-    """The base in the role that responses are sampled in, and what scores them."""
-    settings = recipe.collect
-    roles, pad_token_id = build.placed_roles(recipe, "collect")
-    sampler = Sampler(
-        roles,
-        recipe.tokenizer,
-        role="reference",
-        response_length=settings.response_length,
-        temperature=settings.temperature,
-    )
-    return sampler, build.make_reward(recipe, roles, pad_token_id, settings.batch_size)
-
-
-def _lines(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _rows(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
     for i, rewards in enumerate(_rewards(rollout, scores, tokenizer)):
-        row = {
+        yield {
             "prompt_ids": list(rollout.prompt_ids[i]),
             "response_ids": list(rollout.response_ids[i]),
             "prompt": rollout.prompts[i],
@@ -117,7 +103,6 @@ def _lines(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase)
             "rewards": rewards,
             "ended": rollout.ended[i],
         }
-        yield json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _rewards(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[float | None]]:
@@ -135,8 +120,7 @@ def _rewards(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBas
 
 
 def _figures(path: Path) -> dict[str, float]:
-    with path.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = read_jsonl(path)
     scores = torch.tensor([sum(reward or 0.0 for reward in row["rewards"]) for row in rows])
     return {
         "responses": len(rows),

@@ -18,12 +18,11 @@ from toolkit.runs.build import MAKERS, RESPONSES_FILE, make_evaluator, stage_dat
 from toolkit.runs.collect import collect
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.ppo import PPOTrainer
-from toolkit.trainers.reward import evaluate_reward, judge_pairs, pair_figures
+from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
 from toolkit.trainers.sft import cut_rows
 from toolkit.trainers.stock_ppo import save_stock_roles, stock_rollouts
 
 BEFORE_FILE = "before.json"
-Measured = tuple[dict[str, Any], Responses | None]
 
 
 def say(console: Console, sentence: str) -> None:
@@ -52,15 +51,13 @@ def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path |
     if (rows := task.report()) is not None:
         say(console, f"data: {rows}")
     cut = _report_cuts(recipe, trainer.args, console) if stage == "sft" else {}
-    measure = {"sft": _measure_sft, "reward": _measure_reward, "ppo": _measure_ppo, "q": _measure_q}[stage]
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     kept = reports.read_json(folder / BEFORE_FILE)
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
-        before, responses_before = measure(recipe, trainer)
-        kept = {"metrics": before, "answers": asdict(responses_before) if responses_before else None}
+        measured, responses = _measure(recipe, stage, trainer)
+        kept = {"metrics": measured, "answers": asdict(responses) if responses else None}
         reports.write_json(folder / BEFORE_FILE, kept)
-    else:
-        before, responses_before = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
+    before, responses_before = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
     if stock:
         trainer.train()
         save_stock_roles(trainer, folder, base_name=recipe.base_path)
@@ -71,7 +68,7 @@ def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path |
             raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
         trainer.save_model(str(folder))
         started -= trainer.seconds_before
-    after, responses_after = measure(recipe, trainer)
+    after, responses_after = _measure(recipe, stage, trainer)
     result = figures(recipe, stage, started, before, after)
     if not stock and trainer.resumed_at:
         result["resumed_at"] = list(trainer.resumed_at)
@@ -128,35 +125,30 @@ def figures(
     }
 
 
-def _measure_sft(recipe: Recipe, trainer: Any) -> Measured:
-    return {"loss": trainer.evaluate()["eval_loss"]}, None
+def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:
+    """The figures of what a stage trains, and its responses to held-out prompts where it gives any."""
+    if stage == "sft":
+        return {"loss": trainer.evaluate()["eval_loss"]}, None
+    if stage == "reward":
+        return _reward_figures(recipe, trainer), None
+    prompts = recipe.task.prompts("test")
+    if stage == "q":  # before training it is the reference that responds, decoded in the same way
+        evaluation = trainer.evaluate_rollout(prompts, by_q=trainer.state.global_step > 0)
+    elif isinstance(trainer, PPOTrainer):
+        evaluation = trainer.evaluate_rollout(prompts)
+    else:  # in the same way as ours
+        evaluation = make_evaluator(recipe, stock_rollouts(trainer), recipe.tokenizer.pad_token_id)(prompts)
+    return evaluation.metrics, Responses.of(evaluation.rollout, evaluation.scores)
 
 
-def _measure_reward(recipe: Recipe, trainer: Any) -> Measured:
+def _reward_figures(recipe: Recipe, trainer: Any) -> dict[str, Any]:
     scorer, rows = trainer.scorer, trainer.eval_dataset
-    read = {"pad_token_id": recipe.tokenizer.pad_token_id, "batch_size": trainer.args.per_device_eval_batch_size}
+    tokenizer, size = recipe.tokenizer, trainer.args.per_device_eval_batch_size
     with trainer.compute_loss_context_manager():
         if recipe.plan.stages["reward"].rows == "labelled":
-            return evaluate_reward(scorer, rows, **read), None
-        trainer.judged = judge_pairs(scorer, rows, recipe.tokenizer, **read)
-    return pair_figures(trainer.judged), None
-
-
-def _measure_ppo(recipe: Recipe, trainer: Any) -> Measured:
-    prompts = recipe.task.prompts("test")
-    if isinstance(trainer, PPOTrainer):
-        metrics, rollout, scores = trainer.evaluate_rollout(prompts)
-    else:  # in the same way as ours
-        evaluator = make_evaluator(recipe, stock_rollouts(trainer), recipe.tokenizer.pad_token_id)
-        metrics, rollout, scores = evaluator(prompts)
-    return metrics, Responses.of(rollout, scores)
-
-
-def _measure_q(recipe: Recipe, trainer: Any) -> Measured:
-    """Before training it is the reference that answers, decoded in the same way."""
-    prompts = recipe.task.prompts("test")
-    metrics, rollout, scores = trainer.evaluate_rollout(prompts, by_q=trainer.state.global_step > 0)
-    return metrics, Responses.of(rollout, scores)
+            return class_figures(scorer, rows, pad_token_id=tokenizer.pad_token_id, batch_size=size)
+        trainer.judged = judge_pairs(scorer, rows, tokenizer, batch_size=size)
+    return pair_figures(trainer.judged)
 
 
 def print_result(console: Console, result: dict[str, Any]) -> None:

@@ -2,30 +2,20 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.reports import read_result, write_result
-from toolkit.runs.folder import RECIPE_FILE, claim, described, differences_of, finished, holds_work, listed, read_keys
+from toolkit.runs.folder import RECIPE_FILE, changes, claim, described, finished, listed, work_of
 from toolkit.spec.recipe import Recipe
 
 
-def take_over(
-    recipe: Recipe, source: str, needs: Mapping[str, list[str]], *, overwrite: bool = False, resume: bool = False
-) -> list[str]:
+def take_over(recipe: Recipe, source: str, needs: list[str], **way: bool) -> list[str]:
     """Copy finished stages of another run whose settings, as far as the stages read them, are this recipe's too.
 
     Checkpoints stay where they are. A stage that this run has finished, or with `resume` begun, is left alone, and one
-    that stands on a stage which is not finished here is not taken.
-
-    Args:
-        recipe: the recipe, bound to its run folder.
-        source: name of the other run, in the same folder of runs.
-        needs: the stages that are wanted, in order, each with those before it.
-        overwrite: as for `claim`.
-        resume: as for `claim`.
+    that stands on a stage which is not finished here is not taken. `source` is the other run's name, in the same folder
+    of runs, `needs` are the stages that are wanted, in order, and `way` is that of `claim`.
 
     Returns:
         A sentence for each stage that this run has not finished: that it is taken, or why not.
@@ -41,17 +31,16 @@ def take_over(
     if not needs:
         wrong = f'nothing is taken from the run "{source}": no stage comes before this one.'
         raise RecipeError(wrong, remedy="Leave $from_run out.")
-    differing = differences_of(recipe, other.folder)
     said, refused = [], 0
     for stage in [stage for stage in needs if finished(recipe, stage) is None]:
-        problem = _not_taken(recipe, other, stage, needs[stage], differing)
-        if resume and holds_work(recipe.stage_folder(stage)):
+        problem = _not_taken(recipe, other, stage)
+        if way.get("resume") and work_of(recipe.stage_folder(stage)):
             said.append(f"{stage} goes on here.")
         elif problem is not None:
             said.append(f"{stage} is run anew: {problem}.")
             refused += 1
         else:
-            claim(recipe, stage, overwrite=overwrite, resume=resume)
+            claim(recipe, stage, **way)
             _copy(other, recipe, stage)
             said.append(f"{stage} is taken from {other.stage_folder(stage)}.")
     if refused == len(needs):
@@ -60,16 +49,13 @@ def take_over(
     return said
 
 
-def _not_taken(
-    recipe: Recipe, other: Recipe, stage: str, before: list[str], differing: Mapping[str, tuple[Any, Any]]
-) -> str | None:
+def _not_taken(recipe: Recipe, other: Recipe, stage: str) -> str | None:
     """Why another run's stage cannot be this one's; None where it can."""
-    keys = read_keys(recipe, stage, differing)
-    if keys:
-        return f"{described(differing, keys)} ({other.folder} and {recipe.folder})"
+    if differing := changes(recipe, stage, other.folder):
+        return f"{described(differing)} ({other.folder} and {recipe.folder})"
     if read_result(other.stage_folder(stage)) is None:
         return f"{other.folder} has not finished it"
-    missing = [earlier for earlier in before if finished(recipe, earlier) is None]
+    missing = [earlier for earlier in recipe.plan.needs(stage) if finished(recipe, earlier) is None]
     return f"{listed(missing)}, on which it stands, is not finished here" if missing else None
 
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 
-from toolkit.data import PromptCollator, Rollout, rollout_of
+from toolkit.data import PromptCollator, Rollout
 from toolkit.errors import DataError
 from toolkit.models import LENGTH_MULTIPLE, LargestQ, SharedBase, WeightedByQ, release_memory
 
@@ -91,6 +91,35 @@ class Sampler:
             return [self.response_length] * len(prompt_lengths)
         check_room(prompt_lengths, self.max_length)
         return [min(self.response_length, self.max_length - length) for length in prompt_lengths]
+
+
+def rollout_of(
+    batch: Mapping[str, Any],
+    generated: Sequence[Sequence[int]],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+    limits: Sequence[int] | None = None,
+) -> Rollout:
+    """What generation gave for a batch of `PromptCollator`, each response cut after its first stop token.
+
+    `generated` are the tokens after each prompt, and `limits` how many of them each response may have; None for all.
+    """
+    response_ids, ended = [], []
+    for row, limit in zip(generated, limits or [len(row) for row in generated], strict=True):
+        # All rows go on to the longest limit of a batch: what one says before its own does not depend on what follows.
+        ids = list(row[:limit])
+        stop = next((i + 1 for i, token in enumerate(ids) if token in stop_token_ids), 0)
+        response_ids.append(ids[:stop] if stop else ids)
+        ended.append(bool(stop))
+    return Rollout(
+        prompts=tokenizer.batch_decode(batch["prompt_ids"]),
+        responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+        prompt_ids=batch["prompt_ids"],
+        response_ids=response_ids,
+        ended=ended,
+        columns=batch["columns"],
+    )
 
 
 def check_room(prompt_lengths: Iterable[int], max_length: int | None) -> None:

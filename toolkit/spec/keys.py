@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from transformers import BitsAndBytesConfig
 
 from toolkit.errors import Problem, ToolkitError, within
-from toolkit.settings import declared, fits, problems_of
+from toolkit.settings import fits, problems_of
 
 
 def owner_fields(owner: type) -> dict[str, Any]:
@@ -70,7 +70,13 @@ def _owner_name(owner: type) -> str:
 
 
 def check_keys(
-    place: str, values: Any, owner: type, *, hidden: Sequence[str] = (), refused: Mapping[str, Problem] | None = None
+    place: str,
+    values: Any,
+    owner: type,
+    *,
+    hidden: Sequence[str] = (),
+    refused: Mapping[str, Problem] | None = None,
+    build: Callable[..., Any] | None = None,
 ) -> list[Problem]:
     """Problems of one section: unknown keys, and values that cannot be.
 
@@ -80,13 +86,13 @@ def check_keys(
         owner: the class that they are for.
         hidden: fields of the class that are none of a recipe.
         refused: keys that are refused, whatever their value, each with its problem.
+        build: makes an object of keys that are right; what that says of them is a problem, too.
     """
     if not isinstance(values, dict):
         return [Problem(f"a section with keys is needed, got {values!r}.", place)]
     refused = refused or {}
     known = {name: hint for name, hint in owner_fields(owner).items() if name not in hidden and name not in refused}
-    ours = declared(owner)
-    problems = []
+    problems, given = [], {}
     for key, value in values.items():
         where = f"{place}.{key}"
         if key in refused:
@@ -96,13 +102,20 @@ def check_keys(
             wrong = f"{_owner_name(owner)} has no such field{silent}."
             problems.append(Problem(wrong, where, suggestion(str(key), list(known))))
         else:
-            remedy = _in_quotes(where, value, known[key])
-            problems += [replace(p.within(place), remedy=remedy) for p in problems_of(owner, {key: value})]
-            for other, needed in ours[key].metadata["only_with"].items() if key in ours else ():
-                if values.get(other, ours[other].default) != needed:
-                    wrong = f"would have no effect: it belongs to {place}.{other}: {needed}."
-                    problems.append(Problem(wrong, where))
-    return problems
+            given[key] = value
+    for problem in problems_of(owner, given):
+        remedy = _in_quotes(f"{place}.{problem.field}", given[problem.field], known[problem.field])
+        problems.append(replace(problem.within(place), remedy=remedy))
+    if problems or build is None:
+        return problems
+    try:
+        with within(place):
+            build(**values)
+    except ToolkitError as error:
+        return list(error.problems)
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        return [Problem(str(error), place)]
+    return []
 
 
 def _in_quotes(where: str, value: Any, hint: Any) -> str:
@@ -120,23 +133,4 @@ def _in_quotes(where: str, value: Any, hint: Any) -> str:
         f"YAML takes {bare} without quotes for {str(value).lower()}: "
         f'write {where.rpartition(".")[2]}: "{text}" in a file, \'{where}="{text}"\' on the command line, '
         f"SET='{where}=\\\"{text}\\\"' with make."
-    )
-
-
-def construction_problems(place: str, build: Callable[[], Any]) -> list[Problem]:
-    """What a class says itself of the values that it is made with."""
-    try:
-        with within(place):
-            build()
-    except ToolkitError as error:
-        return list(error.problems)
-    except (TypeError, ValueError, AttributeError, ImportError) as error:
-        return [Problem(str(error), place)]
-    return []
-
-
-def check_quantization(place: str, values: dict[str, Any]) -> list[Problem]:
-    """Problems of a section `quantization`."""
-    return check_keys(place, values, BitsAndBytesConfig) or construction_problems(
-        place, lambda: BitsAndBytesConfig(**values)
     )

@@ -16,10 +16,8 @@ from toolkit.rewards import Scorer, scorer_of
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import Plan
 from toolkit.spec.resolve import resolve
-from toolkit.spec.sections import (
-    BaseSection,
-    CollectSection,
-)
+from toolkit.spec.sections import DEFAULT_SEED, BaseSection, CollectSection
+from toolkit.spec.sources import lora_config
 from toolkit.spec.stage import stage_config
 
 
@@ -41,7 +39,7 @@ class Recipe:
 
     @property
     def seed(self) -> int:
-        return int(self.values.get("seed", 0))
+        return int(self.values.get("seed", DEFAULT_SEED))
 
     @property
     def folder(self) -> Path:
@@ -59,8 +57,6 @@ class Recipe:
     def to_yaml(self) -> str:
         """The resolved recipe."""
         return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True, width=100)
-
-    # ------------------------------------------------------------------ sections as their owners' objects
 
     @property
     def base(self) -> BaseSection:
@@ -83,14 +79,12 @@ class Recipe:
 
     def adapter(self, role: str) -> LoraConfig:
         """The LoRA configuration of a role."""
-        return LoraConfig(**{"task_type": "CAUSAL_LM", **self.values["adapters"][role]})
+        return lora_config(self.values["adapters"][role])
 
     def stage_config(self, stage: str, **changes: Any) -> Any:
         """The stage's configuration, an object of its owner's class; `changes` come before what the recipe says."""
         values, folder = {**self.values[stage], **changes}, str(self.stage_folder(stage))
         return stage_config(stage, values, output_dir=folder, seed=self.seed, base_dtype=self.stage_dtype(stage))
-
-    # ------------------------------------------------------------------ tokenizer and data
 
     @property
     def base_path(self) -> str:
@@ -109,28 +103,25 @@ class Recipe:
         """Name of the section with a stage's data: its own, or `data`."""
         return f"{stage}_data" if f"{stage}_data" in self.values else "data"
 
-    def _make_task(self, section: str) -> Task:
-        arguments = {key: value for key, value in self.values[section].items() if key != "task"}
-        kind = TASKS[self.values[section]["task"]]
-        if "tokenizer" in owner_fields(kind):
-            arguments["tokenizer"] = self.tokenizer
-        with within(section):
-            return kind(**arguments)
-
-    @cached_property
+    @property
     def task(self) -> Task:
         """The data sets of section `data`, and their metrics."""
-        return self._make_task("data")
+        return self._task("data")
 
     def task_of(self, stage: str) -> Task:
         """The data sets of a stage."""
-        section = self.data_section(stage)
-        if section == "data":
-            return self.task
-        if section not in self._stage_tasks:
-            self._stage_tasks[section] = self._make_task(section)
-        return self._stage_tasks[section]
+        return self._task(self.data_section(stage))
 
     @cached_property
-    def _stage_tasks(self) -> dict[str, Task]:
+    def _tasks(self) -> dict[str, Task]:
         return {}
+
+    def _task(self, section: str) -> Task:
+        if section not in self._tasks:
+            arguments = {**self.values[section]}
+            kind = TASKS[arguments.pop("task")]
+            if "tokenizer" in owner_fields(kind):
+                arguments["tokenizer"] = self.tokenizer
+            with within(section):
+                self._tasks[section] = kind(**arguments)
+        return self._tasks[section]

@@ -17,19 +17,8 @@ _READ_BY = {
     "adapters.q": "q",
 }  # fmt: skip
 _OF_VALUE = ("adapters.value", "start.value", "value_head", "value_model")
-
-
-class _Keys:
-    """A recipe's keys, that remembers which were looked up."""
-
-    def __init__(self, values: Values):
-        self._values = values
-        self.looked_up: set[str] = set()
-
-    def __call__(self, key: str) -> Any:
-        """What stands at a dotted key; None where there is nothing, or no section where one should be."""
-        self.looked_up.add(key)
-        return at(self._values, key)
+# Arguments of `QBound`, and the settings that they are.
+_OF_BOUND = {"lowest": "lowest_return", "highest": "highest_return", "scale": "bound_scale", "bias": "bound_bias"}
 
 
 def resolve(values: Values) -> Plan:
@@ -38,10 +27,11 @@ def resolve(values: Values) -> Plan:
 
 
 class _Resolver:
-    """One recipe being resolved."""
+    """One recipe being resolved, a stage after the other."""
 
     def __init__(self, values: Values):
         self.values = values
+        self.looked_up: set[str] = set()  # by the stage that is being planned
         self.problems: list[Problem] = []
         self.stages: dict[str, StagePlan] = {}
         self.random_base = at(values, "base.model") is None
@@ -49,25 +39,26 @@ class _Resolver:
         self.scores_by_role = any(kind == "adapter" for kind, _ in kinds)
         self.scores_by_model = any(kind == "model" and model is None for kind, model in kinds)
 
+    def key(self, key: str) -> Any:
+        """What stands at a dotted key, which decides the stage that is being planned; None where there is nothing."""
+        self.looked_up.add(key)
+        return at(self.values, key)
+
     def problem(self, key: str, wrong: str, remedy: str = "") -> None:
-        self.problems.append(Problem(wrong, key, remedy))
+        problem = Problem(wrong, key, remedy)
+        if problem not in self.problems:  # of several stages
+            self.problems.append(problem)
 
     def plan(self) -> Plan:
-        for stage, make in (
-            ("sft", self._sft),
-            ("reward", self._reward),
-            ("collect", self._collect),
-            ("ppo", self._ppo),
-            ("q", self._q),
-        ):
+        # What another one needs comes first.
+        makers = {"sft": self._sft, "reward": self._reward, "collect": self._collect, "ppo": self._ppo, "q": self._q}
+        for stage, make in makers.items():
             if stage in self.values:
-                keys = _Keys(self.values)
-                for key in ("seed", stage):
-                    keys(key)
-                made = make(keys)
+                self.looked_up = {"seed", stage}
+                made = make()
                 before = [self.stages[other] for other in made.needs if other in self.stages]
                 needs = dict.fromkeys([*(need for other in before for need in other.needs), *made.needs])
-                reads = keys.looked_up.union(*(other.reads for other in before))
+                reads = self.looked_up.union(*(other.reads for other in before))
                 self.stages[stage] = replace(made, needs=tuple(needs), reads=frozenset(reads))
         self._check_base()
         self._check_scorer()
@@ -76,84 +67,76 @@ class _Resolver:
 
     # ------------------------------------------------------------------ the stages
 
-    def _on_base(self, keys: _Keys) -> list[str]:
-        """Stages that make the base; looks up what the base and its tokenizer come from."""
-        keys("base")
+    def _base(self) -> None:
+        """Look up what the base and its tokenizer come from."""
+        self.key("base")
         if self.random_base:
-            keys("data")
-        return ["sft"] if self.random_base and keys("sft") is not None else []
+            self.key("data")
 
-    def _data(self, keys: _Keys, stage: str) -> None:
-        if keys(f"{stage}_data") is None:
-            keys("data")
+    def _stage_that_makes_the_base(self) -> list[str]:
+        self._base()
+        return ["sft"] if self.random_base and self.key("sft") is not None else []
 
-    def _sft(self, keys: _Keys) -> StagePlan:
-        self._data(keys, "sft")
-        keys("base")
+    def _data(self, stage: str) -> None:
+        if self.key(f"{stage}_data") is None:
+            self.key("data")
+
+    def _sft(self) -> StagePlan:
+        self._data("sft")
+        self._base()
         if self.random_base:
-            keys("data")
             return StagePlan("sft", rows="demonstrations")
-        policy = self._fresh(keys, "policy", "the sft stage trains it. " + self._no_full_tuning())
+        why = "4-bit weights have no gradients" if at(self.values, "base.quantization") else "all roles share it"
+        policy = self._fresh("policy", f"the sft stage trains it. Full fine-tuning of the base is refused: {why}")
         return StagePlan("sft", (policy,), rows="demonstrations")
 
-    def _no_full_tuning(self) -> str:
-        why = "4-bit weights have no gradients" if at(self.values, "base.quantization") else "all roles share it"
-        return f"Full fine-tuning of the base is refused: {why}"
-
-    def _reward(self, keys: _Keys) -> StagePlan:
-        self._data(keys, "reward")
-        classes = (keys("reward_head.num_labels") or 1) != 1
-        if classes and at(self.values, "reward.loss") == "token_level":
+    def _reward(self) -> StagePlan:
+        self._data("reward")
+        labels = self._labels()
+        if labels != 1 and at(self.values, "reward.loss") == "token_level":
             wrong = "token_level is of pairs, and reward_head.num_labels says classes."
             self.problem("reward.loss", wrong, "Remove one.")
-        rows: Kind = "labelled" if classes else "pairs"
-        if keys("reward_model") is not None:
-            keys("base")
-            if self.random_base:
-                keys("data")  # the tokenizer
-            return StagePlan("reward", own=self._own_reward(keys), rows=rows)
-        return StagePlan("reward", (self._fresh_reward(keys),), rows=rows, needs=tuple(self._on_base(keys)))
+        rows: Kind = "pairs" if labels == 1 else "labelled"
+        if self.key("reward_model") is None:
+            fresh = self._fresh("reward", "the reward stage trains it")
+            reward = replace(fresh, head={"num_labels": labels})
+            return StagePlan("reward", (reward,), rows=rows, needs=tuple(self._stage_that_makes_the_base()))
+        self._base()
+        lora = self._lora("reward")
+        self._check_own_base("reward_model", "reward", lora)
+        own = self._own_base("reward", "reward_model", "reward_model", lora)
+        return StagePlan("reward", own=replace(own, num_labels=labels), rows=rows)
 
-    def _collect(self, keys: _Keys) -> StagePlan:
-        keys("data")
-        return self._scoring("collect", keys, ())
+    def _collect(self) -> StagePlan:
+        return self._scoring("collect", ())
 
-    def _ppo(self, keys: _Keys) -> StagePlan:
-        keys("data")
-        start = self._policy_start(keys)
-        policy = start or self._fresh(keys, "policy", "PPO trains it")
-        return self._scoring("ppo", keys, (policy,))
+    def _ppo(self) -> StagePlan:
+        return self._scoring("ppo", (self._policy_start() or self._fresh("policy", "PPO trains it"),))
 
-    def _q(self, keys: _Keys) -> StagePlan:
-        keys("data")
-        given, collected = keys("q_data") is not None, False
+    def _q(self) -> StagePlan:
+        given = self.key("q_data") is not None
+        collected = not given and self.key("collect") is not None
         if given and "collect" in self.values:
             self.problem("collect", "would have no effect: q_data names the responses.")
-        if not given:
-            collected = keys("collect") is not None
-            if not collected:
-                wrong = "has nothing to learn from: give rated responses (q_data), or sample them (collect)."
-                self.problem("q", wrong)
-        q = self._fresh(keys, "q", "the q stage trains it")
-        bounded = at(self.values, "q.bound") == "sigmoid"
-        bound = {
-            argument: section(self.values, "q").get(key, getattr(QConfig, key))
-            for argument, key in (("lowest", "lowest_return"), ("highest", "highest_return"), ("scale", "bound_scale"),
-                                  ("bias", "bound_bias"))
-        }  # fmt: skip
-        source = FreshQ("q", q.key, q.lora, bound=bound if bounded else None)
-        return self._scoring("q", keys, (source,), then=("collect",) if collected else ())
+        if not given and not collected:
+            wrong = "has nothing to learn from: give rated responses (q_data), or sample them (collect)."
+            self.problem("q", wrong)
+        q, settings = self._fresh("q", "the q stage trains it"), section(self.values, "q")
+        bound = {argument: settings.get(name, getattr(QConfig, name)) for argument, name in _OF_BOUND.items()}
+        source = FreshQ("q", q.key, q.lora, bound=bound if settings.get("bound") == "sigmoid" else None)
+        return self._scoring("q", (source,), then=("collect",) if collected else ())
 
-    def _scoring(self, stage: str, keys: _Keys, roles: tuple[Source, ...], *, then: tuple[str, ...] = ()) -> StagePlan:
+    def _scoring(self, stage: str, roles: tuple[Source, ...], *, then: tuple[str, ...] = ()) -> StagePlan:
         """A stage in which responses are sampled and scored: its own roles, then reference, reward and value."""
-        needs = self._on_base(keys)
-        start = self._policy_start(keys)
+        self.key("data")
+        needs = self._stage_that_makes_the_base()
+        start = self._policy_start()
         reference = BaseItself("reference", "base") if start is None else replace(start, role="reference")
-        keys("scorer")
+        self.key("scorer")
         missing: Problem | None = None
         sources: list[Source] = [*roles, reference]
         if self.scores_by_role:
-            reward = self._saved_reward(keys)
+            reward = self._saved_reward()
             sources.append(reward)
             if reward.stage is not None and "reward" not in self.values:
                 missing = Problem(
@@ -162,9 +145,9 @@ class _Resolver:
                     "(scorer.kind).",
                 )
         elif self.scores_by_model:
-            needs += ["reward"] if keys("reward") is not None and keys("reward_model") is not None else []
+            needs += ["reward"] if self.key("reward") is not None and self.key("reward_model") is not None else []
         if stage == "ppo":
-            value = self._value(keys, has_reward=self.scores_by_role)
+            value = self._value()
             sources += [] if value is None else [value]
         needs += [source.stage for source in sources if source.stage is not None and source.stage in self.values]
         ordered = [name for name in ("sft", "reward") if name in needs]
@@ -172,120 +155,100 @@ class _Resolver:
 
     # ------------------------------------------------------------------ the roles
 
-    def _fresh(self, keys: _Keys, role: str, why: str) -> Fresh:
-        lora = keys(f"adapters.{role}")
+    def _labels(self) -> int:
+        """Outputs of the reward head."""
+        return self.key("reward_head.num_labels") or 1
+
+    def _lora(self, role: str) -> Values | None:
+        """The adapter of a role; None without one."""
+        key = f"adapters.{role}"
+        return None if self.key(key) is None else section(self.values, key)
+
+    def _fresh(self, role: str, why: str) -> Fresh:
+        lora = self._lora(role)
         if lora is None:
             self.problem(f"adapters.{role}", f"is missing: {why}.")
-        return Fresh(role, f"adapters.{role}", lora if isinstance(lora, dict) else {})
+        return Fresh(role, f"adapters.{role}", lora or {})
 
-    def _fresh_reward(self, keys: _Keys) -> Fresh:
-        fresh = self._fresh(keys, "reward", "the reward stage trains it")
-        return replace(fresh, head={"num_labels": keys("reward_head.num_labels") or 1})
+    def _trained(self, role: str, stage: str, **head: Any) -> Trained:
+        """What another stage trains; it begins with an adapter that this one does not read."""
+        lora = section(self.values, f"adapters.{role}")
+        return Trained(role, stage, stage=stage, begins=Fresh(role, f"adapters.{role}", lora, head))
 
-    def _policy_start(self, keys: _Keys) -> Saved | Trained | None:
+    def _policy_start(self) -> Saved | Trained | None:
         """The trained adapter with which the policy starts, and which the reference is a frozen copy of."""
-        folder = keys("start.policy")
+        folder = self.key("start.policy")
         if folder:
             return Saved("policy", "start.policy", str(folder))
-        if self.random_base or keys("sft") is None:
-            return None
-        return Trained("policy", "sft", of="sft", saved="policy", begins=self._begins("policy"))
+        return None if self.random_base or self.key("sft") is None else self._trained("policy", "sft")
 
-    def _begins(self, role: str, **head: Any) -> Fresh:
-        """What a stage that has not run yet will train."""
-        return Fresh(role, f"adapters.{role}", section(self.values, f"adapters.{role}"), head)
-
-    def _saved_reward(self, keys: _Keys) -> Saved | Trained:
-        folder = keys("start.reward")
+    def _saved_reward(self) -> Saved | Trained:
+        folder = self.key("start.reward")
         if folder:
             return Saved("reward", "start.reward", str(folder))
-        keys("reward")
+        self.key("reward")
         if "reward_model" in self.values and "ppo" in self.values and not self.scores_by_model:
             wrong = "adapter reads the reward role, and the reward stage trains reward_model."
-            problem = Problem(wrong, "scorer.kind", "Use kind: model.")
-            self.problems += [] if problem in self.problems else [problem]
-        labels = at(self.values, "reward_head.num_labels") or 1
-        return Trained(
-            "reward", "reward", of="reward", saved="reward", begins=self._begins("reward", num_labels=labels)
-        )
+            self.problem("scorer.kind", wrong, "Use kind: model.")
+        return self._trained("reward", "reward", num_labels=at(self.values, "reward_head.num_labels") or 1)
 
-    def _value(self, keys: _Keys, *, has_reward: bool) -> Source | None:
-        ppo = section(self.values, "ppo")
-        if ppo.get("value", "separate") == "shared":
-            return SharedWith("value", "ppo.value", head=self._value_head(keys))
-        if keys("value_model") is not None:
-            return self._value_on_own_base(keys, ppo)
-        start, lora = keys("start.value"), at(self.values, "adapters.value")
-        if start == "reward" and keys("reward_model") is not None:
-            return self._value_as_reward_model(keys, ppo)
-        lora = lora if isinstance(lora, dict) or lora is None else {}
+    def _value(self) -> Source | None:
+        if section(self.values, "ppo").get("value", "separate") == "shared":
+            return SharedWith("value", "ppo.value", head=self._value_head())
+        if self.key("value_model") is not None:
+            return self._value_on_own_base()
+        start = self.key("start.value")
+        if start == "reward" and self.key("reward_model") is not None:
+            return self._value_as_reward_model()
+        lora = self._lora("value")
         if start == "reward":
-            keys("adapters.value")
-            if not has_reward:
+            if not self.scores_by_role:
                 kind = section(self.values, "scorer").get("kind", "adapter")
                 self.problem("start.value", f"is reward, but with scorer.kind: {kind} there is no reward role.")
             return CopyOf("value", "start.value", lora=lora)
         if start:
-            keys("adapters.value")
             return Saved("value", "start.value", str(start))
-        if keys("adapters.value") is None:
+        if lora is None:
             wrong = "is missing: ppo.value is separate."
             self.problem("adapters.value", wrong, "Add it, or set ppo.value to shared.")
             return None
-        return Fresh("value", "adapters.value", lora or {}, self._value_head(keys))
+        return Fresh("value", "adapters.value", lora, self._value_head())
 
-    def _value_head(self, keys: _Keys) -> Values:
-        keys("value_head")
+    def _value_head(self) -> Values:
+        self.key("value_head")
         head = section(self.values, "value_head")
         return {f"head_{name}": head[name] for name in ("init", "bias") if name in head}
 
-    def _value_on_own_base(self, keys: _Keys, ppo: Values) -> OwnBase:
-        lora, start = keys("adapters.value"), keys("start.value")
+    def _value_on_own_base(self) -> OwnBase:
+        lora, start = self._lora("value"), self.key("start.value")
         if start == "reward":
             self.problem("start.value", "is reward, whose base is not that of value_model.", "Remove one of them.")
-        self._check_own_base("value_model", "value", lora, ppo)
-        return OwnBase(
-            "value", "value_model" if start is None else "start.value",
-            section="value_model",
-            model=section(self.values, "value_model"),
-            lora=lora if isinstance(lora, dict) else None,
-            head=self._value_head(keys) if start is None else {},
-            start=None if start is None else str(start),
-        )  # fmt: skip
+        self._check_own_base("value_model", "value", lora)
+        self._check_loop("value_model")
+        if start is None:
+            return replace(self._own_base("value", "value_model", "value_model", lora), head=self._value_head())
+        return replace(self._own_base("value", "start.value", "value_model", lora), start=str(start))
 
-    def _value_as_reward_model(self, keys: _Keys, ppo: Values) -> OwnBase:
-        keys("reward")
-        adapted = keys("adapters.reward")
-        lora = adapted if adapted is not None else keys("adapters.value")
-        if (keys("reward_head.num_labels") or 1) != 1:
+    def _value_as_reward_model(self) -> OwnBase:
+        self.key("reward")
+        adapted = self._lora("reward")
+        lora = self._lora("value") if adapted is None else adapted
+        if self._labels() != 1:
             self.problem("start.value", "is reward, whose head has several outputs, and a value is one number.")
-        if ppo.get("loop") == "trl":
-            self._not_by_trl("a copy of reward_model")
-        return OwnBase(
-            "value", "start.value",
-            section="reward_model",
-            model=section(self.values, "reward_model"),
-            lora=lora if isinstance(lora, dict) else None,
-            adapted=adapted is not None,
-        )  # fmt: skip
+        self._check_loop("a copy of reward_model")
+        own = self._own_base("value", "start.value", "reward_model", lora)
+        return replace(own, stage="reward", adapted=adapted is not None)
 
-    def _own_reward(self, keys: _Keys) -> OwnBase:
-        lora = keys("adapters.reward")
-        self._check_own_base("reward_model", "reward", lora, {})
-        return OwnBase(
-            "reward", "reward_model",
-            section="reward_model",
-            model=section(self.values, "reward_model"),
-            lora=lora if isinstance(lora, dict) else None,
-            num_labels=keys("reward_head.num_labels") or 1,
-        )  # fmt: skip
+    def _own_base(self, role: str, key: str, name: str, lora: Values | None) -> OwnBase:
+        return OwnBase(role, key, section=name, model=section(self.values, name), lora=lora)
 
     # ------------------------------------------------------------------ what sections say against each other
 
-    def _not_by_trl(self, what: str) -> None:
-        self.problem("ppo.loop", f"trl runs the value role on the shared base, not on {what}.", "Use toolkit.")
+    def _check_loop(self, what: str) -> None:
+        if at(self.values, "ppo.loop") == "trl":
+            self.problem("ppo.loop", f"trl runs the value role on the shared base, not on {what}.", "Use toolkit.")
 
-    def _check_own_base(self, name: str, role: str, lora: Any, ppo: Values) -> None:
+    def _check_own_base(self, name: str, role: str, lora: Values | None) -> None:
         """A base of its own trains under an adapter, or whole and in float32."""
         own = section(self.values, name)
         quantized, random = own.get("quantization") is not None, own.get("config") is not None
@@ -301,8 +264,6 @@ class _Resolver:
             self.problem(f"adapters.{role}", f"would leave random weights ({name}.config) as they are.", "Remove it.")
         if quantized and random:
             self.problem(f"{name}.quantization", "would have no effect: random weights are not quantised.")
-        if ppo.get("loop") == "trl":
-            self._not_by_trl(name)
 
     def _check_base(self) -> None:
         for name in ("base", "reward_model", "value_model"):
@@ -346,8 +307,7 @@ class _Resolver:
 
     def _why_not(self, key: str) -> str:
         """Why a key of the value role has no effect, though it is there."""
-        value = self.stages["ppo"].source("value")
-        if isinstance(value, SharedWith):
+        if isinstance(self.stages["ppo"].source("value"), SharedWith):
             return "ppo.value is shared, so value is a head on the policy's adapter"
         if key == "adapters.value":
             return "the value role starts with the adapter of the reward"

@@ -10,7 +10,7 @@ from toolkit.models import ModelSpec
 from toolkit.settings import AT_LEAST_1, POSITIVE, setting
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
-from toolkit.trainers.reward_config import RewardConfig
+from toolkit.trainers.reward import RewardConfig
 
 
 @dataclass(frozen=True)
@@ -101,4 +101,5 @@ PLAIN_SECTIONS: dict[str, type] = {
 ADAPTER_ROLES = ("policy", "value", "reward", "q")
 # `data` is for all stages; the others, for one stage each, come before it.
 DATA_SECTIONS = ("data", "sft_data", "reward_data", "q_data")
+DEFAULT_SEED = 0
 TOP_LEVEL = ("about", "seed", *DATA_SECTIONS, "adapters", "scorer", *PLAIN_SECTIONS, *STAGE_CLASSES)

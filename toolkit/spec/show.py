@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 from toolkit.data import TASKS
 from toolkit.rewards import DEFAULT_KIND, SCORERS
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sections import DATA_SECTIONS, PLAIN_SECTIONS, STAGE_CLASSES
+from toolkit.spec.sections import DATA_SECTIONS, DEFAULT_SEED, PLAIN_SECTIONS, STAGE_CLASSES
 from toolkit.spec.stage import presets
 
 
@@ -28,11 +27,6 @@ def owner_defaults(owner: type) -> dict[str, Any]:
             made[field.name] = field.default_factory()
     kind = {"kind": DEFAULT_KIND} if owner in SCORERS.values() else {}
     return {name: _plain(default) for name, default in {**kind, **given, **made}.items()}
-
-
-def top_level_defaults() -> dict[str, Any]:
-    """Defaults of the keys that are in no section."""
-    return {"seed": Recipe("", {}, "", Path()).seed}
 
 
 def _plain(value: Any) -> Any:
@@ -97,7 +91,7 @@ def show(recipe: Recipe) -> str:
     for key, value in recipe.values.items():
         if isinstance(value, dict) and lines:
             lines.append("")
-        lines += _lines({key: value}, (), top_level_defaults(), owners)
+        lines += _lines({key: value}, (), {"seed": DEFAULT_SEED}, owners)
         if key in STAGE_CLASSES:
             lines += _preset_lines(recipe, key)
     return "\n".join(lines) + "\n"

@@ -76,13 +76,13 @@ class Source:
     Args:
         role: its name.
         key: of the recipe, whose problems those of placing it are.
+        stage: the one that has to run first; None for none.
     """
 
     role: str
     key: str
+    stage: str | None = field(default=None, kw_only=True)
 
-    stage: ClassVar[str | None] = None
-    """The stage that has to run first."""
     stands_on: ClassVar[str | None] = None
     """Another role, without which this one cannot be placed."""
 
@@ -145,65 +145,55 @@ class Saved(Source):
 
 @dataclass(frozen=True)
 class Trained(Source):
-    """What an earlier stage leaves, of this role or of another one; before it has run, what it begins with."""
+    """What an earlier stage leaves; before it has run, what it begins with."""
 
-    of: str  # the stage
-    saved: str  # the role as the stage calls it
-    begins: Fresh
+    begins: Fresh  # of the role as the stage calls it
 
-    @property
-    def stage(self) -> str:  # type: ignore[override]
-        return self.of
+    def _outputs(self, site: Site) -> Path | None:
+        return None if self.stage is None else site.outputs_of(self.stage)
 
     def as_of(self, site: Site) -> Source:
-        return self if site.outputs_of(self.of) is not None else replace(self.begins, role=self.role)
+        return self if self._outputs(site) is not None else replace(self.begins, role=self.role)
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
-        outputs = site.outputs_of(self.of)
-        assert outputs is not None, f"the {self.of} stage has not run"
-        return Placed(f"from {outputs / self.saved}", load_role(roles, self.role, outputs / self.saved))
+        outputs = self._outputs(site)
+        assert outputs is not None, f"the {self.stage} stage has not run"
+        folder = outputs / self.begins.role
+        return Placed(f"from {folder}", load_role(roles, self.role, folder))
 
 
 @dataclass(frozen=True)
 class CopyOf(Source):
-    """A new adapter and head with the weights of another role on the same base."""
+    """A new adapter and head with the weights of the reward role on the same base."""
 
-    other: str = "reward"
-    lora: Values | None = None  # None for the other role's configuration
-    head: Values = field(default_factory=dict)
+    lora: Values | None = None  # None for the reward role's configuration
 
-    @property
-    def stands_on(self) -> str:  # type: ignore[override]
-        return self.other
+    stands_on = "reward"
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
-        config = roles.adapter_config(self.other) if self.lora is None else lora_config(self.lora)
-        roles.add_role(self.role, config, **self.head)
-        roles.copy_adapter(self.other, self.role)
-        return Placed(f"a copy of the {self.other} role")
+        roles.add_role(self.role, roles.adapter_config("reward") if self.lora is None else lora_config(self.lora))
+        roles.copy_adapter("reward", self.role)
+        return Placed("a copy of the reward role")
 
 
 @dataclass(frozen=True)
 class SharedWith(Source):
-    """A head on another role's adapter: one forward pass for both."""
+    """A head on the policy's adapter: one forward pass for both."""
 
-    other: str = "policy"
     head: Values = field(default_factory=dict)
 
-    @property
-    def stands_on(self) -> str:  # type: ignore[override]
-        return self.other
+    stands_on = "policy"
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
         roles.add_role(self.role, **self.head)
-        return Placed(f"a head on the {self.other}'s adapter")
+        return Placed("a head on the policy's adapter")
 
 
 @dataclass(frozen=True)
 class OwnBase(Source):
     """A base of its own, whole or under an adapter: the section `value_model`, or `reward_model` for a reward.
 
-    A value role of `reward_model` starts as a copy of what the reward stage trains.
+    A value role of `reward_model` starts as a copy of what the reward stage trains, which is then its `stage`.
     """
 
     section: str = ""
@@ -215,24 +205,11 @@ class OwnBase(Source):
     num_labels: int = 1
 
     @property
-    def copied(self) -> bool:
-        """Whether it is a copy of the reward model."""
-        return self.role == "value" and self.section == "reward_model"
-
-    @property
-    def stage(self) -> str | None:  # type: ignore[override]
-        return "reward" if self.copied else None
-
-    @property
     def base(self) -> BaseSection:
         return BaseSection(**self.model)
 
-    def trained_folder(self, site: Site) -> Path:
-        """Where the reward stage has left its model.
-
-        Raises:
-            RecipeError: it has not run.
-        """
+    def _trained_folder(self, site: Site) -> Path:
+        """Where the reward stage has left its model; a RecipeError where it has not run."""
         outputs = site.outputs_of("reward")
         if outputs is None or not (outputs / "model").is_dir():
             raise RecipeError(
@@ -244,12 +221,11 @@ class OwnBase(Source):
     def _lora(self) -> LoraConfig | None:
         return None if self.lora is None else lora_config(self.lora)
 
-    # ------------------------------------------------------------------ a value role
-
     def place(self, roles: SharedBase, site: Site) -> Placed:
         spec, start = self.base.model_spec(), None if self.start is None else Path(self.start).expanduser()
-        if self.copied and roles.device.type != "meta":
-            folder = self.trained_folder(site)
+        copied = self.stage is not None
+        if copied and roles.device.type != "meta":
+            folder = self._trained_folder(site)
             # Under an adapter the base is the one that the adapter was trained on.
             spec, start = (spec, folder) if self.adapted else (replace(spec, model=str(folder)), None)
         if spec.model is None:  # the embeddings of a base may have more rows than its tokenizer has tokens
@@ -258,11 +234,9 @@ class OwnBase(Source):
         roles.place_value(load_value_model(spec, site.tokenizer, lora=self._lora(), device=roles.device, **self.head))
         if start is not None:
             load_weights(roles, self.role, start)
-        if self.copied:
+        if copied:
             return Placed("on a base of its own, a copy of the reward model")
         return Placed("on a base of its own" + (f", from {self.start}" if self.start else ""))
-
-    # ------------------------------------------------------------------ a reward
 
     def classifier(self, site: Site, *, device: torch.device | None = None) -> PreTrainedModel | PeftModel:
         """The sequence classifier as the reward stage begins to train it; on the meta device names and shapes alone.
@@ -282,7 +256,7 @@ class OwnBase(Source):
         Raises:
             RecipeError: the stage has not run.
         """
-        folder = self.trained_folder(site)
+        folder = self._trained_folder(site)
         if self.lora is not None:
             model = self.classifier(site)
             load_classifier_weights(model, folder)

@@ -1,7 +1,6 @@
 """A stage's section: what is refused in it, what the toolkit presets, and the object of the owner's class."""
 
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
 from toolkit.errors import Problem
 from toolkit.settings import declared
-from toolkit.spec.keys import check_keys, construction_problems
+from toolkit.spec.keys import check_keys
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.trainers.ppo_config import PPOConfig
 
@@ -112,12 +111,15 @@ def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> lis
     if not (stage == "ppo" and values.get("loop") == "trl"):
         reasons = WITHOUT_EFFECT.get(stage, {})
         refused |= {name: Problem(f"would have no effect: {reason}.") for name, reason in reasons.items()}
-    problems = check_keys(stage, values, STAGE_CLASSES[stage], refused=refused) + _not_installed(stage, values)
+
+    def build(**values: Any) -> Any:
+        return stage_config(stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
+
+    problems = check_keys(stage, values, STAGE_CLASSES[stage], refused=refused, build=build)
     if stage == "sft" and values.get("packing") and values.get("max_length", 0) is None:
         wrong = "a whole number is needed with sft.packing, got None: rows are packed to it."
         problems.append(Problem(wrong, "sft.max_length"))
-    build = partial(stage_config, stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
-    return problems or construction_problems(stage, build)
+    return problems + _not_installed(stage, values)
 
 
 def _not_installed(stage: str, values: dict[str, Any]) -> list[Problem]:

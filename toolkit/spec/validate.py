@@ -1,16 +1,16 @@
 """What a recipe may say: each section is its owner's own configuration class, checked before anything loads."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
+from transformers import BitsAndBytesConfig
 
 from toolkit.data import TASKS
 from toolkit.errors import ConfigError, Problem
 from toolkit.rewards import DEFAULT_KIND, SCORERS, scorer_of
 from toolkit.rewards.function import beside
-from toolkit.spec.keys import check_keys, check_quantization, construction_problems, owner_fields, suggestion
+from toolkit.spec.keys import check_keys, owner_fields, suggestion
 from toolkit.spec.plan import section
 from toolkit.spec.resolve import resolve
 from toolkit.spec.sections import (
@@ -44,10 +44,12 @@ def check_adapters(values: Any) -> list[Problem]:
         if role not in ADAPTER_ROLES:
             problems.append(Problem("no such role.", f"adapters.{role}", suggestion(role, ADAPTER_ROLES)))
             continue
-        place = f"adapters.{role}"
-        wrong = check_keys(place, config, LoraConfig)
-        problems += wrong or construction_problems(place, partial(LoraConfig, **config))
+        problems += check_keys(f"adapters.{role}", config, LoraConfig, build=LoraConfig)
     return problems
+
+
+def _check_quantization(place: str, values: Any) -> list[Problem]:
+    return check_keys(f"{place}.quantization", values, BitsAndBytesConfig, build=BitsAndBytesConfig)
 
 
 def check_data(values: Any, place: str = "data") -> list[Problem]:
@@ -79,7 +81,7 @@ def check_scorer(values: Any, place: str = "scorer") -> list[Problem]:
             wrong = f"belongs to scorer.kind: {kinds}, and would have no effect with kind: {kind}."
             problems.append(Problem(wrong, f"{place}.{key}", f"Remove it ({place}.{key}=null)."))
     if isinstance(given.get("quantization"), dict):
-        problems += check_quantization(f"{place}.quantization", given["quantization"])
+        problems += _check_quantization(place, given["quantization"])
     if isinstance(given.get("parts"), dict):
         problems += [p for name, part in given["parts"].items() for p in check_scorer(part, f"{place}.parts.{name}")]
     if not problems:
@@ -136,7 +138,7 @@ def check_recipe(values: dict[str, Any]) -> list[Problem]:
         problems += check_scorer(values["scorer"])
     for name in ("base", "reward_model", "value_model"):
         if isinstance(values.get(name), dict) and values[name].get("quantization") is not None:
-            problems += check_quantization(f"{name}.quantization", values[name]["quantization"])
+            problems += _check_quantization(name, values[name]["quantization"])
     for place in DATA_SECTIONS:
         if place in values:
             problems += check_data(values[place], place)

@@ -8,18 +8,20 @@ from typing import Any, TypeAlias
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
-from toolkit.data import Rollout
+from toolkit.data import PromptCollator, RatedCollator, Rollout
 from toolkit.errors import ToolkitError
-from toolkit.models import SharedBase, load_weights, save_role
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, release_memory, save_role
 from toolkit.rewards import Reward
 from toolkit.sampling import BestOf, Evaluation, Rows, best_of
 from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.rollouts import RoleRollouts
+from toolkit.trainers.self_checks import check_tokenizer
 
 Metrics: TypeAlias = Callable[[Rollout], dict[str, float]]
 """Further metrics of a rollout, for evaluation."""
@@ -53,25 +55,58 @@ class RoleTrainer(ResumableTrainer):
         for role in self.saved_roles:
             load_weights(self.roles, role, folder / role)
 
+    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
+        loss = super().training_step(*arguments, **named)
+        release_memory()
+        return loss
+
 
 class SamplingTrainer(RoleTrainer):
-    """A trainer that is evaluated by its responses to held-out prompts."""
+    """A trainer that is evaluated by its responses to held-out prompts.
+
+    Args:
+        roles: the shared base. What is learnt is made trainable, alone.
+        eval_dataset: held-out prompts with a column `input_ids`.
+        reward: scores a rollout: `RewardAdapter`, or any callable of that form.
+        metrics: further metrics of a rollout, for evaluation.
+        base_name: name of the base to write into saved adapters.
+        callbacks: as in `Trainer`; the default progress bar is not added if there are any.
+    """
 
     algorithm: str
+    learnt_roles: tuple[str, ...]
+    collator_type: type[PromptCollator | RatedCollator]
     rollouts_type: type[RoleRollouts]
     control: Any  # set by transformers' Trainer
 
-    def __init__(self, roles: SharedBase, reward: Reward | None, metrics: Metrics | None, base_name: str, **named: Any):
+    def __init__(
+        self,
+        args: TrainingArguments,
+        processing_class: PreTrainedTokenizerBase,
+        roles: SharedBase,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        *,
+        reward: Reward | None = None,
+        metrics: Metrics | None = None,
+        base_name: str = "",
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+    ):
+        check_tokenizer(processing_class, roles)
+        roles.train_roles(*self.learnt_roles)
+        collator = self.collator_type(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)
         # Not TRL's __init__, which builds an Accelerator without precision, sets no seed, zeroes dropout and
         # changes the model: transformers' own.
-        Trainer.__init__(self, model=roles, **named)
+        given = {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
+        Trainer.__init__(self, roles, args, collator, train_dataset, eval_dataset, **given)
         if self.accelerator.num_processes > 1:
             wrong = f"{self.algorithm} here runs on one GPU."
             raise ToolkitError(wrong, remedy="Start it without torchrun or accelerate launch.")
-        in_place_of_progress(self, named["callbacks"])
+        in_place_of_progress(self, callbacks)
         self.roles, self.reward, self.metrics, self.base_name = roles, reward, metrics, base_name
         autocast = self.compute_loss_context_manager
-        self.rollouts: Any = self.rollouts_type(self.args, self.processing_class, roles, autocast)
+        self.rollouts: Any = self.rollouts_type(args, processing_class, roles, autocast)
 
     @property
     def _known_reward(self) -> Reward:

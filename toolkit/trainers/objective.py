@@ -1,6 +1,6 @@
 """What an update of PPO is made from, and what it minimises: shaped scores, a rollout's experience, the loss."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ from toolkit.trainers.ppo_config import PPOConfig
 
 
 class ScoreShaper:
-    """Scales, centres and clips scores by what was seen so far, as TRL up to 0.11 did under the same names.
-
-    `use_score_scaling` divides by the running standard deviation, `use_score_norm` takes the running mean away first,
-    `score_clip` then cuts at ± its value. The scores of an update are among those that its moments are of.
-    """
+    """Scales, centres and clips scores by what was seen so far, those of this update among it, as TRL up to 0.11 did
+    under the same names."""
 
     def __init__(self, args: PPOConfig):
         self.args, self.moments = args, F.Moments()
@@ -45,28 +42,19 @@ class ScoreShaper:
             shaped = self._penalized(self(scores), rollout)
             return scores, shaped, shaped
         if self.scales:
-            raise RewardError(
-                "the reward gives scores within responses (DenseScores), and use_score_scaling and score_clip are for "
-                "one number a response.",
-                remedy="Leave them out, and scale in the reward.",
-            )
+            wrong = "the reward gives scores within responses (DenseScores), and use_score_scaling and score_clip are "
+            raise RewardError(f"{wrong}for one number a response.", remedy="Leave them out, and scale in the reward.")
         at_end = self._penalized(torch.as_tensor(scores.scores), rollout)
         return scores.total, self._penalized(scores.total, rollout), at_end
 
     def _penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
         args = self.args
         if args.missing_eos_penalty is not None:
-            scores = F.penalize_missing_eos(scores, torch.tensor(rollout.ended), penalty=args.missing_eos_penalty)
+            scores = torch.where(torch.tensor(rollout.ended), scores, scores - args.missing_eos_penalty)
         if args.short_response_penalty is not None:
-            lengths, minimum = torch.tensor(rollout.lengths), args.min_response_length
-            scores = F.penalize_short(scores, lengths, minimum=minimum, penalty=args.short_response_penalty)
+            short = torch.tensor(rollout.lengths) < args.min_response_length
+            scores = torch.where(short, scores - args.short_response_penalty, scores)
         return scores
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.moments._asdict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.moments = F.Moments(**state)
 
 
 class Experience(NamedTuple):

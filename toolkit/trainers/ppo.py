@@ -36,7 +36,7 @@ from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_
 from toolkit.trainers import self_checks
 from toolkit.trainers.objective import Experience, describe, policy_objective
 from toolkit.trainers.ppo_base import SharedBaseTrainer
-from toolkit.trainers.rollouts import RolesOnRollout, by_length
+from toolkit.trainers.rollouts import by_length
 
 
 class PPOTrainer(SharedBaseTrainer):
@@ -54,13 +54,9 @@ class PPOTrainer(SharedBaseTrainer):
     gathers `rollouts_per_update` of them, a loop of your own gives `step` those that it has joined.
 
     Args:
-        roles: the shared base, carrying policy, value and reference. Policy and value are made trainable.
-        reward: scores a rollout: `RewardAdapter`, or any callable of that form.
+        roles: the shared base, carrying policy, value and reference.
         train_dataset: prompts: a column `input_ids`; other columns go to the reward and the metrics.
-        eval_dataset: held-out prompts.
-        metrics: further metrics of a rollout, for evaluation.
-        base_name: name of the base to write into saved adapters.
-        callbacks: as in `Trainer`; the default progress bar is not added if there are any.
+        named: those of `SamplingTrainer`.
 
     Raises:
         DataError: too few prompts, or no `input_ids`.
@@ -107,11 +103,9 @@ class PPOTrainer(SharedBaseTrainer):
             parts = {name: part[kept] for name, part in parts.items()}
             stats = self._learn(select(responses, kept), select_scores(scores, kept), parts)
         else:
-            warnings.warn(
-                "all responses of an update were shorter than min_response_length and dropped, so that it changed "
-                "nothing: lower that, or see in samples what the policy says.",
-                stacklevel=2,
-            )
+            all_dropped = "all responses of an update were shorter than min_response_length and dropped, so that it "
+            all_dropped += "changed nothing: lower that, or see in samples what the policy says."
+            warnings.warn(all_dropped, stacklevel=2)
             stats = {"kl_coef": self.kl_coef, "optimizer_steps": 0.0}
         if self.args.drop_short_responses:
             stats["dropped_responses"] = float(len(responses) - len(kept))
@@ -135,15 +129,11 @@ class PPOTrainer(SharedBaseTrainer):
             self.kl_coef = F.adapt_kl_coef(self.kl_coef, kl, target=target, episodes=episodes, horizon=horizon)
         return stats
 
-    def read_roles(self, rollout: Rollout, *, values: bool = True, full_kl: bool = False) -> RolesOnRollout:
-        """What policy, reference and value say about a rollout: float32 (B, T) each, on the CPU."""
-        return self.rollouts.read(rollout, values=values, full_kl=full_kl)
-
     def _make_experience(self, rollout: Rollout, scores: Scores) -> Experience:
         args = self.args
         mask = torch.arange(max(rollout.lengths)) < torch.tensor(rollout.lengths).unsqueeze(1)
         full = args.kl_estimator == "full"
-        logprobs, ref_logprobs, values, kl = self.read_roles(rollout, full_kl=full)
+        logprobs, ref_logprobs, values, kl = self.rollouts.read(rollout, full_kl=full)
         logged, trained, at_end = self.score_shaper.place(scores, rollout)
         dense = scores.at_tokens(rollout, self.processing_class) if isinstance(scores, DenseScores) else None
         if not full:
@@ -214,14 +204,10 @@ class PPOTrainer(SharedBaseTrainer):
         """The norm of all gradients, before they are clipped where `max_grad_norm` says so.
 
         None where float16 has overflowed: the loss scaler then passes over the step, and lowers its scale.
-
-        Raises:
-            SelfCheckError: it is not finite, and there is no scaler.
         """
         parameters = [p for role in self.roles.trained_roles for p in self.roles.parameters_of(role)]
         # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
-        limit = self.args.max_grad_norm or float("inf")
-        norm = float(self.accelerator.clip_grad_norm_(parameters, limit))
+        norm = float(self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf))
         if math.isfinite(norm) or self.args.fp16:
             return norm if math.isfinite(norm) else None
         wrong = f"the gradient's norm is {norm} at update {self.state.global_step + 1}."

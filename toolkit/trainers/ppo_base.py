@@ -1,11 +1,8 @@
-"""PPO's trainer without the algorithm: set-up, optimizer, events, evaluation's frame, saving and resuming.
-
-It is TRL's class by type, and transformers' `Trainer` by set-up; `ppo.py` adds what PPO is.
-"""
+"""PPO's trainer without the algorithm, which `ppo.py` adds: set-up, optimizer, events, saving and resuming."""
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerCallback
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
@@ -24,12 +21,13 @@ from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
 from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator, concatenate
 from toolkit.errors import CheckpointError, ConfigError
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, role_digest
+from toolkit.functional import Moments
+from toolkit.models import SharedBase, role_digest
 from toolkit.reports import append_jsonl, keep_until
 from toolkit.rewards import Reward, concatenate_scores, state_of, total_scores
 from toolkit.sampling import check_room
 from toolkit.trainers import self_checks
-from toolkit.trainers.common import Metrics, SamplingTrainer
+from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.objective import ScoreShaper
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.rollouts import Rollouts
@@ -56,7 +54,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     """A TRL `PPOTrainer` whose models are roles of one `SharedBase`. See `PPOTrainer` for the arguments."""
 
     _tag_names = ("trl", "ppo", "ppo-lora-toolkit")
-    algorithm, rollouts_type = "PPO", Rollouts
+    algorithm, learnt_roles = "PPO", ("policy", "value")
+    collator_type, rollouts_type = PromptCollator, Rollouts
     # Set by transformers' Trainer.
     optimizer: Any
     lr_scheduler: Any
@@ -69,38 +68,19 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         reward: Reward,
         train_dataset: Dataset,
         eval_dataset: Dataset | None = None,
-        *,
-        metrics: Metrics | None = None,
-        base_name: str = "",
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        **named: Any,
     ):
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
         for prompts in (train_dataset, eval_dataset):
             if args.max_length is not None and prompts is not None:
                 check_room(map(len, prompts["input_ids"]), args.max_length)
-        self_checks.check_tokenizer(processing_class, roles)
-        roles.train_roles("policy", "value")
-        collator = PromptCollator(processing_class.pad_token_id, multiple=LENGTH_MULTIPLE)
-        super().__init__(
-            roles,
-            reward,
-            metrics,
-            base_name,
-            args=args,
-            data_collator=collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+        super().__init__(args, processing_class, roles, train_dataset, eval_dataset, reward=reward, **named)
+        self.saved_roles = roles.trained_roles
         if args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
         self.score_shaper = ScoreShaper(args)
         self.kl_coef = args.kl_coef  # changed by the adaptive controller, where kl_target asks for it
         self.state = OnlineTrainerState(**{**vars(self.state), "episode": 0})
-        self.is_peft_model = True
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         order = torch.Generator().manual_seed(args.seed if args.data_seed is None else args.data_seed)
@@ -109,12 +89,12 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             batch_size=args.rollout_batch_size,
             sampler=RandomSampler(train_dataset, replacement=args.sample_with_replacement, generator=order),
             generator=order,
-            collate_fn=collator,
+            collate_fn=self.data_collator,
             drop_last=True,
             num_workers=args.dataloader_num_workers,
         )
         self.total_updates = args.number_of_updates(len(train_dataset))
-        self._pass: Iterator[dict[str, Any]] | None = None  # the one that batches come from
+        self._pass: Iterator[dict[str, Any]] = iter(())  # the one that batches come from
         self._pass_is_over = False  # its last batch was drawn, and what is due at its end is not done
         self._parts: dict[str, Tensor] | None = None  # of the scores of several rollouts
         self._last_metrics: dict[str, float] = {}
@@ -125,7 +105,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     # ------------------------------------------------------------------ set-up and self-checks
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """An optimizer over the trained roles by name, whichever of them happens to be active."""
+        """An optimizer over the trained roles, whichever of them happens to be active."""
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.roles)
             groups = [
@@ -137,8 +117,9 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             unknown = self.args.value_optimizer.keys() - self.optimizer.defaults.keys()
             if unknown:
                 wrong = f"{self.args.optim.value} has no {', '.join(sorted(unknown))}, which the settings of the value "
-                wrong += "role (value_…) name."
-                raise ConfigError(wrong, field="optim", remedy="Leave those out, or take adamw_torch.")
+                raise ConfigError(
+                    f"{wrong}role (value_…) name.", field="optim", remedy="Leave those out, or take adamw_torch."
+                )
         return self.optimizer
 
     def _prepare_training(self) -> None:
@@ -157,25 +138,13 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
 
     # ------------------------------------------------------------------ the whole run
 
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> dict[str, float]:
-        """Train for `total_updates` updates: the loop of `generate`, `score` and `step`, with events.
-
-        Args:
-            resume_from_checkpoint: as of every trainer: see `ResumableTrainer.train`.
-            arguments: none; those of transformers' `train` are refused.
-
-        Returns:
-            The metrics of the last update; empty if a checkpoint had all of them behind it.
-        """
+    def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> dict[str, float]:
+        """The metrics of the last of `total_updates` updates; empty if a checkpoint had all of them behind it."""
         if arguments:
             raise TypeError(f"train() got an unexpected argument {next(iter(arguments))!r}")
-        return super().train(resume_from_checkpoint)
-
-    def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> dict[str, float]:
         self._prepare_training()
-        over = False
+        over = checkpoint is not None and self.load_checkpoint(checkpoint)["stopped_early"]
         if checkpoint is not None:
-            over = bool(self.load_checkpoint(checkpoint)["stopped_early"])
             self._check_not_past(checkpoint, self.state.global_step, self.total_updates)
         args, state = self.args, self.state
         began = state.global_step
@@ -200,7 +169,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
                     break
                 if self.control.should_epoch_stop:
                     self.dataloader.end_pass()
-                    self._pass = None
+                    self._pass = iter(())
                     break
             if self._request.met and state.global_step < self.total_updates:
                 break  # in the middle of a pass, whose end a resumed run will see
@@ -233,11 +202,10 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             {"prompt": rollout.prompts[i], "response": rollout.responses[i], "score": score, "ended": rollout.ended[i]}
             for i, score in enumerate(total_scores(scores)[:_ROWS_SHOWN].tolist())
         ]
-        rows = [
-            {"input_ids": ids, **{name: column[i] for name, column in rollout.columns.items()}}
-            for i, ids in enumerate(rollout.prompt_ids)
-        ]
-        batch = self.data_collator(rows)
+        columns = {"input_ids": rollout.prompt_ids, **rollout.columns}
+        batch = self.data_collator(
+            [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        )
         try:
             self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             started = time.perf_counter()
@@ -251,15 +219,11 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
 
     def next_batch(self) -> dict[str, Any]:
         """The next batch of prompts, of the next pass where one ends."""
-        if self._pass is None:
+        while (batch := next(self._pass, None)) is None:
             self._pass = iter(self.dataloader)
-        batch = next(self._pass, None)
-        if batch is None:  # a checkpoint of a loop of one's own, written at the very end of a pass
-            self._pass = iter(self.dataloader)
-            batch = next(self._pass)
         if self.dataloader.is_drawn:
             next(self._pass, None)  # lets the loader know
-            self._pass, self._pass_is_over = None, True
+            self._pass_is_over = True
         return batch
 
     def _act(self) -> None:
@@ -285,19 +249,13 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
 
     # ------------------------------------------------------------------ saving
 
-    @property
-    def saved_roles(self) -> Iterable[str]:  # type: ignore[override]
-        return self.roles.trained_roles
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save each trained role as a PEFT folder named after it, and TRL's model card."""
         super().save_model(output_dir)
         if not _internal_call:
             write_model_card(self, Path(output_dir or self.args.output_dir), base_name=self.base_name)
 
     def save_checkpoint(self) -> Path:
-        """As of every trainer; in a loop of your own before the first update, too."""
-        self._prepare_training()
+        self._prepare_training()  # in a loop of your own there may be no update yet
         return super().save_checkpoint()
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
@@ -306,7 +264,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         Raises:
             CheckpointError: it is damaged, holds weights alone, or is of another run.
         """
-        checkpoint = self._verified(folder)
+        checkpoint = self._whole_checkpoint(folder)
         self._prepare_training()
         self._restoring = state = read_state(checkpoint)
         self.load_saved(checkpoint)
@@ -317,12 +275,10 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """What is carried from update to update: the KL controller, the moments of the scores, the place among the
-        prompts, the reward where it changes as it goes; and what the frozen roles are."""
-        changing = state_of(self.reward)
+        changing = state_of(self.reward)  # where it changes as it goes
         return {
             "kl_coef": self.kl_coef,
-            "scores": self.score_shaper.state_dict(),
+            "scores": self.score_shaper.moments._asdict(),
             "dataloader": self.dataloader.state_dict(),
             "pass_is_over": self._pass_is_over,
             "metrics": self._last_metrics,
@@ -338,12 +294,11 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             wrong += "scores or KL would mean something else from here on."
             raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
         self.kl_coef = state["kl_coef"]
-        self.score_shaper.load_state_dict(state["scores"])
+        self.score_shaper.moments = Moments(**state["scores"])
         self.dataloader.load_state_dict(state["dataloader"])
-        self._pass, self._pass_is_over = None, state["pass_is_over"]
+        self._pass, self._pass_is_over = iter(()), state["pass_is_over"]
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
-        changing = state_of(self.reward)
-        if changing is not None and state["reward"] is not None:
+        if (changing := state_of(self.reward)) is not None and state["reward"] is not None:
             changing.load_state_dict(state["reward"])
 
     def _frozen(self) -> dict[str, str]:
@@ -366,8 +321,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         rows = min(len(prompts), self.args.per_device_eval_batch_size) if sampling else len(prompts)
         _, rollout, scores = self.evaluate_rollout(prompts.select(range(rows)))
         table = Table("query", "model response", "score", show_lines=True)
-        for prompt, response, score in zip(rollout.prompts, rollout.responses, scores.tolist(), strict=True):
-            table.add_row(Text(prompt), Text(response), f"{score:.3f}")
+        for *texts, score in zip(rollout.prompts, rollout.responses, scores.tolist(), strict=True):
+            table.add_row(*map(Text, texts), f"{score:.3f}")
         Console().print(table)
 
 

@@ -8,7 +8,18 @@ from transformers.trainer_utils import IntervalStrategy
 from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
 from toolkit.errors import Problem
-from toolkit.settings import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, check, declared, fits, setting, type_name
+from toolkit.settings import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    check,
+    declared,
+    fits,
+    setting,
+    type_name,
+)
 
 GREEDY_ROLLOUTS = Problem(
     "is false: each prompt gets the likeliest tokens alone, so that nothing is explored, and ratio and advantages are "
@@ -16,6 +27,10 @@ GREEDY_ROLLOUTS = Problem(
     "rollout_do_sample",
 )
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+
+def _of_the_value_role(name: str, allowed: Range) -> Any:
+    return setting(None, f"Of the value role's own parameters; null for {name}.", allowed)
 
 
 @dataclass
@@ -31,9 +46,7 @@ class PPOConfig(TRLPPOConfig):
     """
 
     loop: Literal["toolkit", "trl"] = setting(
-        "toolkit",
-        "Which loop trains: ours, or that of the unmodified trl PPOTrainer on the shared base.",
-        in_trl_loop=True,
+        "toolkit", "Which loop trains: ours, or that of the unmodified trl PPOTrainer.", in_trl_loop=True
     )
     value: Literal["separate", "shared"] = setting(
         "separate",
@@ -50,21 +63,13 @@ class PPOConfig(TRLPPOConfig):
         False, "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily.", in_trl_loop=True
     )
     rollouts_per_update: int = setting(
-        1,
-        "Batches of prompts that are answered and scored, one after another, before an update, which is over all of "
-        "them.",
-        AT_LEAST_1,
+        1, "Batches of prompts that are answered and scored before an update, which is over all of them.", AT_LEAST_1
     )
     rollout_do_sample: bool = setting(
-        True,
-        "Whether the responses that are trained on are sampled, or decoded greedily, which explores nothing: a "
-        "warning says so.",
+        True, "Whether the responses that are trained on are sampled, or decoded greedily, which explores nothing."
     )
     max_length: int | None = setting(
-        None,
-        "Tokens of prompt and response together at which a response is cut, if response_length does not cut it "
-        "before; null for no such limit.",
-        AT_LEAST_1,
+        None, "Tokens of prompt and response together at most; null for the limit of response_length alone.", AT_LEAST_1
     )
     logprob_chunk_size: int = setting(
         128, "Response tokens for which vocabulary-sized logits exist at a time.", AT_LEAST_1, in_trl_loop=True
@@ -84,10 +89,7 @@ class PPOConfig(TRLPPOConfig):
         0.0, "Weight of KL(policy that sampled, policy being trained) in the policy's loss.", NOT_NEGATIVE
     )
     update_kl_limit: float | None = setting(
-        None,
-        "KL a token between the policy that sampled and the one being trained (approx_kl) over which an update's "
-        "remaining optimizer steps are left out.",
-        POSITIVE,
+        None, "KL of an update (approx_kl, a token) over which its remaining optimizer steps are left out.", POSITIVE
     )
     entropy_coef: float = setting(
         0.0, "Weight of the entropy bonus: positive keeps the policy's distribution wide.", NOT_NEGATIVE
@@ -96,20 +98,19 @@ class PPOConfig(TRLPPOConfig):
         TRLPPOConfig.cliprange, "Range around 1 in which the ratio counts; null for no clipping.", POSITIVE
     )
     cliprange_value: float | None = setting(
-        TRLPPOConfig.cliprange_value,
-        "How far from the old value, in units of the return, a value counts; null for the plain squared error.",
-        POSITIVE,
+        TRLPPOConfig.cliprange_value, "How far from the old value a value counts; null for no clipping.", POSITIVE
     )
     whiten_advantages: bool = setting(
         True, "Whether advantages are shifted and scaled to mean 0 and variance 1 over the batch."
     )
     truncated_as: Literal["terminal", "bootstrap"] = setting(
         "terminal",
-        "Whether a response that the length limit cut is over, or goes on with what the value role says comes after "
-        "it (one more forward pass of those rows).",
+        "Whether a response that the length limit cut is over, or goes on with what the value role says comes after.",
     )
     use_score_scaling: bool = setting(False, "Divide scores by the standard deviation of all scores so far.")
-    use_score_norm: bool = setting(False, "With use_score_scaling: first take the mean of all scores so far away.")
+    use_score_norm: bool = setting(
+        False, "First take the mean of all scores so far away.", only_with={"use_score_scaling": True}
+    )
     score_clip: float | None = setting(
         None, "Cut scores at plus and minus this, after scaling and before penalties.", POSITIVE
     )
@@ -120,26 +121,15 @@ class PPOConfig(TRLPPOConfig):
         None, "Taken from the score of a response shorter than min_response_length.", POSITIVE
     )
     drop_short_responses: bool = setting(
-        False,
-        "Leave responses shorter than min_response_length out of the update; they are counted as dropped_responses, "
-        "and all other metrics are of those that are left.",
+        False, "Leave responses shorter than min_response_length out of the update; dropped_responses counts them."
     )
-    value_learning_rate: float | None = setting(
-        None, "Of the value role's own parameters; null for learning_rate.", NOT_NEGATIVE
-    )
-    value_weight_decay: float | None = setting(
-        None, "Of the value role's own parameters; null for weight_decay.", NOT_NEGATIVE
-    )
-    value_adam_beta1: float | None = setting(None, "Of the value role's own parameters; null for adam_beta1.", BELOW_1)
-    value_adam_beta2: float | None = setting(None, "Of the value role's own parameters; null for adam_beta2.", BELOW_1)
-    value_adam_epsilon: float | None = setting(
-        None, "Of the value role's own parameters; null for adam_epsilon.", NOT_NEGATIVE
-    )
+    value_learning_rate: float | None = _of_the_value_role("learning_rate", NOT_NEGATIVE)
+    value_weight_decay: float | None = _of_the_value_role("weight_decay", NOT_NEGATIVE)
+    value_adam_beta1: float | None = _of_the_value_role("adam_beta1", BELOW_1)
+    value_adam_beta2: float | None = _of_the_value_role("adam_beta2", BELOW_1)
+    value_adam_epsilon: float | None = _of_the_value_role("adam_epsilon", NOT_NEGATIVE)
     kl_target: float | None = setting(
-        None,
-        "KL a response that an adaptive controller steers towards by changing the coefficient, which starts at "
-        "kl_coef. Without it the coefficient is fixed.",
-        POSITIVE,
+        None, "KL a response that a controller steers towards by changing the coefficient, kl_coef at first.", POSITIVE
     )
     kl_horizon: int = setting(
         10_000, "Responses over which the adaptive controller changes the coefficient by up to a fifth.", AT_LEAST_1
@@ -182,8 +172,6 @@ class PPOConfig(TRLPPOConfig):
             yield Problem(f"{wrong} only.", "min_response_length")
         if punished and dropped:
             yield Problem("would have no effect with drop_short_responses.", "short_response_penalty", "Give one.")
-        if self.use_score_norm and not self.use_score_scaling:
-            yield Problem("would have no effect without use_score_scaling.", "use_score_norm")
         measured = self.metric_for_best_model is not None and self.eval_strategy != IntervalStrategy.NO
         if self.early_stopping_patience is not None and not measured:
             yield Problem("needs an eval_strategy and metric_for_best_model.", "early_stopping_patience")
@@ -207,13 +195,13 @@ class PPOConfig(TRLPPOConfig):
         """What the optimizer's group of the value role has of its own, by torch's names."""
         beta1, beta2 = self.value_adam_beta1, self.value_adam_beta2
         betas = (self.adam_beta1 if beta1 is None else beta1, self.adam_beta2 if beta2 is None else beta2)
-        settings = {
+        named = {
             "lr": self.value_learning_rate,
             "weight_decay": self.value_weight_decay,
-            "betas": None if (beta1, beta2) == (None, None) else betas,
             "eps": self.value_adam_epsilon,
         }
-        return {name: value for name, value in settings.items() if value is not None}
+        own: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        return own if (beta1, beta2) == (None, None) else {**own, "betas": betas}
 
     @property
     def rollout_batch_size(self) -> int:

@@ -20,13 +20,10 @@ class QConfig(TrainingArguments):
 
     gamma: float = setting(
         0.998,
-        "Discount of what comes after a reward. Tokens without a reward are not discounted: they are parts of one "
-        "action.",
+        "Discount of what comes after a reward; tokens without one, parts of an action, are not discounted.",
         UP_TO_1,
     )
-    target_decay: float = setting(
-        0.99, "Of the target network, a moving average of the q adapter, at each step.", UP_TO_1
-    )
+    target_decay: float = setting(0.99, "Of the target network, a moving average of the q adapter.", UP_TO_1)
     n_steps: int = setting(1, "Tokens of the data that are followed before the largest Q is taken.", AT_LEAST_1)
     monte_carlo_bound: bool = setting(True, "Whether a target is at least what the response went on to get.")
     conservative_coef: float = setting(
@@ -39,13 +36,9 @@ class QConfig(TrainingArguments):
         "Whether Q is the logit itself, or a sigmoid of it with a learned scale and bias, between lowest_return and "
         "highest_return.",
     )
-    bound_scale: float = setting(
-        0.2, "The scale of the logits at first; it is learned.", only_with={"bound": "sigmoid"}
-    )
+    bound_scale: float = setting(0.2, "The scale of the logits at first; learned.", only_with={"bound": "sigmoid"})
     bound_bias: float = setting(
-        -5.0,
-        "The bias at first; it is learned. A negative one begins with low Q-values.",
-        only_with={"bound": "sigmoid"},
+        -5.0, "The bias at first; learned. A negative one begins with low Q-values.", only_with={"bound": "sigmoid"}
     )
     truncated_as: Literal["terminal", "bootstrap"] = setting(
         "terminal",
@@ -60,9 +53,7 @@ class QConfig(TrainingArguments):
         1.0, "Small values follow Q, large ones the reference.", POSITIVE, only_with={"decoding": "sample"}
     )
     response_length: int = setting(53, "Tokens of a response in evaluation, its end included.", AT_LEAST_1)
-    q_chunk_size: int = setting(
-        128, "Response tokens for which Q of the whole vocabulary exists at a time.", AT_LEAST_1
-    )
+    q_chunk_size: int = setting(128, "Response tokens for which Q of all tokens exists at a time.", AT_LEAST_1)
     remove_unused_columns: bool = setting(False, "The collator takes what it needs.")
 
     def __post_init__(self) -> None:

@@ -20,17 +20,14 @@ from toolkit import functional as F
 from toolkit import models
 from toolkit.data import RatedCollator, Rollout, check_rated
 from toolkit.errors import DataError, ToolkitError
-from toolkit.rewards import Reward, score_with, total_scores
+from toolkit.rewards import score_with, total_scores
 from toolkit.sampling import BestOf, Rows
-from toolkit.trainers.common import Metrics, SamplingTrainer
+from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.rollouts import QRollouts
-from toolkit.trainers.self_checks import check_tokenizer
 
 
 class _AverageTarget(TrainerCallback):
-    """Moves the target towards q after each step of the optimizer."""
-
     def __init__(self, roles: models.SharedBase, decay: float):
         self.roles, self.decay = roles, decay
 
@@ -39,25 +36,19 @@ class _AverageTarget(TrainerCallback):
 
 
 class QTrainer(SamplingTrainer):
-    """transformers' `Trainer` for the role "q" of a shared base.
+    """transformers' `Trainer` for the role "q" of a shared base; `named` arguments are those of `SamplingTrainer`.
 
     Args:
-        roles: the shared base, carrying q and q_target, and reference where responses are to be measured. q is made
-            trainable, alone.
+        roles: the shared base, carrying q and q_target, and reference where responses are to be measured.
         train_dataset: rated responses: `prompt_ids`, `response_ids`, `rewards` (a number or None a token), `ended`.
-        eval_dataset: held-out prompts with a column `input_ids`.
-        reward: scores responses in evaluation. Training does not ask it.
-        metrics: further metrics of a rollout, for evaluation.
-        base_name: name of the base to write into saved adapters.
-        callbacks: as in `Trainer`; the default progress bar is not added if there are any.
 
     Raises:
         DataError: a column is missing, a row does not fit, or a return lies outside what the configuration says.
         SelfCheckError: tokenizer and base do not agree.
     """
 
-    algorithm, rollouts_type = "Q-learning", QRollouts
-    saved_roles = ("q", "q_target")
+    algorithm, learnt_roles, saved_roles = "Q-learning", ("q",), ("q", "q_target")
+    collator_type, rollouts_type = RatedCollator, QRollouts
 
     def __init__(
         self,
@@ -66,30 +57,13 @@ class QTrainer(SamplingTrainer):
         roles: models.SharedBase,
         train_dataset: Dataset,
         eval_dataset: Dataset | None = None,
-        *,
-        reward: Reward | None = None,
-        metrics: Metrics | None = None,
-        base_name: str = "",
-        callbacks: list[TrainerCallback] | None = None,
+        **named: Any,
     ):
         check_rated(train_dataset)
         check_returns(train_dataset, args)
-        check_tokenizer(processing_class, roles)
-        roles.train_roles("q")
         self._sums: dict[str, list[float]] = {}  # by metric, an entry a micro-batch since the last line
         self._sums_from = 0  # the step of that line
-        super().__init__(
-            roles,
-            reward,
-            metrics,
-            base_name,
-            args=args,
-            data_collator=RatedCollator(processing_class.pad_token_id, multiple=models.LENGTH_MULTIPLE),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-        )
+        super().__init__(args, processing_class, roles, train_dataset, eval_dataset, **named)
         self.data_collator_of_prompts = self.rollouts.sampler().collator
         # The loss is a mean over the response tokens of the whole batch, whatever its parts.
         self.model_accepts_loss_kwargs = True
@@ -101,11 +75,8 @@ class QTrainer(SamplingTrainer):
         return super()._run(checkpoint, arguments)
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
-        """A micro-batch forward and backward, in the role that is trained."""
         with self.roles.role("q"):
-            loss = super().training_step(*arguments, **named)
-        models.release_memory()
-        return loss
+            return super().training_step(*arguments, **named)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -161,7 +132,6 @@ class QTrainer(SamplingTrainer):
         return super().best_of(prompts, n)
 
     def own_state(self) -> dict[str, Any]:
-        """As of every trainer, with the sums from which the next line of metrics is made."""
         return {**super().own_state(), "sums": self._sums, "sums_from": self._sums_from}
 
     def load_own_state(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,7 @@
 """Whole-run state for the trainers of every stage: saved, restored, and a stop that loses nothing.
 
-One piece of code in place of what transformers' `Trainer` writes for itself (`optimizer.pt`, `scheduler.pt`,
-`rng_state.pth`, `training_args.bin`, all of them pickles). What makes a resumed run end with the weights of one that
-was never stopped: weights, optimizer, scheduler, float16's scaler, every random state, the place in the data, and
-whatever else a trainer or a callback carries from step to step.
+It takes the place of the pickles that transformers' `Trainer` writes. A resumed run ends with the weights of one that
+was never stopped.
 """
 
 import math
@@ -19,9 +17,14 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from toolkit import checkpoints
+from toolkit.data import data_digest
 from toolkit.errors import CheckpointError, RunInterrupted
-from toolkit.trainers.same_run import check_same_run, run_identity
+from toolkit.models import base_digest
+from toolkit.reports import versions
 from toolkit.trainers.trainer_internals import TrainerHooks, take_rates_of_schedule
+
+# Other versions of these may round differently, or store their state differently.
+_EXACT_WITH = ("torch", "transformers", "trl", "peft", "bitsandbytes")
 
 
 class _StopAtStepEnd(TrainerCallback):
@@ -45,8 +48,7 @@ class _StopAtStepEnd(TrainerCallback):
 class ResumableTrainer(TrainerHooks):
     """A `Trainer` whose checkpoints hold the whole run. Comes before TRL's class among a trainer's bases.
 
-    A subclass says how its weights are read (`load_saved`), and what it carries from step to step besides what every
-    trainer has (`own_state`, `load_own_state`).
+    A subclass has `load_saved`, and says by `own_state` and `load_own_state` what else it carries from step to step.
     """
 
     seconds_before = 0.0
@@ -70,18 +72,21 @@ class ResumableTrainer(TrainerHooks):
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             self._check_not_past(checkpoint, state.global_step, self.args.max_steps)
             over = state.global_step >= state.max_steps and not self._asks_for_more(state)
-            if over or self._restoring["stopped_early"]:
-                return self._take_over(checkpoint, state)
-        return super().train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint), **arguments)
+            if over or self._restoring["stopped_early"]:  # transformers would train a step more
+                self.state = state
+                self._check_same_run(checkpoint)
+                self.load_callbacks()
+                best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
+                self.load_saved(Path(best) if best else checkpoint)
+                self._count_resumption()
+                return TrainOutput(state.global_step, 0.0, {})
+        return super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **arguments)
 
     def _check_not_past(self, checkpoint: Path, step: int, max_steps: int) -> None:
-        """Nothing, if the run is at least as long as what the checkpoint has behind it; below 1 it says nothing."""
         if 0 < max_steps < step:
-            raise CheckpointError(
-                f"{checkpoint} has {step} steps behind it, and the run is to have {max_steps}.",
-                field="max_steps",
-                remedy="Take an earlier checkpoint, or make the run longer.",
-            )
+            wrong = f"{checkpoint} has {step} steps behind it, and the run is to have {max_steps}."
+            remedy = "Take an earlier checkpoint, or make the run longer."
+            raise CheckpointError(wrong, field="max_steps", remedy=remedy)
 
     def _asks_for_more(self, state: TrainerState) -> bool:
         """Whether the settings are of a longer run than the one that the checkpoint ended."""
@@ -91,16 +96,6 @@ class ResumableTrainer(TrainerHooks):
         whole = math.floor if args.dataloader_drop_last else math.ceil
         steps_of_a_pass = math.ceil(whole(rows / args.train_batch_size) / args.gradient_accumulation_steps)
         return math.ceil(args.num_train_epochs * max(steps_of_a_pass, 1)) > state.global_step
-
-    def _take_over(self, checkpoint: Path, state: TrainerState) -> TrainOutput:
-        """A checkpoint of a run that was over, from which transformers would train a step more."""
-        self.state = state
-        check_same_run(checkpoint, self._restoring, self._identity)
-        self.load_callbacks()
-        best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        self.load_saved(Path(best) if best else checkpoint)
-        self._count_resumption()
-        return TrainOutput(state.global_step, 0.0, {})
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
@@ -115,7 +110,7 @@ class ResumableTrainer(TrainerHooks):
             CheckpointError: there is no whole checkpoint, or it is of another run.
             RunInterrupted: a signal asked to stop, and the run was saved.
         """
-        checkpoint = self._checkpoint_of(resume_from_checkpoint)
+        checkpoint = None if resume_from_checkpoint in (None, False) else self._whole_checkpoint(resume_from_checkpoint)
         with checkpoints.stop_requests() as request:
             self._request = request
             callback = _StopAtStepEnd(request)
@@ -126,30 +121,21 @@ class ResumableTrainer(TrainerHooks):
             finally:
                 self.remove_callback(callback)
         if request.received is not None and request.met:
-            saved = self._folder_of(self.state.global_step)
-            raise RunInterrupted(
-                f"stopped by {request.received.name} after step {self.state.global_step} of {self.state.max_steps}; "
-                f"everything is saved in {saved}.",
-                request.received,
-            )
+            step, saved = self.state.global_step, self._folder_of(self.state.global_step)
+            after = f"stopped by {request.received.name} after step {step} of {self.state.max_steps}"
+            raise RunInterrupted(f"{after}; everything is saved in {saved}.", request.received)
         return result
 
-    def _checkpoint_of(self, asked: str | Path | bool | None) -> Path | None:
-        if asked is None or asked is False:
-            return None
-        if asked is not True:
-            return self._verified(asked)
-        output = self.args.output_dir
-        newest = checkpoints.newest_whole(output, say=lambda sentence: warnings.warn(sentence, stacklevel=5))
-        if newest is None:
-            raise CheckpointError(f"{output} holds no whole checkpoint to go on from.")
-        return newest
-
-    def _verified(self, folder: str | Path) -> Path:
-        problem = checkpoints.problem_of(folder)
-        if problem is not None:
-            raise CheckpointError(f"{folder} is no whole checkpoint: {problem}.")
-        return Path(folder)
+    def _whole_checkpoint(self, asked: str | Path | bool) -> Path:
+        if isinstance(asked, bool):
+            output = self.args.output_dir
+            newest = checkpoints.newest_whole(output, say=lambda sentence: warnings.warn(sentence, stacklevel=5))
+            if newest is None:
+                raise CheckpointError(f"{output} holds no whole checkpoint to go on from.")
+            return newest
+        if problem := checkpoints.problem_of(asked):
+            raise CheckpointError(f"{asked} is no whole checkpoint: {problem}.")
+        return Path(asked)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """As in `Trainer`; training draws the same random numbers whether it was called or not."""
@@ -172,7 +158,8 @@ class ResumableTrainer(TrainerHooks):
         state, folder, best = self.state, self._folder_of(self.state.global_step), self._best()
         if best == folder or (best is not None and best.is_dir()):
             state.best_model_checkpoint = str(best)
-        state.stateful_callbacks = self._callback_states()
+        stateful = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+        state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
         if self._goes_on_from is not None:  # only now is it sure that the run goes another course
             checkpoints.set_aside_later(self.args.output_dir, self._goes_on_from)
             self._goes_on_from = None
@@ -186,14 +173,6 @@ class ResumableTrainer(TrainerHooks):
         self.push_checkpoint(folder)
         return folder
 
-    def _callback_states(self) -> dict[str, Any]:
-        """States of the callbacks that have one, by class, as transformers writes them."""
-        by_class: dict[str, Any] = {}
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):
-                by_class.setdefault(type(callback).__name__, []).append(callback.state())
-        return {name: states[0] if len(states) == 1 else states for name, states in by_class.items()}
-
     def _whole_state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler
         return {
@@ -203,30 +182,49 @@ class ResumableTrainer(TrainerHooks):
             "random": checkpoints.get_random_states(),
             "own": self.own_state(),
             **self._identity,
-            "stopped_early": self._stopped_early(),
+            "stopped_early": any(
+                callback.early_stopping_patience_counter >= callback.early_stopping_patience
+                for callback in self.callback_handler.callbacks
+                if isinstance(callback, EarlyStoppingCallback)
+            ),  # any other reason to stop, as a signal or a callback of the user's, is a pause
             "seconds": self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began),
             "resumed_at": self.resumed_at,
         }
 
-    def _stopped_early(self) -> bool:
-        """Whether the run is over; any other reason to stop, as a signal or a callback of the user's, is a pause."""
-        return any(
-            callback.early_stopping_patience_counter >= callback.early_stopping_patience
-            for callback in self.callback_handler.callbacks
-            if isinstance(callback, EarlyStoppingCallback)
-        )
-
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return run_identity(self.train_dataset, self.roles)
+        """What a checkpoint keeps to know its run by; the base where a role of one is trained."""
+        data = {"rows": len(self.train_dataset), "sha256": data_digest(self.train_dataset)}
+        base = None if self.roles is None else base_digest(self.roles)
+        return {"data": data, "base": base, "versions": versions()}
+
+    def _check_same_run(self, checkpoint: Path) -> None:
+        """Stop where the state that a checkpoint holds means nothing in this run, and warn where it is not exact."""
+        then, now, wrong = self._restoring, self._identity, ""
+        if then["data"] != now["data"]:
+            rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
+            wrong = f"was written on other training data ({rows}), so its place in them means nothing."
+            remedy = "Give the data back, or start anew."
+        elif "base" not in then:
+            wrong = "was written by an earlier version of the toolkit, and lacks what this one goes on with."
+            remedy = "Start anew, or go on with that version."
+        elif then["base"] != now["base"]:
+            wrong = "was written on a base with other weights: its adapters mean nothing on this one."
+            remedy = "Give the base back, or start anew."
+        if wrong:
+            raise CheckpointError(f"{checkpoint} {wrong}", remedy=remedy)
+        pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
+        changed = [f"{name} {before} → {after}" for name, before, after in pairs if before != after]
+        if changed:
+            others = f"other versions ({', '.join(changed)}): not exact to the last bit."
+            warnings.warn(f"{checkpoint} was written with {others}", stacklevel=3)
 
     def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is."""
         stored = self.state.stateful_callbacks.items()
         stored = {name: list(states) if isinstance(states, list) else [states] for name, states in stored}
         for callback in self.callback_handler.callbacks:
-            waiting = stored.get(type(callback).__name__)
-            if isinstance(callback, ExportableState) and waiting:
+            if waiting := stored.get(type(callback).__name__):
                 for attribute, value in waiting.pop(0)["attributes"].items():
                     setattr(callback, attribute, value)
         best = self._best()
@@ -235,7 +233,7 @@ class ResumableTrainer(TrainerHooks):
     def load_optimizer(self, checkpoint: Path) -> None:
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
         state = self._restoring
-        check_same_run(checkpoint, state, self._identity)
+        self._check_same_run(checkpoint)
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:

@@ -6,9 +6,10 @@ position as in PPO.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -25,8 +26,23 @@ from toolkit.errors import DataError
 from toolkit.functional import first_differences, token_level_preference_loss, wilson_interval
 from toolkit.reports import ScoredPair
 from toolkit.rewards import read_sequences
+from toolkit.settings import check, setting
 from toolkit.trainers.common import RoleTrainer, in_place_of_progress
-from toolkit.trainers.reward_config import RewardConfig
+
+
+@dataclass
+class RewardConfig(TRLRewardConfig):
+    """TRL's `RewardConfig` and what it lacks."""
+
+    loss: Literal["bradley_terry", "token_level"] = setting(
+        "bradley_terry",
+        "Of pairs: the difference of the two scores, or that of the two values at every token from the first where "
+        "they differ.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self)
 
 
 class ScorerTrainer(RoleTrainer):
@@ -40,11 +56,6 @@ class ScorerTrainer(RoleTrainer):
     saved_roles = ("reward",)
     judged: Sequence[ScoredPair] = ()
     """Held-out pairs as they were last scored."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        models.release_memory()
-        return loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.roles is not None:
@@ -125,22 +136,12 @@ def reward_trainer(
     needed = ("chosen_ids", "rejected_ids") if outputs == 1 else ("input_ids", "labels")
     present = train_dataset.column_names
     if not set(needed) <= set(present):
-        raise DataError(
-            f"the reward stage needs the columns {' and '.join(needed)} for a head with {outputs} output(s); present: "
-            f"{', '.join(present)}."
-        )
-    common: dict[str, Any] = {
-        "model": model if roles is None else models.SequenceClassifierView(roles, pad_token_id=pad_token_id),
-        "args": args,
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
-        "processing_class": processing_class,
-        "callbacks": callbacks,
-    }
-    if outputs == 1:
-        trainer: ScorerTrainer = RewardTrainer(**common)
-    else:
-        trainer = ScorerTrainer(**common, data_collator=LabelledCollator(pad_token_id))
+        columns = f"{' and '.join(needed)} for a head with {outputs} output(s); present: {', '.join(present)}"
+        raise DataError(f"the reward stage needs the columns {columns}.")
+    read = model if roles is None else models.SequenceClassifierView(roles, pad_token_id=pad_token_id)
+    kind, collator = (RewardTrainer, None) if outputs == 1 else (ScorerTrainer, LabelledCollator(pad_token_id))
+    given: dict[str, Any] = {"processing_class": processing_class, "callbacks": callbacks}
+    trainer = kind(read, args, collator, train_dataset, eval_dataset, **given)
     trainer.scorer, trainer.roles, trainer.base_name = model, roles, base_name
     if roles is None:
         models.train_in_float32(model)  # after TRL, which casts what trains on a quantised base to bfloat16
@@ -149,7 +150,7 @@ def reward_trainer(
 
 
 def judge_pairs(
-    scorer: Any, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, pad_token_id: int, batch_size: int
+    scorer: Any, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, batch_size: int
 ) -> list[ScoredPair]:
     """Both scores of each pair, with its texts and the lengths of its responses.
 
@@ -157,10 +158,9 @@ def judge_pairs(
         scorer: a base that carries the role "reward", or a classifier, with one output.
         dataset: `chosen_ids` and `rejected_ids`, and `prompt_length`; without that column the prompt is what both
             begin with.
-        pad_token_id: see `toolkit.models.score_positions`.
     """
     sides = {side: dataset[f"{side}_ids"][:] for side in ("chosen", "rejected")}
-    read = {"pad_token_id": pad_token_id, "batch_size": batch_size}
+    read = {"pad_token_id": tokenizer.pad_token_id, "batch_size": batch_size}
     scores = {side: read_sequences(scorer, ids, **read).squeeze(1).tolist() for side, ids in sides.items()}
     if "prompt_length" in dataset.column_names:
         prompts = dataset["prompt_length"][:]
@@ -179,28 +179,19 @@ def judge_pairs(
 
 
 def pair_figures(judged: Sequence[ScoredPair]) -> dict[str, Any]:
-    """What `evaluate_reward` gives for pairs, from those of `judge_pairs`."""
+    """Accuracy on pairs, its Wilson interval of 95 %, the loss, and `margin`, the mean of chosen less rejected."""
     margin = torch.tensor([pair["chosen_score"] - pair["rejected_score"] for pair in judged])
     loss = float(-nn.functional.logsigmoid(margin).mean())
-    return _with_accuracy(margin > 0, loss=loss, margin=float(margin.mean()))
+    return _with_accuracy(margin > 0, loss=loss, margin=float(margin.mean()))  # a tie counts as wrong
+
+
+def class_figures(scorer: Any, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
+    """Accuracy on `input_ids` with `labels`, its Wilson interval of 95 %, and the loss."""
+    logits = read_sequences(scorer, dataset["input_ids"], pad_token_id=pad_token_id, batch_size=batch_size)
+    labels = torch.tensor(dataset["labels"])
+    return _with_accuracy(logits.argmax(dim=1) == labels, loss=float(nn.functional.cross_entropy(logits, labels)))
 
 
 def _with_accuracy(right: Tensor, **figures: float) -> dict[str, Any]:
     number, rows = int(right.sum()), len(right)
     return {"accuracy": number / rows, "accuracy_ci": [*wilson_interval(number, rows)], **figures, "rows": rows}
-
-
-def evaluate_reward(scorer: Any, dataset: Dataset, *, pad_token_id: int, batch_size: int) -> dict[str, Any]:
-    """Accuracy of a reward on held-out rows, pairs or labelled sequences, with its 95 % interval, and the loss.
-
-    Returns:
-        `accuracy` (a tie counts as wrong), `accuracy_ci` (Wilson), `loss`, `rows`, and for pairs `margin`, the mean
-        of chosen less rejected.
-    """
-    read = {"pad_token_id": pad_token_id, "batch_size": batch_size}
-    if "labels" in dataset.column_names:
-        logits, labels = read_sequences(scorer, dataset["input_ids"], **read), torch.tensor(dataset["labels"])
-        return _with_accuracy(logits.argmax(dim=1) == labels, loss=float(nn.functional.cross_entropy(logits, labels)))
-    chosen, rejected = (read_sequences(scorer, dataset[f"{side}_ids"], **read) for side in ("chosen", "rejected"))
-    scores = zip(chosen.squeeze(1).tolist(), rejected.squeeze(1).tolist(), strict=True)
-    return pair_figures([{"chosen_score": better, "rejected_score": worse} for better, worse in scores])

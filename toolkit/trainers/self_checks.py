@@ -22,11 +22,9 @@ def check_dataset(dataset: Dataset, batch_size: int) -> None:
     if "input_ids" not in dataset.column_names:
         raise DataError(f"the prompts need a column input_ids; present: {', '.join(dataset.column_names)}.")
     if len(dataset) < batch_size:
-        raise DataError(
-            f"{len(dataset)} prompts are fewer than one batch of {batch_size} "
-            "(per_device_train_batch_size × gradient_accumulation_steps).",
-            remedy="Add prompts or lower these.",
-        )
+        wrong = f"{len(dataset)} prompts are fewer than one batch of {batch_size} "
+        wrong += "(per_device_train_batch_size × gradient_accumulation_steps)."
+        raise DataError(wrong, remedy="Add prompts or lower these.")
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> None:
@@ -47,11 +45,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> Non
             raise SelfCheckError(wrong, remedy="Take a model of the same family.")
     stops = base.checkpoint_stops
     if stops and tokenizer.eos_token_id not in stops:
-        raise SelfCheckError(
-            f"the tokenizer ends a response with id {tokenizer.eos_token_id} and the base with {list(stops)}: "
-            "responses would not end where the base was trained to.",
-            remedy="Use the tokenizer of the checkpoint.",
-        )
+        wrong = f"the tokenizer ends a response with id {tokenizer.eos_token_id} and the base with {list(stops)}: "
+        wrong += "responses would not end where the base was trained to."
+        raise SelfCheckError(wrong, remedy="Use the tokenizer of the checkpoint.")
 
 
 @torch.no_grad()
@@ -64,13 +60,9 @@ def check_rollout_uses_policy(
 ) -> None:
     """What generation samples from is the policy: it changes when the policy's adapter does.
 
-    The adapter is changed for two forward passes and put back. Peers sampled from the bare base for
-    whole runs without noticing (verl#3821).
-
-    Args:
-        prompt: ids of any prompt.
-        autocast: gives the precision context of training. One for each forward pass: a region keeps the cast
-            weights that it has seen.
+    The adapter is changed for two forward passes of any prompt, each in a context of `autocast`, since a region keeps
+    the cast weights that it has seen, and put back. Peers sampled from the bare base for whole runs without noticing
+    (verl#3821).
     """
     ids = torch.tensor([prompt], device=base.device)
     mask, parameters = torch.ones_like(ids), base.parameters_of("policy")
@@ -137,7 +129,5 @@ def check_ratio(base: SharedBase, args: TrainingArguments, log_ratio: Tensor, re
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else base.causal_lm.dtype
     error, tolerance = float(log_ratio[response_mask].abs().mean()), RATIO_TOLERANCE[dtype]
     if not error <= tolerance:
-        raise SelfCheckError(
-            f"before the first update log(ratio) is {error:.2e} from 0 on average, more than {tolerance:.0e}: old and "
-            "new log-probabilities are not of the same policy."
-        )
+        wrong = f"before the first update log(ratio) is {error:.2e} from 0 on average, more than {tolerance:.0e}"
+        raise SelfCheckError(f"{wrong}: old and new log-probabilities are not of the same policy.")

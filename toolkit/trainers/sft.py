@@ -86,14 +86,9 @@ def sft_trainer(
     roles = model if isinstance(model, SharedBase) else None
     if roles is not None:
         roles.train_roles("policy")
-    trainer = SFTTrainer(
-        model=model if roles is None else roles.model,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=processing_class,
-        callbacks=callbacks,
-    )
+    given: dict[str, Any] = {"processing_class": processing_class, "callbacks": callbacks}
+    trained = model if roles is None else roles.model
+    trainer = SFTTrainer(trained, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **given)
     trainer.roles, trainer.base_name = roles, base_name
     if roles is not None:
         # On a quantised base TRL casts what it trains to bfloat16, where AdamW's small steps round to nothing.

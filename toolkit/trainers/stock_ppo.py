@@ -62,9 +62,8 @@ def stock_rollouts(trainer: TRLPPOTrainer) -> Rollouts:
 
 def save_stock_roles(trainer: TRLPPOTrainer, folder: Path, *, base_name: str) -> None:
     """Save what TRL's loop has trained as our trainer would: a PEFT folder a role, and the model card."""
-    roles = stock_rollouts(trainer).roles
+    roles, pad_token_id = stock_rollouts(trainer).roles, trainer.processing_class.pad_token_id
     for role in roles.trained_roles:
-        pad_token_id = trainer.processing_class.pad_token_id
         save_role(roles, role, folder / role, pad_token_id=pad_token_id, base_name=base_name)
     write_model_card(trainer, folder, base_name=base_name)
 
@@ -78,9 +77,6 @@ def stock_ppo_trainer(
     callbacks: list[TrainerCallback] | None = None,
 ) -> TRLPPOTrainer:
     """TRL's PPOTrainer with a view for each role of one base.
-
-    TRL makes masks from pad ids, so that pad and end-of-sequence must be two tokens, and scores with a
-    scalar reward head only. Its value model is always separate.
 
     Args:
         roles: carries policy, value, reward and reference.

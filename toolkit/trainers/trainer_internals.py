@@ -50,8 +50,7 @@ class TrainerHooks(Trainer):
         if checkpoint is not None:
             self.load_progress(Path(checkpoint))
 
-    def _load_best_model(self) -> None:
-        self.load_best()
+    _load_best_model = load_best
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         return self.is_best(metrics)

@@ -1,0 +1,143 @@
+"""Rows of a file, each with the place where a person finds it; what is wrong with one is an error that names it."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from toolkit.errors import DataError
+
+Row = tuple[str, dict[str, Any]]
+TABLE_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def numbered(place: str, tables: Iterable[Any]) -> Iterator[Row]:
+    """The rows of Arrow tables."""
+    rows = (row for table in tables for row in table.to_pylist())
+    return ((f"{place}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _text(path: Path) -> str:
+    """The file's text, without a byte order mark."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).", remedy="Check its permissions.") from error
+    try:
+        return raw.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 (byte {error.start}).", remedy="Save it as UTF-8.") from error
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    # Not splitlines(), which also cuts at U+2028 and form feeds: JSON allows the one inside a string.
+    return enumerate((line.removesuffix("\n") for line in io.StringIO(text, newline=None)), 1)
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    return _json_lines(path, _text(path), "An array of objects belongs in a .json file.")
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """An array of objects; or JSON Lines, which are often named .json."""
+    text = _text(path)
+    if not text.lstrip().startswith("["):
+        yield from _json_lines(path, text, "A .json file holds an array of objects, or one object a line.")
+        return
+    for number, row in enumerate(_parsed(path, text, 1, "Mend the file."), 1):
+        place = f"{path}, row {number}"
+        yield place, _json_object(place, row, "Remove it, or make it an object.")
+
+
+def _json_lines(path: Path, text: str, hint: str) -> Iterator[Row]:
+    for number, line in _lines(text):
+        if line.strip():
+            place = f"{path}, line {number}"
+            yield place, _json_object(place, _parsed(path, line, number, f"Mend or remove the line. {hint}"), hint)
+
+
+def _parsed(path: Path, text: str, first_line: int, remedy: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line, why = first_line, reason(error)
+        if isinstance(error, json.JSONDecodeError):
+            line, why = first_line + error.lineno - 1, f"{error.msg}, column {error.colno}"
+        raise DataError(f"{path}, line {line}: not valid JSON ({why}).", remedy=remedy) from error
+
+
+def _json_object(place: str, row: Any, remedy: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: a JSON object is needed, this is a {type(row).__name__}.", remedy=remedy)
+    try:
+        # JSON can spell half of a surrogate pair, which is no text that a tokenizer or Arrow can hold.
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(f"{place}: not valid Unicode ({half} alone).", remedy="Mend or remove the row.") from error
+    return row
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    """Records of a CSV file with a header; a record that spans lines has the place of its first."""
+    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    header: list[str] = []
+    while True:
+        place = f"{path}, line {reader.line_num + 1}"
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            remedy = "Mend the row: a quote in a field is doubled."
+            raise DataError(f"{place}: not valid CSV ({error}).", remedy=remedy) from error
+        if fields is None:
+            break
+        if fields and not header:
+            header = _header(place, fields)
+        elif fields and len(fields) != len(header):
+            wrong = f"{place}: {len(fields)} fields where the header has {len(header)} ({', '.join(header)})."
+            raise DataError(wrong, remedy='Put a field that holds a comma in quotes: "a, b".')
+        elif fields:
+            yield place, dict(zip(header, fields, strict=True))
+    if not header:
+        raise DataError(f"{path}: no header.", remedy="The first line of a CSV file names its columns.")
+
+
+def _header(place: str, fields: list[str]) -> list[str]:
+    names = [name.strip() for name in fields]
+    for number, name in enumerate(names, 1):
+        if not name or names.index(name) != number - 1:
+            wrong = f"{place}: column {number} of the header " + (f'is "{name}" again.' if name else "has no name.")
+            raise DataError(wrong, remedy="Give every column a name of its own.")
+    return names
+
+
+def _read_txt(path: Path) -> Iterator[Row]:
+    return ((f"{path}, line {number}", {"prompt": line}) for number, line in _lines(_text(path)))
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        with pq.ParquetFile(path) as file:
+            yield from numbered(str(path), file.iter_batches())
+    except TABLE_ERRORS as error:
+        raise DataError(f"{path}: not a readable parquet file ({reason(error)}).", remedy="Write it anew.") from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_txt,
+}

@@ -1,0 +1,142 @@
+"""What all tasks that read their rows from sources have in common."""
+
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.encoder import PromptEncoder
+from toolkit.data.messages import Messages
+from toolkit.data.rows import Split, Unusable, check_columns, draw_held_out, usable_rows
+from toolkit.data.sources import check_hub_settings, has_splits, read_rows
+from toolkit.data.task import Task
+from toolkit.errors import DataError
+
+
+def _check_positive(field: str, number: int | None) -> None:
+    if number is not None and number < 1:
+        raise DataError(f"a number from 1 is needed, got {number}.", field=field)
+
+
+@dataclass(frozen=True)
+class SourceTask(Task):
+    """Rows of a source for training.
+
+    Args:
+        tokenizer: with a chat template, unless `chat` is off.
+        train: file, folder or hub id, as `toolkit.data.sources` reads them.
+        subset: `data_dir` of a hub id, for example "harmless-base".
+        name: of a hub id's configuration, where it has several: "main" for openai/gsm8k.
+        chat: a conversation is written in the tokenizer's chat template, and a prompt that is text becomes a message of
+            the user. False writes conversations in hh-rlhf's own form and takes text as it is, with the special tokens
+            that the tokenizer adds.
+        system: a system message before each prompt that has none; None gives none, and "" an empty one, which keeps
+            a template's own default system message away.
+        max_train_rows: at most so many rows for training, the first that can be used. None takes all.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: str
+    _: KW_ONLY
+    subset: str | None = None
+    name: str | None = None
+    chat: bool = True
+    system: str | None = None
+    max_train_rows: int | None = None
+
+    known_columns: ClassVar[tuple[str, ...]] = ()
+    may_be_plain: ClassVar[bool] = False  # prompts may be ids or mere text, without what was said before
+
+    def __post_init__(self) -> None:
+        sources = [source for source in (self.train, getattr(self, "validation", None)) if source is not None]
+        check_hub_settings(*sources, subset=self.subset, name=self.name)
+        check_columns(self.columns, self.known_columns)
+        for name, value in vars(self).items():
+            if name.startswith("max_"):
+                _check_positive(name, value)
+        if not self.may_be_plain:
+            self._encoder.check_template()
+        _ = self._encoder  # what does not fit is found before anything is read
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self.tokenizer, self.chat, self.system)
+
+    def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+        """One row as the stage reads it; the first of the source may decide how."""
+        raise NotImplementedError
+
+    def _read(self, split: str, source: str, limit: int | None = None) -> Split:
+        rows = read_rows(source, field=split, split=split, subset=self.subset, name=self.name)
+        return usable_rows(rows, self._encode, split=split, source=source, limit=limit)
+
+    @cached_property
+    def _splits(self) -> dict[str, Split]:
+        return {"train": self._read("train", self.train, self.max_train_rows)}
+
+    @property
+    def chats(self) -> bool:
+        return self.chat and self.tokenizer.chat_template is not None
+
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """A conversation as a prompt; its last message alone where prompts are mere text."""
+        if self.may_be_plain and not self.chats:
+            return list(self.tokenizer.encode(messages[-1]["content"]))
+        try:
+            ids: list[int] = self._encoder.prompt(messages)["input_ids"]
+            return ids
+        except Unusable as reason:
+            wrong = f'the prompt "{messages[-1]["content"]}": {reason}.'
+            raise DataError(wrong, remedy="Ask in another way.") from reason
+
+
+@dataclass(frozen=True)
+class SplitTask(SourceTask):
+    """Rows for training and for validation, from two sources or from one.
+
+    Args:
+        validation: file, folder or hub id. None holds `validation_size` rows of `train` out or, where that is None too,
+            takes the `test` split of a hub id or a saved `DatasetDict`.
+        validation_size: rows of `train` to hold out where `validation` is None; a few more if prompts repeat, since
+            rows with the same prompt stay together.
+        seed: draws the rows to hold out.
+        max_validation_rows: at most so many rows for validation, the first that can be used. None takes all.
+    """
+
+    validation: str | None = None
+    _: KW_ONLY
+    validation_size: int | None = None
+    seed: int = 0
+    max_validation_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.validation is None:
+            _check_positive("validation_size", self.validation_size)
+        elif self.validation_size is not None and type(self).validation_size is None:
+            raise DataError("it has no effect with validation.", field="validation_size", remedy="Remove one of them.")
+
+    def _prompts_of(self, rows: Any) -> list[tuple[int, ...]]:
+        """The prompts of encoded rows: those that share one are held out together."""
+        return [tuple(row["input_ids"]) for row in rows]
+
+    @cached_property
+    def _splits(self) -> dict[str, Split]:
+        if self.validation is None and self.validation_size is not None:
+            # All are read: another limit draws no other rows.
+            every = self._read("train", self.train)
+            prompts = self._prompts_of(every.rows)
+            held_out = draw_held_out(prompts, self.validation_size, seed=self.seed, source=self.train)
+            rest = sorted({*range(len(every.rows))}.difference(held_out))
+            return {
+                "train": every.take(rest[: self.max_train_rows]),
+                "validation": replace(every.take(held_out[: self.max_validation_rows]), left_out=()),
+            }
+        if self.validation is None and not has_splits(self.train):
+            remedy = f"Name a source of held-out {self.unit}, or hold some of train out with validation_size."
+            raise DataError("it is missing.", field="validation", remedy=remedy)
+        return {
+            "train": self._read("train", self.train, self.max_train_rows),
+            "validation": self._read("validation", self.validation or self.train, self.max_validation_rows),
+        }

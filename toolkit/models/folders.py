@@ -1,0 +1,68 @@
+"""Weights in PEFT folders and whole checkpoints: read from safetensors alone, and put only where all of them fit."""
+
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from toolkit.errors import AdapterError
+
+State: TypeAlias = dict[str, Tensor]
+
+
+def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: torch.device | None = None) -> State:
+    """Tensors by name, on the CPU; for the meta device only their names and shapes, from the file's header."""
+    if not (folder / name).is_file():
+        if (folder / WEIGHTS_NAME).is_file():
+            raise AdapterError(
+                f"{folder}: the weights are a pickle ({WEIGHTS_NAME}), which is never opened here since it can run "
+                "code.",
+                remedy="Save the adapter again with safetensors (PEFT's default).",
+            )
+        raise AdapterError(f"{folder}: {name} is missing, so there is nothing to load.")
+    try:
+        if device is not None and device.type == "meta":
+            with safe_open(folder / name, framework="pt") as file:
+                names = list(file.keys())
+                return {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in names}
+        return load_file(folder / name)
+    except SafetensorError as error:
+        raise AdapterError(f"{folder / name} is damaged ({error}).", remedy="Train or copy it again.") from error
+
+
+def adapter_state(model: PeftModel, adapter: str) -> State:
+    """What PEFT saves of an adapter."""
+    # "auto" would ask the hub whether the vocabulary grew; it cannot, the base is frozen.
+    return get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+
+
+def put_adapter(model: PeftModel, adapter: str, state: State, folder: Path) -> None:
+    """Put an adapter's tensors, which were read from `folder`, into it."""
+    _check_fits(state, adapter_state(model, adapter), folder)
+    set_peft_model_state_dict(model, state, adapter_name=adapter)
+
+
+def load_whole(model: PreTrainedModel, folder: Path) -> None:
+    """Put the weights of a whole checkpoint into a model of the same form."""
+    state = read_tensors(folder, SAFE_WEIGHTS_NAME, device=model.device)
+    _check_fits(state, model.state_dict(), folder)
+    model.load_state_dict(state)
+
+
+def _check_fits(state: State, expected: State, folder: Path) -> None:
+    """All the tensors that are expected, and no others, of the same shapes."""
+    ours, theirs = ({(name, tensor.shape) for name, tensor in of.items()} for of in (expected, state))
+    if wrong := sorted({name for name, _ in ours ^ theirs}):
+        raise other_base(folder, f"{len(wrong)} of the weights do not fit this one, {wrong[0]} first.")
+
+
+def other_base(folder: Path, reason: str) -> AdapterError:
+    """What to raise where a folder's weights do not fit."""
+    return AdapterError(f"{folder} belongs to another base: {reason}", remedy="Name the base that it was trained on.")
