@@ -2,6 +2,7 @@
 # make ppo RECIPE=smollm2_135m_lora MODEL=/path/to/checkpoint SET="ppo.kl_coef=0.1 seed=1" RUN=my-run
 # make ppo RESUME=1                          go on with a run that was stopped, with the arguments that it had
 # make ppo SET="ppo.kl_coef=0.4" RUN=more-kl FROM=my-run    another PPO on the sft and reward that a run has finished
+# make ppo GPUS=4                            on four cards together (docs/processes.md); PROCESSES=2 on a CPU
 # make sft | reward                          an earlier stage alone, with the same arguments
 # make q RECIPE=doubling_q                   offline Q-learning; make collect: the rated responses that it learns from
 # make show | validate RECIPE=name           the recipe as resolved | checked without loading weights (toolkit check)
@@ -9,30 +10,37 @@
 # make export RUN=my-run OUTPUT=folder       its adapter; MERGE=1 for a whole checkpoint
 # make recipes                               the list of recipes
 # make test · make check                     the tests · lint, types and tests, as CI runs them
+# make test VERSIONS=newest | oldest         the tests with the newest packages that are allowed, or the oldest
 # make test-gpu                              the tests that only a GPU can run: float16
 # make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
 # make bench-gpu                             an 8B-shaped random Llama in NF4 on a GPU; needs no network, no checkpoint
 # make docs                                  docs/recipe_reference.md anew from the owners' classes
 
 PYTHON ?= python3
-VENV ?= .venv
+VERSIONS ?=
+VENV ?= .venv$(VERSIONS:%=-%)
 BIN = $(VENV)/bin
+constraints = constraints$(VERSIONS:%=-%).txt
 RECIPE ?= doubling
 OVERWRITE ?= 0
 RESUME ?= 0
 MERGE ?= 0
 
 # A mistyped name would be passed over, and the default recipe run for hours.
-known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT PYTHON VENV
+known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPUS PROCESSES PYTHON VENV VERSIONS
 given = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 unknown := $(filter-out $(known),$(given))
 ifneq ($(strip $(unknown)),)
 $(error make knows no $(strip $(unknown)): the names are $(known). Keys of a recipe stand in SET, as SET="ppo.kl_coef=0.1")
 endif
+ifneq ($(filter-out newest oldest,$(VERSIONS)),)
+$(error VERSIONS is newest or oldest, or not given for the set of constraints.txt)
+endif
 
 recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(SET)
 arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRITE)),--overwrite) \
-            $(if $(filter-out 0,$(RESUME)),--resume) $(if $(FROM),--from-run "$(FROM)")
+            $(if $(filter-out 0,$(RESUME)),--resume) $(if $(FROM),--from-run "$(FROM)") $(divided)
+divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
 run = "$(or $(RUN),$(RECIPE))"
 
 .PHONY: help env sft reward ppo collect q show validate chat generate eval export recipes test test-gpu lint types check format docs wheel \
@@ -41,9 +49,9 @@ run = "$(or $(RUN),$(RECIPE))"
 help:
 	@sed -n 's/^# //p' Makefile
 
-$(BIN)/.installed: pyproject.toml constraints.txt
+$(BIN)/.installed: pyproject.toml $(constraints)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint $(constraints) --editable ".[dev]"
 	@touch $@
 
 env: $(BIN)/.installed
@@ -61,7 +69,7 @@ chat generate: $(BIN)/.installed
 	@$(BIN)/toolkit $@ $(run)
 
 eval: $(BIN)/.installed
-	@$(BIN)/toolkit eval $(run) $(SET)
+	@$(BIN)/toolkit eval $(run) $(SET) $(divided)
 
 export: $(BIN)/.installed
 	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge)

@@ -196,10 +196,14 @@ def sample_work(
 
 
 class _Given(LogitsProcessor):
-    """Follows one generation and gives out its tokens. The logits stay: TRL takes its log-probabilities from them."""
+    """Follows one generation and gives out its tokens.
 
-    def __init__(self, work: Work):
-        self.work = work
+    Where transformers samples, the logits stay, since TRL takes its log-probabilities from them; ours decodes greedily
+    from what its own processor has drawn, and is left the given token in its place.
+    """
+
+    def __init__(self, work: Work, *, samples: bool):
+        self.work, self.samples = work, samples
         self.table: Tensor | None = None  # int64 (B, T), -1 after a response's end
         self.step = -1
         self.multinomial = torch.multinomial
@@ -211,11 +215,13 @@ class _Given(LogitsProcessor):
             longest = self.work.size.response_length
             self.table = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in given], device=input_ids.device)
         self.step += 1
-        return scores
+        return scores if self.samples else torch.zeros_like(scores).scatter(1, self._next(scores.argmax(-1, True)), 1.0)
 
     def draw(self, probabilities: Tensor, num_samples: int, **options: Any) -> Tensor:
         """Draws as ever, and returns the given token wherever the response goes on: int64 (B, 1)."""
-        drawn = self.multinomial(probabilities, num_samples, **options)
+        return self._next(self.multinomial(probabilities, num_samples, **options))
+
+    def _next(self, drawn: Tensor) -> Tensor:
         assert self.table is not None
         given = self.table[:, self.step : self.step + 1]
         return torch.where(given >= 0, given, drawn)
@@ -232,10 +238,11 @@ def given_responses(model: PreTrainedModel, work: Work) -> Iterator[None]:
     generate = model.generate
 
     def follow(*args: Any, **kwargs: Any) -> Any:
-        given = _Given(work)
+        given = _Given(work, samples=kwargs["generation_config"].do_sample)
+        processors = LogitsProcessorList([*(kwargs.get("logits_processor") or ()), given])
         # transformers samples with torch.multinomial and with nothing else.
         with mock.patch.object(torch, "multinomial", given.draw):
-            return generate(*args, **{**kwargs, "logits_processor": LogitsProcessorList([given])})
+            return generate(*args, **{**kwargs, "logits_processor": processors})
 
     with mock.patch.object(model, "generate", follow):
         yield

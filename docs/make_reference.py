@@ -18,7 +18,6 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, TrainingArguments
 from trl import RewardConfig as TRLRewardConfig
 from trl import SFTConfig
-from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
 from toolkit.data import TASKS
 from toolkit.rewards import DEFAULT_KIND, SCORERS
@@ -30,6 +29,7 @@ from toolkit.spec.stage import SET_BY_A_RUN, WITHOUT_EFFECT
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.reward import RewardConfig
+from toolkit.trainers.trl_compat import TRLPPOConfig
 
 _HEADER = """\
 # Recipe reference
@@ -37,7 +37,7 @@ _HEADER = """\
 Written by `make docs` from the classes that own the sections: change those, not this file.
 
 A recipe is a YAML mapping of the sections below. Any key can be given on the command line as `section.key=value`;
-`${{seed}}` inserts the value of another key. `toolkit show RECIPE` shows a recipe beside the defaults, and
+`${{seed}}` inserts the plain value of another key. `toolkit show RECIPE` shows a recipe beside the defaults, and
 `toolkit check RECIPE` checks it. A field without a default has to be given.
 
 | key | what |

@@ -30,9 +30,13 @@ from transformers import (
 )
 
 from tests import tiny_runs
+from tests.several import Several
 from toolkit.data import doubling
 from toolkit.models import SharedBase
+from toolkit.trainers.trl_compat import HAS_PPO
 
+needs_trl_loop = pytest.mark.skipif(not HAS_PPO, reason="the loop of TRL is in its releases up to 1.12")
+collect_ignore = [] if HAS_PPO else ["benchmarks"]  # they compare with that loop
 VOCABULARY = len(doubling.VOCABULARY)
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA_LIKE = {
@@ -136,3 +140,11 @@ def llama3_checkpoint(tmp_path_factory) -> Path:
     tokenizer = tiny_runs.llama3_tokenizer()
     ends = tokenizer.convert_tokens_to_ids(["<|end_of_text|>", "<|eot_id|>"])
     return tiny_runs.save_llama(tmp_path_factory.mktemp("llama3"), tokenizer, eos_token_id=ends)
+
+
+@pytest.fixture(scope="session")
+def two():
+    """Two processes over gloo."""
+    several = Several(2)
+    yield several
+    several.close()

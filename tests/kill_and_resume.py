@@ -6,6 +6,11 @@ Each trial is a run of the recipe `doubling` (small, a checkpoint at every updat
 SIGKILL: every second one at a random time, the others while a checkpoint is being written. It is resumed, killed
 again or not, and resumed to its end. Its adapters, optimizer, random states and metrics must then be those of the
 uninterrupted run, bit for bit. Prints one line a trial and ends with 1 if one differs.
+
+    python -m tests.kill_and_resume --trials 50 --overwrite
+
+Here each trial overwrites the finished run, is killed at a random time, and started once more without a word of what to
+do: the finished stage must be there, with its bits, be it the old one or the new one.
 """
 
 import argparse
@@ -31,7 +36,7 @@ SMALL = (
 TIMING = ("samples_per_second", "rollout_seconds", "score_seconds", "step_seconds")
 
 
-def run(folder: Path, name: str, stage: str, resume: bool) -> None:
+def run(folder: Path, name: str, stage: str, way: dict[str, bool]) -> None:
     """One process of a trial: what `toolkit STAGE doubling … --run name [--resume]` does."""
     from toolkit.recipes import load
     from toolkit.runs import stages
@@ -40,7 +45,7 @@ def run(folder: Path, name: str, stage: str, resume: bool) -> None:
     with (folder / f"{name}.log").open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
-        stages.run(recipe, stage, resume=resume, console=Console(file=log))
+        stages.run(recipe, stage, **way, console=Console(file=log))
 
 
 class Runs:
@@ -52,13 +57,13 @@ class Runs:
         self.context.set_forkserver_preload(["toolkit.runs.stages"])
         self.seconds = 0.0
 
-    def start(self, name: str, stage: str = "ppo", *, resume: bool = False) -> multiprocessing.process.BaseProcess:
-        process = self.context.Process(target=run, args=(self.folder, name, stage, resume))
+    def start(self, name: str, stage: str = "ppo", **way: bool) -> multiprocessing.process.BaseProcess:
+        process = self.context.Process(target=run, args=(self.folder, name, stage, way))
         process.start()
         return process
 
-    def finish(self, name: str, stage: str = "ppo", *, resume: bool = False) -> None:
-        process = self.start(name, stage, resume=resume)
+    def finish(self, name: str, stage: str = "ppo", **way: bool) -> None:
+        process = self.start(name, stage, **way)
         process.join()
         if process.exitcode != 0:
             raise SystemExit(f"{name} failed:\n{(self.folder / f'{name}.log').read_text()[-4000:]}")
@@ -140,13 +145,42 @@ def trials(number: int, seed: int, folder: Path) -> int:
     return equal
 
 
+def overwrites(number: int, seed: int, folder: Path) -> int:
+    """Overwrite a finished run, kill that, and start again; returns how many then had the whole stage."""
+    dice, runs = random.Random(seed), Runs(folder)
+    runs.reference()
+    expected, whole = outcome(folder / "whole" / "ppo"), 0
+    began = time.perf_counter()
+    runs.finish("whole", overwrite=True)
+    seconds = time.perf_counter() - began
+    for trial in range(number):
+        name = f"trial-{trial}"
+        shutil.copytree(folder / "whole", folder / name)
+        old = (folder / name / "ppo" / "result.json").read_bytes()
+        process = runs.start(name, overwrite=True)
+        process.join(dice.uniform(0, seconds))
+        process.kill()
+        process.join()
+        runs.finish(name)
+        found = outcome(folder / name / "ppo")
+        different = [key for key in expected if found.get(key) != expected[key]]
+        left = [path.name for path in (folder / name).glob(".*") if path.name != ".unfinished"]
+        which = "old" if (folder / name / "ppo" / "result.json").read_bytes() == old else "new"
+        whole += not different and not left
+        print(f"{name}: the {which} one, {f'but for {different} {left}' if different or left else 'whole'}", flush=True)
+        shutil.rmtree(folder / name)
+    print(f"{whole} of {number} whole", flush=True)
+    return whole
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--overwrite", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        equal = trials(arguments.trials, arguments.seed, Path(folder))
+        equal = (overwrites if arguments.overwrite else trials)(arguments.trials, arguments.seed, Path(folder))
     raise SystemExit(0 if equal == arguments.trials else 1)
 
 

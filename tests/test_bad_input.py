@@ -181,7 +181,7 @@ CASES = {
     ),
     "an unknown recipe": (["ppo", "lama3_8b_lora"], r'no recipe "lama3_8b_lora". Did you mean llama3_8b_lora'),
     "a recipe file that is not there": (["ppo", "mine.yaml"], "RecipeError: mine.yaml: there is no such file"),
-    "an environment variable": (["ppo", "secret.yaml"], "base.model — .* calls a resolver"),
+    "an environment variable": (["ppo", "secret.yaml"], "base.model — .* only plain values of the recipe itself"),
     "a mistyped override": (["ppo", "doubling", "ppo.kl_cof=1"], "ppo.kl_cof .*Did you mean kl_coef?"),
     "a word that YAML takes for false": (
         ["ppo", "doubling", "ppo.eval_strategy=no"],
@@ -191,7 +191,7 @@ CASES = {
         ["ppo", "doubling", "seed"],
         'override "seed" is not of the form section.key=value',
     ),
-    "an unwritable folder": (["sft", "doubling", "--runs-dir", "in_the_way/runs"], "cannot write there"),
+    "an unwritable folder": (["sft", "doubling", "--runs-dir", "in_the_way/runs"], "runs/doubling: cannot be written"),
     "no such run": (["chat", "nothing"], 'no run "nothing" in runs'),
     "no such run to measure": (["eval", "nothing"], 'no run "nothing" in runs'),
     "no such run to export": (["export", "nothing", "out"], 'no run "nothing" in runs'),

@@ -9,11 +9,13 @@ ROOT = Path(toolkit.__file__).parent
 FLOORS = {
     "errors": 0,
     "settings": 0,
+    "processes": 0,
+    "disk": 0,
     "functional": 0,
     "models": 1,
     "data": 1,
+    "checkpoints": 1,
     "rewards": 2,
-    "checkpoints": 2,
     "reports": 2,
     "sampling": 3,
     "trainers": 4,
@@ -25,7 +27,7 @@ FLOORS = {
     "__main__": 10,
     "__init__": 0,
 }
-KNOWN_TO_ALL = {"errors", "settings"}
+KNOWN_TO_ALL = {"errors", "settings", "processes", "disk"}
 
 
 def imports(path: Path) -> set[str]:

@@ -2,8 +2,8 @@
 
 import inspect
 
-from trl.experimental.ppo import PPOConfig as TRLPPOConfig
-from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
+import pytest
+from transformers import Trainer, TrainingArguments
 
 from toolkit import recipes
 from toolkit.trainers.ppo import PPOTrainer
@@ -30,8 +30,13 @@ def test_the_loop_of_a_notebook():
     assert parameters(PPOTrainer.load_checkpoint) == ["self", "folder"]
 
 
-def test_it_is_a_trl_ppo_trainer():
-    assert issubclass(PPOTrainer, TRLPPOTrainer) and issubclass(PPOConfig, TRLPPOConfig)
+def test_it_is_a_trainer_of_transformers():
+    assert issubclass(PPOTrainer, Trainer) and issubclass(PPOConfig, TrainingArguments)
+
+
+def test_it_is_a_trl_ppo_trainer_where_trl_has_one():
+    trl = pytest.importorskip("trl.experimental.ppo", reason="TRL 1.12 is the last with PPO")
+    assert issubclass(PPOTrainer, trl.PPOTrainer) and issubclass(PPOConfig, trl.PPOConfig)
 
 
 def test_nothing_is_sent_anywhere_by_default():

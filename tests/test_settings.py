@@ -38,7 +38,7 @@ class Mine(Parent):
     ("changes", "problems"),
     [
         ({"beta": -1}, {"beta": "must be 0 or more, got -1."}),
-        ({"beta": float("nan")}, {"beta": "must be 0 or more, got nan."}),
+        ({"beta": float("nan")}, {"beta": "a finite number below 2^63 is needed, got nan."}),
         ({"beta": None}, {"beta": "a number is needed, got None."}),
         ({"beta": True}, {"beta": "a number is needed, got True."}),
         ({"steps": 0}, {"steps": "must be at least 1 or null, got 0."}),

@@ -5,7 +5,7 @@
     trainer = recipes.load("doubling").ppo_trainer()
     trainer.train()
 
-The tree, from the bottom: `functional` (maths), `models` and `data`, `rewards`, `checkpoints` and `reports`,
+The tree, from the bottom: `functional` (maths), `models`, `data` and `checkpoints`, `rewards` and `reports`,
 `sampling`, `trainers`, `spec` (what a recipe says), `runs` (what a run does), `inference` (what a trained run is used
 for), `recipes`, `cli`. A package imports only from those before it.
 """
@@ -22,7 +22,7 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 _hub = sys.modules.get("huggingface_hub.constants")
 if _hub is not None and os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1":  # imported before: it has read them already
     _hub.HF_HUB_DISABLE_TELEMETRY = True  # type: ignore[attr-defined]
-# PPO lives in trl.experimental, and the one release that has it is pinned.
+# TRL 1.12 has PPO in trl.experimental, and warns of all that is there.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 # Said at each start, and nothing that a user could act on: TRL 1.12 and PEFT use the older of two names of one

@@ -5,6 +5,7 @@ and 143, stopped by Ctrl-C or SIGTERM. Whatever loads a library is imported insi
 at once.
 """
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from typing import Annotated, Any
 import typer
 
 import toolkit
-from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
+from toolkit.errors import PeerError, RecipeError, RunInterrupted, ToolkitError
 
 # How the options that a remedy names are written on a command line: see `toolkit.errors.Problem`.
 IN_SHELL = {
     "run": "RUN=name, --run name",
+    "runs_dir": "--runs-dir folder",
     "overwrite": "OVERWRITE=1 (--overwrite)",
     "resume": "RESUME=1 (--resume)",
     "from_run": "FROM=run, --from-run run",
@@ -36,6 +38,27 @@ app = typer.Typer(
 )
 
 
+_speaks = True  # but for all of several processes that are not the main one
+
+
+def _join(number: int) -> None:
+    """Divide the command among several processes, if it is to be and is not yet: each comes here again."""
+    from transformers.utils import logging
+
+    from toolkit import processes
+
+    global _speaks
+    if number > 1 and "RANK" not in os.environ:
+        from toolkit.runs.process import run_in_processes
+
+        raise typer.Exit(run_in_processes([sys.executable, "-m", "toolkit", *sys.argv[1:]], number))
+    processes.join()
+    if not processes.is_main():
+        _speaks = False
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
+        logging.set_verbosity_error()
+
+
 @contextmanager
 def _errors(debug: bool, *, resumable: bool = False) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
@@ -47,8 +70,11 @@ def _errors(debug: bool, *, resumable: bool = False) -> Iterator[None]:
         datasets.disable_progress_bars()
         yield
     except RunInterrupted as stop:
-        print(f"{stop}{_way_on() if resumable else ''}", file=sys.stderr)
+        if _speaks:
+            print(f"{stop}{_way_on() if resumable else ''}", file=sys.stderr)
         raise typer.Exit(128 + stop.signal_number) from stop
+    except PeerError as error:  # whoever failed has said so
+        raise typer.Exit(1) from error
     except ToolkitError as error:
         if debug:
             raise
@@ -89,6 +115,9 @@ RunsDir = Annotated[Path, typer.Option(help="Folder of all runs.")]
 MaxNewTokens = Annotated[
     int | None, typer.Option(help="Of an answer; the recipe's response_length if not given.", min=1)
 ]
+Processes = Annotated[
+    int, typer.Option(help="Processes of this machine that do it together, to the same result: one a GPU.", min=1)
+]
 Seed = Annotated[int, typer.Option(help="Of sampling.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's answers beside the policy's.")]
@@ -106,23 +135,29 @@ def _stage(stage: str, text: str, example: str) -> None:
         run: Run = None,
         runs_dir: RunsDir = Path("runs"),
         overwrite: Annotated[
-            bool, typer.Option("--overwrite", help="Repeat a finished stage; delete stages of other settings.")
+            bool, typer.Option("--overwrite", help="Repeat a finished stage; replace stages of other settings.")
         ] = False,
         resume: Annotated[
             bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run.")
         ] = False,
         from_run: Annotated[str | None, typer.Option(help=_FROM, autocompletion=_complete_run)] = None,
+        processes: Processes = 1,
         debug: Debug = False,
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
     ) -> None:
         # With a name it is part of another command, which says how to go on.
         with _errors(debug, resumable=name is None):
             from dataclasses import replace
+            from functools import partial
 
+            _join(processes)
+            from toolkit.processes import by_main
             from toolkit.recipes import load
             from toolkit.runs import stages
 
-            loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
+            asked = partial(load, recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
+            by_main(lambda: bool(asked()))  # whose errors are then said once
+            loaded = asked()
             named = replace(loaded, name=name or loaded.name)
             stages.run(named, stage, overwrite=overwrite, resume=resume, from_run=from_run)
 
@@ -271,8 +306,15 @@ def chat(
     help="Measure a trained policy, or the answers by Q, on its held-out prompts: score, KL, lengths, own metrics.",
     epilog="Example: toolkit eval doubling data.test_size=5000",
 )
-def evaluate(run: RunName, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), debug: Debug = False) -> None:
+def evaluate(
+    run: RunName,
+    overrides: Overrides = None,
+    runs_dir: RunsDir = Path("runs"),
+    processes: Processes = 1,
+    debug: Debug = False,
+) -> None:
     with _errors(debug):
+        _join(processes)
         from toolkit.inference import evaluate
         from toolkit.inference.saved_run import open_run
 

@@ -6,17 +6,33 @@ notebook still works. To add one, inherit `ToolkitError` and that built-in type,
 Whoever finds a problem says which setting (`field`), what is wrong with the value seen, and the next step (`remedy`).
 A field is named as where it is known: an argument or a field of a configuration. Whoever knows more adds it: `within`
 puts the section of a recipe before the field, and `text` writes the options of a remedy as notebooks or the command
-line have them.
+line have them. Foreign text, as of files and servers, is made `printable`, here and wherever a terminal shows it.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from string import Template
 from typing import Self
 
-IN_PYTHON = {"run": 'run="name"', "overwrite": "overwrite=True", "resume": "resume=True", "from_run": 'from_run="name"'}
-"""How the options that a remedy may name as `$run`, `$overwrite`, `$resume` and `$from_run` are written in Python."""
+IN_PYTHON = {
+    "run": 'run="name"',
+    "runs_dir": 'runs_dir="folder"',
+    "overwrite": "overwrite=True",
+    "resume": "resume=True",
+    "from_run": 'from_run="name"',
+}
+"""How the options that a remedy may name as `$run`, `$runs_dir` and so on are written in Python."""
+
+
+# Control signs but line break and tab, those that turn the direction of what follows, and halves of a sign.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text of others for a terminal, which would obey its escape sequences: `\\x1b` stands there for such a sign."""
+    return _UNPRINTABLE.sub(lambda sign: sign.group().encode("unicode_escape").decode(), text)
 
 
 @dataclass(frozen=True)
@@ -39,11 +55,19 @@ class Problem:
 
     def text(self, options: Mapping[str, str] = IN_PYTHON, *, separator: str = " — ") -> str:
         """The problem on one line, its remedy in the words of Python or of another language."""
-        remedy = Template(self.remedy).safe_substitute(options)
-        return f"{self.field}{separator if self.field else ''}{self.wrong} {remedy}".rstrip()
+        field, wrong = _shown(self.field, 200), _shown(self.wrong, 1000)
+        remedy = _shown(Template(self.remedy).safe_substitute(options), 1000)
+        return f"{field}{separator if field else ''}{wrong} {remedy}".rstrip()
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _shown(text: str, most: int) -> str:
+    """A text for a person: of its middle no more than fits, and nothing that a terminal would obey."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} … {len(text) - most:,} characters … {text[-most // 2 :]}"
+    return printable(text)
 
 
 class ToolkitError(Exception):
@@ -64,11 +88,17 @@ class ToolkitError(Exception):
         """The message, for a notebook or with the options of another language."""
         if self._whose is None:
             return self.problems[0].text(options, separator=": ")
-        head = f"{self._whose} has {len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        head = f"{_shown(self._whose, 200)} has {len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         return "\n  ".join([head, *(problem.text(options) for problem in self.problems)])
 
     def __str__(self) -> str:
         return self.text()
+
+
+class PeerError(ToolkitError, RuntimeError):
+    """Another of several processes has failed, and says so itself; `of` is the name of its error."""
+
+    of = ""
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import os
 from dataclasses import replace
 
 from transformers import Trainer
-from trl.experimental.ppo import PPOTrainer
 
 from toolkit import spec
 from toolkit.errors import RecipeError
@@ -44,14 +43,14 @@ class Recipe(spec.Recipe):
         resume: bool = False,
         overwrite: bool = False,
         from_run: str | None = None,
-    ) -> PPOTrainer:
-        """A TRL `PPOTrainer`: ours, or with `ppo.loop: trl` the unmodified one; prerequisites are run first.
+    ) -> Trainer:
+        """Our PPO trainer, or with `ppo.loop: trl` TRL's unmodified one; prerequisites are run first.
 
         Args:
             reward: scores a rollout, in place of what the section `scorer` says; a reward stage is then not needed.
             resume: keep the checkpoints of an earlier try in the run folder, for
                 `trainer.train(resume_from_checkpoint=True)`.
-            overwrite: delete them.
+            overwrite: replace them; they stay in the run folder until the new model is saved.
             from_run: name of another run, to take finished stages from where their settings agree.
 
         Raises:

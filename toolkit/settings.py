@@ -25,18 +25,25 @@ NOT_NEGATIVE = Range("0 or more", lambda x: x >= 0)
 AT_LEAST_1 = Range("at least 1", lambda x: x >= 1)
 BELOW_1 = Range("from 0 to below 1", lambda x: 0 <= x < 1)
 UP_TO_1 = Range("between 0 and 1", lambda x: 0 <= x <= 1)
+A_TEMPERATURE = Range("at least 0.0001", lambda x: x >= 1e-4)  # by which logits are divided in float32
+A_SEED = Range("from 0 to 4294967295", lambda x: 0 <= x < 2**32)  # what numpy takes
 
 # Of fields that TRL, transformers and PEFT declare, which they would find out about when the stage runs, or take for
 # something else (0 steps for all epochs).
 _NAMES = {
     AT_LEAST_1: "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
-    "num_mini_batches num_ppo_epochs response_length total_episodes r",
-    POSITIVE: "num_train_epochs save_steps eval_steps logging_steps temperature missing_eos_penalty lora_alpha",
-    NOT_NEGATIVE: "learning_rate weight_decay max_grad_norm warmup_steps save_total_limit kl_coef vf_coef",
+    "num_mini_batches num_ppo_epochs response_length total_episodes local_rollout_forward_batch_size "
+    "max_length r",
+    POSITIVE: "num_train_epochs save_steps eval_steps logging_steps missing_eos_penalty lora_alpha",
+    NOT_NEGATIVE: "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps save_total_limit kl_coef vf_coef "
+    "dataloader_num_workers",
+    A_TEMPERATURE: "temperature",
+    A_SEED: "seed data_seed",
     UP_TO_1: "gamma lam",
-    BELOW_1: "lora_dropout",
+    BELOW_1: "lora_dropout adam_beta1 adam_beta2",
     Range("at least 1, or -1 for what num_train_epochs says", lambda x: x >= 1 or x == -1): "max_steps",
 }
+_LARGEST = 2.0**63  # of a number: what torch holds in an int64
 _INHERITED = {name: allowed for allowed, names in _NAMES.items() for name in names.split()}
 
 
@@ -113,6 +120,8 @@ def problems_of(owner: type, values: Mapping[str, Any]) -> list[Problem]:
             problems.append(Problem(f"{type_name(hint)} is needed, got {value!r}.", name))
         elif choices and value is not None and value not in choices:
             problems.append(Problem(f"{' or '.join(choices)} is needed, got {value!r}.", name))
+        elif isinstance(value, (int, float)) and not -_LARGEST < value < _LARGEST:  # nor where it is NaN
+            problems.append(Problem(f"a finite number below 2^63 is needed, got {value!r}.", name))
         elif allowed and isinstance(value, (int, float)) and not allowed.holds(value):
             or_null = " or null" if fits(None, hint) else ""
             problems.append(Problem(f"must be {allowed.words}{or_null}, got {value!r}.", name))

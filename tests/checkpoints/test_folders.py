@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit import disk
 from toolkit.checkpoints import checkpoint_folders, folders, newest_whole, problem_of, rotate, whole_folder
 from toolkit.checkpoints.folders import MANIFEST
 from toolkit.errors import CheckpointError
@@ -52,8 +53,8 @@ class Killed(BaseException):
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_kill_at_any_point_of_a_write_loses_nothing(tmp_path, monkeypatch, step):
     """The write is cut before each of its effects in turn; step 1 replaces the only other checkpoint."""
-    effects = [(folders, "_sync"), (Path, "replace"), (Path, "rename"), (Path, "write_text"), (Path, "mkdir"),
-               (shutil, "rmtree")]  # fmt: skip
+    effects = [(folders, "sync"), (disk, "sync"), (Path, "replace"), (Path, "rename"), (Path, "write_text"),
+               (Path, "mkdir"), (shutil, "rmtree")]  # fmt: skip
     cut, seen = 0, set()
     while True:
         output = tmp_path / f"{step}-{cut}"

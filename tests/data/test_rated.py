@@ -118,4 +118,10 @@ def test_a_data_set_of_ones_own_is_checked():
     check_rated(Dataset.from_list([ROW]))
     with pytest.raises(DataError, match="row 1 of the rated responses: prompt and response need a token at least"):
         check_rated(Dataset.from_list([ROW, {**ROW, "response_ids": []}]))
+    with pytest.raises(DataError, match="row 1 of the rated responses: 1 rewards for 3 tokens; one a token is needed"):
+        check_rated(Dataset.from_list([ROW, {**ROW, "rewards": [1.0]}]))
+    with pytest.raises(
+        DataError, match="needs the columns prompt_ids, response_ids, rewards, ended; present: prompt_ids."
+    ):
+        check_rated(Dataset.from_list([{"prompt_ids": [1]}]))
     assert json.dumps(ROW)  # the form in which the collect stage writes them

@@ -266,13 +266,17 @@ def test_settings_of_a_hub_id_need_one(tmp_path):
 
 
 def test_permissions_are_a_data_error(tmp_path, monkeypatch):
-    def refuse(path):
+    def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    path = file(tmp_path / "x.jsonl", "{}")
+    paths = [file(tmp_path / f"x.{ending}", "{}") for ending in ("jsonl", "json", "csv", "txt")]
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(DataError, match=r"x.jsonl: cannot be read \(Permission denied\). Check its permissions"):
-        read(path)
+    monkeypatch.setattr(Path, "open", refuse)
+    for path in paths:
+        with pytest.raises(
+            DataError, match=rf"{path.name}: cannot be read \(Permission denied\). Check its permissions"
+        ):
+            read(path)
 
 
 # ---------------------------------------------------------------------- the conversation of a row

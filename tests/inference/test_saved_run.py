@@ -1,14 +1,20 @@
 """A trained run, opened again."""
 
+import shutil
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_runs import chat_recipe, command_here
-from toolkit.errors import AdapterError, RecipeError
-from toolkit.inference.generate import respond
-from toolkit.inference.saved_run import open_run, policy_folder, trained_sampler
+from toolkit.errors import AdapterError, RecipeError, ToolkitError
+from toolkit.inference.evaluate import evaluate
+from toolkit.inference.generate import generate, generate_best, respond
+from toolkit.inference.saved_run import export_adapter, export_merged, open_run, policy_folder, trained_sampler
 from toolkit.models import load_base, merge_adapter
 from toolkit.runs import stages
 
@@ -113,3 +119,77 @@ def test_the_difference_of_a_merge_is_measured(trained):
     with torch.no_grad():
         logits = merged.model(input_ids=torch.tensor([[3, 4, 5, 6]])).logits
     assert float(logits.abs().max()) == pytest.approx(merged.scale, rel=1e-3)
+
+
+# ---------------------------------------------------------------------- damaged, or not to be written
+
+
+def copied(trained, tmp_path):
+    """The trained run, for a test that changes it."""
+    shutil.copytree(trained[1].folder, tmp_path / "runs" / "chat")
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"after": ', "[]", "3", "null", '"finished"', "\x00", "[" * 5000])
+def test_a_damaged_result_is_named(text, trained, tmp_path):
+    runs = copied(trained, tmp_path)
+    (runs / "chat" / "ppo" / "result.json").write_text(text)
+    with pytest.raises(ToolkitError, match=r"chat/ppo/result.json (cannot be read|is damaged)") as caught:
+        open_run("chat", runs_dir=runs)
+    assert "\n" not in str(caught.value) and "again with overwrite=True" in str(caught.value)
+    recipe = replace(trained[1], runs_dir=runs)
+    with pytest.raises(ToolkitError, match="result.json (cannot be read|is damaged)"):
+        stages.run(recipe, "ppo")
+
+
+def test_a_policy_whose_weights_are_damaged_or_no_numbers_is_not_exported(trained, tmp_path):
+    """Of a run that has no hashes, too."""
+    runs = copied(trained, tmp_path)
+    (runs / "chat" / "ppo" / "manifest.json").unlink()
+    weights = runs / "chat" / "ppo" / "policy" / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    state = {name: tensor.clone() for name, tensor in load_file(weights).items()}  # the file is mapped
+    damaged = {"too short": whole[:20], "another header": b"\xff" * 8 + whole[8:], "empty": b""}
+    for number, data in enumerate(damaged.values()):
+        weights.write_bytes(data)
+        for export in (export_adapter, export_merged):
+            with pytest.raises(AdapterError, match="adapter_model.safetensors is damaged"):
+                export(open_run("chat", runs_dir=runs), tmp_path / f"out-{number}")
+    for value in (float("nan"), float("inf")):
+        name = sorted(state)[0]
+        save_file({**state, name: torch.full_like(state[name], value)}, weights)
+        with pytest.raises(AdapterError, match=f"{name} is not finite. Train it again"):
+            export_adapter(open_run("chat", runs_dir=runs), tmp_path / "out")
+        with pytest.raises(AdapterError, match="is not finite"):
+            trained_sampler(open_run("chat", runs_dir=runs))
+
+
+def test_where_nothing_can_be_written_is_said_before_anything_is_loaded(trained, tmp_path, monkeypatch):
+    recipe = trained[1]
+    monkeypatch.setattr("toolkit.runs.build.placed_roles", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("toolkit.inference.saved_run.load_base", lambda *_, **__: pytest.fail("it was loaded"))
+    (tmp_path / "file").write_text("mine")
+    for export in (export_adapter, export_merged):
+        with pytest.raises(ToolkitError, match=r"file: cannot be written \(File exists\)"):
+            export(recipe, tmp_path / "file")
+        with pytest.raises(ToolkitError, match=r"file/out: cannot be written \(Not a directory\)"):
+            export(recipe, tmp_path / "file" / "out")
+    for respond_to in (generate, partial(generate_best, num_samples=2)):
+        for output, message in (("nowhere/out.jsonl", "No such file or directory"), ("file/out", "Not a directory")):
+            with pytest.raises(ToolkitError, match=rf"{output}: cannot be written \({message}\)"):
+                respond_to(recipe, output=tmp_path / output)
+        with pytest.raises(ToolkitError, match="is no file"):
+            respond_to(recipe, output=tmp_path)
+    runs = copied(trained, tmp_path)
+    shutil.rmtree(runs / "chat" / "eval", ignore_errors=True)  # where a test has measured the run before
+    (runs / "chat" / "eval").write_text("mine")
+    with pytest.raises(ToolkitError, match=r"eval: cannot be written \(File exists\)"):
+        evaluate(open_run("chat", runs_dir=runs))
+    assert (tmp_path / "file").read_text() == (runs / "chat" / "eval").read_text() == "mine"
+
+
+def test_a_name_is_no_way_out_of_the_folder_of_runs(trained, tmp_path):
+    runs = copied(trained, tmp_path)
+    for name in ("../runs/chat", "chat/../chat", str(runs / ".." / "runs" / "nothing"), "..", ""):
+        with pytest.raises(RecipeError, match="no run "):
+            open_run(name, runs_dir=runs)

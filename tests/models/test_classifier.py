@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from tests.conftest import lora
 from tests.trainers.helpers import own_classifier
@@ -23,3 +24,15 @@ def test_a_head_that_reads_the_whole_sequence_cannot_be_read_at_every_token():
 def test_an_adapter_that_does_not_fit():
     with pytest.raises(AdapterError, match="No modules were targeted"):
         add_lora(own_classifier("bert"), lora().__class__(target_modules=["q_proj"]))
+
+
+def test_a_base_under_an_adapter_draws_nothing_in_training():
+    model = own_classifier("bert")
+    assert any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    adapted, ids = add_lora(model, lora(lora_dropout=0.5)).train(), torch.tensor([[1, 5, 9]])
+    rates = {module.p for module in adapted.modules() if isinstance(module, torch.nn.Dropout)}
+    assert rates == {0.0, 0.5}  # the base's is off, the adapter's as asked for
+    one, two = (add_lora(own_classifier("bert"), lora()).train() for _ in range(2))
+    two.load_state_dict(one.state_dict())
+    with torch.no_grad():
+        assert torch.equal(one(input_ids=ids).logits, two(input_ids=ids).logits)

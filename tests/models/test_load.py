@@ -202,3 +202,14 @@ def test_a_language_model_that_lacks_weights_is_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="has no weights for lm_head.weight, where the model would be random"):
         load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"n_embd": "x"}, {"n_embd": 0}, {"n_embd": -4}, {"n_embd": 10**9}, {"n_head": 0}, {"n_layer": True},
+     {"tie_word_embeddings": "maybe"}, {"vocab_size": -1}, {"dtype": "bogus"}],
+)  # fmt: skip
+def test_values_that_no_model_can_have(setting, tokenizer):
+    spec = ModelSpec(config={"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, **setting})
+    with pytest.raises(ModelError, match="transformers cannot build this model: "):
+        load_model(spec, tokenizer=tokenizer, device=META)

@@ -1,4 +1,9 @@
+from pathlib import Path
+
+import pytest
+
 from tests.reports.examples import RESULT
+from toolkit.errors import ToolkitError
 from toolkit.reports import (
     append_jsonl,
     keep_until,
@@ -6,6 +11,7 @@ from toolkit.reports import (
     read_jsonl,
     read_result,
     versions,
+    write_json,
     write_jsonl,
     write_result,
 )
@@ -39,6 +45,24 @@ def test_result_is_written_aside(tmp_path):
     write_result(tmp_path, RESULT)
     assert read_result(tmp_path) == RESULT
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_disk_that_is_full_is_one_sentence(tmp_path):
+    for write in (append_jsonl, write_jsonl):
+        with pytest.raises(ToolkitError, match=r"^/dev/full: cannot be written \(No space left on device\). Make room"):
+            write(Path("/dev/full"), [{"step": 1}])
+    (tmp_path / "file").write_text("")
+    for write in (append_jsonl, write_jsonl, write_json):
+        with pytest.raises(ToolkitError, match=r"file/rows: cannot be written \((Not a directory|File exists)\)"):
+            write(tmp_path / "file" / "rows", {} if write is write_json else [])
+
+
+def test_a_damaged_line_is_named_by_its_number(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n{"step\n{"step": 3}\n')
+    with pytest.raises(ToolkitError, match=r"rows.jsonl, line 2: cannot be read"):
+        read_jsonl(path)
 
 
 def test_memory_and_versions():

@@ -15,6 +15,27 @@ def test_report_is_one_page_that_escapes_what_models_write(tmp_path):
     assert "<svg" not in plain and "Samples" not in plain
 
 
+def test_whatever_a_result_says_is_text(tmp_path):
+    """Each text of a result and each of its keys, wherever the page shows it."""
+    bad = "<script>alert(1)</script>"
+
+    def spoiled(value):
+        if isinstance(value, dict):
+            return {key + bad: spoiled(item) for key, item in value.items()}
+        return value + bad if isinstance(value, str) else value
+
+    names = ("peak_memory_gb", "versions", "before", "after")
+    result = {**RESULT, **{name: spoiled(RESULT[name]) for name in names}}
+    result |= dict.fromkeys(("recipe", "stage", "seed"), bad)
+    result["after"] |= {"score": bad, bad: [bad, 1.0]}
+    samples = [{"prompt": bad, "before": bad, "before_score": 0.1, "after": bad, "after_score": 0.2}]
+    pairs = [{**one, **dict.fromkeys(("prompt", "chosen", "rejected"), bad)} for one in PAIRS]
+    result["judgement"] = pair_evaluation(pairs)
+    metrics = [{"step": step, "score": 1.0, bad: 1.0} for step in (1, 2)]
+    page = write_report(tmp_path, result, metrics, samples, f"seed: {bad}", pairs).read_text()
+    assert "<script" not in page and page.count("&lt;script&gt;") > 15
+
+
 def test_a_table_escapes_its_cells_and_marks_figures():
     found = table(("a", "<b>"), [("x & y", 1), ("<i>", 0.5)], numbers={1})
     assert found == (

@@ -113,6 +113,22 @@ def test_best_of_n_and_evaluation_go_by_the_sum(tmp_path):
         (DenseScores(spans=[[(0, 99, 1.0)], [], [], []]), "the characters 0 to 99 of the response"),
         (DenseScores(spans=[[(1, 1, 1.0)], [], [], []]), "the characters 1 to 1 of the response"),
         (DenseScores(spans=[[(0, 1)], [], [], []]), "not made of numbers"),
+        (
+            DenseScores(spans=[[(0.7, 1, 1.0)], [], [], []]),
+            "not made of numbers: 'float' object cannot be interpreted as",
+        ),
+        (DenseScores(spans=[[(0, torch.tensor(1.0), 1.0)], [], [], []]), "not made of numbers: .*integer"),
+        (
+            DenseScores(spans=[[(0, 1, "1")], [], [], []]),
+            "not made of numbers: the score of a span is a number, got '1'",
+        ),
+        (DenseScores(spans=[[(0, 1, 1j)], [], [], []]), "not made of numbers: .*complex"),
+        (DenseScores(tokens=[torch.ones(3) * 1j, [], [], []]), "not made of numbers: real numbers .* not complex"),
+        (
+            DenseScores([3e38] * 4, tokens=[[3e38, -3e38, 0.0], [], [], []]),
+            "gave scores that overflow float32 to the resp",
+        ),
+        (DenseScores(spans=[[(0, 1, 3e38)] * 2, [], [], []]), "gave scores that overflow float32 to the response"),
         (DenseScores(tokens=[["a", "b", "c"], [], [], []]), "not made of numbers"),
         (DenseScores(tokens=[[0.0, float("nan"), 0.0], [], [], []]), "gave nan to the response .*; scores are finite"),
         (DenseScores(spans=[[(0, 1, float("inf"))], [], [], []]), "gave inf to the response .*; scores are finite"),

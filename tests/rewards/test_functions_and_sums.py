@@ -1,4 +1,6 @@
 import asyncio
+import json
+import re
 import sys
 import threading
 
@@ -128,6 +130,65 @@ def test_an_async_function_of_a_file_that_fails(tmp_path):
         score_with(load_function(f"{path}:judge"), rollout(RESPONSES))
 
 
+async def asks(batch):
+    return batch.lengths
+
+
+async def exits(batch):
+    sys.exit(3)
+
+
+async def exits_in_a_task(batch):
+    return await asyncio.gather(*(exits(batch) for _ in range(2)))
+
+
+async def is_interrupted(batch):
+    raise KeyboardInterrupt
+
+
+async def stops_the_loop(batch):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.01)
+    return batch.lengths
+
+
+async def is_cancelled(batch):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "said"),
+    [
+        (exits, RewardError, r"the reward raised SystemExit: 3 \(.*test_functions_and_sums.py, line \d+\)"),
+        (exits_in_a_task, RewardError, "the reward raised SystemExit: 3"),
+        (lambda batch: sys.exit("enough"), RewardError, "the reward raised SystemExit: enough"),
+        (is_interrupted, KeyboardInterrupt, None),
+        (is_cancelled, RewardError, "the reward raised CancelledError"),
+    ],
+)
+def test_one_that_ends_the_process_leaves_nobody_waiting(ends, error, said):
+    for _ in range(2):
+        with pytest.raises(error, match=said):
+            score_with(ends, rollout(RESPONSES))
+        assert score_with(asks, rollout(RESPONSES)).tolist() == LENGTHS
+        assert score_with(stops_the_loop, rollout(RESPONSES)).tolist() == LENGTHS
+
+
+def test_the_line_that_is_named_is_the_users_own(tmp_path):
+    """Neither the standard library's nor torch's, where the error is raised."""
+    path = tmp_path / "rule.py"
+    path.write_text(
+        "import json\nimport torch\n\ndef parses(rollout):\n    return json.loads(rollout.responses[0] + '{')\n\n"
+        "def adds(rollout):\n    return torch.nn.functional.linear(torch.ones(3), torch.ones(2, 2))\n"
+    )
+    for name, line in (("parses", 5), ("adds", 8)):
+        with pytest.raises(RewardError, match=rf"\({re.escape(str(path))}, line {line}\)\. Mend it there"):
+            score_with(load_function(f"{path}:{name}"), rollout(RESPONSES))
+    with pytest.raises(RewardError, match=r"\(.*json.decoder.py, line \d+\)"):  # where there is none of the user's
+        score_with(json.JSONDecoder().decode, rollout(RESPONSES))
+
+
 # ---------------------------------------------------------------------- sums
 
 
@@ -146,6 +207,9 @@ def test_a_weighted_sum_by_hand():
 
 
 def test_a_part_that_fails_is_named():
+    huge = WeightedSum(dict.fromkeys("ab", lambda r: [3e38] * 4))
+    with pytest.raises(RewardError, match="^weights: the reward gave inf to the response"):
+        huge(rollout(RESPONSES))
     both = WeightedSum({"fine": lambda r: r.lengths, "bad": lambda r: [float("nan")] * 4})
     with pytest.raises(RewardError, match="^parts.bad: the reward gave nan to the response"):
         score_with(both, rollout(RESPONSES))

@@ -1,6 +1,7 @@
 """A real server on the loopback interface; nothing is patched but the environment."""
 
 import contextlib
+import gzip
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from tests.trainers.helpers import PROMPTS, rollout
 from toolkit.errors import RewardError
 from toolkit.rewards import RemoteReward, score_with
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* before try")
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7], [30, 2]]
 
 
@@ -54,7 +56,11 @@ def test_batches_in_the_order_of_the_rollout(serve):
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_passes_is_tried_again(serve, status):
     server = serve(lambda n, message: lengths(n, message) if n > 2 else (status, b"busy"))
-    assert score_with(asking(server), batch()).tolist() == [len(text) for text in batch().responses]
+    with pytest.warns(
+        UserWarning, match=rf"{server.url}: status {status} .*\('busy'\); waiting 0.0\d s before try . of 3\."
+    ):
+        scores = score_with(asking(server), batch())
+    assert scores.tolist() == [len(text) for text in batch().responses]
     assert len(server.messages) == 3 and server.messages[0] == server.messages[2]
 
 
@@ -78,7 +84,7 @@ def test_one_that_stays_down_ends_the_run(serve):
     (problem,) = error.value.problems
     assert len(server.messages) == 3 and problem.field == "url"
     assert problem.wrong.startswith(f"{server.url} gave no answer in 3 tries over 0 s; the last: status 500")
-    assert "('out of memory')" in problem.wrong and "from the run's last checkpoint" in problem.remedy
+    assert "('out of memory')" in problem.wrong and problem.remedy == "See to the server."
 
 
 def test_nobody_there():
@@ -155,6 +161,14 @@ def test_an_answer_without_end_is_refused(serve):
     assert len(server.messages) == 1
 
 
+def test_a_compressed_answer_is_refused(serve):
+    """32 MiB of spaces, which would be in memory before anybody could count them."""
+    server = serve(lambda n, message: (200, gzip.compress(b" " * 2**25), 0, {"Content-Encoding": "gzip"}))
+    with pytest.raises(RewardError, match="answered in 'gzip', where plain text was asked for"):
+        asking(server)(batch())
+    assert server.headers[0]["Accept-Encoding"] == "identity"
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
 def test_a_refusal_ends_the_run_at_once(serve, status):
     elsewhere = serve(lengths)
@@ -172,6 +186,8 @@ def test_a_refusal_ends_the_run_at_once(serve, status):
             "did not answer with JSON ('<html>Sign in</html>'); {\"scores\": [5 numbers]} is needed",
         ),
         (b"", "did not answer with JSON; "),
+        (b"\x1b[2Jgone\x9b", "did not answer with JSON ('\\x1b[2Jgone"),
+        (b'{"scores": [1, "\\u001b[2J", 2, 3, 4]}', "gave '\\x1b[2J' to the response"),
         (b"[1, 2, 3, 4, 5]", "answered without scores ('[1, 2, 3, 4, 5]')"),
         (b'{"scores": 1}', "answered without scores"),
         (b'{"scores": [1, 2]}', "answered with 2 scores for 5 responses"),

@@ -1,5 +1,6 @@
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +9,7 @@ from tests.tolerances import EXACT
 from tests.trainers.helpers import rollout
 from toolkit.errors import RewardError
 from toolkit.models import sequence_logits
-from toolkit.rewards import RewardAdapter, check_scores, load_function
+from toolkit.rewards import RewardAdapter, check_scores, load_function, score_with
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7]]
 
@@ -60,6 +61,40 @@ def test_check_scores():
         check_scores(["a", "b", "c", "d"], batch)
     with pytest.raises(RewardError, match="returned None, not one number a response"):
         check_scores(None, batch)
+
+
+ODD = {
+    "complex": lambda: torch.ones(4, dtype=torch.complex64),
+    "complex, of numpy": lambda: np.ones(4) * 1j,
+    "complex, in a list": lambda: [1j] * 4,
+    "masked": lambda: torch.masked.masked_tensor(torch.ones(4), torch.tensor([True, False, True, True])),
+    "masked, of numpy": lambda: np.ma.masked_array(np.ones(4), [0, 1, 0, 0]),
+    "sparse": lambda: torch.ones(4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2)] * 4, layout=torch.jagged),
+    "without numbers": lambda: torch.ones(4, device="meta"),
+    "text": lambda: ["1"] * 4,
+    "texts, of numpy": lambda: np.array(["1"] * 4),
+    "objects": lambda: [object()] * 4,
+    "a dict": lambda: dict.fromkeys(range(4), 1.0),
+    "a generator": lambda: (1.0 for _ in range(4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_real_number_is_no_score(kind):
+    with pytest.raises(RewardError, match="returned what is not made of numbers"):
+        score_with(lambda batch: ODD[kind](), rollout(RESPONSES))
+
+
+def test_numbers_of_every_type_are_scores():
+    for values in (
+        np.array([1, 2, 3, 4], dtype=np.uint8), np.arange(1.0, 5), torch.arange(1, 5), torch.arange(1, 5).bfloat16(),
+        torch.arange(1.0, 5, dtype=torch.float64, requires_grad=True), (1, 2.0, 3, 4),
+        [torch.tensor(n) for n in range(1, 5)], [np.float32(n) for n in range(1, 5)],
+    ):  # fmt: skip
+        assert score_with(lambda batch, values=values: values, rollout(RESPONSES)).tolist() == [1, 2, 3, 4]
+    assert score_with(lambda batch: [True, False, True, 10**30], rollout(RESPONSES)).tolist()[:3] == [1, 0, 1]
 
 
 def test_a_python_function_by_name(tmp_path, monkeypatch):

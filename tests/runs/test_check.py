@@ -8,9 +8,9 @@ import pytest
 import torch
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlavaConfig, T5Config
+from transformers import BitsAndBytesConfig, LlamaConfig, LlavaConfig, T5Config
 
-from tests.conftest import lora, tiny_model
+from tests.conftest import lora, needs_trl_loop, tiny_model
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, save_llama, texts
 from toolkit import recipes
 from toolkit.errors import ModelError, RecipeError
@@ -115,10 +115,16 @@ def test_pairs_on_a_checkpoint(checkpoint, tmp_path):
     assert ppo.state == "to be run, after reward"
 
 
-def test_updates_follow_from_episodes_and_trls_loop_takes_one_step_a_pass(checkpoint, tmp_path):
-    many = ("ppo.num_mini_batches=2", "ppo.num_ppo_epochs=3", "ppo.max_steps=-1", "ppo.total_episodes=30")
-    assert stage(check(chat_recipe(tmp_path, checkpoint, *many)), "ppo").batches == 7  # 30 // 4
-    report = check(chat_recipe(tmp_path, checkpoint, *many, "ppo.loop=trl"))
+_EPISODES = ("ppo.num_mini_batches=2", "ppo.num_ppo_epochs=3", "ppo.max_steps=-1", "ppo.total_episodes=30")
+
+
+def test_updates_follow_from_episodes(checkpoint, tmp_path):
+    assert stage(check(chat_recipe(tmp_path, checkpoint, *_EPISODES)), "ppo").batches == 7  # 30 // 4
+
+
+@needs_trl_loop
+def test_trls_loop_takes_one_step_a_pass(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, *_EPISODES, "ppo.loop=trl"))
     assert stage(report, "ppo").steps == 7 * 3
 
 
@@ -153,6 +159,22 @@ def test_a_recipe_of_the_reward_stage_alone(checkpoint, tmp_path):
     report = check(chat_recipe(tmp_path, checkpoint, ppo=None, adapters={"reward": {"r": 4}}))
     assert [facts.role for facts in report.roles] == ["reward"] and texts(report) == ()
     assert role(report, "reward").modules == 4  # PEFT's own choice for Llama: q_proj and v_proj
+
+
+def test_rows_left_out_are_said_of_any_stage(checkpoint, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(
+        PAIRS.read_text(encoding="utf-8") + '{"prompt": "", "chosen": "a", "rejected": "b"}\n', encoding="utf-8"
+    )
+    data = {"task": "preferences", "train": str(path), "validation": str(PAIRS)}
+    report = check(chat_recipe(tmp_path, checkpoint, ppo=None, adapters={"reward": {"r": 4}}, data=data))
+    left_out = f"1 left out: 1 × an empty prompt (first: {path}, line 25)"
+    assert report.data == (f"data: train: 24 pairs; {left_out} | validation: 24 pairs",)
+    assert f"data       data: train: 24 pairs; {left_out}" in str(report)
+    # Once for each section, however many stages have it.
+    assert len(check(chat_recipe(tmp_path, checkpoint, data=data)).data) == 1
+    own = check(chat_recipe(tmp_path, checkpoint, data=data, reward_data={**data, "train": str(PAIRS)})).data
+    assert [line.partition(":")[0] for line in own] == ["reward_data", "data"] and left_out not in own[0]
 
 
 def test_saved_adapters_are_checked_by_their_headers(checkpoint, tmp_path, monkeypatch):
@@ -235,6 +257,21 @@ def problems_of(tmp_path, checkpoint, *overrides, **sections):
         (["ppo.response_length=500"], "and the base has positions for 512 (max_position_embeddings). Shorten the"),
         (["base.dtype=float16"], "reward — float16 training needs a GPU, and none is here."),
         (["base.attn_implementation=no_such"], "transformers cannot build this model: "),
+        (
+            ["adapters.policy.rank_pattern={no_proj: 4}"],
+            "adapters.policy — The following rank_pattern keys did not match",
+        ),
+        (
+            ["adapters.value.alpha_pattern={no_proj: 4}"],
+            "adapters.value — The following alpha_pattern keys did not match",
+        ),
+        (["adapters.policy.exclude_modules=[no_proj]"], "adapters.policy — You have passed exclude_modules"),
+        (
+            ["adapters.policy.target_parameters=[no.weight]"],
+            "adapters.policy — target_parameters=['no.weight'] were set",
+        ),
+        (["adapters.policy.layers_to_transform=[77]", "adapters.policy.target_modules=[q_proj]"], "adapters.policy — "),
+        (["adapters.policy.target_modules=(["], "adapters.policy — "),
     ],
 )
 def test_problems(overrides, message, checkpoint, tmp_path, monkeypatch):
@@ -256,6 +293,7 @@ def test_all_problems_in_one_error(checkpoint, tmp_path):
     assert role(report, "reward").modules == 14  # the check went on
 
 
+@needs_trl_loop
 def test_what_trls_loop_cannot_run(checkpoint, tmp_path):
     """The reasons are those of the trainer at the start of a run."""
     adapters = {name: ADAPTERS[name] for name in ("policy", "reward")}
@@ -329,55 +367,16 @@ def test_a_tokenizer_of_another_checkpoint(tmp_path):
     assert "base.model — the tokenizer has 259 tokens and the base 100 embeddings" in problems_of(tmp_path, folder)[0]
 
 
-SMALL = {
-    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "refused"),
-    [
-        ("gemma2", {}, "final_logit_softcapping is 30.0"),
-        ("gemma2", {"final_logit_softcapping": None}, None),
-        ("recurrent_gemma", {"logits_soft_cap": 2.0, "block_types": ["attention"]}, "logits_soft_cap is 2.0"),
-        ("cohere", {}, "logit_scale is 0.0625"),
-        ("cohere", {"logit_scale": 1.0}, None),
-        ("granite", {"logits_scaling": 8.0}, "logits_scaling is 8.0"),
-        ("granite", {}, None),
-        ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 1, "logit_scale": 0.5}, None),
-        ("llama", {"logit_scale": 0.5}, None),  # a key that Llama does not know
-    ],
-)
-def test_logits_that_are_changed_after_lm_head(kind, settings, refused, tmp_path):
-    """What the configuration tells is what a run finds out with the weights."""
-    config = AutoConfig.for_model(kind, **{**SMALL, **settings})
-    config.save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.normal_()
-    found = [problem for problem in problems_of(tmp_path, tmp_path / "model") if "logits after lm_head" in problem]
-    if refused is None:
-        assert not found and SharedBase(model).roles == ()
-    else:
-        said = f"base.model — a model of type {kind} changes its logits after lm_head ({refused}), which the"
-        assert len(found) == 1 and found[0].startswith(said)
-        with pytest.raises(ModelError, match="changes its logits after lm_head"):
-            SharedBase(model)
-
-
-def test_changed_logits_do_not_matter_to_pretraining_alone(tmp_path):
-    small = {name: value for name, value in SMALL.items() if name != "head_dim"}  # which is no setting of Cohere
-    base = {"config": {"model_type": "cohere", **small, "vocab_size": 50}, "dtype": "float32"}
-    sections = {"base": base, "data": {"task": "doubling"}, "sft": {"max_steps": 1}, "adapters": None, "ppo": None}
-    values = {**sections, "reward": None}
-    assert not [p for p in texts(check(chat_recipe(tmp_path, None, **values))) if "logits after" in p]
-    values |= {"adapters": ADAPTERS, "ppo": {"max_steps": 1}, "reward": {}}
-    report = check(chat_recipe(tmp_path, None, **values))
-    assert any(p.startswith("base.config — a model of type cohere changes its logits") for p in texts(report))
-    assert report.base is not None and len(report.roles) == 4  # the check goes on
+def test_a_base_that_scales_its_logits(tmp_path):
+    small = {
+        "vocab_size": 50, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    base = {"config": {"model_type": "cohere", **small}, "dtype": "float32"}
+    values = {"base": base, "data": {"task": "doubling"}, "sft": {"max_steps": 1}, "adapters": ADAPTERS, "reward": {}}
+    report = check(chat_recipe(tmp_path, None, **values, ppo={"max_steps": 1}))
+    assert report.base is not None and len(report.roles) == 4
+    assert not [p for p in texts(report) if "logits" in p]
 
 
 def test_weights_that_are_missing_or_cut_short(tmp_path):
@@ -427,6 +426,12 @@ def test_no_checkpoint_and_no_such_architecture(tmp_path):
     assert found[0].startswith("base.model — no checkpoint could be loaded from the folder") and len(found) == 1
     report = check(recipes.load("doubling", "base.config.model_type=gpt7", runs_dir=tmp_path))
     assert texts(report)[0].startswith("base.config — transformers cannot build this model: ")
+
+
+@pytest.mark.parametrize("size", ["-1", "0", "1000000000000000000"])
+def test_a_random_base_whose_data_cannot_be_made(size, tmp_path):
+    report = check(recipes.load("doubling", f"data.test_size={size}", runs_dir=tmp_path))
+    assert len(texts(report)) == 1 and texts(report)[0].startswith("data")
 
 
 def test_ends_that_stand_in_the_settings_of_generation_alone(tmp_path, checkpoint):

@@ -11,6 +11,7 @@ from toolkit import recipes
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import stages
 from toolkit.runs.folder import claim, conflict, finished
+from toolkit.runs.owned import begin
 from toolkit.runs.take_over import take_over
 from toolkit.spec.plan import STAGES
 
@@ -160,8 +161,8 @@ def test_other_settings_are_refused_with_the_keys_and_the_ways_on(tmp_path, chec
 def test_overwriting_deletes_what_is_outdated_and_nothing_else(tmp_path, checkpoint):
     recipe = chat_recipe(tmp_path, checkpoint, sft=FEW)
     finish(recipe, "sft", "reward", "ppo")
-    for name in ("eval", "mine"):
-        (recipe.folder / name).mkdir()
+    begin(recipe.folder / "eval")
+    (recipe.folder / "mine").mkdir()
     claim(chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3", sft=FEW), "ppo", overwrite=True)
     assert there(recipe) == {"sft", "reward"}
     assert not (recipe.folder / "eval").exists() and (recipe.folder / "mine").is_dir()
@@ -184,7 +185,9 @@ def test_a_stage_that_left_nothing_of_worth_is_tried_again_with_other_settings(t
         (recipe.stage_folder("ppo") / "before.json").write_text("{}")
         other = chat_recipe(tmp_path, checkpoint, "ppo.per_device_train_batch_size=1")
         claim(other, "ppo", resume=resume)
-        assert there(recipe) == {"reward"} and list(other.stage_folder("ppo").iterdir()) == []
+        assert there(recipe) == {"reward"} and [path.name for path in other.stage_folder("ppo").iterdir()] == [
+            "manifest.json"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -267,6 +270,19 @@ def test_stages_whose_recipe_is_lost_are_not_deleted_unasked(tmp_path, checkpoin
     assert there(recipe) == {"reward"}
 
 
+def test_a_recipe_of_ones_own_in_the_run_folder_is_not_written_over(tmp_path, checkpoint):
+    recipe = chat_recipe(tmp_path, checkpoint)
+    recipe.folder.mkdir(parents=True)
+    own = recipe.folder / "recipe.yaml"
+    own.write_text(f"# mine\n{recipe.to_yaml()}")
+    for way in ({}, {"overwrite": True}):
+        with pytest.raises(RecipeError, match="recipe.yaml is not known to be the toolkit's: no stage beside it has"):
+            claim(recipe, "ppo", **way)
+    assert own.read_text() == f"# mine\n{recipe.to_yaml()}" and [path.name for path in recipe.folder.iterdir()] == [
+        own.name
+    ]
+
+
 # ---------------------------------------------------------------------- stages of another run
 
 
@@ -284,7 +300,9 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     ]
     taken = json.loads((second.stage_folder("sft") / "result.json").read_text())
     assert taken == {"stage": "sft", "taken_from": str(first.stage_folder("sft"))}
-    assert sorted(path.name for path in second.stage_folder("sft").iterdir()) == ["policy", "result.json"]
+    assert sorted(path.name for path in second.stage_folder("sft").iterdir()) == [
+        "manifest.json", "policy", "result.json",
+    ]  # fmt: skip
     assert not second.stage_folder("reward").exists() and finished(second, "sft") == taken
     assert there(first) == {"sft", "reward"}
     assert take_over(second, "chat", ["sft"]) == []  # it has it by now
@@ -355,6 +373,6 @@ def test_a_copy_that_fails_leaves_nothing_that_looks_finished(tmp_path, checkpoi
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.shutil, "copytree", full)
-    with pytest.raises(ToolkitError, match=r"cannot be copied there \(No space left on device\). Make room"):
+    with pytest.raises(ToolkitError, match=r"cannot be written \(No space left on device\). Make room"):
         take_over(second, "chat", ["reward"])
     assert finished(second, "reward") is None

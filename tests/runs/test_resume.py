@@ -11,12 +11,14 @@ import time
 import pytest
 import torch
 
+from tests.conftest import needs_trl_loop
 from tests.tiny_runs import REPOSITORY, chat_recipe, command
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders
-from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
+from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
+from toolkit.runs.owned import begin
 from toolkit.runs.stage import BEFORE_FILE
 
 SMALL = (
@@ -115,7 +117,7 @@ def test_a_longer_run_that_is_stopped_is_not_taken_for_the_shorter_one(tmp_path,
     recipe = chat(tmp_path, checkpoint, max_steps=2, lr_scheduler_type="constant")
     stages.run(recipe, "reward")
     stages.run(recipe, "ppo")
-    (recipe.folder / "eval").mkdir()
+    begin(recipe.folder / "eval")
     longer = chat(tmp_path, checkpoint, max_steps=4, lr_scheduler_type="constant")
     from toolkit.trainers.resume import ResumableTrainer
 
@@ -223,6 +225,7 @@ def test_the_command_goes_on_with_what_a_notebook_began(tmp_path, checkpoint):
     assert (result["before"], result["after"]) == (expected["before"], expected["after"])
 
 
+@needs_trl_loop
 def test_trl_s_own_loop_saves_no_checkpoints_and_says_so(tmp_path, checkpoint):
     recipe = chat_recipe(tmp_path, checkpoint, "ppo.loop=trl", "ppo.save_strategy=steps")
     with pytest.raises(RecipeError, match=r"ppo.loop: trl saves no checkpoints.*trl#2657"):
@@ -254,19 +257,3 @@ def test_a_signal_to_the_command_reaches_the_stage_that_runs(number, tmp_path):
         done = command(*arguments, "--resume", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert json.loads((tmp_path / "runs/cut/sft/result.json").read_text())["resumed_at"]
-
-
-def test_a_stage_that_was_killed_is_told_from_one_that_failed(tmp_path):
-    from toolkit.errors import ToolkitError
-    from toolkit.runs.process import run_stage
-
-    def script(text):
-        return [sys.executable, "-c", f"import os, signal, sys; {text}"]
-
-    run_stage(script("pass"), "sft", "ppo")
-    with pytest.raises(ToolkitError, match='"sft", which "ppo" needs, failed; its message is above'):
-        run_stage(script("sys.exit(1)"), "sft", "ppo")
-    with pytest.raises(ToolkitError, match=r"was killed by SIGKILL.*out of memory"):
-        run_stage(script("os.kill(os.getpid(), signal.SIGKILL)"), "sft", "ppo")
-    with pytest.raises(RunInterrupted, match="was stopped and is saved"):
-        run_stage(script("sys.exit(143)"), "sft", "ppo")

@@ -91,7 +91,7 @@ RULE = {"kind": "function", "function": "statistics:fmean"}
         ),
         (
             {"kind": "sum", "parts": {"a": {**RULE, "weight": float("inf")}}},
-            "scorer.parts.a.weight — must be a finite number, got inf",
+            "scorer.parts.a.weight — a finite number below 2^63 is needed, got inf",
         ),
         ({"kind": "sum", "parts": {"a": {"kind": "remote"}}}, "scorer.parts.a.url — is needed by kind: remote"),
         (

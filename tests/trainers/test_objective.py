@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from tests.conftest import lora, randomize, shared_base, tiny_model
+from tests.conftest import lora, needs_trl_loop, randomize, shared_base, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
 from toolkit.data import PromptCollator, doubling
@@ -276,17 +276,25 @@ def test_tokens_that_end_a_response_by_the_settings_of_generation_alone(tmp_path
             {"drop_short_responses": True, "min_response_length": 2, "short_response_penalty": 1.0},
             "short_response_penalty — would have no effect with drop_short_responses",
         ),
-        (
-            {"loop": "trl", "drop_short_responses": True, "min_response_length": 2},
-            "drop_short_responses — would have no effect with loop: trl",
-        ),
         ({"value_learning_rate": -1.0}, "value_learning_rate — must be 0 or more"),
         ({"score_clip": 0.0}, "score_clip — must be positive"),
         ({"cliprange": 0.0}, "cliprange — must be positive or null"),
-        ({"loop": "trl", "entropy_coef": 0.1}, "entropy_coef — would have no effect with loop: trl"),
-        ({"loop": "trl", "cliprange_value": None}, "cliprange_value — a number is needed with loop: trl, got None"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         config(tmp_path, **changes)
+
+
+@needs_trl_loop
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"drop_short_responses": True, "min_response_length": 2}, "drop_short_responses — would have no effect with"),
+        ({"entropy_coef": 0.1}, "entropy_coef — would have no effect with loop: trl"),
+        ({"cliprange_value": None}, "cliprange_value — a number is needed with loop: trl, got None"),
+    ],
+)
+def test_what_trls_loop_does_not_know_is_refused_with_it(changes, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        config(tmp_path, loop="trl", **changes)

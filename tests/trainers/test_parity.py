@@ -10,8 +10,6 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
-from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
-from trl.experimental.ppo import ppo_trainer as trl_module
 
 from tests.conftest import shared_base, tiny_model
 from tests.tolerances import RELATIVE
@@ -20,6 +18,8 @@ from toolkit.data import doubling
 from toolkit.models import PolicyView, TokenScoreView, save_role
 from toolkit.trainers.stock_ppo import trl_config
 
+trl_module = pytest.importorskip("trl.experimental.ppo.ppo_trainer", reason="TRL 1.12 is the last with PPO")
+TRLPPOTrainer = trl_module.PPOTrainer
 FULL = [[12, 13, 14, 15, 16, 17], [9, 9, 8, 8, 7, 7], [20, 30, 21, 31, 22, 32], [5, 6, 7, 8, 9, 10]]
 EARLY = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]  # eos (2) before the limit
 

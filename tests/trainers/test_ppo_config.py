@@ -2,6 +2,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from tests.conftest import needs_trl_loop
 from tests.trainers.helpers import config
 from toolkit.errors import ConfigError
 from toolkit.functional import KL_ESTIMATORS, VALUE_POOLINGS
@@ -17,10 +18,9 @@ def test_the_words_are_those_of_the_maths():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, "temperature — must be positive, got 0.0."),
+        ({"temperature": 0.0}, "temperature — must be at least 0.0001, got 0.0."),
         ({"response_length": 0}, "response_length — must be at least 1, got 0."),
         ({"max_length": 0}, "max_length — must be at least 1 or null, got 0."),
-        ({"loop": "trl", "max_length": 256}, "max_length — would have no effect with loop: trl, which has none."),
         ({"gamma": 1.5}, "gamma — must be between 0 and 1, got 1.5."),
         (
             {"num_mini_batches": 3},
@@ -32,12 +32,6 @@ def test_the_words_are_those_of_the_maths():
         (
             {"max_steps": 3, "total_episodes": 12},
             "total_episodes — sets the number of updates, and so does max_steps. Give one.",
-        ),
-        ({"loop": "trl", "kl_estimator": "k2"}, "kl_estimator — 'k1' or 'k3' is needed with loop: trl, got 'k2'."),
-        ({"loop": "trl", "kl_target": 6.0}, "kl_target — would have no effect with loop: trl, which has none."),
-        (
-            {"loop": "trl", "sample_with_replacement": True},
-            "sample_with_replacement — would have no effect with loop: trl, which has none.",
         ),
         ({"kl_target": 0.0}, "kl_target — must be positive or null, got 0.0."),
         ({"num_mini_batches": 0}, "num_mini_batches — must be at least 1, got 0."),
@@ -53,6 +47,24 @@ def test_bad_values(changes, message, tmp_path):
     assert str(error.value) == f"PPOConfig has 1 problem\n  {message}"
 
 
+@needs_trl_loop
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_length": 256}, "max_length — would have no effect with loop: trl, which has none."),
+        ({"kl_estimator": "k2"}, "kl_estimator — 'k1' or 'k3' is needed with loop: trl, got 'k2'."),
+        ({"kl_target": 6.0}, "kl_target — would have no effect with loop: trl, which has none."),
+        ({"rollouts_per_update": 2}, "rollouts_per_update — would have no effect with loop: trl, which has none."),
+        (
+            {"sample_with_replacement": True},
+            "sample_with_replacement — would have no effect with loop: trl, which has none.",
+        ),
+    ],
+)
+def test_values_that_trls_loop_lacks(changes, message, tmp_path):
+    test_bad_values({"loop": "trl", **changes}, message, tmp_path)
+
+
 def test_all_bad_values_are_in_one_error(tmp_path):
     with pytest.raises(ConfigError) as error:
         config(tmp_path, kl_coef=-1, loop="mine", value_adam_beta1=1.0)
@@ -63,6 +75,7 @@ def test_all_bad_values_are_in_one_error(tmp_path):
     }
 
 
+@needs_trl_loop
 def test_trls_own_loop_takes_what_its_class_has(tmp_path):
     args = config(tmp_path, loop="trl", kl_estimator="k3", cliprange=0.1, eval_do_sample=True, logprob_chunk_size=4)
     assert args.loop == "trl"

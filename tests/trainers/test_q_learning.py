@@ -247,7 +247,7 @@ def test_a_cut_response_goes_on_where_the_recipe_says_so(tmp_path):
         ({"target_decay": -0.1}, "target_decay — must be between 0 and 1, got -0.1."),
         ({"conservative_coef": -1.0}, "conservative_coef — must be 0 or more, got -1.0."),
         ({"n_steps": 0}, "n_steps — must be at least 1, got 0."),
-        ({"decoding_temperature": 0.0}, "decoding_temperature — must be positive, got 0.0."),
+        ({"decoding_temperature": 0.0}, "decoding_temperature — must be at least 0.0001, got 0.0."),
         ({"bound": "tanh"}, "bound — 'none' or 'sigmoid' is needed, got 'tanh'."),
         (
             {"bound": "sigmoid", "highest_return": -2.0},

@@ -25,7 +25,9 @@ from tests.trainers.resumable import (
     sft_policy,
     weights,
 )
-from toolkit.errors import CheckpointError, RunInterrupted
+from toolkit.checkpoints import checkpoint_folders
+from toolkit.errors import CheckpointError, RewardError, RunInterrupted
+from toolkit.rewards import WeightedSum
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
@@ -326,6 +328,40 @@ def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
     made = make(ppo, tmp_path / "module", reward=module, max_steps=1)
     made.train()
     assert not any("reward" in name for name in load_file(tmp_path / "module" / "checkpoint-1" / "state.safetensors"))
+
+
+@pytest.mark.parametrize("rollouts", [1, 2])
+@pytest.mark.parametrize("good_calls", [0, 3, 4])
+def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp_path):
+    """Nothing had been saved; a part that changes had already seen the rollout that it failed on."""
+    calls = 0
+
+    def down(rollout):
+        nonlocal calls
+        calls += 1
+        if calls == good_calls + 1:
+            raise ConnectionError("nobody there")
+        return [0.0] * len(rollout)
+
+    def made(name, **parts):
+        reward = WeightedSum({"mean": RunningMean(), **parts})
+        settings = {"save_strategy": "no", "rollouts_per_update": rollouts, "max_steps": 5}
+        return make(ppo, tmp_path / name, reward=reward, **settings)
+
+    cut, step = made("cut", server=down), good_calls // rollouts
+    with pytest.raises(RewardError, match="^parts.server: the reward raised ConnectionError: nobody there") as error:
+        cut.train()
+    said = f"All up to update {step} is saved in {tmp_path}/cut/checkpoint-{step}: then go on with resume=True."
+    assert (said in str(error.value)) == bool(step)
+    assert [path.name for path in checkpoint_folders(tmp_path / "cut")] == ([f"checkpoint-{step}"] if step else [])
+    if not step:
+        return
+    whole, again = made("whole", server=lambda rollout: [0.0] * len(rollout)), made("cut", server=down)
+    whole.train()
+    for going_on in (cut, again):  # a notebook's own objects, and another process
+        going_on.train(resume_from_checkpoint=True)
+        assert_same(weights(whole), weights(going_on))
+        assert going_on.reward.state_dict() == whole.reward.state_dict()
 
 
 def test_evaluation_leaves_a_reward_that_changes(tmp_path):

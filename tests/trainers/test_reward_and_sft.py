@@ -15,6 +15,7 @@ from tests.tolerances import EXACT
 from toolkit.data import doubling
 from toolkit.errors import DataError
 from toolkit.models import SharedBase, load_base, load_role, sequence_logits
+from toolkit.spec.validate import measured_names
 from toolkit.trainers.reward import RewardConfig, class_figures, judge_pairs, pair_figures, reward_trainer
 from toolkit.trainers.sft import sft_trainer
 
@@ -61,6 +62,11 @@ def test_scalar_reward_learns_pairs_and_saves_a_role(checkpointing, tmp_path):
         assert torch.equal(a, b)
 
 
+def measured(metrics):
+    """What a recipe may name as `metric_for_best_model`."""
+    return {name.removeprefix("eval_") for name in metrics} - {"epoch", "model_preparation_time"}
+
+
 def test_the_view_trains_as_a_plain_sequence_classifier_would(tmp_path):
     """One step of TRL's trainer on the role view gives the weights that TRL gives a PEFT classifier of its own."""
     from peft import LoraConfig, get_peft_model
@@ -69,7 +75,8 @@ def test_the_view_trains_as_a_plain_sequence_classifier_would(tmp_path):
     tokenizer = doubling.tokenizer()
     args = {"output_dir": str(tmp_path), "max_steps": 3, "gradient_checkpointing": False, "max_length": None, **COMMON}
     base = reward_base()
-    ours = reward_trainer(RewardConfig(**args), tokenizer, base, pairs(), callbacks=[])
+    ours = reward_trainer(RewardConfig(**args), tokenizer, base, pairs(), pairs(), callbacks=[])
+    assert measured(ours.evaluate()) == set(measured_names({}, "reward"))
     tiny_model().save_pretrained(tmp_path / "base")
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
     classifier = get_peft_model(
@@ -202,7 +209,9 @@ def test_pretraining_trains_all_weights_and_saves_a_checkpoint(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), max_steps=20, gradient_checkpointing=False, **COMMON)
     trainer = sft_trainer(args, doubling.tokenizer(), model, sequences(), sequences(8), callbacks=[])
     assert isinstance(trainer, TRLSFTTrainer)
-    first = trainer.evaluate()["eval_loss"]
+    metrics = trainer.evaluate()
+    assert measured(metrics) == set(measured_names({}, "sft"))
+    first = metrics["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.2 * first
     assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters())

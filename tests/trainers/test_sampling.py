@@ -57,11 +57,14 @@ def test_each_of_these_settings_would_change_it(tmp_path):
     """So that the test above can fail: put back after the base has been made, they do reach the samples."""
     plain = {do_sample: answers(sampling_base(), tmp_path, do_sample) for do_sample in (True, False)}
     for name, value in OWN_SETTINGS.items():
-        if name in ("top_k", "top_p", "temperature"):
-            continue  # which every rollout gives by itself, too
+        if name in ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "temperature"):
+            continue  # settings of transformers' sampling, which has no part in ours
         changed = False
         for do_sample in (True, False):
             base = sampling_base()
             base.causal_lm.generation_config = GenerationConfig(**{name: value})
-            changed = changed or answers(base, tmp_path, do_sample) != plain[do_sample]
+            try:
+                changed = changed or answers(base, tmp_path, do_sample) != plain[do_sample]
+            except RuntimeError:  # beams are more rows than were asked for
+                changed = True
         assert changed, name

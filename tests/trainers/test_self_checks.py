@@ -113,6 +113,20 @@ def test_active_dropout_is_no_wrong_ratio(tmp_path):
     assert stats["approx_kl"] > 0  # the dropout is really active in the update
 
 
+def test_a_base_that_draws_random_numbers_is_noticed_beside_an_adapter_with_dropout(tmp_path, monkeypatch):
+    base = shared_base(fresh=True)
+    base.remove_role("policy")
+    base.add_role("policy", lora(lora_dropout=0.1))
+    base.train_roles("policy", "value")
+    ours = trainer(tmp_path, base)
+    layer = base.causal_lm.model.layers[1].mlp
+    plain = layer.forward
+    # After the base was tried at its loading.
+    monkeypatch.setattr(layer, "forward", lambda x: plain(x) * (1 + 0.3 * torch.randn(1) * layer.training))
+    with pytest.raises(SelfCheckError, match=r"before the first update log\(ratio\)"):
+        ours.step({}, rollout([[5, 9, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
+
+
 def test_a_tokenizer_of_another_checkpoint_is_noticed():
     base, tokenizer = shared_base(), doubling.tokenizer()
     self_checks.check_tokenizer(tokenizer, base)

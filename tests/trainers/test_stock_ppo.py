@@ -1,12 +1,13 @@
 import pytest
 import torch
-from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
 from tests.conftest import shared_base
 from tests.trainers.helpers import config, count_reward, dataset
 from toolkit.data import doubling
 from toolkit.errors import ConfigError
 from toolkit.trainers.stock_ppo import stock_ppo_trainer, stock_rollouts
+
+TRLPPOTrainer = pytest.importorskip("trl.experimental.ppo", reason="TRL 1.12 is the last with PPO").PPOTrainer
 
 
 def stock(folder, base=None, tokenizer=None, **changes):

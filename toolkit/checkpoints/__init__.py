@@ -14,4 +14,4 @@ from toolkit.checkpoints.folders import (
     whole_folder,
 )
 from toolkit.checkpoints.state import get_random_states, kept_random_states, read_state, set_random_states, write_state
-from toolkit.checkpoints.stop import StopRequest, stop_requests
+from toolkit.checkpoints.stop import StopRequest, signals_to, stop_requests

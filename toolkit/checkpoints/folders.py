@@ -5,9 +5,6 @@ SHA-256 of each, and only then is it renamed. A process may be killed at any ins
 fits is whole, whatever its name; everything else is left over and is never read.
 """
 
-import hashlib
-import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -16,16 +13,15 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from toolkit.errors import CheckpointError
+from toolkit.disk import ASIDE, MANIFEST, damage, seal, sealed_files, sync
+from toolkit.errors import CheckpointError, ToolkitError
 
-MANIFEST = "manifest.json"
 _PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
-_ASIDE = ".partial"
 
 
 def step_of(folder: Path) -> int:
     """The step at which a checkpoint was written, from its name."""
-    return int(folder.name.removesuffix(_ASIDE).removeprefix(_PREFIX))
+    return int(folder.name.removesuffix(ASIDE).removeprefix(_PREFIX))
 
 
 def checkpoint_folders(output: str | Path, suffix: str = "") -> list[Path]:
@@ -35,35 +31,6 @@ def checkpoint_folders(output: str | Path, suffix: str = "") -> list[Path]:
     return sorted(numbered, key=step_of)
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders; its rename is journalled
-    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _seal(folder: Path) -> None:
-    """Sync every file, and say in the manifest what is there; from here on the folder is whole."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    for path in (*files, *{path.parent for path in files}):
-        _sync(path)
-    entries = {f.relative_to(folder).as_posix(): {"bytes": f.stat().st_size, "sha256": _digest(f)} for f in files}
-    aside = folder / f"{MANIFEST}{_ASIDE}"
-    aside.write_text(json.dumps({"files": entries}, indent=1) + "\n", encoding="utf-8")
-    _sync(aside)
-    aside.replace(folder / MANIFEST)
-    _sync(folder)
-
-
 @contextmanager
 def whole_folder(folder: str | Path) -> Iterator[Path]:
     """Write the checkpoint `…/checkpoint-N`: gives a folder to fill, which afterwards appears under its name, whole.
@@ -71,12 +38,12 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     A folder of that name is replaced, and stays until then. Raises: CheckpointError: the disk cannot be written.
     """
     folder = Path(folder)
-    aside = folder.with_name(folder.name + _ASIDE)
+    aside = folder.with_name(folder.name + ASIDE)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        _seal(aside)
+        seal(aside, [path for path in aside.rglob("*") if path.is_file() and path.name != MANIFEST])
         _give_name(aside)
     except (OSError, SafetensorError) as error:
         wrong = f"{folder}: the checkpoint cannot be written ({error}). Earlier ones are untouched."
@@ -85,30 +52,20 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
 
 def _give_name(aside: Path) -> None:
     """From here to the rename only the sealed folder is there, which `newest_whole` knows for what it is."""
-    folder = aside.with_name(aside.name.removesuffix(_ASIDE))
+    folder = aside.with_name(aside.name.removesuffix(ASIDE))
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def problem_of(folder: str | Path) -> str | None:
     """Why a checkpoint is not whole; None where it is. Every byte is read."""
-    folder = Path(folder)
     try:
-        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}, so it was never finished"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
-    for name, expected in entries.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, and had {expected['bytes']}"
-        if _digest(path) != expected["sha256"]:
-            return f"{name} is damaged: its SHA-256 is not the one it had"
-    return None
+        if sealed_files(Path(folder)) is None:
+            return f"it has no {MANIFEST}, so it was never finished"
+    except ToolkitError as error:
+        return f"its {MANIFEST} cannot be read ({error.problems[0].wrong})"
+    return damage(Path(folder))
 
 
 def newest_whole(output: str | Path, *, say: Callable[[str], None]) -> Path | None:
@@ -117,7 +74,7 @@ def newest_whole(output: str | Path, *, say: Callable[[str], None]) -> Path | No
     One that was whole when its process was killed, just before it got its name, is given it; what unfinished writes
     left is deleted. `say` is told of each newer one that is skipped, and why.
     """
-    for aside in checkpoint_folders(output, _ASIDE):
+    for aside in checkpoint_folders(output, ASIDE):
         if problem_of(aside) is None:
             _give_name(aside)
         else:

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -19,24 +19,29 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Inside, the first SIGINT or SIGTERM is noted instead of ending the process; a second Ctrl-C ends it at once.
+def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM call a handler.
 
     In a thread other than the main one, where Python lets nobody handle signals, nothing is changed.
     """
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Inside, the first SIGINT or SIGTERM is noted instead of ending the process; a second Ctrl-C ends it at once."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and request.received is not None:
             raise KeyboardInterrupt
         request.received = request.received or signal.Signals(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with signals_to(note):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

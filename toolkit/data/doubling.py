@@ -110,6 +110,8 @@ class Doubling(Task):
         ids, answers = [self._encode(question(n, s)) for n, s in rows], [answer(n, s) for n, s in rows]
         return Dataset.from_dict({"input_ids": ids, "style": [styles.index(s) for _, s in rows], "answer": answers})
 
+    metric_names = ("exact_match", "style_accuracy")
+
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """`exact_match` (right number, right style, ended) and `style_accuracy` (only digits of the style)."""
         digits, rows = list(STYLES.values()), zip(rollout.responses, rollout.columns["style"], strict=True)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.messages import Messages, checked_messages, dialogue_prompt, read_prompt
@@ -47,7 +46,7 @@ class PromptEncoder:
         """A conversation or a text that waits for its response, of at most `limit` tokens."""
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if self.chat else None
         text = str(prompt) if messages is None else self._written(messages)
-        ids = self.tokenizer.encode(text, add_special_tokens=not self.chat)
+        ids = self.ids(text, special=not self.chat)
         if not ids:
             raise Unusable("an empty prompt")
         encoded = {"input_ids": within_limit(ids, "prompt", limit), "prompt": text}
@@ -61,8 +60,15 @@ class PromptEncoder:
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
             return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
+        except Exception as error:  # of jinja2, and of whatever a template does in Python
             raise Unusable(f"the chat template refuses it: {error}") from error
+
+    def ids(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids of a text as it is, or with the special tokens that the tokenizer adds."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        except Exception as error:  # of tokenizers, which has no other class
+            raise Unusable(f"the tokenizer refuses it: {error}") from error
 
     def response(self, text: str, prompt: Mapping[str, Any]) -> list[int]:
         """The ids of a response with its end.
@@ -72,12 +78,12 @@ class PromptEncoder:
         """
         if "messages" in prompt and not self.chat:
             text = f" {text}"  # hh-rlhf's own, after "Assistant:"
-        return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        return [*self.ids(text), self.tokenizer.eos_token_id]
 
     def checked_ids(self, value: Any, column: str) -> list[int]:
         """Token ids of a column, taken as they are; raises `Unusable` if they are none of this tokenizer's."""
         # Not isinstance: True is an int.
-        if not isinstance(value, list) or any(type(token) is not int for token in value):
+        if not isinstance(value, list) or not {int}.issuperset(map(type, value)):
             raise Unusable(f"{column} that are no list of whole numbers")
         if not self._vocabulary.issuperset(value):
             raise Unusable("ids that are not in the vocabulary")
@@ -89,8 +95,8 @@ class PromptEncoder:
 
     def row(
         self, place: str, row: dict[str, Any], first: dict[str, Any], columns: Mapping[str, str] | None, limit: int
-    ) -> dict[str, Any]:
-        """The encoded prompt of a row, and the row's other columns.
+    ) -> tuple[str, dict[str, Any]]:
+        """The column of a row's prompt, and the prompt encoded; of token ids without its text.
 
         The prompt is in the first of `columns` (kinds of `PROMPT_COLUMNS` to the source's names) that the first row of
         the source has. Raises DataError if it has none of them, or the row lacks that one.
@@ -105,9 +111,9 @@ class PromptEncoder:
         if named[kind] not in row:
             wrong = f'{place}: no column "{named[kind]}", which the first row has; {present(row)}'
             raise DataError(wrong, remedy="Give every row the same column for the prompt.")
-        value, others = row[named[kind]], {name: item for name, item in row.items() if name != named[kind]}
-        kind = "messages" if kind == "prompt" and isinstance(value, list) else kind
-        return others | self._of_kind(place, kind, value, limit)
+        value = row[named[kind]]
+        messages = kind == "messages" or (kind == "prompt" and isinstance(value, list))
+        return named[kind], self._of_kind(place, "messages" if messages else kind, value, limit)
 
     def _of_kind(self, place: str, kind: str, value: Any, limit: int) -> dict[str, Any]:
         if kind == "messages" and not self.chat:
@@ -124,7 +130,7 @@ class PromptEncoder:
             ids = within_limit(self.checked_ids(value, kind), "prompt", limit)
             if not ids:
                 raise Unusable("an empty prompt")
-            return {"input_ids": ids, "prompt": str(self.tokenizer.decode(ids))}
+            return {"input_ids": ids}
         if kind == "messages":
             return self.prompt(checked_messages(value), limit)
         if not isinstance(value, str):

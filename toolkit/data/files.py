@@ -7,24 +7,49 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from toolkit.errors import DataError
 
 Row = tuple[str, dict[str, Any]]
-TABLE_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
+_DEEPEST = 20  # lists and objects within each other; datasets' own recursion ends soon after
+
+
+def shown(text: str) -> str:
+    """A text as an error shows it: on one line, without control characters, and not for ever."""
+    text = text if len(text) <= 200 else f"{text[:150]} … ({len(text)} characters)"
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of columns as an error shows them, the first 20 of many."""
+    every = [shown(str(name)) for name in names]
+    return ", ".join(every if len(every) <= 20 else [*every[:20], f"and {len(every) - 20} more"])
 
 
 def reason(error: Exception) -> str:
     """The first line of an error, or its name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return shown(f"no {lines[0]}" if isinstance(error, KeyError) else lines[0])
 
 
 def numbered(place: str, tables: Iterable[Any]) -> Iterator[Row]:
     """The rows of Arrow tables."""
-    rows = (row for table in tables for row in table.to_pylist())
+    rows = (row for table in tables for row in _in_python(place, table))
     return ((f"{place}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _in_python(place: str, table: Any) -> list[dict[str, Any]]:
+    try:
+        return table.to_pylist()
+    except Exception:  # whatever a kind of values raises: durations, dates and zones that Python has not
+        for column, name in enumerate(table.schema.names):
+            try:
+                table.column(column).to_pylist()
+            except Exception as error:
+                wrong = f'{place}: column "{shown(name)}" holds a value that Python has not ({reason(error)}).'
+                raise DataError(wrong, remedy="Write the column as text, or take it out.") from error
+        raise
 
 
 def _text(path: Path) -> str:
@@ -40,31 +65,44 @@ def _text(path: Path) -> str:
         raise DataError(f"{path}, line {line}: not UTF-8 (byte {error.start}).", remedy="Save it as UTF-8.") from error
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    # Not splitlines(), which also cuts at U+2028 and form feeds: JSON allows the one inside a string.
-    return enumerate((line.removesuffix("\n") for line in io.StringIO(text, newline=None)), 1)
+def _streamed(path: Path) -> Iterator[str]:
+    """The file's lines, of which a few are in memory at a time."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            yield from file
+    except (OSError, UnicodeDecodeError):
+        _text(path)  # says why, and where
+        raise
+
+
+def _lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    # Not of splitlines(), which also cuts at U+2028 and form feeds: JSON allows the one inside a string.
+    return enumerate((line.removesuffix("\n") for line in lines), 1)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    return _json_lines(path, _text(path), "An array of objects belongs in a .json file.")
+    return _json_lines(path, _streamed(path), "An array of objects belongs in a .json file.")
 
 
 def _read_json(path: Path) -> Iterator[Row]:
     """An array of objects; or JSON Lines, which are often named .json."""
     text = _text(path)
     if not text.lstrip().startswith("["):
-        yield from _json_lines(path, text, "A .json file holds an array of objects, or one object a line.")
+        lines = io.StringIO(text, newline=None)
+        yield from _json_lines(path, lines, "A .json file holds an array of objects, or one object a line.")
         return
+    odd = _is_odd(text)
     for number, row in enumerate(_parsed(path, text, 1, "Mend the file."), 1):
         place = f"{path}, row {number}"
-        yield place, _json_object(place, row, "Remove it, or make it an object.")
+        yield place, _json_object(place, row, odd, "Remove it, or make it an object.")
 
 
-def _json_lines(path: Path, text: str, hint: str) -> Iterator[Row]:
-    for number, line in _lines(text):
+def _json_lines(path: Path, lines: Iterable[str], hint: str) -> Iterator[Row]:
+    for number, line in _lines(lines):
         if line.strip():
             place = f"{path}, line {number}"
-            yield place, _json_object(place, _parsed(path, line, number, f"Mend or remove the line. {hint}"), hint)
+            row = _parsed(path, line, number, f"Mend or remove the line. {hint}")
+            yield place, _json_object(place, row, _is_odd(line), hint)
 
 
 def _parsed(path: Path, text: str, first_line: int, remedy: str) -> Any:
@@ -77,9 +115,22 @@ def _parsed(path: Path, text: str, first_line: int, remedy: str) -> Any:
         raise DataError(f"{path}, line {line}: not valid JSON ({why}).", remedy=remedy) from error
 
 
-def _json_object(place: str, row: Any, remedy: str) -> dict[str, Any]:
+def _is_odd(text: str) -> bool:
+    """Whether JSON may hold halves of characters, or nest deep; token ids by the thousand do not."""
+    return "\\u" in text or text.count("[") + text.count("{") > _DEEPEST
+
+
+def _json_object(place: str, row: Any, odd: bool, remedy: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{place}: a JSON object is needed, this is a {type(row).__name__}.", remedy=remedy)
+    if not odd:
+        return row
+    level: list[Any] = [row]  # the lists and objects so deep
+    for _ in range(_DEEPEST):
+        inside = (x for part in level for x in (part.values() if isinstance(part, dict) else part))
+        level = [x for x in inside if isinstance(x, (dict, list))]
+    if level:
+        raise DataError(f"{place}: nested over {_DEEPEST} deep.", remedy="Mend or remove the row.")
     try:
         # JSON can spell half of a surrogate pair, which is no text that a tokenizer or Arrow can hold.
         json.dumps(row, ensure_ascii=False).encode()
@@ -99,13 +150,15 @@ def _read_csv(path: Path) -> Iterator[Row]:
             fields = next(reader, None)
         except csv.Error as error:
             remedy = "Mend the row: a quote in a field is doubled."
+            if "field larger" in str(error):
+                remedy = "Close its quote, or keep texts of that length in a .jsonl file."
             raise DataError(f"{place}: not valid CSV ({error}).", remedy=remedy) from error
         if fields is None:
             break
         if fields and not header:
             header = _header(place, fields)
         elif fields and len(fields) != len(header):
-            wrong = f"{place}: {len(fields)} fields where the header has {len(header)} ({', '.join(header)})."
+            wrong = f"{place}: {len(fields)} fields where the header has {len(header)} ({listed(header)})."
             raise DataError(wrong, remedy='Put a field that holds a comma in quotes: "a, b".')
         elif fields:
             yield place, dict(zip(header, fields, strict=True))
@@ -114,23 +167,27 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _header(place: str, fields: list[str]) -> list[str]:
-    names = [name.strip() for name in fields]
-    for number, name in enumerate(names, 1):
-        if not name or names.index(name) != number - 1:
-            wrong = f"{place}: column {number} of the header " + (f'is "{name}" again.' if name else "has no name.")
+    names: dict[str, None] = {}
+    for number, name in enumerate((field.strip() for field in fields), 1):
+        if not name or name in names:
+            wrong = f"{place}: column {number} of the header "
+            wrong += f'is "{shown(name)}" again.' if name else "has no name."
             raise DataError(wrong, remedy="Give every column a name of its own.")
-    return names
+        names[name] = None
+    return list(names)
 
 
 def _read_txt(path: Path) -> Iterator[Row]:
-    return ((f"{path}, line {number}", {"prompt": line}) for number, line in _lines(_text(path)))
+    return ((f"{path}, line {number}", {"prompt": line}) for number, line in _lines(_streamed(path)))
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         with pq.ParquetFile(path) as file:
             yield from numbered(str(path), file.iter_batches())
-    except TABLE_ERRORS as error:
+    except DataError:
+        raise
+    except Exception as error:  # of pyarrow, as the damage has it
         raise DataError(f"{path}: not a readable parquet file ({reason(error)}).", remedy="Write it anew.") from error
 
 

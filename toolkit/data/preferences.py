@@ -12,7 +12,7 @@ A row is a pair in hh-rlhf's form or in any of TRL's:
 | messages, a whole conversation | messages or text, which they repeat | the messages before the responses |
 """
 
-import math
+import sys
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -79,7 +79,9 @@ class Preferences(SplitTask):
     @cached_property
     def _drawn(self) -> dict[str, list[int]]:
         """Training rows by stage."""
-        return draw_parts([row["prompt"] for row in self._splits["train"].rows], self.parts or {}, seed=self.seed)
+        part = self._splits["train"]
+        prompts = [row["prompt"] for row in part.rows]
+        return draw_parts(prompts, self.parts or {}, seed=self.seed, left_out=part.listed())
 
     def _rows_of(self, stage: str, split: str) -> Split:
         part = self._splits[split]
@@ -164,7 +166,7 @@ def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:
 def _margin(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise Unusable("a margin that is no finite number")
     return float(value)
 

@@ -4,11 +4,13 @@ from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
 
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 
+from toolkit.data.files import listed, reason, shown
 from toolkit.data.messages import checked_messages, read_prompt, read_response, text_or_messages
 from toolkit.data.rows import Split, Unusable, present
 from toolkit.data.source_task import SplitTask
+from toolkit.data.sources import Source, names_of
 from toolkit.errors import DataError
 
 
@@ -42,18 +44,28 @@ class Prompts(SplitTask):
     may_be_plain: ClassVar[bool] = True
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-        return self._encoder.row(place, row, first, self.columns, self.max_prompt_length)
+        column, prompt = self._encoder.row(place, row, first, self.columns, self.max_prompt_length)
+        if "prompt" not in prompt:
+            prompt["prompt"] = str(self.tokenizer.decode(prompt["input_ids"]))
+        return {name: item for name, item in row.items() if name != column} | prompt
 
-    def _read(self, split: str, source: str, limit: int | None = None) -> Split:
+    def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         """Rows as columns, `input_ids` and `prompt` first."""
-        part, columns = super()._read(split, source, limit), []
-        for name in dict.fromkeys(["input_ids", "prompt", *chain.from_iterable(part.rows)]):
-            try:
-                columns.append(Dataset.from_dict({name: [row.get(name) for row in part.rows]}))
-            except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
-                wrong = f'{source}: column "{name}" does not hold values of one type ({error}).'
-                raise DataError(wrong, field=split, remedy="Mend or remove it.") from error
-        return replace(part, rows=concatenate_datasets(columns, axis=1))
+        part = super()._read(split, source, limit)
+        names = dict.fromkeys(["input_ids", "prompt", *chain.from_iterable(part.rows)])
+        columns = {name: [row.get(name) for row in part.rows] for name in names}
+        try:
+            return replace(part, rows=Dataset.from_dict(columns))
+        except Exception:  # of datasets and pyarrow, as the values have it
+            for name, values in columns.items():
+                try:
+                    Dataset.from_dict({name: values})
+                except Exception as error:
+                    too_large = isinstance(error, OverflowError)
+                    what = "holds a number of over 64 bits" if too_large else "does not hold values of one type"
+                    wrong = f'{listed(names_of(source))}: column "{shown(name)}" {what} ({reason(error)}).'
+                    raise DataError(wrong, field=split, remedy="Mend or remove it.") from error
+            raise
 
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in rows["input_ids"][:]]
@@ -89,9 +101,9 @@ class Demonstrations(SplitTask):
         elif row.get("text") is not None:
             if not isinstance(row["text"], str):
                 raise Unusable("a text that is no text")
-            if not row["text"].strip():
+            ids = self._encoder.ids(row["text"], special=True) if row["text"].strip() else []
+            if not ids:
                 raise Unusable("an empty text")
-            ids = self.tokenizer.encode(row["text"])
             ids = ids if ids[-1] == self.tokenizer.eos_token_id else [*ids, self.tokenizer.eos_token_id]
             return {"input_ids": ids, "labels": list(ids)}
         else:

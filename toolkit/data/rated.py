@@ -1,15 +1,24 @@
 """Responses with rewards, for learning from what was said before: prompt, response, and a reward at some tokens."""
 
-import math
+import sys
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
+import pyarrow as pa
 from datasets import Dataset
 
 from toolkit.data.encoder import PROMPT_COLUMNS, within_limit
+from toolkit.data.files import listed
 from toolkit.data.rows import Unusable, present
 from toolkit.data.source_task import SourceTask
 from toolkit.errors import DataError
+
+_TOKENS = pa.list_(pa.int64())
+_COLUMNS = {"prompt_ids": _TOKENS, "response_ids": _TOKENS, "rewards": pa.list_(pa.float64()), "ended": pa.bool_()}
+
+
+def _as_table(rows: list[dict[str, Any]]) -> Dataset:
+    return Dataset(pa.Table.from_pylist(rows, schema=pa.schema(_COLUMNS)))
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,11 @@ class RatedResponses(SourceTask):
     task: ClassVar[str] = "rated"
     unit: ClassVar[str] = "rated responses"
     may_be_plain: ClassVar[bool] = True
+    _pack: ClassVar[Any] = staticmethod(_as_table)
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         columns = {**PROMPT_COLUMNS, "input_ids": "prompt_ids"}
-        prompt = self._encoder.row(place, row, first, columns, self.max_prompt_length)
+        _, prompt = self._encoder.row(place, row, first, columns, self.max_prompt_length)
         ids, ended = self._response(place, row)
         within_limit(ids, "response", self.max_response_length)
         rewards = _rewards(place, row, len(ids))
@@ -51,7 +61,7 @@ class RatedResponses(SourceTask):
         if ids is not None:
             ids = self._encoder.checked_ids(ids, "response_ids")
         elif isinstance(row.get("response"), str):
-            ids = self.tokenizer.encode(row["response"], add_special_tokens=False)
+            ids = self._encoder.ids(row["response"])
             ids = ids if ended is False else [*ids, end]
         else:
             wrong = f'{place}: a response is in the column "response_ids" or, as text, "response"; {present(row)}'
@@ -62,7 +72,7 @@ class RatedResponses(SourceTask):
 
     def rated(self, split: str) -> Dataset:
         """All rows are of the split "train"."""
-        return Dataset.from_list(self._splits["train"].rows)
+        return self._splits["train"].rows
 
 
 def _rewards(place: str, row: dict[str, Any], length: int) -> list[float | None]:
@@ -78,20 +88,20 @@ def _rewards(place: str, row: dict[str, Any], length: int) -> list[float | None]
         raise Unusable("rewards a token for a response of text, whose tokens are not given")
     if len(value) != length:
         raise Unusable("rewards that are not as many as response_ids")
-    if any(x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))) for x in value):
+    if not {int, float, type(None)}.issuperset(map(type, value)):
         raise Unusable("rewards that are no numbers")
-    if not all(x is None or math.isfinite(x) for x in value):
+    # Not math.isfinite, which a whole number of 400 digits is too large for.
+    if not all(abs(x) <= sys.float_info.max for x in value if x is not None):
         raise Unusable("rewards that are not finite")
     return [None if x is None else float(x) for x in value]
 
 
 def check_rated(dataset: Dataset) -> None:
     """Raises DataError unless a data set is as `RatedResponses.rated` gives it; names the first row that is not."""
-    columns = ["prompt_ids", "response_ids", "rewards", "ended"]
-    if not set(columns) <= set(dataset.column_names):
-        there = ", ".join(dataset.column_names)
-        raise DataError(f"the q stage needs the columns {', '.join(columns)}; present: {there}.")
-    for number, row in enumerate(dataset.select_columns(columns)):
+    if not _COLUMNS.keys() <= set(dataset.column_names):
+        there = listed(dataset.column_names)
+        raise DataError(f"the q stage needs the columns {', '.join(_COLUMNS)}; present: {there}.")
+    for number, row in enumerate(dataset.select_columns(list(_COLUMNS))):
         place, tokens = f"row {number} of the rated responses", len(row["response_ids"])
         if not row["prompt_ids"] or not tokens:
             raise DataError(f"{place}: prompt and response need a token at least.")

@@ -10,25 +10,26 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 
-from toolkit.data.files import Row
+from toolkit.data.files import Row, listed, shown
 from toolkit.errors import DataError
 
 STAGES = ("sft", "reward", "ppo")
+_AT_ONCE = 1000  # rows that are packed into a data set
 
 
 class Unusable(Exception):
     """Why the row in hand is left out; `limit` is the setting that it exceeds, if that is why. Reading goes on."""
 
     def __init__(self, reason: str, *, limit: str = ""):
-        super().__init__(reason)
+        super().__init__(shown(reason))
         self.limit = limit
 
 
 def present(row: Mapping[str, Any]) -> str:
     """The columns that a row has, for an error."""
-    return f"present: {', '.join(row) or 'none'}."
+    return f"present: {listed(row) or 'none'}."
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
@@ -85,16 +86,25 @@ class Split:
 
 
 def usable_rows(
-    rows: Iterable[Row], encode: Callable[..., dict[str, Any]], *, split: str, source: str, limit: int | None = None
+    rows: Iterable[Row],
+    encode: Callable[..., dict[str, Any]],
+    pack: Callable[[list[dict[str, Any]]], Dataset] | None = None,
+    *,
+    split: str,
+    source: str,
+    limit: int | None = None,
 ) -> Split:
     """The first `limit` rows that can be used; raises DataError, which names split and source, if there are none.
 
     `encode` is called with place and row, and with the first row of all; it raises `Unusable` for a row to leave out.
+    `pack` makes a data set of some encoded rows, which takes a small part of the memory of a list.
     """
     usable: list[dict[str, Any]] = []
+    packed: list[Dataset] = []
     places: list[str] = []
     left_out: list[tuple[str, str]] = []
-    limits, first = set(), None
+    limits: set[str] = set()
+    first: dict[str, Any] | None = None
     for place, row in rows:
         first = first or row
         try:
@@ -103,27 +113,33 @@ def usable_rows(
         except Unusable as reason:
             left_out.append((place, str(reason)))
             limits.add(reason.limit)
-        if len(usable) == limit:
+        if pack and len(usable) == _AT_ONCE:
+            packed.append(pack(usable))
+            usable = []
+        if len(places) == limit:
             break
-    read = Split(usable, places, left_out)
-    if not usable:
+    if pack and usable:
+        packed.append(pack(usable))
+    read = Split(concatenate_datasets(packed) if packed else usable, places, left_out)
+    if not places:
         way = f"Raise {' and '.join(sorted(limits))}" if limits and "" not in limits else f"Mend {source}"
         wrong = f"no row can be used ({read.listed() or 'the file is empty'})."
         raise DataError(wrong, field=split, remedy=f"{way}, or name another source.")
     return read
 
 
-def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source: str) -> list[int]:
+def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source: str, left_out: str = "") -> list[int]:
     """Which rows to hold out: so many, a few more if prompts repeat, so that no prompt is also trained on.
 
-    Raises DataError if no row would be left to train on.
+    Raises DataError, which names the source and what was left out of it, if no row would be left to train on.
     """
     held_out: list[int] = []
     for group in _shuffled_groups(prompts, seed):
         if len(held_out) < number:
             held_out += group
     if len(held_out) == len(prompts):
-        wrong = f"{number} leaves no training rows: {source} has {len(prompts)} that can be used."
+        wrong = f"{number} leaves no training rows: {source} has {len(prompts)} that can be used"
+        wrong += f", without {left_out}." if left_out else "."
         remedy = "Lower it, or name a source of held-out rows as validation."
         raise DataError(wrong, field="validation_size", remedy=remedy)
     return sorted(held_out)
@@ -138,11 +154,13 @@ def check_parts(parts: Mapping[str, int] | None) -> None:
             raise DataError(f"a whole number from 1 is needed, got {number!r}.", field=f"parts.{stage}")
 
 
-def draw_parts(prompts: Sequence[Hashable], parts: Mapping[str, int], *, seed: int) -> dict[str, list[int]]:
+def draw_parts(
+    prompts: Sequence[Hashable], parts: Mapping[str, int], *, seed: int, left_out: str = ""
+) -> dict[str, list[int]]:
     """Which rows each stage gets, in the order of the file: as many as `parts` says, a few more if prompts repeat.
 
     Rows with the same prompt go to one stage. A stage that is not named gets the rest. Raises DataError if there are
-    too few rows.
+    too few rows, with what was left out of them.
     """
     groups = _shuffled_groups(prompts, seed)
     drawn: dict[str, list[int]] = {}
@@ -151,7 +169,8 @@ def draw_parts(prompts: Sequence[Hashable], parts: Mapping[str, int], *, seed: i
         while len(rows) < number:
             if not groups:
                 wrong = f"{number} pairs are asked for, and {len(rows)} of the {len(prompts)} usable ones are left"
-                wrong += ", since pairs with the same prompt stay together."
+                wrong += ", since pairs with the same prompt stay together"
+                wrong += f", and without {left_out}." if left_out else "."
                 raise DataError(wrong, field=f"parts.{stage}", remedy="Lower it.")
             rows += groups.pop()
         drawn[stage] = sorted(rows)

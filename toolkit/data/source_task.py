@@ -2,14 +2,16 @@
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.encoder import PromptEncoder
+from toolkit.data.files import listed, shown
 from toolkit.data.messages import Messages
 from toolkit.data.rows import Split, Unusable, check_columns, draw_held_out, usable_rows
-from toolkit.data.sources import check_hub_settings, has_splits, read_rows
+from toolkit.data.sources import Source, check_hub_settings, has_splits, names_of, read_rows
 from toolkit.data.task import Task
 from toolkit.errors import DataError
 
@@ -25,7 +27,7 @@ class SourceTask(Task):
 
     Args:
         tokenizer: with a chat template, unless `chat` is off.
-        train: file, folder or hub id, as `toolkit.data.sources` reads them.
+        train: file, folder or hub id, as `toolkit.data.sources` reads them; or several, read one after the other.
         subset: `data_dir` of a hub id, for example "harmless-base".
         name: of a hub id's configuration, where it has several: "main" for openai/gsm8k.
         chat: a conversation is written in the tokenizer's chat template, and a prompt that is text becomes a message of
@@ -37,7 +39,7 @@ class SourceTask(Task):
     """
 
     tokenizer: PreTrainedTokenizerBase
-    train: str
+    train: str | list[str]
     _: KW_ONLY
     subset: str | None = None
     name: str | None = None
@@ -46,11 +48,15 @@ class SourceTask(Task):
     max_train_rows: int | None = None
 
     known_columns: ClassVar[tuple[str, ...]] = ()
+    _pack: ClassVar[Any] = None  # makes a data set of encoded rows, which takes a small part of their memory
     may_be_plain: ClassVar[bool] = False  # prompts may be ids or mere text, without what was said before
 
     def __post_init__(self) -> None:
-        sources = [source for source in (self.train, getattr(self, "validation", None)) if source is not None]
-        check_hub_settings(*sources, subset=self.subset, name=self.name)
+        sources = {field: vars(self).get(field) for field in ("train", "validation")}
+        for field, source in sources.items():
+            if source == []:
+                raise DataError("it names no source.", field=field, remedy="Name a file, a folder or a hub id.")
+        check_hub_settings(*chain(*map(names_of, sources.values())), subset=self.subset, name=self.name)
         check_columns(self.columns, self.known_columns)
         for name, value in vars(self).items():
             if name.startswith("max_"):
@@ -67,9 +73,10 @@ class SourceTask(Task):
         """One row as the stage reads it; the first of the source may decide how."""
         raise NotImplementedError
 
-    def _read(self, split: str, source: str, limit: int | None = None) -> Split:
-        rows = read_rows(source, field=split, split=split, subset=self.subset, name=self.name)
-        return usable_rows(rows, self._encode, split=split, source=source, limit=limit)
+    def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
+        names, settings = names_of(source), {"subset": self.subset, "name": self.name}
+        rows = chain.from_iterable(read_rows(one, field=split, split=split, **settings) for one in names)
+        return usable_rows(rows, self._encode, self._pack, split=split, source=listed(names), limit=limit)
 
     @cached_property
     def _splits(self) -> dict[str, Split]:
@@ -81,13 +88,13 @@ class SourceTask(Task):
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation as a prompt; its last message alone where prompts are mere text."""
-        if self.may_be_plain and not self.chats:
-            return list(self.tokenizer.encode(messages[-1]["content"]))
         try:
+            if self.may_be_plain and not self.chats:
+                return self._encoder.ids(messages[-1]["content"], special=True)
             ids: list[int] = self._encoder.prompt(messages)["input_ids"]
             return ids
         except Unusable as reason:
-            wrong = f'the prompt "{messages[-1]["content"]}": {reason}.'
+            wrong = f'the prompt "{shown(messages[-1]["content"])}": {reason}.'
             raise DataError(wrong, remedy="Ask in another way.") from reason
 
 
@@ -96,7 +103,7 @@ class SplitTask(SourceTask):
     """Rows for training and for validation, from two sources or from one.
 
     Args:
-        validation: file, folder or hub id. None holds `validation_size` rows of `train` out or, where that is None too,
+        validation: as `train`. None holds `validation_size` rows of `train` out or, where that is None too,
             takes the `test` split of a hub id or a saved `DatasetDict`.
         validation_size: rows of `train` to hold out where `validation` is None; a few more if prompts repeat, since
             rows with the same prompt stay together.
@@ -104,7 +111,7 @@ class SplitTask(SourceTask):
         max_validation_rows: at most so many rows for validation, the first that can be used. None takes all.
     """
 
-    validation: str | None = None
+    validation: str | list[str] | None = None
     _: KW_ONLY
     validation_size: int | None = None
     seed: int = 0
@@ -127,7 +134,8 @@ class SplitTask(SourceTask):
             # All are read: another limit draws no other rows.
             every = self._read("train", self.train)
             prompts = self._prompts_of(every.rows)
-            held_out = draw_held_out(prompts, self.validation_size, seed=self.seed, source=self.train)
+            source, left_out = listed(names_of(self.train)), every.listed()
+            held_out = draw_held_out(prompts, self.validation_size, seed=self.seed, source=source, left_out=left_out)
             rest = sorted({*range(len(every.rows))}.difference(held_out))
             return {
                 "train": every.take(rest[: self.max_train_rows]),

@@ -3,17 +3,22 @@
 Nothing is unpickled and no code of a data set is run.
 """
 
+import json
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 from datasets import DatasetDict, load_dataset, load_from_disk
 
-from toolkit.data.files import READERS, TABLE_ERRORS, Row, numbered, reason
+from toolkit.data.files import READERS, Row, listed, numbered, reason, shown
 from toolkit.errors import DataError, within
 
+Source = str | list[str]
 HUB_SETTINGS = ("subset", "name")
+_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # of save_to_disk
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # What datasets says where a configuration is missing or unknown.
 _CONFIGURATIONS = re.compile(r"(?:the available configs: |not found\. Available: )\[(.*)\]")
@@ -34,50 +39,102 @@ def read_rows(
         subset: `data_dir` of a hub id.
         name: of a hub id's configuration, where it has several.
     """
-    path = Path(source).expanduser()
+    path = _path(source)
     accepted = f"Name a {', '.join(READERS)} file, a folder that save_to_disk wrote, or a hub id."
     with within(field):
-        if path.is_dir() and source.strip():
+        mode = _mode(path) if source.strip() else None
+        if mode is not None and S_ISDIR(mode):
             yield from _read_folder(path, split)
         elif path.suffix.lower() in READERS:
-            if not path.exists():
-                raise DataError(f"{path}: there is no such file.", remedy=_nearest(path) or "Check the path.")
+            if mode is None:
+                wrong = f"{shown(str(path))}: there is no such file."
+                raise DataError(wrong, remedy=_nearest(path) or "Check the path.")
+            _check_regular(path)
             yield from READERS[path.suffix.lower()](path)
-        elif path.exists() and source.strip():
-            raise DataError(f'{path} ends in "{path.suffix}", which is not read.', remedy=accepted)
+        elif mode is not None:
+            raise DataError(f'{shown(str(path))} ends in "{path.suffix}", which is not read.', remedy=accepted)
         elif not _HUB_ID.fullmatch(source):
-            raise DataError(f'there is no "{source}".', remedy=f"{_nearest(path)} {accepted}".strip())
+            raise DataError(f'there is no "{shown(source)}".', remedy=f"{_nearest(path)} {accepted}".strip())
         else:
             yield from _read_hub(source, split, subset, name)
 
 
-def has_splits(source: str) -> bool:
-    """Whether the source brings a held-out part of its own: a hub id or a saved `DatasetDict`."""
-    return (Path(source).expanduser() / "dataset_dict.json").is_file() or is_hub_id(source)
+def _path(source: str) -> Path:
+    """The path of a source; `~` of nobody stays as it is."""
+    return Path(os.path.expanduser(source))
+
+
+def _mode(path: Path) -> int | None:
+    """What kind of file a path is, as `stat` has it; None where there is nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:  # a name that is too long or has a zero in it, a folder that may not be read
+        why = error.strerror if isinstance(error, OSError) else error
+        wrong = f"{shown(str(path))}: cannot be opened ({why})."
+        raise DataError(wrong, remedy="Check its name and permissions.") from error
+
+
+def _check_regular(path: Path) -> None:
+    """Raises DataError for a pipe or a device, which would be waited for without end."""
+    mode = _mode(path)
+    if mode is not None and not S_ISREG(mode) and not S_ISDIR(mode):
+        raise DataError(f"{path}: neither a file nor a folder, but a pipe or a device.", remedy="Save it as a file.")
+
+
+def names_of(source: Source | None) -> list[str]:
+    """The sources that a setting names."""
+    return source if isinstance(source, list) else [] if source is None else [source]
+
+
+def has_splits(source: Source) -> bool:
+    """Whether each source brings a held-out part of its own: a hub id or a saved `DatasetDict`."""
+    return all(os.path.lexists(_path(one) / "dataset_dict.json") or is_hub_id(one) for one in names_of(source))
 
 
 def is_hub_id(source: str) -> bool:
     """Whether the hub is asked for the source: nothing here has that name, and a hub id may have it."""
-    path = Path(source).expanduser()
-    return not path.exists() and path.suffix.lower() not in READERS and bool(_HUB_ID.fullmatch(source))
+    path = _path(source)
+    return not os.path.exists(path) and path.suffix.lower() not in READERS and bool(_HUB_ID.fullmatch(source))
 
 
 def check_hub_settings(*sources: str, **settings: str | None) -> None:
     """Raises DataError if one of `HUB_SETTINGS` is given, and none of a task's sources is a hub id."""
     given = [name for name, value in settings.items() if value is not None]
     if given and not any(map(is_hub_id, sources)):
-        why = f"only a hub id has that, and {' and '.join(sources)} is none."
+        why = f"only a hub id has that, and {' and '.join(map(shown, sources))} is none."
         raise DataError(f"{' and '.join(given)} would have no effect: {why}", field=given[0], remedy="Remove it.")
 
 
 def _nearest(path: Path) -> str:
     """`Did you mean data/x.jsonl?`, or nothing."""
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    try:
+        names = os.listdir(path.parent)
+    except (OSError, ValueError):
+        return ""
     near = get_close_matches(path.name, names, n=1, cutoff=0.6)
     return f"Did you mean {path.parent / near[0]}?" if near else ""
 
 
+def _holds_an_object(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _read_folder(path: Path, split: str) -> Iterator[Row]:
+    try:
+        inside = sorted(path.iterdir())
+        for entry in [*inside, *(below for folder in inside if folder.is_dir() for below in folder.iterdir())]:
+            _check_regular(entry)
+            if entry.name in _SAVED and not _holds_an_object(entry):
+                raise DataError(
+                    f"{entry}: not a JSON object, which save_to_disk writes.", remedy="Save the data again."
+                )
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).", remedy="Check its permissions.") from error
     try:
         data = load_from_disk(str(path))
         if isinstance(data, DatasetDict):
@@ -87,11 +144,11 @@ def _read_folder(path: Path, split: str) -> Iterator[Row]:
         yield from numbered(str(path), data.with_format("arrow").iter(batch_size=1000))
     except DataError:
         raise
-    except TABLE_ERRORS as error:
-        files = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in READERS)
-        inside = f", or one of its files: {', '.join(files[:5])}" if files else ""
+    except Exception as error:  # of datasets and pyarrow, as the damage has it
+        files = [entry.name for entry in inside if entry.suffix.lower() in READERS and entry.name not in _SAVED]
+        others = f", or one of its files: {listed(files[:5])}" if files else ""
         wrong = f"{path} is no folder that datasets can read ({reason(error)})."
-        raise DataError(wrong, remedy=f"Name one that save_to_disk wrote{inside}.") from error
+        raise DataError(wrong, remedy=f"Name one that save_to_disk wrote{others}.") from error
 
 
 def _read_hub(source: str, split: str, subset: str | None, name: str | None) -> Iterator[Row]:

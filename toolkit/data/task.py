@@ -65,6 +65,9 @@ class Task:
         """A conversation that a person typed, as a prompt; raises DataError if it cannot be one."""
         raise self._lacks("prompts")
 
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    """Of what `metrics` gives."""
+
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """Figures of a rollout beside the reward's score; none if the score is what counts."""
         return {}

@@ -50,6 +50,7 @@ from toolkit.functional.q_learning import (
     td_loss,
     token_q_values,
 )
+from toolkit.functional.sampling import inverse_cdf
 from toolkit.functional.statistics import (
     Moments,
     best_of_kl_bound,

@@ -7,11 +7,13 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import set_seed
 
+from toolkit import processes
 from toolkit.inference.saved_run import policy_folder, responds_by_q
 from toolkit.models import load_weights
 from toolkit.reports import Responses, sample_rows, samples_table, write_jsonl, write_result
 from toolkit.runs import build, stage
 from toolkit.runs.folder import EVALUATION
+from toolkit.runs.owned import begin, refuse_others
 from toolkit.sampling import Evaluation
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import precision
@@ -23,19 +25,20 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
     console = console or Console()
     started = time.perf_counter()
     folder = recipe.stage_folder(EVALUATION)
-    folder.mkdir(exist_ok=True)
+    processes.by_main(lambda: refuse_others(folder))
+    processes.by_main(lambda: begin(folder))
     prompts = recipe.task.prompts("test")
     if (rows := recipe.task.report()) is not None:
-        console.print(f"data: {rows}", highlight=False, soft_wrap=True)
+        stage.say(console, f"data: {rows}")
     set_seed(recipe.seed)
     before, after = (_by_q if responds_by_q(recipe) else _of_policy)(recipe, prompts)
     result = stage.figures(recipe, EVALUATION, started, before.metrics, after.metrics)
     samples = sample_rows(*(Responses.of(evaluation.rollout, evaluation.scores) for evaluation in (before, after)))
-    write_jsonl(folder / "samples.jsonl", samples)
-    write_result(folder, result)
+    processes.by_main(lambda: write_jsonl(folder / "samples.jsonl", samples))
+    processes.by_main(lambda: write_result(folder, result))
     console.print(samples_table(samples))
     stage.print_result(console, result)
-    console.print(f"result: {folder / 'result.json'}", highlight=False, soft_wrap=True)
+    stage.say(console, f"result: {folder / 'result.json'}")
     return result
 
 

@@ -10,7 +10,8 @@ from rich.text import Text
 from transformers import TextStreamer, set_seed
 
 from toolkit.data import messages_of_row, read_rows
-from toolkit.errors import DataError
+from toolkit.disk import check_file
+from toolkit.errors import DataError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import policy_folder, trained_sampler
 from toolkit.reports import write_jsonl
@@ -50,6 +51,13 @@ def prompts_of(
     return [messages[-1]["content"] for messages in conversations], rows
 
 
+class _Streamer(TextStreamer):
+    """Shows text as it comes, on standard output."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
+
+
 def _table(rows: Sequence[dict[str, Any]], names: Sequence[str], *, title: str = "", figures: str = "") -> Table:
     """Texts of rows side by side, and a column of figures, named so, where rows have one."""
     table = Table(title=title or None, show_lines=True)
@@ -58,7 +66,7 @@ def _table(rows: Sequence[dict[str, Any]], names: Sequence[str], *, title: str =
     if figures:
         table.add_column(figures, justify="right", no_wrap=True)
     for row in rows:
-        cells = [Text(row[name]) for name in names]  # Text: square brackets are no markup
+        cells = [Text(printable(row[name])) for name in names]  # Text: square brackets are no markup
         table.add_row(*cells, *([row[figures]] if figures else ()))
     return table
 
@@ -84,6 +92,7 @@ def generate(
     Returns:
         A row a prompt: `prompt`, `policy`, and `reference` where that is to `compare`.
     """
+    check_file(output)
     sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
     set_seed(seed)
     prompts, asked = prompts_of(recipe, texts, file, number)
@@ -119,6 +128,7 @@ def generate_best(
     Raises:
         RewardError: the reward needs a column that given prompts do not have.
     """
+    check_file(output)
     console = console or Console()
     roles, pad_token_id = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
     rollouts = build.make_rollouts(recipe, roles)
@@ -197,7 +207,7 @@ def _exchange(
     for name, sampler in samplers.items():
         if len(samplers) > 1:
             write(f"[{name}]")
-        streamer = TextStreamer(recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = _Streamer(recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
         (said[name],) = respond(sampler, [row], streamer=streamer)
         if len(recipe.tokenizer.encode(said[name], add_special_tokens=False)) >= sampler.response_length:
             write(f"(cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more)")

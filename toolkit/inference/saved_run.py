@@ -5,13 +5,15 @@ from pathlib import Path
 
 import torch
 
+from toolkit.disk import check_folder, writing
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.models import load_base, merge_adapter
+from toolkit.models import load_base, merge_adapter, read_tensors
 from toolkit.reports import read_result
 from toolkit.runs import build
-from toolkit.runs.folder import RECIPE_FILE, no_such_run
+from toolkit.runs.folder import check_outputs, no_such_run, recover
+from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
-from toolkit.spec.load import load
+from toolkit.spec.load import is_run_name, load
 from toolkit.spec.recipe import Recipe
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
@@ -29,24 +31,28 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     Raises:
         RecipeError: there is no such run, or its ppo stage has not finished.
     """
-    folder = Path(run) if Path(run, RECIPE_FILE).is_file() else Path(runs_dir, run)
-    if not (folder / RECIPE_FILE).is_file():
+    by_path = Path(run, RECIPE_FILE).is_file()
+    folder = Path(run) if by_path else Path(runs_dir, run)
+    if not is_run_name(folder.name):  # as of "." and ".."
+        folder = folder.resolve()
+    recover(folder)
+    if not (folder / RECIPE_FILE).is_file() or not (by_path or is_run_name(run)):
         raise RecipeError(no_such_run(run, Path(runs_dir)))
     recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
-    if responds_by_q(recipe):
-        if by_q:
-            return recipe
+    last = "q" if responds_by_q(recipe) else "ppo"
+    if last == "q" and not by_q:
         raise RecipeError(
             f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.',
             remedy="Its responses are shown by generate and chat, and measured by eval.",
         )
-    if read_result(recipe.stage_folder("ppo")) is None:
+    if read_result(recipe.stage_folder(last)) is None:
         by_policy = "ppo" in recipe.values or "q" not in recipe.values
         last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
         raise RecipeError(
             f'the run "{folder.name}" has no {what}: its {last} stage has not finished.',
             remedy=f"Run that stage of {folder / RECIPE_FILE} again with $resume.",
         )
+    check_outputs(folder, [*recipe.plan.stages[last].needs, last])
     return recipe
 
 
@@ -75,16 +81,20 @@ def trained_sampler(recipe: Recipe, *, max_new_tokens: int | None = None, temper
 
 
 def _empty(output: Path) -> Path:
-    if output.exists() and any(output.iterdir()):
+    """A folder to export to, which can be written: a merged model would be lost after minutes."""
+    if output.is_dir() and any(output.iterdir()):
         raise ToolkitError(f"{output} is not empty.", remedy="Name a new folder.")
+    check_folder(output)
     return output
 
 
 def export_adapter(recipe: Recipe, output: str | Path) -> Path:
     """Copy the policy's adapter with the tokenizer into an empty folder: a PEFT folder for whoever has the base."""
-    folder = _empty(Path(output))
-    shutil.copytree(policy_folder(recipe), folder, dirs_exist_ok=True)
-    recipe.tokenizer.save_pretrained(folder)
+    folder, policy = _empty(Path(output)), policy_folder(recipe)
+    read_tensors(policy)
+    with writing(folder):
+        shutil.copytree(policy, folder, dirs_exist_ok=True)
+        recipe.tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -92,18 +102,31 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     """Write the policy into an empty folder: its adapter merged into the base in `base.dtype`, unquantised.
 
     Returns:
-        The folder, and a sentence on how far the merged logits are from those of base and adapter apart.
+        The folder, and a sentence on how far the merged logits are from those of base and adapter apart, and of the
+        policy on the quantised base on which it was trained.
+
+    Raises:
+        AdapterError: merged, the adapter gives another model.
     """
-    folder, base = _empty(Path(output)), recipe.base
+    folder, policy, base = _empty(Path(output)), policy_folder(recipe), recipe.base
+    read_tensors(policy)
     model = load_base(
         recipe.base_path, dtype=base.dtype, revision=base.revision, trust_remote_code=base.trust_remote_code
     )
     probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row][:_POSITIONS]
-    merged = merge_adapter(model, policy_folder(recipe), torch.tensor([probe], device=model.device))
-    merged.model.save_pretrained(folder)
-    recipe.tokenizer.save_pretrained(folder)
+    ids = torch.tensor([probe], device=model.device)
+    merged = merge_adapter(model, policy, ids)
+    with writing(folder):
+        merged.model.save_pretrained(folder)
+        recipe.tokenizer.save_pretrained(folder)
+    trained = ""
+    if recipe.quantization() is not None:
+        roles = trained_sampler(recipe).roles
+        with roles.role("policy"), roles.autocast(), torch.no_grad():
+            same = roles(input_ids=ids).logits.argmax(-1) == merged.logits.argmax(-1)
+        trained = f"; it is that of the policy as trained, on the quantised base, at {same.float().mean():.1%}"
     return folder, (
         f"merged in {base.dtype}: over {len(probe)} tokens of held-out prompts the logits differ from those of base "
         f"and adapter apart by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most "
-        f"likely token is the same at {merged.agreement:.1%} of them"
+        f"likely token is the same at {merged.agreement:.1%} of them{trained}"
     )

@@ -1,13 +1,14 @@
 """One base model and the roles on it; knows transformers, peft and bitsandbytes.
 
-`load` has every model from a `ModelSpec` and `pretrained` what is read of a checkpoint before; `roles` holds the
-adapters and switches them (nothing else does), `forward` reads values, scores and log-probabilities, `q_values` reads a
-role's logits as Q-values. `value_model` is a value role with a base of its own and `classifier` a reward with one.
-`adapters` saves and loads PEFT folders, `views` shows roles to trainers that are not ours, `lora` has all that is used
-of PEFT beyond its public interface.
+`load` has every model from a `ModelSpec` and `pretrained` what is read of a checkpoint before; `base_checks` tries on a
+few tokens what all else relies on. `roles` holds the adapters and switches them (nothing else does), `forward` reads
+values, scores and log-probabilities, `q_values` reads a role's logits as Q-values. `value_model` is a value role with a
+base of its own and `classifier` a reward with one. `adapters` saves and loads PEFT folders, `views` shows roles to
+trainers that are not ours, `lora` has all that is used of PEFT beyond its public interface.
 """
 
 from toolkit.models.adapters import load_role, load_weights, save_role
+from toolkit.models.base_checks import check_bits, check_checkpointing
 from toolkit.models.classifier import (
     add_lora,
     check_reads_tokens,
@@ -18,6 +19,7 @@ from toolkit.models.classifier import (
     save_classifier,
     train_in_float32,
 )
+from toolkit.models.folders import read_tensors
 from toolkit.models.forward import (
     PolicyReading,
     read_policy,

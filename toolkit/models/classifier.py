@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.errors import ModelError
+from toolkit.models.base_checks import switch_off_dropout
 from toolkit.models.folders import load_whole, put_adapter, read_tensors
 from toolkit.models.lora import peft_errors, trained_copy
 
@@ -55,7 +56,12 @@ def classifier_token_scores(model: Classifier, input_ids: Tensor, attention_mask
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """A LoRA adapter on the classifier, whose head trains with it, the base frozen; an `AdapterError` if none fits."""
+    """A LoRA adapter on the classifier, whose head trains with it, the base frozen and without dropout.
+
+    Raises:
+        AdapterError: none fits.
+    """
+    switch_off_dropout(model)
     config = copy.deepcopy(config)
     config.task_type, config.modules_to_save = "SEQ_CLS", [head_name(model)]
     with peft_errors():

@@ -18,7 +18,7 @@ State: TypeAlias = dict[str, Tensor]
 
 
 def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: torch.device | None = None) -> State:
-    """Tensors by name, on the CPU; for the meta device only their names and shapes, from the file's header."""
+    """Tensors by name, on the CPU, and finite; for the meta device only names and shapes, from the file's header."""
     if not (folder / name).is_file():
         if (folder / WEIGHTS_NAME).is_file():
             raise AdapterError(
@@ -32,9 +32,13 @@ def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: 
             with safe_open(folder / name, framework="pt") as file:
                 names = list(file.keys())
                 return {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in names}
-        return load_file(folder / name)
-    except SafetensorError as error:
+        state = load_file(folder / name)
+    except (SafetensorError, OSError) as error:
         raise AdapterError(f"{folder / name} is damaged ({error}).", remedy="Train or copy it again.") from error
+    if wrong := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
+        remedy = "Train it again, or copy an older one."
+        raise AdapterError(f"{folder / name}: {wrong[0]} is not finite.", remedy=remedy)
+    return state
 
 
 def adapter_state(model: PeftModel, adapter: str) -> State:

@@ -43,7 +43,7 @@ def response_logprobs(
     """Log-probability of each response token in the active role: float32 (B, T), 0 outside the mask."""
     states = before_response_tokens(hidden_states_of(base, sequences), sequences)
     settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
-    logprobs = token_logprobs(states, base.lm_head, sequences.response_tokens, **settings)
+    logprobs = token_logprobs(states, base.logits, sequences.response_tokens, **settings)
     return scatter(logprobs, sequences.response_mask)
 
 
@@ -62,9 +62,9 @@ def value_after_response(base: SharedBase, sequences: Sequences) -> Tensor:
 def _logits_in(base: SharedBase, role: str, hidden: Tensor, *, dropout: bool = True) -> Tensor:
     """Logits of a role: its adapter may have a part on lm_head, with dropout of its own."""
     if not isinstance(base.lm_head, LoraLayer):
-        return base.lm_head(hidden)
+        return base.logits(hidden)
     with base.role(role), nullcontext() if dropout else base.in_eval_mode():
-        return base.lm_head(hidden)
+        return base.logits(hidden)
 
 
 class PolicyReading(NamedTuple):
@@ -109,9 +109,9 @@ def read_policy(
         heads = partial(_logits_in, base, "policy"), partial(_logits_in, base, "reference", dropout=False)
         kl, logprobs, ref_logprobs = full_kl(states, ref_states, *heads, tokens, **settings)
     if entropy:
-        logprobs, entropies = token_logprobs_and_entropy(states, base.lm_head, tokens, **settings)
+        logprobs, entropies = token_logprobs_and_entropy(states, base.logits, tokens, **settings)
     elif not ref_kl:
-        logprobs = token_logprobs(states, base.lm_head, tokens, **settings)
+        logprobs = token_logprobs(states, base.logits, tokens, **settings)
     optional = (None if x is None else scatter(x, mask) for x in (values, entropies, kl, ref_logprobs))
     return PolicyReading(scatter(logprobs, mask), *optional)
 

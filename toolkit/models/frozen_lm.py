@@ -9,15 +9,14 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.errors import ModelError
+from toolkit.models.base_checks import check_base
 
 
 class FrozenLM(nn.Module):
     """A causal language model, frozen, without dropout, and with neutral generation settings.
 
     Raises:
-        ModelError: the logits are not `lm_head(last hidden state)`, as where a model scales or caps them. On the meta
-            device that cannot be seen.
+        ModelError: it is not a base on which all else could rely: see `toolkit.models.base_checks`.
     """
 
     def __init__(self, causal_lm: PreTrainedModel):
@@ -26,7 +25,6 @@ class FrozenLM(nn.Module):
         # length, and each token that is decoded is one; with a mask its gradients can be NaN (pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
         causal_lm.requires_grad_(False)
-        switch_off_dropout(causal_lm)
         ends = [getattr(of, "eos_token_id", None) for of in (causal_lm.config, causal_lm.generation_config)]
         stops = [x for end in ends if end is not None for x in (end if isinstance(end, list) else [end])]
         self.checkpoint_stops: tuple[int, ...] = tuple(dict.fromkeys(stops))
@@ -34,11 +32,12 @@ class FrozenLM(nn.Module):
         # transformers fills what a caller leaves open from the checkpoint's own settings; a repetition penalty from
         # there would make the sampled distribution differ from the one that PPO trains. So only special tokens stay.
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
-        causal_lm.generation_config = GenerationConfig(**{name: getattr(causal_lm.config, name) for name in special})
+        tokens = {name: getattr(causal_lm.config, name, None) for name in special}
+        causal_lm.generation_config = GenerationConfig(**tokens)
         self.model: PreTrainedModel | PeftModel = causal_lm
         self._base: tuple[PreTrainedModel] = (causal_lm,)  # in a tuple, so that it is not registered twice
         self.eval()
-        self._check_logits()
+        self._logits_of, self._states = check_base(causal_lm, self.hidden_states)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -55,15 +54,19 @@ class FrozenLM(nn.Module):
 
     @property
     def lm_head(self) -> Any:
-        """Maps the last hidden state (..., H) to logits (..., V); an adapter may have a part on it."""
+        """The last layer, on which an adapter may have a part."""
         return self.causal_lm.get_output_embeddings()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The last hidden state (..., H) to logits (..., V), with what the model does to them after `lm_head`."""
+        return self._logits_of(self.lm_head(hidden))
 
     def stop_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """The tokens that end a response, of which a chat model has several: the tokenizer's own, the checkpoint's."""
         return list(dict.fromkeys([int(tokenizer.eos_token_id), *self.checkpoint_stops]))
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """Last hidden states (B, L, H) before `lm_head`. No logits are made."""
+        """Last hidden states (B, L, H), of which `logits` can be made."""
         kwargs |= {"attention_mask": attention_mask, "use_cache": "past_key_values" in kwargs}
         return self.causal_lm.base_model(input_ids=input_ids, **kwargs).last_hidden_state
 
@@ -93,33 +96,3 @@ class FrozenLM(nn.Module):
             yield
         finally:
             self.train(was_training)
-
-    def _check_logits(self) -> None:
-        """The chunked log-probabilities rest on logits = lm_head(hidden); find out at once where that fails."""
-        if self.device.type == "meta":
-            return
-        ids = torch.arange(4, device=self.device).unsqueeze(0) % self.lm_head.weight.shape[0]
-        mask = torch.ones_like(ids)
-        with torch.no_grad():
-            ours = self.lm_head(self.hidden_states(ids, mask))
-            theirs = self.causal_lm(input_ids=ids, attention_mask=mask).logits
-        if ours.shape != theirs.shape or not torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-3):
-            raise ModelError(
-                f"{type(self.causal_lm).__name__} changes its logits after lm_head (a scale or a cap), which the "
-                "log-probabilities here do not follow.",
-                remedy="Llama, Mistral, Qwen, GPT-2 and OPT do not.",
-            )
-
-
-def switch_off_dropout(model: nn.Module) -> None:
-    """Set every dropout of a base model to 0, in place.
-
-    A frozen base has nothing to regularise, and dropout between rollout and update would make the ratio
-    differ from 1 before the first step. The adapters' own dropout comes later and is not touched.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout", "activation_dropout"):  # used as F.dropout(p=self.dropout)
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from bitsandbytes.nn import Linear4bit
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -32,6 +33,11 @@ _OWNERS = {"causal_lm": AutoModelForCausalLM, "sequence_classifier": AutoModelFo
 _FRESH = {"score", "classifier", "pre_classifier", "pooler"}
 # Taken by every configuration, or turned into another setting of it, without standing in its signature.
 _COMMON_SETTINGS = ("model_type", "num_labels", "rope_theta", "rope_scaling")
+# What transformers and torch raise of a configuration's values.
+_REFUSALS = (
+    TypeError, ValueError, LookupError, AttributeError, ImportError, ArithmeticError, RuntimeError,
+    StrictDataclassError,
+)  # fmt: skip
 META = torch.device("meta")
 
 
@@ -95,9 +101,10 @@ def load_with_report(
             # Random numbers are drawn on the CPU, so that they are the same wherever the model goes.
             with device if device.type == "meta" else nullcontext():
                 return owner.from_config(config, **arguments).to(device), False
-        except (TypeError, ValueError, KeyError, ImportError) as error:
-            field = "" if spec.config is None else "config"
-            raise ModelError(f"transformers cannot build this model: {error}", field=field) from error
+        except torch.OutOfMemoryError:
+            raise
+        except _REFUSALS as error:
+            raise _not_built(error, "" if spec.config is None else "config") from error
     try:
         with _no_table_of_missing_weights() if kind == "sequence_classifier" else nullcontext():
             model, report = owner.from_pretrained(
@@ -173,8 +180,12 @@ def _random_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **config})
-    except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"transformers cannot build this model: {error}", field="config") from error
+    except _REFUSALS as error:
+        raise _not_built(error, "config") from error
+
+
+def _not_built(error: Exception, field: str) -> ModelError:
+    return ModelError(f"transformers cannot build this model: {' '.join(str(error).split())}", field=field)
 
 
 def _check_decoder(config: PreTrainedConfig, spec: ModelSpec) -> None:

@@ -23,6 +23,12 @@ from toolkit.errors import AdapterError
 # The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
 _INITS_OF_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
 
+_NOT_BY_ROLE = {
+    "layer_replication": "layers of the base would be replicated for all roles, the reference among them.",
+    "alora_invocation_tokens": "an aLoRA adapter acts in PEFT's own forward pass alone, and would do nothing here.",
+    "ensure_weight_tying": "PEFT ties the adapters of embeddings and lm_head in the first adapter of a base alone.",
+}
+
 
 def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name: str) -> PeftModel:
     """The model with one more adapter; an `AdapterError` if that does not fit, or changes weights that others share."""
@@ -39,6 +45,10 @@ def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name:
         # PEFT notes for each Conv1D that it sets fan_in_fan_out itself, and that a second adapter is added.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        # Patterns without effect.
+        warnings.filterwarnings(
+            "error", message=".*(no modules were excluded|no parameter was matched|did not match any)"
+        )
         if isinstance(model, PeftModel):
             model.add_adapter(name, config)
             return model
@@ -46,7 +56,7 @@ def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name:
 
 
 def check_trains_adapter_alone(config: LoraConfig) -> None:
-    """Nothing, if an adapter trains no weights beside its own; an `AdapterError` with the fields that do."""
+    """Nothing, if an adapter is but its own weights beside the base as it is; else an `AdapterError` with the field."""
     given = ["bias"] if config.bias != "none" else []
     given += [name for name in ("modules_to_save", "trainable_token_indices") if getattr(config, name)]
     if given:
@@ -55,6 +65,9 @@ def check_trains_adapter_alone(config: LoraConfig) -> None:
             field=given[0],
             remedy="Leave it out.",
         )
+    for field, wrong in _NOT_BY_ROLE.items():
+        if getattr(config, field):
+            raise AdapterError(wrong, field=field, remedy="Leave it out.")
 
 
 @contextmanager
@@ -62,8 +75,8 @@ def peft_errors() -> Iterator[None]:
     """What PEFT refuses of a configuration as an `AdapterError`."""
     try:
         yield
-    except ValueError as error:
-        raise AdapterError(str(error).splitlines()[0]) from error
+    except (ValueError, TypeError, LookupError, AttributeError, re.error, UserWarning, RuntimeWarning) as error:
+        raise AdapterError(str(error).partition("\n")[0] or type(error).__name__) from error
 
 
 def missing_modules(model: nn.Module, config: LoraConfig) -> list[str]:

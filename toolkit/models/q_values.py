@@ -1,6 +1,6 @@
 """Q-values of response tokens: the role "q", which is trained, and "q_target", a moving average of it.
 
-Both are adapters on the one base whose `lm_head` is read as Q. The target costs another adapter, no second base.
+Both are adapters on the one base whose logits are read as Q. The target costs another adapter, no second base.
 """
 
 import copy
@@ -46,7 +46,7 @@ def update_q_target(base: SharedBase, *, decay: float) -> None:
 def _q_of_states(base: SharedBase, role: str, states: Tensor) -> Tensor:
     """Q of every token at each state: (N, H) to float32 (N, V). Switches to the role by itself."""
     with base.role(role):  # an adapter may have a part on lm_head
-        logits = base.lm_head(states).float()
+        logits = base.logits(states).float()
     return base.heads[role](logits) if role in base.heads else logits
 
 
@@ -107,7 +107,7 @@ def response_log_ratios(
 
         def of_chunk(q_states: Tensor, ref_states: Tensor, tokens: Tensor) -> Tensor:
             with base.role("reference"):
-                ref = base.lm_head(ref_states).float().log_softmax(dim=-1)
+                ref = base.logits(ref_states).float().log_softmax(dim=-1)
             logprobs = q_policy_logprobs(_q_of_states(base, "q", q_states), ref, temperature=temperature)
             return (logprobs - ref).gather(1, tokens.unsqueeze(1)).squeeze(1)
 

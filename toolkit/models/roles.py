@@ -1,6 +1,7 @@
 """One base model and the roles on it. Which role is active is switched here alone."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError
+from toolkit.models.base_checks import check_adapter, check_checkpointing
 from toolkit.models.frozen_lm import FrozenLM
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.lora import activate, adapted_layers, adapter_parameters, add_adapter, delete_adapter
@@ -123,11 +125,18 @@ class SharedBase(FrozenLM):
         else:
             raise AdapterError(f'role "{role}" needs an adapter.', remedy="Give it a LoRA configuration.")
         if role in HEAD_ROLES:
-            head = ScoreHead(self.lm_head.weight.shape[1], num_labels, init=head_init, bias=head_bias)
+            head = ScoreHead(self.lm_head.in_features, num_labels, init=head_init, bias=head_bias)
         if head is not None:
             self.heads[role] = head.to(self.device)
         self.train(self.training)  # PEFT's new layers begin in training mode
         self.train_roles(*self.trained_roles)
+        if config is not None:
+            try:
+                with self.in_eval_mode(), InRole(self, None):
+                    check_adapter(self.causal_lm, self.hidden_states, self._states, self.role(role))
+            except AdapterError:
+                self.remove_role(role)
+                raise
 
     def remove_role(self, role: str) -> None:
         """Take a role away again, with its adapter and head; an `AdapterError` if it is in use."""
@@ -215,6 +224,18 @@ class SharedBase(FrozenLM):
         self._active_adapter = None if self.active_role is None else self._adapter_of[self.active_role]
         activate(self.model, self._layers, self._active_adapter)
 
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Adapter dropout is off inside, and nothing else is as in eval mode."""
+        dropouts = [dropout for layer in self._layers for dropout in layer.lora_dropout.values()]
+        for dropout in dropouts:
+            dropout.eval()
+        try:
+            yield
+        finally:
+            for dropout in dropouts:
+                dropout.train(self.training)
+
     # ------------------------------------------------------------------ gradient checkpointing
 
     def gradient_checkpointing_enable(
@@ -244,6 +265,8 @@ class SharedBase(FrozenLM):
 
 def _checkpointing(model: PreTrainedModel, switch: str, *arguments: Any, **options: Any) -> None:
     """Call a method by its name of transformers 5.23 on, or by its older one."""
+    if switch == "enable":
+        check_checkpointing(model)
     older = getattr(model, f"gradient_checkpointing_{switch}")
     getattr(model, f"activation_checkpointing_{switch}", older)(*arguments, **options)
 

@@ -4,16 +4,18 @@ import hashlib
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import AdapterError
+from toolkit.models.base_checks import apart_by, tolerance
 from toolkit.models.roles import SharedBase
 
 
@@ -58,9 +60,10 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 class Merged(NamedTuple):
-    """A merged model and how far its logits are from those of base and adapter apart."""
+    """A merged model, its logits (B, L, V) of the probe, and how far they are from those of base and adapter apart."""
 
     model: PreTrainedModel
+    logits: Tensor
     largest: float  # difference of a logit
     scale: float  # the largest logit
     agreement: float  # share of positions with the same most likely token
@@ -80,7 +83,22 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> 
     except (RuntimeError, ValueError, OSError) as error:
         raise AdapterError(f"{folder}: the adapter does not fit the base: {str(error).splitlines()[0]}") from error
     apart = adapted(input_ids=probe).logits.float()
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(isinstance(end, LoraLayer) for end in ends):
+        _untie(model, *(getattr(end, "base_layer", end) for end in ends))
     merged = adapted.merge_and_unload(safe_merge=True)
     whole = merged(input_ids=probe).logits.float()
+    if not (distance := apart_by(whole, apart)) <= tolerance(merged):
+        raise AdapterError(
+            f"{folder}: merged into the base it gives another model, whose logits are {distance:.1%} apart.",
+            remedy="Export the adapter alone.",
+        )
     agreement = (whole.argmax(-1) == apart.argmax(-1)).float().mean()
-    return Merged(merged, float((whole - apart).abs().max()), float(apart.abs().max()), float(agreement))
+    return Merged(merged, whole, float((whole - apart).abs().max()), float(apart.abs().max()), float(agreement))
+
+
+def _untie(model: PreTrainedModel, embeddings: Any, head: Any) -> None:
+    """Weights of its own for a head that has those of the embeddings: what is merged into one would be in the other."""
+    if head.weight is embeddings.weight:
+        head.weight = nn.Parameter(embeddings.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False

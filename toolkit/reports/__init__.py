@@ -16,6 +16,6 @@ from toolkit.reports.files import (
     write_lines,
     write_result,
 )
-from toolkit.reports.page import write_report
+from toolkit.reports.page import REPORT_FILE, write_report
 from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, pair_evaluation, worst_errors
 from toolkit.reports.samples import Responses, sample_rows, samples_table

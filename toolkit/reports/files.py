@@ -12,20 +12,24 @@ import psutil
 import torch
 
 from toolkit import __version__
+from toolkit.disk import RESULT_FILE, read_object, write_whole, writing
+from toolkit.errors import ToolkitError
 
-RESULT_FILE = "result.json"
+_ANEW = "Run the stage again with $overwrite, or put back the file as it was."
 _PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "datasets", "accelerate")
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]], *, mode: str = "w") -> None:
     """Write the rows in place of what is there; with mode "a" behind it."""
-    with path.open(mode, encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    with writing(path), path.open(mode, encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Add rows to what is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(path, rows, mode="a")
 
 
@@ -37,30 +41,44 @@ def whole_lines(path: Path) -> list[str]:
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write whole lines in place of what is there."""
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    with writing(path):
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of its whole lines."""
-    return [json.loads(line) for line in whole_lines(path)]
+    """The rows of its whole lines.
+
+    Raises:
+        ToolkitError: a line of them is damaged.
+    """
+    rows = []
+    for number, line in enumerate(whole_lines(path), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ToolkitError(f"{path}, line {number}: cannot be read ({error}).", remedy=_ANEW) from error
+    return rows
 
 
 def keep_until(path: Path, step: int) -> None:
     """Drop what a file of rows with `step` says of later ones, and a line that a kill cut short."""
     if path.is_file():
-        write_lines(path, [line for line in whole_lines(path) if json.loads(line)["step"] <= step])
+        write_jsonl(path, [row for row in read_jsonl(path) if row["step"] <= step])
 
 
 def write_json(path: Path, value: dict[str, Any]) -> Path:
-    """Write a JSON file: aside first, so that half a file never stands there."""
-    aside = path.with_name(f"{path.name}.partial")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return aside.replace(path)
+    """Write a JSON file, whole or not at all."""
+    with writing(path):
+        return write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What `write_json` wrote, or None where there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    """What `write_json` wrote, or None where there is no such file.
+
+    Raises:
+        ToolkitError: it is damaged.
+    """
+    return read_object(path, _ANEW)
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> Path:

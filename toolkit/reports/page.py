@@ -154,9 +154,10 @@ def write_report(
     """
     title = html.escape(f"{result['recipe']}: {result['stage']}")
     memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
+    figures = html.escape(f"seed {result['seed']} · {result['seconds']:.0f} s · peak memory {memory}")
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-        f"<h1>{title}</h1><p>seed {result['seed']} · {result['seconds']:.0f} s · peak memory {memory}</p>"
+        f"<h1>{title}</h1><p>{figures}</p>"
         f"{_before_after(result)}{_pairs(result['judgement'], pairs) if pairs else ''}"
         f"{_curves(metrics)}{_samples(samples)}"
         f"<h2>Recipe</h2><pre>{html.escape(recipe)}</pre>"

@@ -9,6 +9,7 @@ from rich.text import Text
 from torch import Tensor
 
 from toolkit.data import Rollout
+from toolkit.errors import printable
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def sample_rows(before: Responses, after: Responses) -> list[dict[str, Any]]:
 
 def _clip(text: str, limit: int = 300) -> Text:
     # Text, not str: square brackets in a response are not markup.
-    return Text(text if len(text) <= limit else text[: limit - 1] + "…")
+    return Text(printable(text if len(text) <= limit else text[: limit - 1] + "…"))
 
 
 def samples_table(rows: Sequence[dict[str, Any]], *, limit: int = 5) -> Table:

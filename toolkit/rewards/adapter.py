@@ -9,6 +9,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from toolkit import processes
 from toolkit.data import Rollout, pad_rows
 from toolkit.errors import Problem
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, sequence_logits
@@ -21,14 +22,16 @@ def logits_of(
 ) -> Tensor:
     """Logits of N rows of token ids, float32 (N, outputs) on the CPU: those of similar length in one pass.
 
-    `forward` gives the logits (n, outputs) of n rows by their indices.
+    `forward` gives the logits (n, outputs) of n rows by their indices. Each process reads a share of them.
     """
     logits = torch.zeros(len(rows), outputs)
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    for start in range(0, len(rows), batch_size):
-        part = order[start : start + batch_size]
-        logits[part] = forward(part).float().cpu()
-        release_memory()
+    with processes.agreed():
+        order = sorted(processes.own([len(row) for row in rows]), key=lambda i: len(rows[i]))
+        for start in range(0, len(order), batch_size):
+            part = order[start : start + batch_size]
+            logits[part] = forward(part).float().cpu()
+            release_memory()
+    processes.sum_([logits])
     return logits
 
 
@@ -92,6 +95,7 @@ class RewardAdapter(AdapterScorer):
     RewardError: a head with several outputs and no column to choose by, or the reverse.
     """
 
+    on_every_process: ClassVar[bool] = True
     base: SharedBase
     pad_token_id: int = field(kw_only=True)
     batch_size: int = field(default=64, kw_only=True)

@@ -2,21 +2,31 @@
 
 import asyncio
 import inspect
+import os
+import re
+import sysconfig
 import threading
 import traceback
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from toolkit import processes
 from toolkit.data import Rollout
 from toolkit.errors import RewardError, ToolkitError
 from toolkit.rewards.dense import DenseScores, Scores
+from toolkit.rewards.kept import process_kept
 
 ScoreLike = Tensor | Sequence[float] | DenseScores
 """What a reward may return."""
+_NOT_OWN = (f"{sysconfig.get_path('stdlib')}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen ")
+_OF_A_LIBRARY = re.compile(rf"[/\\](site|dist)-packages[/\\]|^({'|'.join(map(re.escape, _NOT_OWN))})")
 
 
 class Reward(Protocol):
@@ -28,6 +38,9 @@ class Reward(Protocol):
 
     One that changes as it goes, as by a running mean, can have `state_dict()` and `load_state_dict(state)`: its state,
     made of numbers, text, lists, dicts and tensors, is then part of every checkpoint.
+
+    Of several processes the main one alone calls it, with the responses of all. One whose `on_every_process` is True is
+    called by all with all of them, has the same result in each, and divides its work by itself.
     """
 
     def __call__(self, rollout: Rollout) -> ScoreLike | Awaitable[ScoreLike]: ...
@@ -43,26 +56,34 @@ def score_with(reward: Reward, rollout: Rollout) -> Scores:
     """The reward's scores of a rollout, float32 (B,) on the CPU, or dense ones.
 
     No gradient is recorded in the callback, and no autocast region is around it: in which precision a model scores is
-    its own affair.
+    its own affair. It is given a copy of the rollout, and what it changes in the process is put back.
 
     Raises:
         RewardError: the callback raised, with the place in its code, or returned what `check_scores` refuses.
     """
+    if getattr(reward, "on_every_process", False):
+        return _scores(reward, rollout)
+    return processes.by_main(lambda: _scores(reward, rollout))
+
+
+def _scores(reward: Reward, rollout: Rollout) -> Scores:
     try:
-        with torch.no_grad():
-            returned = reward(rollout)
+        with torch.no_grad(), process_kept():
+            returned = reward(deepcopy(rollout))
             scores: Any = wait_for(returned, loop="async rewards") if inspect.isawaitable(returned) else returned
     except ToolkitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         wrong = f"the reward raised {type(error).__name__}: {error} ({place_of(error)})."
         raise RewardError(wrong, remedy="Mend it there.") from error
     return check_scores(scores, rollout)
 
 
-def place_of(error: Exception) -> str:
-    """The file and line that an error comes from."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def place_of(error: BaseException) -> str:
+    """The file and line that an error comes from: the last of the user's own, above those of libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _OF_A_LIBRARY.search(frame.filename)]
+    frame = (own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"
 
 
@@ -86,7 +107,15 @@ def _loop(name: str) -> asyncio.AbstractEventLoop:
     reward's HTTP session belongs to the loop that it was first used in.
     """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+
+    def serve() -> None:
+        while not loop.is_closed():
+            with suppress(
+                BaseException
+            ):  # sys.exit in a task ends run_forever; the task's future still has to hear of it
+                loop.run_forever()
+
+    threading.Thread(target=serve, name=name, daemon=True).start()
     return loop
 
 

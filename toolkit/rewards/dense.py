@@ -1,19 +1,23 @@
 """Scores within a response: at its tokens, or at spans of its text."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.masked import MaskedTensor
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import Rollout
 from toolkit.errors import RewardError
 
 Span = tuple[int, int, float]
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,8 @@ class DenseScores:
         try:
             scores = torch.zeros(count) if self.scores is None else _floats(self.scores)
             tokens = [torch.zeros(0)] * count if self.tokens is None else [_floats(row) for row in self.tokens]
-            given_spans = [[]] * count if self.spans is None else self.spans
-            spans = [[(int(a), int(b), float(score)) for a, b, score in row] for row in given_spans]
-        except (TypeError, ValueError) as error:
+            spans = [[_span(span) for span in row] for row in ([[]] * count if self.spans is None else self.spans)]
+        except (TypeError, ValueError, RuntimeError) as error:
             raise RewardError(f"the reward returned what is not made of numbers: {error}.") from error
         if scores.shape != (count,):
             raise RewardError(
@@ -62,20 +65,22 @@ class DenseScores:
             if number != count:
                 raise RewardError(f"the reward returned {number} {name} for {count} responses.")
         for row, (response, length) in enumerate(zip(rollout.responses, rollout.lengths, strict=True)):
+            said = quoted(response)
             if tokens[row].dim() != 1 or tokens[row].numel() not in (0, length):
                 raise RewardError(
-                    f"the reward gave token scores of shape {tuple(tokens[row].shape)} to the response {response!r}, "
+                    f"the reward gave token scores of shape {tuple(tokens[row].shape)} to the response {said}, "
                     f"which has {length} tokens (rollout.response_ids)."
                 )
             for start, end, _ in spans[row]:
                 if not 0 <= start < end <= len(response):
                     raise RewardError(
-                        f"the reward gave a score to the characters {start} to {end} of the response {response!r}, "
+                        f"the reward gave a score to the characters {start} to {end} of the response {said}, "
                         f"which has {len(response)}."
                     )
-            for score in (scores[row].item(), *tokens[row].tolist(), *_floats([s for *_, s in spans[row]]).tolist()):
-                if not math.isfinite(score):
-                    raise RewardError(f"the reward gave {score} to the response {response!r}; scores are finite.")
+            given = [scores[row].item(), *tokens[row].tolist(), *(score for *_, score in spans[row])]
+            if not sum(map(abs, given)) <= _LARGEST:
+                gave = next((score for score in given if not math.isfinite(score)), "scores that overflow float32")
+                raise RewardError(f"the reward gave {gave} to the response {said}; scores are finite.")
         return DenseScores(scores, tokens, spans)
 
     # What follows is of scores that were checked.
@@ -149,7 +154,24 @@ def _any_dense(scores: Sequence[Scores]) -> bool:
 
 
 def _floats(values: Tensor | Sequence[float]) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.float32).detach().cpu()
+    """Real numbers as float32, apart from what the reward keeps of its own."""
+    given = torch.as_tensor(values) if hasattr(values, "dtype") else torch.as_tensor(values, dtype=torch.float32)
+    masked = isinstance(values, (MaskedTensor, np.ma.MaskedArray))
+    if masked or given.is_complex() or given.is_nested or given.layout != torch.strided:
+        raise TypeError("real numbers in a plain tensor are needed, not complex, masked, nested or sparse ones")
+    return given.detach().to("cpu", torch.float32, copy=True)
+
+
+def quoted(text: str) -> str:
+    """A response in a message: its beginning, where it is long."""
+    return repr(text if len(text) <= 200 else f"{text[:199]}…")
+
+
+def _span(span: Span) -> Span:
+    start, end, score = span
+    if isinstance(score, str):
+        raise TypeError(f"the score of a span is a number, got {score!r}")
+    return operator.index(start), operator.index(end), float(score)
 
 
 def _completing_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from toolkit.errors import Problem, RewardError
 from toolkit.rewards.base import Reward, place_of
+from toolkit.rewards.kept import process_kept
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import setting
 
@@ -27,10 +28,11 @@ def load_function(function: str) -> Reward:
     if path is None and here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(place) if path is None else _run(path)
+        with process_kept():
+            module = importlib.import_module(place) if path is None else _run(path)
     except ModuleNotFoundError as error:
         raise _wrong(f'no module "{error.name}", looked for from {here} and in the environment.') from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A syntax error has no line of its own in the traceback.
         at = "" if isinstance(error, SyntaxError) else f" ({place_of(error)})"
         raise _wrong(f"{place} cannot be loaded: {type(error).__name__}: {error}{at}.", "Mend it there.") from error

@@ -36,6 +36,7 @@ class RewardModel(TextScorer):
     RewardError: settings that do not fit the model.
     """
 
+    on_every_process: ClassVar[bool] = True
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     truncated: int = field(default=0, init=False)

@@ -9,7 +9,9 @@ import json
 import math
 import os
 import re
+import reprlib
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
@@ -19,8 +21,9 @@ import httpx2
 import tenacity
 
 from toolkit.data import Rollout, select
-from toolkit.errors import Problem, RewardError
+from toolkit.errors import Problem, RewardError, printable
 from toolkit.rewards.base import Reward, wait_for
+from toolkit.rewards.dense import quoted
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import AT_LEAST_1, NOT_NEGATIVE, Range, setting
 
@@ -77,6 +80,7 @@ class RemoteReward(RemoteScorer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        self._headers["Accept-Encoding"] = "identity"  # a few bytes of any other may stand for gigabytes
         if self.token_variable is not None:
             self._headers["Authorization"] = f"Bearer {read_token(self.token_variable)}"
 
@@ -98,6 +102,7 @@ class RemoteReward(RemoteScorer):
         tries = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.retries + 1) | tenacity.stop_before_delay(limit),
             wait=self._wait,
+            before_sleep=self._say_wait,
             retry=tenacity.retry_if_exception_type(_Passing),
             reraise=True,
         )
@@ -106,18 +111,23 @@ class RemoteReward(RemoteScorer):
         except _Passing as error:
             count, seconds = tries.statistics["attempt_number"], time.monotonic() - started
             wrong = f"gave no answer in {count} tries over {seconds:.0f} s; the last: {error}."
-            raise self._wrong(wrong, "See to the server, then go on from the run's last checkpoint.") from error
+            raise self._wrong(wrong, "See to the server.") from error
 
     def _wait(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome is not None else None
         asked_for = error.retry_after if isinstance(error, _Passing) else None
         return min(_LONGEST_WAIT, tenacity.wait_exponential(self.first_wait)(state) if asked_for is None else asked_for)
 
+    def _say_wait(self, state: tenacity.RetryCallState) -> None:
+        assert state.outcome is not None and state.next_action is not None
+        wait = f"waiting {state.next_action.sleep:.2g} s before try {state.attempt_number + 1} of {self.retries + 1}"
+        warnings.warn(printable(f"{self.url}: {state.outcome.exception()}; {wait}."), stacklevel=2)
+
     async def _try(self, client: httpx2.AsyncClient, body: bytes, until: float) -> bytes:
         received, seconds = bytearray(), min(self.timeout, until - time.monotonic())
         try:
             async with asyncio.timeout(seconds), client.stream("POST", self.url, content=body) as response:
-                async for part in response.aiter_bytes():
+                async for part in response.aiter_raw():
                     received += part
                     if len(received) > _LARGEST_BODY:
                         raise self._wrong(f"gave an answer of more than {_LARGEST_BODY >> 20} MiB.")
@@ -126,6 +136,8 @@ class RemoteReward(RemoteScorer):
         except httpx2.RequestError as error:
             cause = _of_the_system(error) or error
             raise _Passing(f"{type(cause).__name__}: {cause}") from error
+        if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+            raise self._wrong(f"answered in {encoding!r}, where plain text was asked for.")
         if response.is_success:
             return bytes(received)
         reason = f"status {response.status_code} {response.reason_phrase}{_excerpt(received)}"
@@ -147,7 +159,8 @@ class RemoteReward(RemoteScorer):
             raise self._wrong(f"answered with {len(scores)} scores for {len(part)} responses; {wanted}")
         for score, response in zip(scores, part.responses, strict=True):
             if not isinstance(score, float) or not math.isfinite(score):
-                raise self._wrong(f"gave {score!r} to the response {response!r}; scores are finite numbers.")
+                wrong = f"gave {reprlib.repr(score)} to the response {quoted(response)}; scores are finite numbers."
+                raise self._wrong(wrong)
         return scores
 
     def _wrong(self, wrong: str, remedy: str = "") -> RewardError:

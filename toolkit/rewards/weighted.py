@@ -9,7 +9,7 @@ from torch import Tensor
 
 from toolkit.data import Rollout
 from toolkit.errors import Problem, RewardError, within
-from toolkit.rewards.base import Reward, score_with, state_of
+from toolkit.rewards.base import Reward, check_scores, score_with, state_of
 from toolkit.rewards.dense import Scores, total_scores, weighted_scores
 from toolkit.rewards.scorer import Scorer, ScorerContext
 
@@ -41,13 +41,16 @@ class WeightedSum:
         self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
         self.last_parts: dict[str, Tensor] = {}
 
+    on_every_process = True
+
     def __call__(self, rollout: Rollout) -> Scores:
         scores: dict[str, Scores] = {}
         for name, part in self.parts.items():
             with within(f"parts.{name}"):
                 scores[name] = score_with(part, rollout)
         self.last_parts = {name: total_scores(part) for name, part in scores.items()}
-        return weighted_scores(list(scores.values()), [self.weights[name] for name in scores])
+        with within("weights"):
+            return check_scores(weighted_scores(list(scores.values()), [*self.weights.values()]), rollout)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.parts.items() if state_of(part) is not None}

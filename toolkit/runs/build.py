@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from toolkit import processes
 from toolkit.data import Kind, RatedResponses
 from toolkit.errors import RecipeError, RewardError, within
 from toolkit.models import HEAD_ROLES, SharedBase, load_model
@@ -26,8 +27,8 @@ from toolkit.trainers.stock_ppo import stock_ppo_trainer
 
 def _named(recipe: Recipe, stage: str) -> dict[str, Any]:
     """What every trainer of ours is told: the base that its adapters are of, and where its metrics go."""
-    metrics = MetricsFile(recipe.stage_folder(stage) / "metrics.jsonl")
-    return {"base_name": recipe.base_path, "callbacks": [metrics, ProgressBar(f"{recipe.run} {stage}")]}
+    callbacks = [MetricsFile(recipe.stage_folder(stage) / "metrics.jsonl"), ProgressBar(f"{recipe.run} {stage}")]
+    return {"base_name": recipe.base_path, "callbacks": callbacks if processes.is_main() else []}
 
 
 def stage_dataset(recipe: Recipe, stage: str, kind: Kind, split: str) -> Any:

@@ -158,9 +158,10 @@ class DataCheck:
 
     def lines(self) -> Iterator[str]:
         """What tasks that read files say about their rows."""
-        for stage in self.stages:
-            section = self.recipe.data_section(stage)
-            if self._state(stage) != _NOT_NEEDED and (stage in ("ppo", "q") or section != "data"):
+        needed = [stage for stage in self.stages if self._state(stage) != _NOT_NEEDED]
+        last = {self.recipe.data_section(stage): stage for stage in needed}  # each section once
+        for stage in needed:
+            if last[section := self.recipe.data_section(stage)] == stage:
                 with self.findings.at(section):
                     if (rows := self.recipe.task_of(stage).report()) is not None:
                         yield f"{section}: {rows}"

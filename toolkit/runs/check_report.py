@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from toolkit.errors import IN_PYTHON, Problem, RecipeError, ToolkitError
+from toolkit.errors import IN_PYTHON, Problem, RecipeError, ToolkitError, printable
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ class Report:
         entries += [("data", line) for line in self.data]
         entries += [(stage.stage, str(stage)) for stage in self.stages]
         entries += [("note", note.text(options)) for note in self.notes]
-        return "\n".join(f"{label:<10} {text}".replace("\n", "\n" + " " * 11) for label, text in entries)
+        lines = "\n".join(f"{label:<10} {text}".replace("\n", "\n" + " " * 11) for label, text in entries)
+        return printable(lines)
 
     def __str__(self) -> str:
         return self.text()

@@ -4,7 +4,6 @@ The sources that put the roles on a real base put them here, so that what passes
 headers are read.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit import models
-from toolkit.errors import ModelError, Problem
+from toolkit.errors import Problem
 from toolkit.models import META, SharedBase, check_reads_tokens, head_name, load_model
 from toolkit.runs import build
 from toolkit.runs.check_report import BaseFacts, Findings, RoleFacts
@@ -27,37 +26,7 @@ from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
 from toolkit.trainers.self_checks import check_tokenizer
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
-_READ_LOGITS = {"reward", "ppo", "collect", "q"}  # sections whose stages need the base's logits
 _SHOWN_ROLES = ("policy", "reward", "value", "q", "q_target", "reference")  # in the order of the report
-
-# Settings by which models of transformers scale or cap what comes from lm_head. None and 1 change nothing.
-_LOGIT_SETTINGS = (
-    "final_logit_softcapping",  # Gemma
-    "logits_soft_cap",  # RecurrentGemma
-    "logit_scale",  # Cohere
-    "logits_scaling",  # Granite, HyperCLOVA X, MiniCPM3
-    "lm_head_multiplier",  # Falcon H1
-)
-
-
-def check_logit_settings(config: Any) -> None:
-    """As far as a configuration tells: the logits are what `lm_head` gives. A run compares them at its start.
-
-    Raises:
-        ModelError: a setting of the model changes them.
-    """
-    # MPT's logit_scale is read by nothing, and what code beside a checkpoint does with a setting is not known.
-    if config.model_type == "mpt" or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    own = inspect.signature(type(config)).parameters  # any other key of a config.json has no effect
-    for name in _LOGIT_SETTINGS:
-        value = getattr(config, name, None) if name in own else None
-        if value is not None and value != 1:
-            raise ModelError(
-                f"a model of type {config.model_type} changes its logits after lm_head ({name} is {value}), which the "
-                "log-probabilities here do not follow.",
-                remedy="Llama, Mistral, Qwen, GPT-2 and OPT do not.",
-            )
 
 
 def own_quantization(config: Any) -> BitsAndBytesConfig | None:
@@ -71,8 +40,6 @@ def precision_name(quantization: BitsAndBytesConfig | None, dtype: str) -> str:
     """As `check` and a reader say it."""
     if quantization is None:
         return dtype
-    if not quantization.load_in_4bit:
-        return f"8 bits and {dtype}"
     double = " with double quantisation" if quantization.bnb_4bit_use_double_quant else ""
     return f"{quantization.bnb_4bit_quant_type}{double} and {dtype}"
 
@@ -113,6 +80,8 @@ class RolesCheck:
         self._check_files(base, "base")
         with self.findings.at(key=f"base.{place}"):
             self.tokenizer = recipe.tokenizer
+        if base.model is None and self.tokenizer is None:
+            return  # random weights are as many as its tokens
         with self.findings.at("base", place):
             # Random weights are as many as the tokenizer says.
             tokenizer = self.tokenizer if base.model is None else None
@@ -123,6 +92,7 @@ class RolesCheck:
                     drawn.generation_config = GenerationConfig.from_pretrained(base.model, revision=base.revision)
             self.roles = SharedBase(drawn)
             quantization = recipe.quantization() or own_quantization(config)
+            models.check_bits(quantization)
             self.base = BaseFacts(
                 config.model_type,
                 base.model or "random weights",
@@ -131,9 +101,6 @@ class RolesCheck:
                 models.weight_bytes(counted, quantization) / 1e9,
                 getattr(config, "max_position_embeddings", None),
             )
-            # Roles need the logits; pretraining alone does not.
-            if base.model is not None or _READ_LOGITS & recipe.values.keys():
-                check_logit_settings(config)
         with self.findings.at("base", "model"):
             if self.tokenizer is not None and self.roles is not None:
                 check_tokenizer(self.tokenizer, self.roles)

@@ -6,6 +6,7 @@ entry a token of the response, null where no reward is given: here the score, at
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from toolkit import processes
 from toolkit.checkpoints import stop_requests
 from toolkit.data import Rollout
 from toolkit.errors import RunInterrupted, ToolkitError
@@ -52,11 +54,11 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
     number = min(len(prompts), settings.max_prompts or len(prompts)) * settings.samples_per_prompt
     starts = range(0, number, settings.batch_size)
-    partial = partial_file(path.parent)
+    unfinished = partial_file(path.parent)
     terminal = Console(file=sys.stderr)
     try:
-        done = _whole_batches(partial, settings.batch_size)
-        left, quiet = range(done, len(starts)), not terminal.is_terminal
+        done = processes.by_main(lambda: _whole_batches(unfinished, settings.batch_size))
+        left, quiet = range(done, len(starts)), not terminal.is_terminal or not processes.is_main()
         with stop_requests() as request:
             if left:
                 roles, pad_token_id = build.placed_roles(recipe, "collect")
@@ -72,14 +74,16 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                 rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
                 set_seed(recipe.seed * 1_000_003 + batch)
                 rollout = sampler(sampler.collator([prompts[row // settings.samples_per_prompt] for row in rows]))
-                append_jsonl(partial, _rows(rollout, score_with(reward, rollout), recipe.tokenizer))
-                if request.received is not None and batch + 1 < len(starts):
+                scored = _rows(rollout, score_with(reward, rollout), recipe.tokenizer)
+                processes.by_main(partial(append_jsonl, unfinished, scored))
+                asked = [received for received in processes.gather(request.received) if received is not None]
+                if asked and batch + 1 < len(starts):
                     raise RunInterrupted(
-                        f"collect stopped by {request.received.name} after {rows.stop:,} of {number:,} responses; they "
-                        f"are saved in {partial}.",
-                        request.received,
+                        f"collect stopped by {asked[0].name} after {rows.stop:,} of {number:,} responses; they are "
+                        f"saved in {unfinished}.",
+                        asked[0],
                     )
-        partial.replace(path)
+        processes.by_main(lambda: unfinished.replace(path))
     except OSError as error:
         wrong = f"{path}: cannot be written ({error.strerror})."
         raise ToolkitError(wrong, remedy="Make room, then go on with $resume.") from error

@@ -1,43 +1,28 @@
-"""A run folder: which of its stages hold under a recipe's settings, and what may be deleted there.
+"""A run folder: which of its stages hold under a recipe's settings, and who may write there.
 
 The folder keeps its recipe. When another one comes, the keys that differ decide: a stage stands as long as neither it
-nor a stage before it reads one of them. What has taken hours is deleted by those alone who say so.
+nor a stage before it reads one of them. What has taken hours is replaced by those alone who say so, and by what has
+finished.
 """
 
-import json
-import math
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import yaml
+from typing import Any
 
 from toolkit.checkpoints import checkpoint_folders, step_of
+from toolkit.disk import RESULT_FILE, damage, write_whole, writing
 from toolkit.errors import Problem, RecipeError, ToolkitError
-from toolkit.reports import RESULT_FILE, read_result
+from toolkit.reports import read_result, write_result
+from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
-from toolkit.spec.plan import STAGES, section
+from toolkit.runs.differences import Changes, changes, described, may_change, recorded
+from toolkit.runs.lock import at_work, owner_of
+from toolkit.runs.owned import RECIPE_FILE
+from toolkit.spec.plan import STAGES
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sections import STAGE_CLASSES
 
-RECIPE_FILE = "recipe.yaml"
 SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
 EVALUATION = "eval"  # folder of what was measured of a trained policy
-
-# What a stage can go on with changed: it decides when something is written or how much memory is taken, and nothing of
-# what the run has done so far.
-_MAY_CHANGE = (
-    "gradient_checkpointing", "logprob_chunk_size", "q_chunk_size",
-    "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy",
-    "save_steps", "save_total_limit", "logging_steps", "report_to", "run_name", "dataloader_num_workers",
-)  # fmt: skip
-_LENGTHS = ("max_steps", "num_train_epochs")  # these may grow
-_ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_SHOWN = 3  # differences that a message names
-_LONGEST = 60  # characters of a value in it
-ABSENT = object()  # the value of a key that a recipe does not have
-Changes: TypeAlias = Mapping[str, tuple[Any, Any]]
 
 
 def no_such_run(run: str, runs_dir: Path) -> str:
@@ -45,36 +30,6 @@ def no_such_run(run: str, runs_dir: Path) -> str:
     others = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECIPE_FILE}"))
     there = f"There are {', '.join(others)}." if others else "There is none yet: make ppo trains one."
     return f'no run "{run}" in {runs_dir}. {there}'
-
-
-def _recorded(folder: Path) -> dict[str, Any]:
-    """The recipe that a run folder keeps; empty where it keeps none that can be read."""
-    try:
-        values = yaml.safe_load((folder / RECIPE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a recipe by their dotted keys."""
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
-
-
-def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
-    """Dotted keys that the stage, or one before it, reads, with their values in the folder's recipe and in this one.
-
-    Those alone that differ; of a stage that is not the recipe's, all that differ.
-    """
-    there, here = dict(_leaves(_recorded(folder))), dict(_leaves(yaml.safe_load(recipe.to_yaml())))
-    plan = recipe.plan.stages.get(stage)
-    read = [key for key in {**there, **here} if plan is None or plan.reads_key(key)]
-    pairs = {key: (there.get(key, ABSENT), here.get(key, ABSENT)) for key in read}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
@@ -89,7 +44,7 @@ _GO_ON_OR_DELETE = "Go on with $resume, or begin anew with $overwrite."
 def work_of(folder: Path) -> Problem | None:
     """What a stage's folder holds that would have to be computed again, and the ways on; None if there is nothing."""
     stage, partial = folder.name, partial_file(folder)
-    if read_result(folder) is not None:
+    if (folder / RESULT_FILE).exists():
         return Problem(f"{folder} holds a finished {stage} stage.", remedy=_RENAME_OR_DELETE)
     if saved := checkpoint_folders(folder):
         wrong = f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}."
@@ -104,43 +59,13 @@ def work_of(folder: Path) -> Problem | None:
     return None
 
 
-def _may_change(recipe: Recipe, stage: str) -> set[str]:
-    """Keys that may differ where the stage goes on: those above, a length that grows, a product that stays."""
-    names = {*_MAY_CHANGE}
-    if stage in STAGE_CLASSES:
-        there, here = (_numbers(values, stage) for values in (_recorded(recipe.folder), recipe.values))
-        names |= {name for name in _LENGTHS if 0 < there[name] < here[name]}
-        if math.prod(there[name] for name in _ROWS_OF_A_STEP) == math.prod(here[name] for name in _ROWS_OF_A_STEP):
-            names |= {*_ROWS_OF_A_STEP}
-    return {f"{stage}.{name}" for name in names}
-
-
-def _numbers(values: dict[str, Any], stage: str) -> dict[str, float]:
-    """The lengths and rows of a stage's section, or their defaults; -1 where there is no number."""
-    owner, given = STAGE_CLASSES[stage], section(values, stage)
-    numbers = {name: given.get(name, getattr(owner, name)) for name in (*_LENGTHS, *_ROWS_OF_A_STEP)}
-    return {name: number if isinstance(number, (int, float)) else -1 for name, number in numbers.items()}
-
-
 def _outdated(recipe: Recipe, resumed: str | None = None) -> dict[str, Changes]:
     """Stages whose work in the run folder was done under other settings, each with what differs."""
     found = {stage: changes(recipe, stage, recipe.folder) for stage in STAGES}
     if resumed is not None:
-        kept = _may_change(recipe, resumed)
+        kept = may_change(recipe, resumed, recipe.folder)
         found[resumed] = {key: pair for key, pair in found[resumed].items() if key not in kept}
     return {stage: differing for stage, differing in found.items() if differing and work_of(recipe.stage_folder(stage))}
-
-
-def described(changes: Changes) -> str:
-    """The first few of the keys, with the values there and here."""
-
-    def shown(value: Any) -> str:
-        text = "not set" if value is ABSENT else json.dumps(value, ensure_ascii=False, default=str)
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-    parts = [f"{key} is {shown(there)} there and {shown(here)} here" for key, (there, here) in changes.items()]
-    more = len(parts) - _SHOWN
-    return "; ".join(parts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def listed(stages: Iterable[str]) -> str:
@@ -158,10 +83,11 @@ def conflict(recipe: Recipe, *, resumed: str | None = None) -> Problem | None:
     if not outdated:
         return None
     differing = max(outdated.values(), key=len)  # a later stage reads all that an earlier one does
-    why = described(differing) if _recorded(recipe.folder) else f"its {RECIPE_FILE} is missing or cannot be read"
+    why = described(differing) if recorded(recipe.folder) else f"its {RECIPE_FILE} is missing or cannot be read"
     begin = keep = ""
-    if finished_ones := [stage for stage in STAGES if finished(recipe, stage) is not None]:
-        kept = listed(finished_ones)
+    done = [stage for stage in STAGES if (recipe.stage_folder(stage) / RESULT_FILE).is_file()]
+    if standing := [stage for stage in done if not changes(recipe, stage, recipe.folder)]:
+        kept = listed(standing)
         begin, keep = f", which can begin with the {kept} of {recipe.run} ($from_run)", f", and keep its {kept}"
     return Problem(
         f"{recipe.folder} holds a run of another recipe or other settings: {why}.",
@@ -169,51 +95,108 @@ def conflict(recipe: Recipe, *, resumed: str | None = None) -> Problem | None:
     )
 
 
-def claim(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Make the run folder this recipe's own, and clear what an earlier try of the stage left.
+def claim(
+    recipe: Recipe, stage: str, *, wanted: str | None = None, overwrite: bool = False, resume: bool = False
+) -> None:
+    """Make the run folder this recipe's own, and its stage's folder ready to be written.
 
-    With `overwrite` the stages there that were run under other settings are deleted, and what an earlier try of this
-    one left; with `resume` that is kept.
+    With `overwrite` the stages there that were run under other settings, and what an earlier try of this one left, are
+    moved aside until the stage `wanted`, for which this one runs, has finished. With `resume` an earlier try stays.
 
     Raises:
         RecipeError: stages there were run under other settings, or the stage's results or checkpoints are there, and
-            no way on was chosen.
+            no way on was chosen; or there are files that the toolkit has not written.
         ToolkitError: the folder cannot be written.
     """
-    marker, folder = recipe.folder / RECIPE_FILE, recipe.stage_folder(stage)
-    try:
-        resumed = stage if resume else None
-        problem, work = conflict(recipe, resumed=resumed), work_of(folder)
-        if problem is not None and not overwrite:
-            goes_on = f" The run goes on with its own recipe, {marker}, and $resume." if resume else ""
-            raise RecipeError(problem.wrong, remedy=problem.remedy + goes_on)
-        if work is not None and not (overwrite or resume):
-            raise RecipeError(work.wrong, remedy=work.remedy)
-        if work is not None and resume and work.remedy == _RENAME_OR_DELETE and not checkpoint_folders(folder):
-            wrong = f"{folder} holds a {stage} stage and no checkpoint of it to go on from."
-            raise RecipeError(wrong, remedy=_RENAME_OR_DELETE)
-        if resume and finished(recipe, stage) is None:
-            # What it came to so far is the result of other settings.
-            (folder / RESULT_FILE).unlink(missing_ok=True)
-            _delete_evaluation(recipe, stage)
-        for outdated in _outdated(recipe, resumed):
-            _delete(recipe, outdated)
-        recipe.folder.mkdir(parents=True, exist_ok=True)
-        marker.write_text(recipe.to_yaml(), encoding="utf-8")
-        if not (resume and work_of(folder)):
-            _delete(recipe, stage)
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        wrong = f"{recipe.folder}: cannot write there ({error.strerror})."
-        raise ToolkitError(wrong, remedy="Choose another folder.") from error
+    run, folder, resumed = recipe.folder, recipe.stage_folder(stage), stage if resume else None
+    problem, work = conflict(recipe, resumed=resumed), work_of(folder)
+    if problem is not None and not overwrite:
+        own = f" The run goes on with its own recipe, {run / RECIPE_FILE}, and $resume." if resume else ""
+        raise RecipeError(problem.wrong, remedy=problem.remedy + own)
+    if work is not None and not (overwrite or resume):
+        raise RecipeError(work.wrong, remedy=work.remedy)
+    if work is not None and resume and work.remedy == _RENAME_OR_DELETE and not checkpoint_folders(folder):
+        wrong = f"{folder} holds a {stage} stage and no checkpoint of it to go on from."
+        raise RecipeError(wrong, remedy=_RENAME_OR_DELETE)
+    goes_on = resume and work is not None  # also with what was begun before stages had a manifest
+    stages = {*_outdated(recipe, resumed), *([] if goes_on else [stage])}
+    gone = [*stages, *([EVALUATION] if {"ppo", "q"} & {*stages, stage} else [])]
+    for name in {*gone, stage}:
+        owned.refuse_others(run / name, adopt=goes_on)
+    if not goes_on:
+        owned.refuse_recipe(run, recipe.to_yaml(), STAGES)
+    with writing(run):
+        if aside.changing(run, aside.REPLACED) or any(work_of(run / name) for name in stages):
+            aside.make_room(run, gone, wanted=wanted)
+        else:
+            for name in gone:
+                owned.delete(run / name)
+        run.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT_FILE).unlink(missing_ok=True)  # of a stage that goes on: it is that of other settings
+        owned.begin(folder, adopt=goes_on)
+        write_whole(run / RECIPE_FILE, recipe.to_yaml())
 
 
-def _delete(recipe: Recipe, stage: str) -> None:
-    """A stage's folder, and what was measured of the policy that it trained."""
-    shutil.rmtree(recipe.stage_folder(stage), ignore_errors=True)
-    _delete_evaluation(recipe, stage)
+def finish(folder: Path, result: dict[str, Any]) -> None:
+    """Mark a stage as finished, with the SHA-256 of the weights that it leaves."""
+    owned.seal_weights(folder)
+    write_result(folder, result)
 
 
-def _delete_evaluation(recipe: Recipe, stage: str) -> None:
-    if stage in ("ppo", "q"):
-        shutil.rmtree(recipe.stage_folder(EVALUATION), ignore_errors=True)
+def check_outputs(run: Path, stages: Iterable[str]) -> None:
+    """That the weights of finished stages are as they were written.
+
+    Raises:
+        ToolkitError: they are not.
+    """
+    for stage in stages:
+        problem = damage(run / stage)
+        if problem is not None:
+            remedy = f"Put it back as it was, or run the {stage} stage again with $overwrite."
+            raise ToolkitError(f"{run / stage}: {problem}.", remedy=remedy)
+
+
+# ---------------------------------------------------------------------- after a kill, or a failure
+
+
+def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False) -> str:
+    """Bring a run folder into a whole state after a kill; a sentence where earlier stages have come back.
+
+    Those that were replaced come back, unless the run goes on with what was begun in their place.
+    """
+    run = recipe.folder
+    open_ = aside.settle(run)
+    goes_on = resume and any(work_of(run / name) for name in aside.changing(run, aside.REPLACED))
+    said = restore(run) if open_ and not goes_on else ""
+    there, before = run / aside.UNFINISHED, recipe.plan.needs(stage)
+    if aside.changing(run, aside.UNFINISHED):
+        done = [name for name in before if (there / name / RESULT_FILE).is_file()]
+        agrees = not (changes(recipe, stage, there).keys() - may_change(recipe, stage, there))
+        if (resume and agrees) or (overwrite and any(not changes(recipe, name, there) for name in done)):
+            aside.take_up(run)
+            return ""
+    return said
+
+
+def restore(run: Path) -> str:
+    """Put back the stages that were replaced; a sentence about them, and about what was begun in their place."""
+    names = [name for name in aside.changing(run, aside.REPLACED) if name != EVALUATION]
+    if not names:
+        return ""
+    aside.put_back(run)
+    begun = [name for name in STAGES if work_of(run / aside.UNFINISHED / name)]
+    if not begun:
+        aside.drop_unfinished(run)
+    back = [name for name in names if work_of(run / name)]
+    if not back:
+        return ""
+    more = f" What was begun in its place is in {run / aside.UNFINISHED}, and goes on where it is resumed."
+    return f"{run} has its earlier {listed(back)} again.{more if begun else ''}"
+
+
+def recover(run: Path) -> None:
+    """As `settle`, for those who read a run, and while nobody is at work in it."""
+    if aside.is_open(run) and owner_of(run) is None:
+        with at_work(run):
+            if aside.settle(run):
+                restore(run)

@@ -1,42 +1,89 @@
-"""A stage in a process of its own, whose end by a signal is not taken for a failure."""
+"""Commands in processes of their own: an earlier stage, or one stage in several at a time."""
 
+import os
 import signal
 import subprocess
-import threading
+import time
+from collections.abc import Sequence
 from types import FrameType
 
-from toolkit.errors import RunInterrupted, ToolkitError
+from toolkit import processes
+from toolkit.checkpoints import signals_to
+from toolkit.errors import PeerError, RunInterrupted, ToolkitError
+
+GRACE = 20.0
+"""Seconds in which the others end by themselves when one of several processes has failed."""
 
 
 def run_stage(command: list[str], stage: str, needed_by: str) -> None:
-    """Run the command of an earlier stage to its end.
-
-    A terminal sends Ctrl-C to both processes: this one waits while the other finishes its step and saves. SIGTERM
-    reaches this one alone, and is passed on.
+    """Run the command of an earlier stage to its end; each of several processes runs it, and these join one another.
 
     Raises:
         RunInterrupted: it was asked to stop, and has saved itself.
         ToolkitError: it failed.
     """
-    process = subprocess.Popen(command)
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            process.terminate()
-
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, pass_on) for number in numbers}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    (code,) = _ended([subprocess.Popen(command, env=processes.environment())])
     if code - 128 in (signal.SIGINT, signal.SIGTERM):
         raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped and is saved.', code - 128)
     if code < 0:
-        raise ToolkitError(
-            f'stage "{stage}", which "{needed_by}" needs, was killed by {signal.Signals(-code).name}. After SIGKILL '
-            "the system was probably out of memory."
-        )
+        raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, was killed by {_signal(code)}.')
     if code:
-        raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, failed; its message is above.')
+        error = ToolkitError if processes.is_main() else PeerError
+        raise error(f'stage "{stage}", which "{needed_by}" needs, failed; its message is above.')
+
+
+def run_in_processes(command: list[str], number: int) -> int:
+    """Run a command in several processes of this machine, which join by torch's variables; its exit code.
+
+    Raises:
+        ToolkitError: one of them was killed; the others have been ended.
+    """
+    shared = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // number))}
+    port = processes.free_port()
+    children = []
+    for rank in range(number):
+        of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "MASTER_PORT": port}
+        environment = shared | dict(os.environ) | {name: str(value) for name, value in of_rank.items()}
+        children.append(subprocess.Popen(command, env=environment))
+    codes = _ended(children)
+    killed = [(rank, code) for rank, code in enumerate(codes) if code < 0]
+    if killed:
+        rank, code = killed[0]
+        raise ToolkitError(f"process {rank} of {number} was killed by {_signal(code)}; the others have been ended.")
+    return next((code for code in codes if code), 0)
+
+
+def _signal(code: int) -> str:
+    name = signal.Signals(-code).name
+    return f"{name}, probably since memory ran out" if name == "SIGKILL" else name
+
+
+def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Their exit codes, once all have ended. Where one has failed and others wait for it, they are ended, too.
+
+    A terminal sends Ctrl-C to all processes: this one waits while the others finish their step and save. SIGTERM
+    reaches this one alone, and is passed on.
+    """
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            for child in children:
+                child.terminate()
+
+    codes: dict[int, int] = {}
+    deadline = None
+    with signals_to(pass_on):
+        while len(codes) < len(children):
+            for i, child in enumerate(children):
+                if i not in codes and (code := child.poll()) is not None:
+                    codes[i] = code
+            if deadline is None and any(codes.values()):
+                deadline = time.monotonic() + GRACE
+            if deadline is not None and time.monotonic() > deadline:
+                for i, child in enumerate(children):
+                    if i not in codes:  # SIGTERM would not reach one that waits in a collective
+                        child.kill()
+                        child.wait()
+                        codes[i] = 1
+            time.sleep(0.05)
+    return [codes[i] for i in range(len(children))]

@@ -5,17 +5,20 @@ says that it is finished.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from toolkit import reports
-from toolkit.errors import RunInterrupted
-from toolkit.reports import Responses, write_jsonl
+from toolkit import processes, reports
+from toolkit.errors import RunInterrupted, printable
+from toolkit.reports import Responses, ScoredPair, write_jsonl
 from toolkit.runs.build import MAKERS, RESPONSES_FILE, make_evaluator, stage_dataset
 from toolkit.runs.collect import collect
+from toolkit.runs.folder import finish
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
@@ -26,8 +29,8 @@ BEFORE_FILE = "before.json"
 
 
 def say(console: Console, sentence: str) -> None:
-    """A line for a person, neither coloured nor wrapped."""
-    console.print(sentence, highlight=False, soft_wrap=True)
+    """A line for a person, neither coloured nor wrapped; square brackets in it are no markup."""
+    console.print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
 
 
 def collect_stage(recipe: Recipe, console: Console) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def collect_stage(recipe: Recipe, console: Console) -> dict[str, Any]:
     started, folder = time.perf_counter(), recipe.stage_folder("collect")
     collected = collect(recipe, folder / RESPONSES_FILE)
     result = figures(recipe, "collect", started, {}, collected)
-    reports.write_result(folder, result)
+    processes.by_main(lambda: finish(folder, result))
     shown = ", ".join(f"{key} {value:.4g}" for key, value in result["after"].items())
     say(console, f"collect took {result['seconds']:.0f} s: {shown}")
     say(console, f"responses: {folder / RESPONSES_FILE}")
@@ -52,11 +55,11 @@ def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path |
         say(console, f"data: {rows}")
     cut = _report_cuts(recipe, trainer.args, console) if stage == "sft" else {}
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
-    kept = reports.read_json(folder / BEFORE_FILE)
+    kept = processes.by_main(lambda: reports.read_json(folder / BEFORE_FILE))
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
         measured, responses = _measure(recipe, stage, trainer)
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None}
-        reports.write_json(folder / BEFORE_FILE, kept)
+        processes.by_main(partial(reports.write_json, folder / BEFORE_FILE, kept))
     before, responses_before = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
     if stock:
         trainer.train()
@@ -66,33 +69,41 @@ def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path |
             trainer.train(resume_from_checkpoint=checkpoint)
         except RunInterrupted as stop:
             raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
-        trainer.save_model(str(folder))
+        processes.by_main(lambda: trainer.save_model(str(folder)))
         started -= trainer.seconds_before
     after, responses_after = _measure(recipe, stage, trainer)
     result = figures(recipe, stage, started, before, after)
     if not stock and trainer.resumed_at:
         result["resumed_at"] = list(trainer.resumed_at)
+    if cut:
+        result["cut"] = cut
+    samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
+    processes.by_main(lambda: _write_up(recipe, stage, result, samples, trainer.judged if stage == "reward" else ()))
+    if samples:
+        console.print(reports.samples_table(samples))
+    print_result(console, result)
+    say(console, f"report: {folder / reports.REPORT_FILE}")
+    return result
+
+
+def _write_up(
+    recipe: Recipe, stage: str, result: dict[str, Any], samples: list[dict[str, Any]], judged: Sequence[ScoredPair]
+) -> None:
+    """Everything that a finished stage says, `result.json` last."""
+    folder, task = recipe.stage_folder(stage), recipe.task_of(stage)
     if task.left_out:
         result["left_out"] = {split: dict(reasons) for split, reasons in task.left_out.items()}
         write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
         write_jsonl(folder / "rows.jsonl", task.row_places(stage))
-    if cut:
-        result["cut"] = cut
-    samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
     if samples:
         write_jsonl(folder / "samples.jsonl", samples)
-        console.print(reports.samples_table(samples))
-    judged = trainer.judged if stage == "reward" else ()
     if judged:
         result["judgement"] = reports.pair_evaluation(judged)
         write_jsonl(folder / reports.SCORES_FILE, judged)
         write_jsonl(folder / reports.ERRORS_FILE, reports.worst_errors(judged))
     metrics = reports.read_jsonl(folder / "metrics.jsonl")
-    report = reports.write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
-    reports.write_result(folder, result)
-    print_result(console, result)
-    say(console, f"report: {report}")
-    return result
+    reports.write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
+    finish(folder, result)
 
 
 def _report_cuts(recipe: Recipe, args: Any, console: Console) -> dict[str, dict[str, int]]:
@@ -118,6 +129,7 @@ def figures(
         "stage": stage,
         "seed": recipe.seed,
         "seconds": round(time.perf_counter() - started, 1),
+        **({"processes": processes.count()} if processes.count() > 1 else {}),
         "peak_memory_gb": reports.peak_memory_gb(),
         "versions": reports.versions(),
         "before": before,

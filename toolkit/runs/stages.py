@@ -1,18 +1,26 @@
 """Run a stage of a recipe in its run folder, after what it needs."""
 
 import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.rewards import Reward
+from toolkit.runs import aside
 from toolkit.runs.build import MAKERS
 from toolkit.runs.check import check_stages
-from toolkit.runs.folder import RECIPE_FILE, claim, finished, no_such_run
+from toolkit.runs.folder import check_outputs, claim, finished, no_such_run, restore, settle
+from toolkit.runs.lock import acquire, at_work, release
+from toolkit.runs.owned import RECIPE_FILE
 from toolkit.runs.process import run_stage
 from toolkit.runs.stage import collect_stage, say, train_stage
 from toolkit.runs.take_over import take_over
@@ -28,27 +36,58 @@ def _run_prerequisites(
     """
     needs = recipe.plan.needs(stage)
     if from_run is not None:
-        for sentence in take_over(recipe, from_run, needs, **way):
+        for sentence in processes.by_main(lambda: list(take_over(recipe, from_run, needs, wanted=stage, **way))):
             say(console, sentence)
-    missing = [earlier for earlier in needs if finished(recipe, earlier) is None]
+    missing = processes.by_main(lambda: [earlier for earlier in needs if finished(recipe, earlier) is None])
     if missing:
         # A mistake of the last stage's is found before the first one has run for an hour.
-        check_stages(recipe, {stage, *needs}, scorer=scorer).raise_problems()
+        processes.by_main(lambda: check_stages(recipe, {stage, *needs}, scorer=scorer).raise_problems())
+    processes.by_main(lambda: check_outputs(recipe.folder, (earlier for earlier in needs if earlier not in missing)))
     for earlier in missing:
-        claim(recipe, earlier, **way)
+        processes.by_main(partial(claim, recipe, earlier, wanted=stage, **way))
         # In a process of its own: its memory is given back, and accelerate's state takes one precision a process.
         command = [sys.executable, "-m", "toolkit", earlier, str(recipe.folder / RECIPE_FILE)]
         command += ["--run", recipe.run, "--runs-dir", str(recipe.runs_dir), "--name", recipe.name]
-        run_stage(command + (["--resume"] if way["resume"] else []), earlier, stage)
+        with processes.agreed():
+            run_stage(command + (["--resume"] if way.get("resume") else []), earlier, stage)
+
+
+@contextmanager
+def _kept_whole(recipe: Recipe, stage: str, console: Console, **way: bool) -> Iterator[str | None]:
+    """Inside, the run folder is this process's alone, of several the main one's; what is overwritten comes back if an
+    error ends it.
+
+    Gives the stage whose end lets go of what is overwritten; None for one that is part of another command.
+    """
+    with ExitStack() as stack:
+        with processes.agreed():
+            ours = processes.is_main() and stack.enter_context(at_work(recipe.folder))
+            if ours and (sentence := settle(recipe, stage, **way)):
+                say(console, sentence)
+        if not ours:
+            yield None
+            return
+        try:
+            yield stage
+        except BaseException:
+            if sentence := restore(recipe.folder):
+                say(console, sentence)
+            raise
+        aside.settle(recipe.folder)  # what a finished stage has replaced goes
 
 
 def prepared(
     recipe: Recipe, stage: str, *, from_run: str | None = None, reward: Reward | None = None, **way: bool
 ) -> Any:
-    """The stage's trainer, after its prerequisites: for notebooks."""
-    _run_prerequisites(recipe, stage, Console(), from_run=from_run, scorer=reward is None, **way)
-    claim(recipe, stage, **way)
-    return MAKERS[stage](recipe, **({} if reward is None else {"reward": reward}))
+    """The stage's trainer, after its prerequisites: for notebooks. As long as it is there, nobody else may train."""
+    with _kept_whole(recipe, stage, Console(), **way):
+        _run_prerequisites(recipe, stage, Console(), from_run=from_run, scorer=reward is None, **way)
+        claim(recipe, stage, wanted=stage, **way)
+        trainer = MAKERS[stage](recipe, **({} if reward is None else {"reward": reward}))
+        aside.train_by_hand(recipe.folder)
+        if acquire(recipe.folder):
+            weakref.finalize(trainer, release, recipe.folder.resolve())
+        return trainer
 
 
 def run(
@@ -65,7 +104,8 @@ def run(
     Args:
         recipe: bound to its run folder.
         stage: to be run.
-        overwrite: repeat a finished stage; delete stages in the same folder that were run under other settings.
+        overwrite: repeat a finished stage, and replace stages in the same folder that were run under other settings.
+            They are kept until the new one has finished.
         resume: go on from the newest whole checkpoint of each unfinished stage; from the beginning where none is.
         from_run: name of another run in the same folder of runs. Its finished stages are taken where this one lacks
             them and the settings that they read agree.
@@ -75,30 +115,37 @@ def run(
         RunInterrupted: a signal asked to stop, and the stage was saved.
         ToolkitError: whatever a user can mend.
     """
-    console = console or Console()
+    console, way = console or Console(), {"overwrite": overwrite, "resume": resume}
     recipe.plan.needs(stage)
     if overwrite and resume:
         raise RecipeError("to overwrite and to resume are two ways on.", remedy="Give $overwrite or $resume.")
-    done = finished(recipe, stage)
-    if done is not None and not overwrite:
-        say(console, f"{stage} of this run is finished: {recipe.stage_folder(stage)}. OVERWRITE=1 repeats it.")
-        return done
-    if resume and stage == "ppo" and recipe.values["ppo"].get("loop") == "trl":
-        raise RecipeError(
-            "trl saves no checkpoints, since TRL's loop cannot go on from one (huggingface/trl#2657).",
-            field="ppo.loop",
-            remedy="Run it anew, or use ppo.loop: toolkit.",
-        )
+    with _kept_whole(recipe, stage, console, **way) as wanted:
+        done = None if overwrite else processes.by_main(lambda: finished(recipe, stage))
+        if done is not None:
+            say(console, f"{stage} of this run is finished: {recipe.stage_folder(stage)}. OVERWRITE=1 repeats it.")
+            return done
+        processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
+        _run_prerequisites(recipe, stage, console, from_run=from_run, **way)
+        processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
+        goes_on = resume and stage != "collect"
+        checkpoint = processes.by_main(lambda: _to_resume(recipe, stage, console)) if goes_on else None
+        try:
+            if stage == "collect":
+                return collect_stage(recipe, console)
+            return train_stage(recipe, stage, console, checkpoint)
+        except torch.OutOfMemoryError as error:
+            raise _out_of_memory(stage, recipe.stage_folder(stage)) from error
+
+
+def _check_way(recipe: Recipe, stage: str, *, resume: bool) -> None:
+    by_trl = stage == "ppo" and recipe.values["ppo"].get("loop") == "trl"
+    if by_trl and processes.count() > 1:
+        raise RecipeError("trl is TRL's own loop, which runs in one process.", field="ppo.loop", remedy="Take toolkit.")
+    if resume and by_trl:
+        wrong = "trl saves no checkpoints, since TRL's loop cannot go on from one (huggingface/trl#2657)."
+        raise RecipeError(wrong, field="ppo.loop", remedy="Run it anew, or use ppo.loop: toolkit.")
     if resume and not (recipe.folder / RECIPE_FILE).is_file():
         raise RecipeError(f"there is nothing to go on with: {no_such_run(recipe.run, recipe.runs_dir)}")
-    _run_prerequisites(recipe, stage, console, from_run=from_run, overwrite=overwrite, resume=resume)
-    claim(recipe, stage, overwrite=overwrite, resume=resume)
-    try:
-        if stage == "collect":
-            return collect_stage(recipe, console)
-        return train_stage(recipe, stage, console, _to_resume(recipe, stage, console) if resume else None)
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory(stage, recipe.stage_folder(stage)) from error
 
 
 def _to_resume(recipe: Recipe, stage: str, console: Console) -> Path | None:

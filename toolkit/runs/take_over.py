@@ -3,19 +3,25 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
-from toolkit.errors import RecipeError, ToolkitError
-from toolkit.reports import read_result, write_result
-from toolkit.runs.folder import RECIPE_FILE, changes, claim, described, finished, listed, work_of
+from toolkit.disk import writing
+from toolkit.errors import RecipeError
+from toolkit.reports import read_result
+from toolkit.runs import aside
+from toolkit.runs.differences import changes, described
+from toolkit.runs.folder import check_outputs, claim, finish, finished, listed, work_of
+from toolkit.runs.owned import RECIPE_FILE
+from toolkit.spec.load import is_run_name
 from toolkit.spec.recipe import Recipe
 
 
-def take_over(recipe: Recipe, source: str, needs: list[str], **way: bool) -> list[str]:
+def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | None = None, **way: bool) -> list[str]:
     """Copy finished stages of another run whose settings, as far as the stages read them, are this recipe's too.
 
     Checkpoints stay where they are. A stage that this run has finished, or with `resume` begun, is left alone, and one
     that stands on a stage which is not finished here is not taken. `source` is the other run's name, in the same folder
-    of runs, `needs` are the stages that are wanted, in order, and `way` is that of `claim`.
+    of runs, `needs` are the stages that are wanted, in order, and `wanted` and `way` are those of `claim`.
 
     Returns:
         A sentence for each stage that this run has not finished: that it is taken, or why not.
@@ -25,7 +31,7 @@ def take_over(recipe: Recipe, source: str, needs: list[str], **way: bool) -> lis
         ToolkitError: the folder cannot be written.
     """
     other = replace(recipe, run=source)
-    if source == recipe.run or not (other.folder / RECIPE_FILE).is_file():
+    if source == recipe.run or not is_run_name(source) or not (other.folder / RECIPE_FILE).is_file():
         why = "is this run itself" if source == recipe.run else f"is not in {recipe.runs_dir}"
         raise RecipeError(f'the run "{source}" to begin with {why}.', remedy="Name another run: $from_run.")
     if not needs:
@@ -40,7 +46,7 @@ def take_over(recipe: Recipe, source: str, needs: list[str], **way: bool) -> lis
             said.append(f"{stage} is run anew: {problem}.")
             refused += 1
         else:
-            claim(recipe, stage, **way)
+            claim(recipe, stage, wanted=wanted, **way)
             _copy(other, recipe, stage)
             said.append(f"{stage} is taken from {other.stage_folder(stage)}.")
     if refused == len(needs):
@@ -61,22 +67,21 @@ def _not_taken(recipe: Recipe, other: Recipe, stage: str) -> str | None:
 
 def _copy(source: Recipe, target: Recipe, stage: str) -> None:
     """Under another name first: what carries the stage's name is whole."""
-    folder = target.stage_folder(stage)
-    aside = folder.with_name(f"{folder.name}.partial")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(source.stage_folder(stage), aside, ignore=shutil.ignore_patterns("*checkpoint-*"))
-        for path in aside.glob("*/adapter_config.json"):
+    folder, taken = target.stage_folder(stage), target.folder / ".taken"
+    check_outputs(source.folder, [stage])
+    with writing(folder, "Make room, then repeat."):
+        shutil.rmtree(taken, ignore_errors=True)
+        shutil.copytree(source.stage_folder(stage), taken, ignore=_left_there)
+        for path in taken.glob("*/adapter_config.json"):
             config = json.loads(path.read_text(encoding="utf-8"))
             if config.get("base_model_name_or_path") == source.base_path:  # a base that this run has a copy of, too
                 config["base_model_name_or_path"] = target.base_path
                 path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-        result = read_result(aside)
+        result = read_result(taken)
         assert result is not None
-        write_result(aside, {**result, "taken_from": str(source.stage_folder(stage))})
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-    except OSError as error:
-        raise ToolkitError(
-            f"{folder}: cannot be copied there ({error.strerror}).", remedy="Make room, then repeat."
-        ) from error
+        finish(taken, {**result, "taken_from": str(source.stage_folder(stage))})
+        aside.place(target.folder, taken, stage)
+
+
+def _left_there(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if "checkpoint-" in name or Path(folder, name).is_symlink()]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit import processes
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout, concatenate, select
 from toolkit.errors import DataError
@@ -37,7 +38,7 @@ class Evaluator:
         sampler: responds.
         reward: scores a rollout.
         log_ratios: log π − log π_ref of the responses of a rollout, summed over tokens: (B,).
-        batch_size: prompts responded to at a time.
+        batch_size: prompts that a process responds to at a time.
         seed: of sampling.
         metrics: further metrics of a rollout.
     """
@@ -65,7 +66,7 @@ class Evaluator:
         parts: dict[str, list[Tensor]] = defaultdict(list)
         with kept_random_states(), _unchanged(self.reward), torch.no_grad():
             torch.manual_seed(self.seed)
-            for rows in batches(prompts, self.batch_size):
+            for rows in batches(prompts, self.batch_size * processes.count()):
                 rollouts.append(self.sampler(self.sampler.collator(rows)))
                 log_ratios.append(self.log_ratios(rollouts[-1]))
                 scores.append(total_scores(score_with(self.reward, rollouts[-1])))
@@ -116,7 +117,7 @@ def best_of(prompts: Rows, n: int, *, sampler: Sampler, reward: Reward, batch_si
     if n < 1 or len(prompts) == 0:
         raise ValueError(f"best_of needs at least one prompt and one sample; got {len(prompts)} prompts and n = {n}")
     rollouts, scores = [], []
-    for rows in batches([row for row in prompts for _ in range(n)], batch_size):
+    for rows in batches([row for row in prompts for _ in range(n)], batch_size * processes.count()):
         rollouts.append(sampler(sampler.collator(rows)))
         scores.append(total_scores(score_with(reward, rollouts[-1])))
     candidates, by_prompt = concatenate(rollouts), torch.cat(scores).view(len(prompts), n)

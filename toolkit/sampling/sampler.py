@@ -5,12 +5,16 @@ from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from datasets import Dataset
+from numpy.random import Philox
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 
+from toolkit import processes
 from toolkit.data import PromptCollator, Rollout
-from toolkit.errors import DataError
+from toolkit.errors import DataError, ToolkitError
+from toolkit.functional import inverse_cdf
 from toolkit.models import LENGTH_MULTIPLE, LargestQ, SharedBase, WeightedByQ, release_memory
 
 Rows: TypeAlias = Dataset | Sequence[dict[str, Any]]
@@ -52,29 +56,64 @@ class Sampler:
         """Makes a batch of rows."""
         return PromptCollator(self.tokenizer.pad_token_id, multiple=LENGTH_MULTIPLE)
 
-    def __call__(self, batch: Mapping[str, Any], *, streamer: TextStreamer | None = None) -> Rollout:
-        """One response to each prompt of a batch from `collator`; a streamer shows that to a single prompt as it comes.
+    def __call__(
+        self, batch: Mapping[str, Any], *, keys: Tensor | None = None, streamer: TextStreamer | None = None
+    ) -> Rollout:
+        """One response to each prompt of a batch from `collator`.
+
+        Args:
+            keys: what each row is sampled by, int64 (B,), not negative: a row with the same key and policy gets the
+                same response beside any others. Drawn from torch's global generator if None.
+            streamer: shows the response to a single prompt as it comes.
 
         Raises:
             DataError: `max_length` leaves a prompt no room for a response.
+            ToolkitError: the role's logits are not finite.
         """
         limits = self._limits([len(ids) for ids in batch["prompt_ids"]])
-        ids, mask = (batch[name].to(self.roles.device) for name in ("input_ids", "attention_mask"))
         stops = self.roles.stop_token_ids(self.tokenizer)
+        uniform = None
+        if self.temperature is not None:
+            uniform = uniforms(draw_keys(len(limits)) if keys is None else keys, max(limits))
+        generated: dict[int, list[int]] = {}
+        with processes.agreed():
+            rows = processes.own([1.0] * len(limits))
+            if rows:
+                ids, mask = (batch[name][rows].to(self.roles.device) for name in ("input_ids", "attention_mask"))
+                drawn = None if uniform is None else uniform[rows].to(ids.device)
+                config = GenerationConfig(
+                    max_new_tokens=max(limits),
+                    do_sample=False,
+                    eos_token_id=stops,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                )
+                generated = dict(zip(rows, self._generate(ids, mask, drawn, config, streamer).tolist(), strict=True))
+                release_memory()
+        of_all = {row: ids for of_process in processes.gather(generated) for row, ids in of_process.items()}
+        output = [of_all[row] for row in range(len(limits))]
+        return rollout_of(batch, output, tokenizer=self.tokenizer, stop_token_ids=stops, limits=limits)
+
+    def _generate(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        uniform: Tensor | None,
+        config: GenerationConfig,
+        streamer: TextStreamer | None,
+    ) -> Tensor:
+        """What comes after left-padded prompts (B, P): int64 (B, T); greedy to transformers in any case, since
+        `_Sampled` leaves it one token to take."""
         role, temperature, processors = self._decoding(mask)
-        # The whole distribution is sampled, which is what the log-probabilities of an update are of.
-        sampling = {} if temperature is None else {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-        config = GenerationConfig(
-            max_new_tokens=max(limits),
-            do_sample=temperature is not None,
-            eos_token_id=stops,
-            pad_token_id=self.tokenizer.pad_token_id,
-            **sampling,
-        )
+        sampled = None
+        if temperature is not None and uniform is not None:
+            sampled = _Sampled(uniform, temperature)
+            processors.append(sampled)
         with self.roles.role(role), (self.autocast or self.roles.autocast)():
             output = self.roles.generate(ids, mask, config, logits_processor=processors, streamer=streamer)
-        release_memory()
-        return rollout_of(batch, output.tolist(), tokenizer=self.tokenizer, stop_token_ids=stops, limits=limits)
+        if sampled is not None and not bool(sampled.finite):
+            wrong = f'the logits of the role "{self.role}" are not finite, so that nothing can be sampled.'
+            raise ToolkitError(wrong, remedy="Its weights hold NaN or inf, or the base's precision is too small.")
+        return output
 
     def _decoding(self, mask: Tensor) -> tuple[str, float | None, LogitsProcessorList]:
         """The role that generates, the temperature of its logits, and what is done to them before."""
@@ -91,6 +130,35 @@ class Sampler:
             return [self.response_length] * len(prompt_lengths)
         check_room(prompt_lengths, self.max_length)
         return [min(self.response_length, self.max_length - length) for length in prompt_lengths]
+
+
+class _Sampled(LogitsProcessor):
+    """Leaves each row the one token that its next uniform number draws from the whole distribution, which is what the
+    log-probabilities of an update are of. `of_rows` is float64 (B, T)."""
+
+    def __init__(self, of_rows: Tensor, temperature: float):
+        self.left, self.temperature = iter(of_rows.unbind(dim=1)), temperature
+        self.finite = torch.ones((), dtype=torch.bool, device=of_rows.device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens, finite = inverse_cdf(scores, next(self.left), temperature=self.temperature)
+        self.finite &= finite.all()
+        return scores.scatter(1, tokens.unsqueeze(1), float("inf"))
+
+
+def draw_keys(number: int) -> Tensor:
+    """Keys of rows to sample by, from torch's global generator: int64 (number,)."""
+    return torch.randint(2**63 - 1, (number,))
+
+
+def uniforms(keys: Tensor, length: int) -> Tensor:
+    """Numbers of [0, 1), each row's by its key alone: int64 (B,), not negative, to float64 (B, length) on the CPU.
+
+    Philox4x64, a generator that counts (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a row is
+    sampled the same whichever rows stand beside it, and in whichever process.
+    """
+    drawn = [Philox(key=key).random_raw(length) >> 11 for key in keys.tolist()]  # 53 bits
+    return torch.stack([torch.from_numpy(row.astype("float64")) for row in drawn]) * 2.0**-53
 
 
 def rollout_of(

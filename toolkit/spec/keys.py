@@ -14,6 +14,9 @@ from transformers import BitsAndBytesConfig
 from toolkit.errors import Problem, ToolkitError, within
 from toolkit.settings import fits, problems_of
 
+REFUSALS = (TypeError, ValueError, AttributeError, ImportError, LookupError, RuntimeError, ArithmeticError, UserWarning)
+"""What the libraries raise of values that they cannot do with."""
+
 
 def owner_fields(owner: type) -> dict[str, Any]:
     """Names of the class's settings with their types; `Any` where its author gave none.
@@ -113,8 +116,8 @@ def check_keys(
             build(**values)
     except ToolkitError as error:
         return list(error.problems)
-    except (TypeError, ValueError, AttributeError, ImportError) as error:
-        return [Problem(str(error), place)]
+    except REFUSALS as error:
+        return [Problem(" ".join(str(error).split()) or type(error).__name__, place)]
     return []
 
 

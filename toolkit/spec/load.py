@@ -1,21 +1,27 @@
 """Find a recipe, read it, apply overrides, check it."""
 
+import io
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toolkit.data.sources import HUB_SETTINGS, is_hub_id
+from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
 from toolkit.errors import Problem, RecipeError
+from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS
 from toolkit.spec.validate import check_recipe, with_reward_files
+
+_DEEPEST, _MOST = 50, 100_000  # of the values of a recipe
+_KEY = re.compile(r"\$\{([\w.-]+)\}")
 
 
 def recipe_folder() -> Path:
@@ -40,9 +46,13 @@ def find(name: str | os.PathLike[str]) -> Path:
     Raises:
         RecipeError: there is none; with the nearest names.
     """
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        there = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, or with NUL, or a ~user that is not
+        raise RecipeError(f"{name!r} names no recipe: {_reason(error)}") from error
     if path.suffix in (".yaml", ".yml"):
-        if path.is_file():
+        if there:
             return path
         raise RecipeError(f"{path}: there is no such file.")
     shipped = next(recipe_folder().rglob(f"{name}.yaml"), None) if str(name) in names() else None
@@ -53,25 +63,89 @@ def find(name: str | os.PathLike[str]) -> Path:
     return shipped
 
 
-def _strings(values: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _strings(value, f"{place}.{key}" if place else str(key))
-    elif isinstance(values, list):
-        for i, value in enumerate(values):
-            yield from _strings(value, f"{place}.{i}")
-    elif isinstance(values, str):
-        yield place, values
+# What reading YAML can come to: ValueError also for text that is not UTF-8, or `!!float x`.
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError)
+
+
+def _check_yaml(text: str) -> None:
+    """Keys are text, and a few lines do not stand for thousands of values, as with aliases of aliases.
+
+    Raises:
+        ValueError: they are not, or do.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    nodes, seen = [(root, 0)] if root is not None else [], 0
+    while nodes:
+        node, depth = nodes.pop()
+        seen += 1
+        if depth > _DEEPEST or seen > _MOST:
+            raise ValueError(f"it is nested more than {_DEEPEST} deep, or has more than {_MOST:,} values.")
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                    what = repr(key.value) if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"a key has to be text, in quotes if need be: {what} in line {line} is not.")
+                nodes.append((value, depth + 1))
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += [(item, depth + 1) for item in node.value]
 
 
 def _read(path: Path) -> DictConfig:
     try:
-        values = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError) as error:
-        raise RecipeError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+        text = path.read_text(encoding="utf-8")
+        _check_yaml(text)
+        values = OmegaConf.load(io.StringIO(text))
+    except _UNREADABLE as error:
+        raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
     if not isinstance(values, DictConfig):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {type(values).__name__}.")
     return values
+
+
+def _overridden(values: DictConfig, override: str) -> DictConfig:
+    key, equals, value = override.partition("=")
+    if not equals or not all(part.strip("[]{} ") for part in key.split(".")) or key.count(".") > _DEEPEST:
+        raise RecipeError(f'override "{override}" is not of the form section.key=value.')
+    try:
+        _check_yaml(value)
+        merged = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
+    except _UNREADABLE as error:
+        raise RecipeError(f'override "{override}" does not fit the recipe: {_reason(error)}') from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply."
+    return " ".join((getattr(error, "strerror", None) or str(error)).split())  # a file's name is said already
+
+
+def _with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """A recipe with `${key}` replaced by the plain value that stands at that key, and what else should be inserted.
+
+    Not by OmegaConf, whose resolvers read the environment and more: a secret could so land in the resolved recipe that
+    a run keeps.
+    """
+    problems = []
+
+    def insert(value: Any, place: str) -> Any:
+        if isinstance(value, dict):
+            return {key: insert(item, f"{place}.{key}".lstrip(".")) for key, item in value.items()}
+        if isinstance(value, list):
+            return [insert(item, f"{place}.{i}") for i, item in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        whole = _KEY.fullmatch(value)
+        inserted = at(values, whole[1]) if whole else _KEY.sub(lambda key: str(at(values, key[1])), value)
+        keys = [at(values, key) for key in _KEY.findall(value)]
+        if any(key is None or isinstance(key, (dict, list)) for key in keys) or "${" in str(inserted):
+            wrong = f"{value!r}: only plain values of the recipe itself can be inserted, as ${{seed}}."
+            problems.append(Problem(wrong, place))
+        return inserted
+
+    return insert(values, ""), problems
 
 
 def _without_the_replaced(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -81,7 +155,7 @@ def _without_the_replaced(values: dict[str, Any], overrides: Sequence[str]) -> d
         data = values.get(section)
         if f"{section}.train" not in given or not isinstance(data, dict):
             continue
-        if not any(is_hub_id(str(data[key])) for key in ("train", "validation") if data.get(key) is not None):
+        if not any(is_hub_id(str(name)) for key in ("train", "validation") for name in names_of(data.get(key))):
             for key in HUB_SETTINGS:
                 if f"{section}.{key}" not in given:
                     data.pop(key, None)
@@ -96,42 +170,42 @@ def _without_null(values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def is_run_name(name: str) -> bool:
+    """Whether a text names one folder within the folder of all runs, on any system, and no hidden one."""
+    return (
+        name.isprintable() and not name.startswith(".") and 0 < len(name.encode(errors="replace")) <= 200
+        and PureWindowsPath(name).name == PurePosixPath(name).name == name
+    )  # fmt: skip
+
+
 def load(
     name: str | os.PathLike[str], *overrides: str, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs"
 ) -> Recipe:
     """As `toolkit.recipes.load`, for those that make no trainers of it."""
     path = find(name)
-    values = _read(path)
-    for override in overrides:
-        if "=" not in override:
-            raise RecipeError(f'override "{override}" is not of the form section.key=value.')
-        try:
-            merged = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
-        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise RecipeError(f'override "{override}" does not fit the recipe: {reason}') from error
-        assert isinstance(merged, DictConfig)
-        values = merged
-    # Resolvers read the environment and more; a secret could so land in the resolved recipe of a run.
-    raw = OmegaConf.to_container(values, resolve=False)
-    forbidden = [
-        Problem(f"{text!r} calls a resolver; only keys of the recipe itself, as ${{seed}}, can be inserted.", place)
-        for place, text in _strings(raw)
-        if "${" in text and ":" in text[text.index("${") :].split("}")[0]
-    ]
-    if forbidden:
-        raise RecipeError(str(path), problems=forbidden)
-    try:
-        resolved = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise RecipeError(str(path), problems=[Problem(" ".join(str(error).split()))]) from error
-    assert isinstance(resolved, dict)
-    checked = _without_the_replaced(_without_null({str(key): value for key, value in resolved.items()}), overrides)
-    checked = with_reward_files(checked, path.parent)
-    problems = check_recipe(checked)
-    if problems:
-        raise RecipeError(str(path), problems=problems)
     # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
     kept = path.name == "recipe.yaml" and path.resolve().parent.parent == Path(runs_dir).resolve()
     own = path.resolve().parent.name if kept else path.stem
-    return Recipe(own, checked, run or own, Path(runs_dir))
+    run = own if run is None else run
+    if not is_run_name(run):
+        wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash and no dot first."
+        raise RecipeError(wrong, remedy="Name it $run; where the runs are is $runs_dir.")
+    values = _read(path)
+    for override in overrides:
+        values = _overridden(values, override)
+    try:
+        raw = OmegaConf.to_container(values, resolve=False, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise RecipeError(str(path), problems=[Problem(_reason(error))]) from error
+    assert isinstance(raw, dict)
+    resolved, problems = _with_insertions({str(key): value for key, value in raw.items()})
+    if problems:
+        raise RecipeError(str(path), problems=problems)
+    try:
+        checked = with_reward_files(_without_the_replaced(_without_null(resolved), overrides), path.parent)
+    except (OSError, ValueError, RuntimeError) as error:  # as in `find`
+        raise RecipeError(f"{path} names a file that cannot be: {_reason(error)}") from error
+    problems = check_recipe(checked)
+    if problems:
+        raise RecipeError(str(path), problems=problems)
+    return Recipe(own, checked, run, Path(runs_dir))

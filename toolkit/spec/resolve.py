@@ -276,7 +276,7 @@ class _Resolver:
             if "sft" not in self.values:
                 self.problem("sft", "this section is missing: a base with random weights needs pretraining.")
             task = section(self.values, "data").get("task")
-            if task in TASKS and "tokenizer" in owner_fields(TASKS[task]):
+            if task in list(TASKS) and "tokenizer" in owner_fields(TASKS[task]):
                 self.problem(
                     "base.config",
                     f"data.task {task} needs a checkpoint's tokenizer, and random weights have none.",

@@ -7,7 +7,7 @@ from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
 from toolkit.models import ModelSpec
-from toolkit.settings import AT_LEAST_1, POSITIVE, setting
+from toolkit.settings import A_TEMPERATURE, AT_LEAST_1, setting
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.reward import RewardConfig
@@ -83,7 +83,7 @@ class CollectSection:
 
     samples_per_prompt: int = setting(1, "Responses to each prompt.", AT_LEAST_1)
     max_prompts: int | None = setting(None, "The first so many prompts; null for all.", AT_LEAST_1)
-    temperature: float = setting(1.0, "Of sampling.", POSITIVE)
+    temperature: float = setting(1.0, "Of sampling.", A_TEMPERATURE)
     response_length: int = setting(53, "Tokens of a response, its end included.", AT_LEAST_1)
     batch_size: int = setting(64, "Responses sampled at a time.", AT_LEAST_1)
 

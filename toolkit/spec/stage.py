@@ -1,17 +1,19 @@
 """A stage's section: what is refused in it, what the toolkit presets, and the object of the owner's class."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers.integrations import get_available_reporting_integrations
-from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
-from toolkit.errors import Problem
+from toolkit.errors import ConfigError, Problem
 from toolkit.settings import declared
-from toolkit.spec.keys import check_keys
+from toolkit.spec.keys import check_keys, suggestion
 from toolkit.spec.sections import STAGE_CLASSES
+from toolkit.spec.trial import check_training
 from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.trl_compat import TRLPPOConfig
 
 # Fields that each stage's class inherits, and that a run sets.
 SET_BY_A_RUN = {
@@ -74,7 +76,7 @@ _IGNORED_BY_Q = {
         "evaluation decodes the held-out prompts",
     ),
     "include_num_input_tokens_seen": "a batch has response tokens, which are what the loss is a mean of",
-    "average_tokens_across_devices": "training runs in one process",
+    "average_tokens_across_devices": "a mean is over all rows, whatever the number of processes",
 }  # fmt: skip
 
 # What a user of other generation code looks for, and why it is not to be had here. No fields: nothing could read them.
@@ -94,17 +96,26 @@ _NOT_OFFERED = {
 
 WITHOUT_EFFECT = {
     "ppo": {
-        f.name: _INSTEAD.get(f.name, "the toolkit's PPO loop does not read it")
-        for f in fields(TRLPPOConfig)
-        if f.init and f.name not in {*_READ_BY_PPO, *declared(PPOConfig), *SET_BY_A_RUN}
+        name: _INSTEAD.get(name, "the toolkit's PPO loop does not read it")
+        for name in dict.fromkeys([*(f.name for f in fields(TRLPPOConfig) if f.init), *_INSTEAD])
+        if name not in {*_READ_BY_PPO, *declared(PPOConfig), *SET_BY_A_RUN}
     },
     "q": _IGNORED_BY_Q,
 }
 """Fields of a stage's class that the stage does not read, each with the reason; of PPO those with `loop: toolkit`."""
 
 
-def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> list[Problem]:
-    """Problems of a stage's section, its owner's own complaints included."""
+def check_stage(
+    stage: str, values: Any, *, base_dtype: str = "bfloat16", measured: Sequence[str] | None = None
+) -> list[Problem]:
+    """Problems of a stage's section, what its owner, optimizer and schedule refuse included.
+
+    Args:
+        stage: its name.
+        values: its keys and values.
+        base_dtype: of the model that it trains.
+        measured: names of what its evaluation measures, where they are known.
+    """
     if not isinstance(values, dict):
         return check_keys(stage, values, STAGE_CLASSES[stage])
     refused = {**SET_BY_A_RUN, **(_NOT_OFFERED if stage == "ppo" else {})}
@@ -112,8 +123,13 @@ def check_stage(stage: str, values: Any, *, base_dtype: str = "bfloat16") -> lis
         reasons = WITHOUT_EFFECT.get(stage, {})
         refused |= {name: Problem(f"would have no effect: {reason}.") for name, reason in reasons.items()}
 
-    def build(**values: Any) -> Any:
-        return stage_config(stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
+    def build(**values: Any) -> None:
+        config = stage_config(stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
+        check_training(config)
+        best = config.metric_for_best_model
+        if measured is not None and best is not None and best.removeprefix("eval_") not in measured:
+            remedy = suggestion(best, measured) or f"There are {', '.join(measured)}."
+            raise ConfigError(f"{best!r} is nothing that is measured.", field="metric_for_best_model", remedy=remedy)
 
     problems = check_keys(stage, values, STAGE_CLASSES[stage], refused=refused, build=build)
     if stage == "sft" and values.get("packing") and values.get("max_length", 0) is None:

@@ -1,17 +1,20 @@
 """What a recipe may say: each section is its owner's own configuration class, checked before anything loads."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig
+from pydantic import PositiveFloat, PositiveInt
+from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from toolkit.data import TASKS
 from toolkit.errors import ConfigError, Problem
 from toolkit.rewards import DEFAULT_KIND, SCORERS, scorer_of
 from toolkit.rewards.function import beside
+from toolkit.settings import fits, problems_of
 from toolkit.spec.keys import check_keys, owner_fields, suggestion
-from toolkit.spec.plan import section
+from toolkit.spec.plan import at, section
 from toolkit.spec.resolve import resolve
 from toolkit.spec.sections import (
     ADAPTER_ROLES,
@@ -35,6 +38,20 @@ _ARGUMENTS = {
 }
 
 
+_MOST_LAYERS = 1000
+_OF_8_BITS = ("llm_int8_threshold", "llm_int8_has_fp16_weight")
+# What fields of PEFT's class are for the roles here, whatever a recipe says.
+_OF_EVERY_ADAPTER = {
+    "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": False, "base_model_name_or_path": None,
+    "revision": None, "auto_mapping": None, "peft_version": None, "megatron_config": None,
+    "megatron_core": "megatron.core", "use_qalora": False, "qalora_group_size": 16,
+}  # fmt: skip
+_NO_ADAPTER = {
+    "layer_replication": Problem("would change the layers of the base, which all roles share.", remedy="Leave it out."),
+    "runtime_config": Problem("is for adapters that are loaded onto a GPU one by one.", remedy="Leave it out."),
+}
+
+
 def check_adapters(values: Any) -> list[Problem]:
     """Problems of the section `adapters`."""
     if not isinstance(values, dict):
@@ -44,17 +61,71 @@ def check_adapters(values: Any) -> list[Problem]:
         if role not in ADAPTER_ROLES:
             problems.append(Problem("no such role.", f"adapters.{role}", suggestion(role, ADAPTER_ROLES)))
             continue
-        problems += check_keys(f"adapters.{role}", config, LoraConfig, build=LoraConfig)
+        given = config if isinstance(config, dict) else {}
+        refused = {
+            key: Problem(f"would have no effect: it is {fixed}, got {given[key]!r}.", remedy="Leave it out.")
+            for key, fixed in _OF_EVERY_ADAPTER.items()
+            if given.get(key, fixed) != fixed
+        }
+        refused |= {key: problem for key, problem in _NO_ADAPTER.items() if given.get(key) is not None}
+        problems += check_keys(f"adapters.{role}", config, LoraConfig, refused=refused, build=_lora)
+        for key, hint in (("rank_pattern", PositiveInt), ("alpha_pattern", PositiveFloat)):
+            for name, value in given[key].items() if isinstance(given.get(key), dict) else ():
+                if not fits(value, hint):
+                    wrong = f"a positive {'whole ' * (hint is PositiveInt)}number is needed, got {value!r}."
+                    problems.append(Problem(wrong, f"adapters.{role}.{key}.{name}"))
     return problems
 
 
-def _check_quantization(place: str, values: Any) -> list[Problem]:
-    return check_keys(f"{place}.quantization", values, BitsAndBytesConfig, build=BitsAndBytesConfig)
+def _lora(**values: Any) -> LoraConfig:
+    with warnings.catch_warnings():  # of settings that are ignored without another one
+        warnings.simplefilter("error", UserWarning)
+        return LoraConfig(**values)
+
+
+def _check_quantization(name: str, values: Any) -> list[Problem]:
+    place = f"{name}.quantization"
+    problems = check_keys(place, values, BitsAndBytesConfig, build=BitsAndBytesConfig)
+    if problems or not isinstance(values, dict):
+        return problems
+    bits = [4 if key.startswith("load_in_4") else 8 for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
+    if not bits:
+        remedy = f"Set load_in_4bit: true, or {place}=null for none."
+        return [Problem("neither load_in_4bit nor load_in_8bit is true, so that nothing is asked for.", place, remedy)]
+    others = [key for key in values if key.startswith("bnb_4bit_" if bits == [8] else _OF_8_BITS)]
+    problems += [Problem(f"would have no effect on {bits[0]} bits.", f"{place}.{key}", "Remove it.") for key in others]
+    skipped = values.get("llm_int8_skip_modules")
+    if name == "base" and skipped is not None and "lm_head" not in skipped:
+        wrong = (
+            f"is {skipped!r}, so that transformers would quantise lm_head, which it leaves alone where none is given."
+        )
+        problems.append(Problem(wrong, f"{place}.llm_int8_skip_modules", "Add lm_head."))
+    kind = values.get("bnb_4bit_quant_type", "nf4")
+    if kind not in ("nf4", "fp4"):
+        problems.append(Problem(f"nf4 or fp4 is needed, got {kind!r}.", f"{place}.bnb_4bit_quant_type"))
+    return problems
+
+
+def _check_config(name: str, config: Any) -> list[Problem]:
+    """Problems of the `config` of random weights that building the model would not end with."""
+    if not isinstance(config, dict):
+        return []
+    kind, place = config.get("model_type"), f"{name}.config"
+    if not isinstance(kind, str):
+        return [Problem(f"text is needed, got {kind!r}.", f"{place}.model_type")]
+    if kind not in CONFIG_MAPPING:
+        return []  # whoever makes the model says so
+    layers = {"num_hidden_layers", CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers", "num_hidden_layers")}
+    return [
+        Problem(f"a whole number from 1 to {_MOST_LAYERS} is needed, got {config[key]!r}.", f"{place}.{key}")
+        for key in sorted(layers & config.keys())
+        if not isinstance(config[key], int) or not 1 <= config[key] <= _MOST_LAYERS
+    ]
 
 
 def check_data(values: Any, place: str = "data") -> list[Problem]:
     """Problems of a data section: the task's own fields."""
-    if not isinstance(values, dict) or values.get("task") not in TASKS:
+    if not isinstance(values, dict) or values.get("task") not in list(TASKS):
         seen = values.get("task") if isinstance(values, dict) else values
         return [Problem(f"one of {', '.join(TASKS)} is needed, got {seen!r}.", f"{place}.task")]
     arguments = {key: value for key, value in values.items() if key != "task"}
@@ -112,6 +183,13 @@ def with_reward_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**values, "scorer": placed(values["scorer"])} if "scorer" in values else values
 
 
+class _TopLevel:
+    """The keys of a recipe that are no sections."""
+
+    about: str
+    seed: int
+
+
 def _section_hint(key: str) -> str:
     """Where a key belongs that stands beside the sections, or the section that was meant."""
     if key in _ARGUMENTS:
@@ -125,12 +203,24 @@ def _section_hint(key: str) -> str:
     return suggestion(key, TOP_LEVEL)
 
 
+def measured_names(values: dict[str, Any], stage: str) -> list[str]:
+    """What an evaluation of a stage measures, by its names in the metrics."""
+    of_every_trainer = ["loss", "runtime", "samples_per_second", "steps_per_second"]
+    if stage == "sft":
+        return ["entropy", "mean_token_accuracy", "num_tokens", *of_every_trainer]
+    if stage == "reward":
+        of_pairs = ["accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"]
+        return [*(of_pairs if (at(values, "reward_head.num_labels") or 1) == 1 else []), *of_every_trainer]
+    sums = section(values, "scorer").get("kind") == "sum"
+    parts = [f"score/{name}" for name in section(values, "scorer.parts")] if sums else []
+    return ["score", "score_se", "kl", "length", "eos_share", *parts, *TASKS[values["data"]["task"]].metric_names]
+
+
 def check_recipe(values: dict[str, Any]) -> list[Problem]:
     """All problems of a resolved recipe; empty if there are none."""
     problems = [Problem("no such section.", key, _section_hint(key)) for key in values if key not in TOP_LEVEL]
     problems += [Problem("this section is missing.", key) for key in ("base", "data") if key not in values]
-    if not isinstance(values.get("seed", 0), int):
-        problems.append(Problem(f"a whole number is needed, got {values['seed']!r}.", "seed"))
+    problems += problems_of(_TopLevel, {key: values[key] for key in ("about", "seed") if key in values})
     for name, owner in PLAIN_SECTIONS.items():
         if name in values:
             problems += check_keys(name, values[name], owner)
@@ -139,6 +229,7 @@ def check_recipe(values: dict[str, Any]) -> list[Problem]:
     for name in ("base", "reward_model", "value_model"):
         if isinstance(values.get(name), dict) and values[name].get("quantization") is not None:
             problems += _check_quantization(name, values[name]["quantization"])
+        problems += _check_config(name, at(values, f"{name}.config"))
     for place in DATA_SECTIONS:
         if place in values:
             problems += check_data(values[place], place)
@@ -148,5 +239,6 @@ def check_recipe(values: dict[str, Any]) -> list[Problem]:
     for stage in STAGE_CLASSES:
         if stage in values:
             dtype = section(values, plan.stages[stage].model).get("dtype", BaseSection.dtype)
-            problems += check_stage(stage, values[stage], base_dtype=dtype)
+            measured = None if problems else measured_names(values, stage)
+            problems += check_stage(stage, values[stage], base_dtype=dtype, measured=measured)
     return [*problems, *plan.problems]

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
+from toolkit import processes
 from toolkit.data import PromptCollator, RatedCollator, Rollout
 from toolkit.errors import ToolkitError
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, release_memory, save_role
@@ -28,8 +29,8 @@ Metrics: TypeAlias = Callable[[Rollout], dict[str, float]]
 
 
 def in_place_of_progress(trainer: Trainer, callbacks: list[TrainerCallback] | None) -> None:
-    """Take transformers' progress bar and printer from a trainer that was given callbacks."""
-    if callbacks:
+    """Take transformers' progress bar and printer from a trainer that has callbacks, or for which another speaks."""
+    if callbacks or not processes.is_main():
         trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
         trainer.remove_callback(PrinterCallback)
 
@@ -47,6 +48,8 @@ class RoleTrainer(ResumableTrainer):
     base_name = ""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not processes.is_main():
+            return
         pad_token_id, folder = self.processing_class.pad_token_id, Path(output_dir or self.args.output_dir)
         for role in self.saved_roles:
             save_role(self.roles, role, folder / role, pad_token_id=pad_token_id, base_name=self.base_name)
@@ -101,8 +104,8 @@ class SamplingTrainer(RoleTrainer):
         given = {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
         Trainer.__init__(self, roles, args, collator, train_dataset, eval_dataset, **given)
         if self.accelerator.num_processes > 1:
-            wrong = f"{self.algorithm} here runs on one GPU."
-            raise ToolkitError(wrong, remedy="Start it without torchrun or accelerate launch.")
+            wrong = f"{self.algorithm} divides its rows among processes by itself."
+            raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else.")
         in_place_of_progress(self, callbacks)
         self.roles, self.reward, self.metrics, self.base_name = roles, reward, metrics, base_name
         autocast = self.compute_loss_context_manager

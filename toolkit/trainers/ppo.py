@@ -1,4 +1,4 @@
-"""PPO on a shared base: TRL's PPOTrainer with a loop of our own.
+"""PPO on a shared base, with a loop of our own.
 
 The loop, as the PPO paper has it (Schulman et al. 2017, arXiv 1707.06347, algorithm 1; for language
 models Ziegler et al. 2019, arXiv 1909.08593):
@@ -29,21 +29,23 @@ import torch
 from torch import Tensor
 
 from toolkit import functional as F
+from toolkit import processes
 from toolkit.data import Rollout, select
 from toolkit.errors import SelfCheckError
-from toolkit.models import read_policy, release_memory, response_values
+from toolkit.models import read_policy, release_memory, response_logprobs, response_values
 from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores
 from toolkit.trainers import self_checks
 from toolkit.trainers.objective import Experience, describe, policy_objective
 from toolkit.trainers.ppo_base import SharedBaseTrainer
 from toolkit.trainers.rollouts import by_length
+from toolkit.trainers.share import own_randomness, own_rows, sum_gradients
 
 
 class PPOTrainer(SharedBaseTrainer):
     """PPO with the roles of one shared base.
 
-    It is a `trl.experimental.ppo.PPOTrainer`, set up as transformers' `Trainer` (precision, seeds,
-    callbacks, strategies), with a loop of its own. From a notebook:
+    It is set up as transformers' `Trainer` (precision, seeds, callbacks, strategies), with a loop of its own, and is a
+    `trl.experimental.ppo.PPOTrainer` where TRL has one. From a notebook:
 
         for batch in trainer.dataloader:
             responses = trainer.generate(batch)
@@ -215,13 +217,20 @@ class PPOTrainer(SharedBaseTrainer):
         raise SelfCheckError(f"{wrong} The weights are those before this optimizer step.", remedy=f"{remedy} help.")
 
     def _backward_mini_batch(self, experience: Experience, rows: list[int]) -> dict[str, float]:
-        """Add the mini-batch's gradient to the parameters, micro-batch by micro-batch."""
+        """Add the mini-batch's gradient to the parameters, micro-batch by micro-batch, each process a share of them."""
         count = float(experience.response_mask[rows].sum())
+        own: dict[str, float] = defaultdict(float)
+        with processes.agreed(), own_randomness(self.state.global_step, rows):
+            share = own_rows(experience.rollout, rows)
+            for part in by_length(experience.rollout, share, self.args.per_device_train_batch_size):
+                for name, value in self._backward_micro_batch(experience, part, count).items():
+                    own[name] += value
+                release_memory()
+        sum_gradients(p for role in self.roles.trained_roles for p in self.roles.parameters_of(role))
         totals: dict[str, float] = defaultdict(float)
-        for part in by_length(experience.rollout, rows, self.args.per_device_train_batch_size):
-            for name, value in self._backward_micro_batch(experience, part, count).items():
+        for of_process in processes.gather(dict(own)):
+            for name, value in of_process.items():
                 totals[name] += value
-            release_memory()
         return totals
 
     def _backward_micro_batch(self, experience: Experience, part: list[int], count: float) -> dict[str, float]:
@@ -244,7 +253,11 @@ class PPOTrainer(SharedBaseTrainer):
                 value = value_loss(reading.values)
                 loss = loss + args.vf_coef * value.loss
             if not self._ratio_checked:  # only the first micro-batch is before every update
-                self_checks.check_ratio(roles, args, reading.logprobs.detach() - held.old_logprobs, mask)
+                logprobs = reading.logprobs.detach()
+                if roles.adapter_config("policy").lora_dropout > 0:  # with it the policy is another in each pass
+                    with torch.no_grad(), roles.without_dropout(), self.compute_loss_context_manager():
+                        logprobs = response_logprobs(roles, sequences, **reads)
+                self_checks.check_ratio(roles, args, logprobs - held.old_logprobs, mask)
                 self._ratio_checked = True
             self.accelerator.backward(loss)
         if reading.values is None:

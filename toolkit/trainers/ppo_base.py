@@ -3,6 +3,9 @@
 import time
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
-from trl.experimental.ppo.ppo_trainer import OnlineTrainerState
 
-from toolkit.checkpoints import read_state
+from toolkit import processes
+from toolkit.checkpoints import get_random_states, read_state, set_random_states
 from toolkit.data import PlacedDataLoader, PromptCollator, concatenate
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.errors import CheckpointError, ConfigError, PeerError, RewardError, ToolkitError, printable
 from toolkit.functional import Moments
 from toolkit.models import SharedBase, role_digest
 from toolkit.reports import append_jsonl, keep_until
@@ -28,32 +30,25 @@ from toolkit.rewards import Reward, concatenate_scores, state_of, total_scores
 from toolkit.sampling import check_room
 from toolkit.trainers import self_checks
 from toolkit.trainers.common import SamplingTrainer
+from toolkit.trainers.model_card import write_model_card
 from toolkit.trainers.objective import ScoreShaper
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
 from toolkit.trainers.rollouts import Rollouts
+from toolkit.trainers.trl_compat import TRLPPOTrainer
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _ROWS_SHOWN = 4  # of a rollout, at every logged step
-_QUICK_START = """## Quick start
 
-`policy/` is the trained adapter, and `value/` the critic's; for the base that they were trained on:
 
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-base = AutoModelForCausalLM.from_pretrained("{base}")
-tokenizer = AutoTokenizer.from_pretrained("{base}")
-policy = PeftModel.from_pretrained(base, "policy")  # of this folder
-```
-
-"""
+@dataclass
+class _State(TrainerState):
+    episode: int = 0
+    """Responses that were learnt from."""
 
 
 class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
-    """A TRL `PPOTrainer` whose models are roles of one `SharedBase`. See `PPOTrainer` for the arguments."""
+    """PPO's trainer, whose models are roles of one `SharedBase`: TRL's own class, where TRL has one."""
 
-    _tag_names = ("trl", "ppo", "ppo-lora-toolkit")
     algorithm, learnt_roles = "PPO", ("policy", "value")
     collator_type, rollouts_type = PromptCollator, Rollouts
     # Set by transformers' Trainer.
@@ -80,7 +75,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
         self.score_shaper = ScoreShaper(args)
         self.kl_coef = args.kl_coef  # changed by the adaptive controller, where kl_target asks for it
-        self.state = OnlineTrainerState(**{**vars(self.state), "episode": 0})
+        self.state = _State(**vars(self.state))
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         order = torch.Generator().manual_seed(args.seed if args.data_seed is None else args.data_seed)
@@ -152,7 +147,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         state.num_train_epochs = self.total_updates * args.update_batch_size / self.prompts_of_a_pass
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
-        keep_until(Path(args.output_dir) / ROLLOUTS_FILE, began)
+        processes.by_main(partial(keep_until, Path(args.output_dir) / ROLLOUTS_FILE, began))
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = self.dataloader
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
@@ -162,7 +157,13 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
             while not self._pass_is_over:
                 self.control = self.callback_handler.on_step_begin(args, state, self.control)
-                self._last_metrics = self._timed_step()
+                begun = self._place()
+                try:
+                    self._last_metrics = self._timed_step()
+                except (RewardError, PeerError) as error:
+                    if isinstance(error, RewardError) or error.of == RewardError.__name__:
+                        self._save_as_it_was(begun, error)
+                    raise
                 self.control = self.callback_handler.on_step_end(args, state, self.control)
                 self._act()
                 if state.global_step >= self.total_updates or self.control.should_training_stop:
@@ -181,6 +182,30 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.is_in_train = False
         self.control = self.callback_handler.on_train_end(args, state, self.control)
         return self._last_metrics if state.global_step > began else {}
+
+    def _place(self) -> dict[str, Any]:
+        """What moves on in an update before its first optimizer step, where weights and counts are still the last's."""
+        changing = state_of(self.reward)
+        return {
+            "random": get_random_states(),
+            "dataloader": self.dataloader.state_dict(),
+            "pass_is_over": self._pass_is_over,
+            "reward": None if changing is None else deepcopy(changing.state_dict()),
+        }
+
+    def _save_as_it_was(self, begun: dict[str, Any], error: ToolkitError) -> None:
+        """Save the run as before an update whose reward failed, and let the error say so."""
+        set_random_states(begun["random"])
+        self.dataloader.load_state_dict(begun["dataloader"])
+        self._pass, self._pass_is_over = iter(()), begun["pass_is_over"]
+        if begun["reward"] is not None:
+            state_of(self.reward).load_state_dict(begun["reward"])
+        if step := self.state.global_step:
+            saved = self._folder_of(step)
+            if not processes.by_main(saved.is_dir):
+                self.save_checkpoint()
+            remedy = f"All up to update {step} is saved in {saved}: then go on with $resume."
+            error.problems = tuple(replace(one, remedy=f"{one.remedy} {remedy}".lstrip()) for one in error.problems)
 
     def _timed_step(self) -> dict[str, float]:
         """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""
@@ -232,7 +257,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             self._last_logged = self.state.global_step
             self.log(dict(self._last_metrics))
             rows = [{"step": self.state.global_step, **row} for row in self._shown]
-            append_jsonl(Path(self.args.output_dir) / ROLLOUTS_FILE, rows)
+            if processes.is_main():
+                append_jsonl(Path(self.args.output_dir) / ROLLOUTS_FILE, rows)
         best = False
         if self.control.should_evaluate:
             self.control.should_evaluate = False
@@ -251,8 +277,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir)
-        if not _internal_call:
-            write_model_card(self, Path(output_dir or self.args.output_dir), base_name=self.base_name)
+        if not _internal_call and processes.is_main():
+            write_model_card(Path(output_dir or self.args.output_dir), base_name=self.base_name)
 
     def save_checkpoint(self) -> Path:
         self._prepare_training()  # in a loop of your own there may be no update yet
@@ -305,7 +331,10 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         roles = (role for role in self.roles.roles if role not in self.roles.trained_roles)
         return {role: role_digest(self.roles, role) for role in roles if self.roles.parameters_of(role)}
 
-    # TRL's remaining methods read models that a shared base does not have.
+    # What remains of TRL's methods reads models that a shared base does not have.
+
+    def create_model_card(self, *arguments: Any, **named: Any) -> None:
+        write_model_card(Path(self.args.output_dir), base_name=self.base_name)
 
     def null_ref_context(self) -> Any:
         """The reference role, as TRL names it."""
@@ -322,16 +351,5 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         _, rollout, scores = self.evaluate_rollout(prompts.select(range(rows)))
         table = Table("query", "model response", "score", show_lines=True)
         for *texts, score in zip(rollout.prompts, rollout.responses, scores.tolist(), strict=True):
-            table.add_row(*map(Text, texts), f"{score:.3f}")
+            table.add_row(*(Text(printable(text)) for text in texts), f"{score:.3f}")
         Console().print(table)
-
-
-def write_model_card(trainer: TRLPPOTrainer, folder: Path, *, base_name: str) -> None:
-    """TRL's card; one of a base in a local folder would send its readers to a model called None."""
-    trainer.create_model_card(model_name=folder.resolve().parent.name, tags=["ppo-lora-toolkit"])
-    card, name = Path(trainer.args.output_dir) / "README.md", base_name or "a base without a name"
-    text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
-    begin, end = text.find("## Quick start"), text.find("## Training procedure")
-    if 0 <= begin < end:
-        text = f"{text[:begin]}{_QUICK_START.format(base=name)}{text[end:]}"
-    card.write_text(text, encoding="utf-8")

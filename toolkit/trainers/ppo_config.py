@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 from transformers.trainer_utils import IntervalStrategy
-from trl.experimental.ppo import PPOConfig as TRLPPOConfig
 
 from toolkit.errors import Problem
 from toolkit.settings import (
@@ -20,6 +19,7 @@ from toolkit.settings import (
     setting,
     type_name,
 )
+from toolkit.trainers.trl_compat import HAS_PPO, NO_TRL_LOOP, TRLPPOConfig
 
 GREEDY_ROLLOUTS = Problem(
     "is false: each prompt gets the likeliest tokens alone, so that nothing is explored, and ratio and advantages are "
@@ -35,7 +35,7 @@ def _of_the_value_role(name: str, allowed: Range) -> Any:
 
 @dataclass
 class PPOConfig(TRLPPOConfig):
-    """TRL's `PPOConfig` and what it lacks.
+    """The `PPOConfig` of TRL 1.12 and what it lacks.
 
     A batch is `per_device_train_batch_size × gradient_accumulation_steps` prompts, which are answered together. The
     rollout of one update is `rollouts_per_update` of them. It is divided into `num_mini_batches`, each of which is one
@@ -178,7 +178,7 @@ class PPOConfig(TRLPPOConfig):
         if self.max_steps > 0 and self.total_episodes is not None:
             yield Problem("sets the number of updates, and so does max_steps.", "total_episodes", "Give one.")
         if self.loop == "trl":
-            yield from self._beyond_trl()
+            yield from self._beyond_trl() if HAS_PPO else [NO_TRL_LOOP]
 
     def _beyond_trl(self) -> Iterator[Problem]:
         """What TRL's own loop does not know: fields and values that are not in its class."""

@@ -7,7 +7,7 @@ from typing import Literal
 from transformers import TrainingArguments
 
 from toolkit.errors import Problem
-from toolkit.settings import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, UP_TO_1, check, setting
+from toolkit.settings import A_TEMPERATURE, AT_LEAST_1, NOT_NEGATIVE, UP_TO_1, check, setting
 
 
 @dataclass
@@ -50,7 +50,7 @@ class QConfig(TrainingArguments):
         "decoding_temperature).",
     )
     decoding_temperature: float = setting(
-        1.0, "Small values follow Q, large ones the reference.", POSITIVE, only_with={"decoding": "sample"}
+        1.0, "Small values follow Q, large ones the reference.", A_TEMPERATURE, only_with={"decoding": "sample"}
     )
     response_length: int = setting(53, "Tokens of a response in evaluation, its end included.", AT_LEAST_1)
     q_chunk_size: int = setting(128, "Response tokens for which Q of all tokens exists at a time.", AT_LEAST_1)

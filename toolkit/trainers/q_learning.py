@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from toolkit import functional as F
-from toolkit import models
+from toolkit import models, processes
 from toolkit.data import RatedCollator, Rollout, check_rated
 from toolkit.errors import DataError, ToolkitError
 from toolkit.rewards import score_with, total_scores
@@ -62,6 +62,7 @@ class QTrainer(SamplingTrainer):
         check_rated(train_dataset)
         check_returns(train_dataset, args)
         self._sums: dict[str, list[float]] = {}  # by metric, an entry a micro-batch since the last line
+        self._added: dict[str, float] = {}  # of this process's rows
         self._sums_from = 0  # the step of that line
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, **named)
         self.data_collator_of_prompts = self.rollouts.sampler().collator
@@ -76,7 +77,12 @@ class QTrainer(SamplingTrainer):
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
         with self.roles.role("q"):
-            return super().training_step(*arguments, **named)
+            self._added = {}
+            loss = super().training_step(*arguments, **named)
+        parts = processes.gather(self._added)
+        for name in sorted(set().union(*parts)):
+            self._sums.setdefault(name, []).append(sum(part.get(name, 0.0) for part in parts))
+        return loss
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -98,14 +104,12 @@ class QTrainer(SamplingTrainer):
         td = F.td_loss(read.q, targets, mask, count=count)
         conservative = F.conservative_loss(read.excess, mask, count=count)
         share = 1.0 if count is None else float(mask.sum()) / count
-        metrics = {
+        self._added = {
             "td_loss": float(td.detach()),
             "conservative_loss": float(conservative.detach()),
             "q": share * float(F.masked_mean(read.q.detach(), mask)),
             "q_target": share * float(F.masked_mean(targets, mask)),
         }
-        for name, value in metrics.items():
-            self._sums.setdefault(name, []).append(value)
         return td + args.conservative_coef * conservative if args.conservative_coef else td
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:

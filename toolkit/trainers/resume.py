@@ -7,7 +7,7 @@ was never stopped.
 import math
 import time
 import warnings
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from toolkit import checkpoints
+from toolkit import checkpoints, processes
 from toolkit.data import data_digest
-from toolkit.errors import CheckpointError, RunInterrupted
+from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
 from toolkit.models import base_digest
 from toolkit.reports import versions
+from toolkit.trainers.share import DividedSteps, weights_digest
 from toolkit.trainers.trainer_internals import TrainerHooks, take_rates_of_schedule
 
 # Other versions of these may round differently, or store their state differently.
@@ -34,7 +35,10 @@ class _StopAtStepEnd(TrainerCallback):
         self.request = request
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.request.received is not None:
+        # Whichever process was asked, all of them stop at the same step.
+        asked = [signal for signal in processes.gather(self.request.received) if signal is not None]
+        if asked:
+            self.request.received = asked[0]
             control.should_save = control.should_training_stop = self.request.met = True
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -45,7 +49,7 @@ class _StopAtStepEnd(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
 
 
-class ResumableTrainer(TrainerHooks):
+class ResumableTrainer(DividedSteps, TrainerHooks):
     """A `Trainer` whose checkpoints hold the whole run. Comes before TRL's class among a trainer's bases.
 
     A subclass has `load_saved`, and says by `own_state` and `load_own_state` what else it carries from step to step.
@@ -110,7 +114,8 @@ class ResumableTrainer(TrainerHooks):
             CheckpointError: there is no whole checkpoint, or it is of another run.
             RunInterrupted: a signal asked to stop, and the run was saved.
         """
-        checkpoint = None if resume_from_checkpoint in (None, False) else self._whole_checkpoint(resume_from_checkpoint)
+        asked = resume_from_checkpoint
+        checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
         with checkpoints.stop_requests() as request:
             self._request = request
             callback = _StopAtStepEnd(request)
@@ -120,6 +125,7 @@ class ResumableTrainer(TrainerHooks):
                 result = self._run(checkpoint, arguments)
             finally:
                 self.remove_callback(callback)
+        self._check_equal()
         if request.received is not None and request.met:
             step, saved = self.state.global_step, self._folder_of(self.state.global_step)
             after = f"stopped by {request.received.name} after step {step} of {self.state.max_steps}"
@@ -153,16 +159,35 @@ class ResumableTrainer(TrainerHooks):
         return self._folder_of(self.state.best_global_step) if self.state.best_global_step else None
 
     def save_checkpoint(self) -> Path:
-        """Write the whole run into `checkpoint-N` of the output folder, whole or not at all, and delete old ones."""
+        """Write the whole run into `checkpoint-N` of the output folder, whole or not at all, and delete old ones.
+
+        Of several processes the main one writes: what it knows, the others know too.
+
+        Raises:
+            SelfCheckError: the processes do not hold the same weights.
+        """
+        self._check_equal()
         self.store_flos()
-        state, folder, best = self.state, self._folder_of(self.state.global_step), self._best()
-        if best == folder or (best is not None and best.is_dir()):
-            state.best_model_checkpoint = str(best)
+        best = self._best()
+        if processes.by_main(lambda: best == self._folder_of(self.state.global_step) or (best and best.is_dir())):
+            self.state.best_model_checkpoint = str(best)
+        folder = processes.by_main(partial(self._write_checkpoint, best))
+        self._goes_on_from = None
+        return folder
+
+    def _check_equal(self) -> None:
+        """All of several processes hold the same weights, which they have moved by the same steps."""
+        if processes.count() > 1 and len(set(processes.gather(weights_digest(self.model)))) > 1:
+            wrong = f"after step {self.state.global_step} the processes do not hold the same weights any more."
+            remedy = "Go on from the last checkpoint. Where it happens again, a callback changes one of them alone."
+            raise SelfCheckError(wrong, remedy=remedy)
+
+    def _write_checkpoint(self, best: Path | None) -> Path:
+        state, folder = self.state, self._folder_of(self.state.global_step)
         stateful = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
         if self._goes_on_from is not None:  # only now is it sure that the run goes another course
             checkpoints.set_aside_later(self.args.output_dir, self._goes_on_from)
-            self._goes_on_from = None
         with checkpoints.whole_folder(folder) as aside:
             self.save_model(str(aside), _internal_call=True)
             state.save_to_json(str(aside / TRAINER_STATE_NAME))

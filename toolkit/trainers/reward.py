@@ -71,6 +71,13 @@ class ScorerTrainer(RoleTrainer):
 class RewardTrainer(ScorerTrainer, TRLRewardTrainer):
     """TRL's `RewardTrainer` with a loss at every token, too. Nothing is sent anywhere."""
 
+    def rows_of(self, inputs: dict[str, Any]) -> int:
+        return len(inputs["input_ids"]) // 2  # the chosen ones, then the rejected ones
+
+    def some_rows(self, inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+        pairs, number = [*rows, *(row + self.rows_of(inputs) for row in rows)], self.rows_of(inputs)
+        return {name: value[rows if len(value) == number else pairs] for name, value in inputs.items()}
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -133,6 +140,8 @@ def reward_trainer(
         outputs = int(model.config.num_labels)
         if _is_token_level(args):
             models.check_reads_tokens(model)
+        if args.gradient_checkpointing:
+            models.check_checkpointing(model)
     needed = ("chosen_ids", "rejected_ids") if outputs == 1 else ("input_ids", "labels")
     present = train_dataset.column_names
     if not set(needed) <= set(present):

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from toolkit import models
+from toolkit import models, processes
 from toolkit.data import Rollout
 from toolkit.functional import kl_k1, pool_values
 from toolkit.rewards import Reward
 from toolkit.sampling import Evaluator, Sampler
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
+from toolkit.trainers.share import own_rows
 
 
 class RolesOnRollout(NamedTuple):
@@ -70,11 +71,12 @@ class Rollouts(RoleRollouts):
     def read(self, rollout: Rollout, *, values: bool = True, full_kl: bool = False) -> RolesOnRollout:
         """What policy, reference and value say about a rollout: float32 (B, T) each, on the CPU."""
         whole = RolesOnRollout(*(torch.zeros(len(rollout), max(rollout.lengths)) for _ in range(4)))
-        with self.roles.in_eval_mode(), self.autocast():
+        with processes.agreed(), self.roles.in_eval_mode(), self.autocast():
             for part, sequences in self._parts(rollout, range(len(rollout))):
                 for to_fill, tensor in zip(whole, self._read(sequences, values=values, full_kl=full_kl), strict=True):
                     if tensor is not None:
                         to_fill[part, : tensor.shape[1]] = tensor.cpu()
+        processes.sum_(whole)
         return whole
 
     def log_ratios(self, rollout: Rollout) -> Tensor:
@@ -87,13 +89,14 @@ class Rollouts(RoleRollouts):
         """What comes after a response that was cut, by the value role: float32 (B,), 0 where it ended by itself."""
         values = torch.zeros(len(rollout))
         cut = [i for i, ended in enumerate(rollout.ended) if not ended]
-        with self.roles.in_eval_mode(), self.autocast(), self.roles.role("value"):
+        with processes.agreed(), self.roles.in_eval_mode(), self.autocast(), self.roles.role("value"):
             for part, sequences in self._parts(rollout, cut):
                 values[part] = models.value_after_response(self.roles, sequences).cpu()
+        processes.sum_([values])
         return values
 
     def _parts(self, rollout: Rollout, rows: Sequence[int]) -> Iterator[tuple[list[int], models.Sequences]]:
-        for part in by_length(rollout, rows, self.args.local_rollout_forward_batch_size):
+        for part in by_length(rollout, own_rows(rollout, rows), self.args.local_rollout_forward_batch_size):
             yield part, self.sequences(rollout, part)
             models.release_memory()
 
@@ -142,11 +145,15 @@ class QRollouts(RoleRollouts):
         temperature, size = sampler.temperature, self.args.q_chunk_size
         if sampler.role == "reference" and temperature is not None:
             return torch.zeros(len(rollout), dtype=torch.float64)  # π is the reference
-        sequences = self.sequences(rollout, range(len(rollout)))
-        with self.autocast():
-            ratios = models.response_log_ratios(self.roles, sequences, temperature=temperature, chunk_size=size)
-        models.release_memory()
-        return ratios.sum(dim=1).cpu().double()
+        log_ratios = torch.zeros(len(rollout), dtype=torch.float64)
+        with processes.agreed(), self.autocast():
+            if rows := own_rows(rollout, range(len(rollout))):
+                sequences = self.sequences(rollout, rows)
+                ratios = models.response_log_ratios(self.roles, sequences, temperature=temperature, chunk_size=size)
+                log_ratios[rows] = ratios.sum(dim=1).cpu().double()
+                models.release_memory()
+        processes.sum_([log_ratios])
+        return log_ratios
 
 
 def by_length(rollout: Rollout, rows: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -83,7 +83,7 @@ def check_rollout_uses_policy(
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise).to(parameter))
         changed = generated()
         with base.role("policy"), base.in_eval_mode(), autocast():
-            expected = base.lm_head(base.hidden_states(ids, mask))[:, -1].float()
+            expected = base.logits(base.hidden_states(ids, mask))[:, -1].float()
     finally:  # Ctrl-C in a notebook would leave another policy behind
         for parameter, old in zip(parameters, saved, strict=True):
             parameter.copy_(old)
@@ -122,10 +122,8 @@ def check_gradients(base: SharedBase, roles: Iterable[str], *, scaled: bool = Fa
 def check_ratio(base: SharedBase, args: TrainingArguments, log_ratio: Tensor, response_mask: Tensor) -> None:
     """Before the first update the policy is the one that sampled: ratio 1 at every token, up to the precision.
 
-    With active dropout it is another all the same, and nothing is checked. Both tensors are (B, T).
+    Both tensors are (B, T), the first without the adapter's dropout.
     """
-    if base.adapter_config("policy").lora_dropout > 0:
-        return
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else base.causal_lm.dtype
     error, tolerance = float(log_ratio[response_mask].abs().mean()), RATIO_TOLERANCE[dtype]
     if not error <= tolerance:

@@ -12,7 +12,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, check_checkpointing
 from toolkit.trainers.common import RoleTrainer, in_place_of_progress
 
 
@@ -84,6 +84,8 @@ def sft_trainer(
         callbacks: as in `Trainer`; the default progress bar is not added if there are any.
     """
     roles = model if isinstance(model, SharedBase) else None
+    if args.gradient_checkpointing:
+        check_checkpointing(model if roles is None else roles.causal_lm)
     if roles is not None:
         roles.train_roles("policy")
     given: dict[str, Any] = {"processing_class": processing_class, "callbacks": callbacks}

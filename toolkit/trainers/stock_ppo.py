@@ -5,17 +5,16 @@ from pathlib import Path
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from trl.experimental.ppo import PPOConfig as TRLPPOConfig
-from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
 from toolkit.data import PromptCollator
 from toolkit.errors import ConfigError, Problem
 from toolkit.models import PolicyView, SharedBase, TokenScoreView, save_role
 from toolkit.trainers.common import in_place_of_progress, precision
-from toolkit.trainers.ppo_base import write_model_card
+from toolkit.trainers.model_card import write_model_card
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.rollouts import Rollouts
 from toolkit.trainers.self_checks import check_dataset, check_tokenizer
+from toolkit.trainers.trl_compat import TRLPPOConfig, TRLPPOTrainer
 
 
 def trl_config(args: PPOConfig, rows: int) -> TRLPPOConfig:
@@ -65,7 +64,7 @@ def save_stock_roles(trainer: TRLPPOTrainer, folder: Path, *, base_name: str) ->
     roles, pad_token_id = stock_rollouts(trainer).roles, trainer.processing_class.pad_token_id
     for role in roles.trained_roles:
         save_role(roles, role, folder / role, pad_token_id=pad_token_id, base_name=base_name)
-    write_model_card(trainer, folder, base_name=base_name)
+    write_model_card(folder, base_name=base_name)
 
 
 def stock_ppo_trainer(

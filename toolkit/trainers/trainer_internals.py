@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
-READ_FROM = {"transformers": "5.23.0", "trl": "1.12.0"}
+READ_FROM = {"transformers": "5.23.0", "trl": "1.16.0"}
 
 
 class TrainerHooks(Trainer):

@@ -1,0 +1,48 @@
+"""Tokens from uniform numbers."""
+
+import pytest
+import torch
+
+from toolkit.functional import inverse_cdf
+
+LOGITS = torch.tensor([1.0, -2.0, 0.5, 3.0, float("-inf"), 0.0])
+
+
+def test_tokens_have_the_probabilities_of_the_softmax():
+    """On an even grid in place of random numbers each token has its probability, to one point of the grid."""
+    points = 20_000
+    grid = (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    for temperature in (1.0, 0.3, 4.0):
+        tokens, finite = inverse_cdf(LOGITS.expand(points, -1), grid, temperature=temperature)
+        share = tokens.bincount(minlength=6) / points
+        assert bool(finite.all())
+        torch.testing.assert_close(share, (LOGITS / temperature).softmax(0), atol=1 / points, rtol=1e-5)
+    assert share[4] == 0
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_reached():
+    """Half of the probability on one token, half even over 120,000: sums in float32 would take a neighbour."""
+    rare = 120_000
+    logits = torch.zeros(1, rare + 1)
+    logits[0, 500] = torch.tensor(float(rare)).log()
+    for token in (0, 499, 501, 60_000, 119_999, 120_000):
+        before = (token - (token > 500)) * 0.5 / rare + (0.5 if token > 500 else 0.0)
+        middle = torch.tensor([before + 0.25 / rare], dtype=torch.float64)  # of the token's own piece of [0, 1)
+        assert int(inverse_cdf(logits, middle)[0]) == token
+
+
+def test_the_ends_of_the_distribution():
+    almost_one = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
+    for logits, last in ((LOGITS, 5), (LOGITS[:5], 3)):  # a last token of probability 0 is never taken
+        assert int(inverse_cdf(logits.unsqueeze(0), almost_one)[0]) == last
+        assert int(inverse_cdf(logits.unsqueeze(0), torch.zeros(1, dtype=torch.float64))[0]) == 0
+    first_is_impossible = torch.tensor([[float("-inf"), 0.0]])
+    assert int(inverse_cdf(first_is_impossible, torch.zeros(1, dtype=torch.float64))[0]) == 1
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_row_without_a_distribution_is_told(broken):
+    logits = torch.zeros(2, 4)
+    logits[1, 2] = broken
+    tokens, finite = inverse_cdf(logits, torch.full((2,), 0.5, dtype=torch.float64))
+    assert finite.tolist() == [True, False] and int(tokens[0]) == 2 and 0 <= int(tokens[1]) < 4

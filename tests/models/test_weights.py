@@ -1,0 +1,61 @@
+"""Merged checkpoints say what base and adapter say apart; the oracle is PEFT on a base that nothing was merged into."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.conftest import _LLAMA_LIKE, SPECIAL, randomize, tiny_model
+from tests.tolerances import FP32
+from toolkit.errors import AdapterError
+from toolkit.models import SharedBase, merge_adapter, save_role, weights
+
+PROBE = torch.tensor([[3, 5, 9, 12, 7]])
+
+
+def model(kind):
+    if kind == "gpt2":  # tied by default
+        return tiny_model("gpt2")
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**_LLAMA_LIKE, tie_word_embeddings=True, **SPECIAL)).eval()
+
+
+def saved_adapter(kind, targets, folder):
+    base = SharedBase(model(kind))
+    base.add_role("policy", LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    randomize(base, "policy")
+    return save_role(base, "policy", folder, pad_token_id=0, base_name="tiny")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    ("kind", "targets", "tied"),
+    [
+        ("llama", ["lm_head", "q_proj"], False),
+        ("llama", ["embed_tokens"], False),
+        ("llama", ["embed_tokens", "lm_head"], False),
+        ("llama", ["q_proj"], True),
+        ("gpt2", ["lm_head"], False),
+        ("gpt2", ["wte", "c_attn"], False),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, list) else str(x),
+)
+def test_tied_weights_are_untied_where_an_adapter_is_on_them(kind, targets, tied, tmp_path):
+    folder = saved_adapter(kind, targets, tmp_path / "adapter")
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(model(kind), str(folder)).eval()(input_ids=PROBE).logits
+        untouched = model(kind)(input_ids=PROBE).logits
+        merge_adapter(model(kind), folder, PROBE).model.save_pretrained(tmp_path / "merged")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        found = loaded(input_ids=PROBE).logits
+    torch.testing.assert_close(found, expected, rtol=FP32["rtol"], atol=1e-4)
+    assert (expected - untouched).abs().max() > 0.1
+    assert loaded.config.tie_word_embeddings is tied
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_merge_that_gives_another_model_is_refused(tmp_path, monkeypatch):
+    folder = saved_adapter("llama", ["lm_head"], tmp_path)
+    monkeypatch.setattr(weights, "_untie", lambda *_: None)
+    with pytest.raises(AdapterError, match="it gives another model, whose logits are .*% apart. Export the adapter al"):
+        merge_adapter(model("llama"), folder, PROBE)

@@ -1,0 +1,85 @@
+"""Whatever a reward does to what it is given and to the process, the run goes on as without it."""
+
+import asyncio
+import os
+import random
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainers.helpers import rollout
+from toolkit.rewards import WeightedSum, load_function, score_with
+
+RESPONSES = [[12, 13, 2], [9, 9, 8]]
+CHANGES = {
+    "the working folder": lambda: os.chdir("/"),
+    "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "torch's default device": lambda: torch.set_default_device("meta"),
+    "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "the random state of Python, NumPy or torch": lambda: torch.rand(3),
+    "the random state of Python, .*": lambda: np.random.seed(3),
+    "the random state of .*": random.random,
+}
+
+
+def process():
+    draws = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        np.random.get_state()[2:],
+        torch.get_rng_state().tolist(),
+    )
+    return os.getcwd(), torch.get_default_dtype(), torch.empty(0).device, torch.get_num_threads(), draws
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("kind", ["sync", "async", "part", "raises", "file"])
+def test_the_process_is_as_it_was(what, kind, tmp_path, monkeypatch):
+    def change(batch):
+        CHANGES[what]()
+        assert kind != "raises"
+        return batch.lengths
+
+    async def later(batch):
+        await asyncio.sleep(0)
+        return change(batch)
+
+    if kind == "async" and what in ("torch's number of threads", "torch's default device"):
+        pytest.skip("a thread has its own")
+    before = process()
+    with pytest.warns(UserWarning, match=f"^the reward changed {what}, which is the run's: it was put back"):
+        if kind == "file":
+            monkeypatch.setattr("builtins.change_for_test", CHANGES[what], raising=False)
+            (tmp_path / "rule.py").write_text("change_for_test()\ndef rule(rollout):\n    return rollout.lengths\n")
+            load_function(f"{tmp_path}/rule.py:rule")
+        elif kind == "raises":
+            with pytest.raises(ValueError, match="AssertionError"):
+                score_with(change, rollout(RESPONSES))
+        else:
+            reward = {"sync": change, "async": later, "part": WeightedSum({"a": change})}[kind]
+            assert score_with(reward, rollout(RESPONSES)).tolist() == [3, 3]
+    assert process() == before
+
+
+def test_the_rollout_is_as_it_was():
+    batch = rollout(RESPONSES)
+    before = deepcopy(batch)
+
+    def spoils(given):
+        given.responses[0], given.ended[0] = "", not given.ended[0]
+        given.response_ids[1].append(7)
+        given.prompt_ids[0].clear()
+        given.columns["number"][0] = given.columns["new"] = 1
+        return [1.0, 2.0]
+
+    assert score_with(WeightedSum({"a": spoils, "b": lambda given: given.lengths}), batch).tolist() == [4.0, 5.0]
+    assert batch == before
+
+
+def test_scores_are_no_longer_the_rewards():
+    kept = torch.tensor([1.0, 2.0])
+    scores = score_with(lambda batch: kept, rollout(RESPONSES))
+    kept += 5
+    assert scores.tolist() == [1.0, 2.0]

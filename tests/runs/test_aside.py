@@ -1,0 +1,209 @@
+"""Run folders with files of others, links, and a kill between any two operations of the disk."""
+
+import io
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from toolkit.disk import RESULT_FILE
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.runs import aside, owned
+
+STAGE = {
+    "metrics.jsonl": "metrics", "policy/adapter_model.safetensors": "weights",
+    "checkpoint-2/manifest.json": "of a checkpoint",
+}  # fmt: skip
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def made(run, name, mark, *, finished=True):
+    """A stage as the toolkit leaves it."""
+    owned.begin(run / name)
+    write(run / name, {file: f"{mark} {text}" for file, text in STAGE.items()})
+    if finished:
+        owned.seal_weights(run / name)
+        (run / name / RESULT_FILE).write_text(f"{mark} result")
+
+
+def content(folder):
+    """Every file by name, hidden ones too, without those that only say whose the others are."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_text() for name, path in files.items() if Path(name).parts[1:] != ("manifest.json",)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    made(tmp_path / "run", "sft", "old")
+    made(tmp_path / "run", "ppo", "old")
+    made(tmp_path / "run", "eval", "old")
+    write(tmp_path / "run", {"recipe.yaml": "old recipe", "notes.md": "mine"})
+    return tmp_path / "run"
+
+
+def begin_anew(run, *, finished=False):
+    aside.make_room(run, ["ppo", "eval"], wanted="ppo")
+    (run / "recipe.yaml").write_text("new recipe")
+    made(run, "ppo", "new", finished=finished)
+
+
+# ---------------------------------------------------------------------- aside and back
+
+
+def test_what_is_replaced_comes_back_as_it_was(run):
+    before = content(run)
+    begin_anew(run)
+    assert content(run)["ppo/metrics.jsonl"] == "new metrics" and not (run / "ppo" / RESULT_FILE).exists()
+    assert content(run)[".replaced/ppo/result.json"] == "old result" and content(run)["sft/result.json"] == "old result"
+    assert aside.settle(run) and aside.changing(run, aside.REPLACED) == ["eval", "ppo"]
+    aside.put_back(run)
+    after = content(run)
+    assert {name: text for name, text in after.items() if not name.startswith(".")} == before
+    assert after[".unfinished/recipe.yaml"] == "new recipe" and after[".unfinished/ppo/metrics.jsonl"] == "new metrics"
+    assert not (run / ".replaced").exists()
+    aside.take_up(run)
+    assert content(run)["ppo/metrics.jsonl"] == "new metrics" and content(run)["recipe.yaml"] == "new recipe"
+    assert not (run / "eval").exists() and content(run)[".replaced/eval/result.json"] == "old result"
+    aside.put_back(run)
+    aside.drop_unfinished(run)
+    assert content(run) == before and sorted(os.listdir(run)) == ["eval", "notes.md", "ppo", "recipe.yaml", "sft"]
+
+
+def test_what_has_finished_lets_what_it_replaces_go(run):
+    begin_anew(run, finished=True)
+    assert not aside.settle(run)
+    assert sorted(os.listdir(run)) == ["notes.md", "ppo", "recipe.yaml", "sft"]
+    assert content(run)["ppo/result.json"] == "new result"
+
+
+def test_a_second_try_replaces_the_first_one_and_not_what_both_replace(run):
+    before = content(run)
+    begin_anew(run)
+    aside.make_room(run, ["sft", "ppo", "eval"], wanted="ppo")
+    assert not (run / "ppo").exists() and not (run / "sft").exists()
+    made(run, "sft", "second")
+    aside.put_back(run)
+    aside.drop_unfinished(run)
+    assert content(run) == before
+
+
+# ---------------------------------------------------------------------- files of others
+
+
+def test_files_of_others_stay_where_they_are(run):
+    mine = dict.fromkeys(("ppo/notes.md", "eval/judge.py", "ppo/policy/diary.txt", "ppo/policy/x.json"), "mine")
+    write(run, mine)
+    begin_anew(run, finished=True)
+    assert not aside.settle(run)
+    after = content(run)
+    assert {name: after[name] for name in mine} == mine and after["ppo/result.json"] == "new result"
+    owned.delete(run / "ppo")
+    left = {name for name in content(run) if name.startswith("ppo/")}
+    assert left == {name for name in mine if name.startswith("ppo/")}
+
+
+def test_a_folder_without_a_manifest_is_not_the_toolkit_s(tmp_path):
+    theirs = {"ppo/result.json": "mine", "ppo/policy/adapter_model.safetensors": "mine", "ppo/notes.md": "mine"}
+    write(tmp_path, theirs)
+    assert owned.written(tmp_path / "ppo") == []
+    owned.delete(tmp_path / "ppo")
+    aside.make_room(tmp_path, ["ppo"], wanted="ppo")
+    with pytest.raises(RecipeError, match=r"ppo/(policy/adapter_model.safetensors|result.json) is not known to be the"):
+        owned.refuse_others(tmp_path / "ppo")
+    assert {name: text for name, text in content(tmp_path).items() if not name.startswith(".")} == theirs
+    owned.refuse_others(tmp_path / "ppo", adopt=True)  # to go on with what an earlier version began
+    owned.begin(tmp_path / "ppo", adopt=True)
+    left = {path.name for path in owned.written(tmp_path / "ppo")}
+    assert left == {"result.json", "adapter_model.safetensors", "manifest.json"}
+    write(tmp_path, {"eval/judge.py": "mine"})
+    owned.refuse_others(tmp_path / "eval")  # nothing there has the name of a file that an evaluation writes
+    assert content(tmp_path)["eval/judge.py"] == "mine"
+
+
+@pytest.mark.parametrize("link", ["run", "run/ppo", "run/recipe.yaml", "run/ppo/policy", "run/ppo/result.json"])
+def test_nothing_is_written_or_deleted_through_a_link(link, tmp_path):
+    outside = tmp_path / "outside"
+    if link in ("run/recipe.yaml", "run/ppo/result.json"):
+        write(tmp_path, {"outside": "mine"})
+    else:
+        write(outside, {"ppo/result.json": "mine", "result.json": "mine", "manifest.json": '{"files": {}}'})
+    (tmp_path / link).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / link).symlink_to(outside)
+    before = {path: path.read_bytes() for path in [outside, *outside.rglob("*")] if path.is_file()}
+    with pytest.raises(ToolkitError, match="is a link to .*outside, and a run is not written through links"):
+        owned.refuse_others(tmp_path / "run" / "ppo")
+    owned.delete(tmp_path / "run" / "ppo")
+    assert before and before == {path: path.read_bytes() for path in before}
+    assert (tmp_path / link).is_symlink()
+
+
+# ---------------------------------------------------------------------- kills
+
+
+def killed_before(number, steps):
+    """Whether a process that takes the steps was killed, by SIGKILL before its operation of that number on the disk."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = [number]
+
+    def counted(operation, writes=lambda *arguments, **named: True):
+        def counting(*arguments, **named):
+            if writes(*arguments, **named):
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+            return operation(*arguments, **named)
+
+        return counting
+
+    for name in ("rename", "replace", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    os.open = counted(os.open, lambda path, flags, *_, **__: flags & (os.O_WRONLY | os.O_RDWR))
+    io.open = counted(io.open, lambda path, mode="r", *_, **__: "r" not in mode)
+    try:
+        steps()
+    finally:
+        os._exit(0)
+
+
+def in_its_place(run):
+    begin_anew(run, finished=True)
+    aside.settle(run)
+
+
+def put_back_and_taken_up(run):
+    begin_anew(run)
+    aside.put_back(run)
+    aside.take_up(run)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+@pytest.mark.parametrize("steps", [in_its_place, put_back_and_taken_up])
+def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # which a kill of a process has nothing to do with
+    old = content(run)
+    stage = {name: text.replace("old", "new", 1) for name, text in old.items() if name.startswith("ppo/")}
+    new = {name: text for name, text in old.items() if not name.startswith("eval/")} | stage
+    new["recipe.yaml"], seen = "new recipe", []
+    for number in range(1000):
+        copy = tmp_path / f"copy-{number}"
+        shutil.copytree(run, copy)
+        killed = killed_before(number, lambda copy=copy: steps(copy))
+        if aside.settle(copy):
+            aside.put_back(copy)
+            aside.drop_unfinished(copy)
+        found = {name: text for name, text in content(copy).items() if not name.startswith(".unfinished")}
+        seen.append("old" if found == old else "new" if found == new else found)
+        shutil.rmtree(copy)
+        if not killed:
+            break
+    assert [state.items() ^ old.items() for state in seen if state not in ("old", "new")] == []
+    assert len(seen) > 50 and seen[0] == "old" and (seen[-1] == "new") == (steps is in_its_place)

@@ -1,0 +1,227 @@
+"""What is overwritten stays until the new one has finished, whatever ends it."""
+
+import json
+from contextlib import nullcontext
+
+import pytest
+
+from tests.tiny_runs import chat_recipe
+from toolkit.disk import damage
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.inference.saved_run import open_run
+from toolkit.runs import stage as stage_module
+from toolkit.runs import stages
+from toolkit.runs.aside import REPLACED, UNFINISHED
+from toolkit.runs.folder import claim, finish
+from toolkit.runs.lock import at_work
+from toolkit.runs.owned import begin
+from toolkit.trainers.resume import ResumableTrainer
+
+RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
+SAVING = {"max_steps": 2, "per_device_train_batch_size": 2, "response_length": 4, "save_strategy": "steps",
+          "save_steps": 1, "logging_steps": 1}  # fmt: skip
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+def recipe_of(tmp_path, checkpoint, *overrides, reward=None):
+    scorer = {} if reward else {"scorer": RULE}
+    return chat_recipe(tmp_path, checkpoint, *overrides, reward=reward, ppo=SAVING, **scorer)
+
+
+def finished(recipe, *names):
+    """Stand-ins for finished stages with files of all kinds; what they hold is not read here."""
+    for name in names:
+        claim(recipe, name)
+        folder = recipe.stage_folder(name)
+        (folder / "policy").mkdir()
+        (folder / "policy" / "adapter_model.safetensors").write_bytes(b"weights of the old one")
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+        finish(folder, {"stage": name, "mark": "old"})
+    begin(recipe.folder / "eval")
+    (recipe.folder / "eval" / "result.json").write_text("{}")
+    (recipe.folder / "eval" / "judge.py").write_text("mine")
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---------------------------------------------------------------------- what cannot be built
+
+UNBUILT = {
+    "a base that is not there": "base.model=nowhere/at/all",
+    "data that are not there": "data.train=nowhere.jsonl",
+    "a reward that is not there": "scorer.function=nowhere:rule",
+    "modules that the base lacks": "adapters.policy.target_modules=[nothing_of_that_name]",
+    "a batch larger than the data": "ppo.per_device_train_batch_size=4000",
+    "an optimizer that is not installed": "ppo.optim=galore_adamw",
+}
+
+
+@pytest.mark.parametrize("override", UNBUILT.values(), ids=UNBUILT)
+def test_a_finished_stage_outlives_one_that_cannot_be_built(override, tmp_path, checkpoint):
+    recipe = recipe_of(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    before = content(recipe.folder)
+    with pytest.raises((ToolkitError, ImportError)):
+        stages.run(recipe_of(tmp_path, checkpoint, override), "ppo", overwrite=True)
+    assert content(recipe.folder) == before
+
+
+STEPS = {
+    "built": (stages.MAKERS, "ppo"),
+    "measured first": (stage_module, "_measure"),
+    "saved": (stage_module, "finish"),
+    "reported": (stage_module.reports, "write_report"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_finished_stage_comes_back_wherever_the_new_one_fails(step, tmp_path, checkpoint, monkeypatch, capsys):
+    recipe = recipe_of(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    before = content(recipe.folder)
+    owner, name = STEPS[step]
+
+    def fails(*_, **__):
+        assert not (recipe.stage_folder("ppo") / "result.json").exists()  # it was moved aside by now
+        raise Stop
+
+    (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, name, fails)
+    with pytest.raises(Stop):
+        stages.run(recipe, "ppo", overwrite=True)
+    after = content(recipe.folder)
+    assert {name: data for name, data in after.items() if not name.startswith(UNFINISHED)} == before
+    assert (recipe.folder / UNFINISHED).exists() == (step in ("saved", "reported"))  # a checkpoint is worth keeping
+    assert f"{recipe.folder} has its earlier ppo again." in capsys.readouterr().out
+
+
+def stopped(recipe, monkeypatch, at, **way):
+    save = ResumableTrainer.save_checkpoint
+
+    def stops(self):
+        folder = save(self)
+        if self.state.global_step == at:
+            raise Stop
+        return folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableTrainer, "save_checkpoint", stops)
+        with pytest.raises(Stop):
+            stages.run(recipe, "ppo", **way)
+
+
+def test_an_overwrite_that_was_stopped_goes_on_and_then_replaces(tmp_path, checkpoint, monkeypatch):
+    recipe = recipe_of(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    before = content(recipe.folder)
+    other = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3")
+    stopped(other, monkeypatch, 1, overwrite=True)
+    here = {name: data for name, data in content(recipe.folder).items() if not name.startswith(UNFINISHED)}
+    assert here == before and (recipe.folder / UNFINISHED / "ppo" / "checkpoint-1").is_dir()
+    assert stages.run(recipe, "ppo")["mark"] == "old"
+    assert open_run(recipe.run, runs_dir=recipe.runs_dir).values == recipe.values
+    result = stages.run(other, "ppo", resume=True)
+    assert result["resumed_at"] == [1] and stages.finished(other, "ppo") == result
+    assert sorted(path.name for path in recipe.folder.iterdir()) == ["eval", "ppo", "recipe.yaml"]
+    assert [path.name for path in (recipe.folder / "eval").iterdir()] == ["judge.py"]
+
+
+def test_a_killed_overwrite_is_undone_by_the_next_start(tmp_path, checkpoint, capsys):
+    """A kill leaves no chance to put anything back; each of these is a start."""
+    recipe = recipe_of(tmp_path, checkpoint)
+    other = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3")
+    finished(recipe, "ppo")
+    before = content(recipe.folder)
+
+    starts = (
+        (lambda: open_run(recipe.run, runs_dir=recipe.runs_dir), nullcontext()),
+        (lambda: stages.run(recipe, "ppo"), nullcontext()),
+        (lambda: stages.run(other, "ppo"), pytest.raises(RecipeError, match="ppo.kl_coef is not set there")),
+    )
+    for start, outcome in starts:
+        claim(other, "ppo", overwrite=True)
+        (other.stage_folder("ppo") / "metrics.jsonl").write_text("of the new one")
+        with outcome:
+            start()
+        assert content(recipe.folder) == before
+    assert "has its earlier ppo again" in capsys.readouterr().out
+    # While somebody is at work there, a reader leaves all as it is.
+    claim(other, "ppo", overwrite=True)
+    with at_work(recipe.folder), pytest.raises(RecipeError, match="its ppo stage has not finished"):
+        open_run(recipe.run, runs_dir=recipe.runs_dir)
+    assert (recipe.folder / REPLACED).is_dir()
+
+
+def test_a_prerequisite_that_has_finished_is_not_lost_with_the_stage_that_failed(tmp_path, checkpoint, monkeypatch):
+    reward = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    recipe = recipe_of(tmp_path, checkpoint, reward=reward)
+    finished(recipe, "reward", "ppo")
+    before = content(recipe.folder)
+    other = recipe_of(tmp_path, checkpoint, "reward.max_steps=3", reward=reward)
+    ran = []
+
+    def runs(command, earlier, stage):
+        ran.append(earlier)
+        claim(other, earlier)  # as that process does
+        finish(other.stage_folder(earlier), {"stage": earlier, "mark": "new"})
+
+    monkeypatch.setattr(stages, "run_stage", runs)
+
+    def fails(recipe):
+        raise Stop
+
+    monkeypatch.setitem(stages.MAKERS, "ppo", fails)
+    with pytest.raises(Stop):
+        stages.run(other, "ppo", overwrite=True)
+    here = {name: data for name, data in content(recipe.folder).items() if not name.startswith(UNFINISHED)}
+    assert here == before and ran == ["reward"]
+    mended = recipe_of(tmp_path, checkpoint, "reward.max_steps=3", "ppo.kl_coef=0.3", reward=reward)
+    with pytest.raises(Stop):
+        stages.run(mended, "ppo", overwrite=True)
+    assert ran == ["reward"]  # it was there
+    kept = json.loads((recipe.folder / UNFINISHED / "reward" / "result.json").read_text())
+    assert kept == {"stage": "reward", "mark": "new"}
+    here = {name: data for name, data in content(recipe.folder).items() if not name.startswith(UNFINISHED)}
+    assert here == before
+
+
+def test_two_commands_do_not_write_to_one_run(tmp_path, checkpoint, monkeypatch):
+    recipe = recipe_of(tmp_path, checkpoint)
+    (recipe.folder).mkdir(parents=True)
+    monkeypatch.setattr("toolkit.runs.lock.owner_of", lambda run: {"pid": 7, "host": "elsewhere", "started": 0})
+    (recipe.folder / ".lock").write_text("{}")
+    for start in (lambda: stages.run(recipe, "ppo", resume=True), recipe.ppo_trainer):
+        with pytest.raises(RecipeError, match="is in use: process 7 on elsewhere is at work in it"):
+            start()
+    assert [path.name for path in recipe.folder.iterdir()] == [".lock"]
+
+
+def test_what_a_stage_leaves_is_sealed(tmp_path, checkpoint):
+    recipe = recipe_of(tmp_path, checkpoint)
+    stages.run(recipe, "ppo")
+    folder = recipe.stage_folder("ppo")
+    assert damage(folder) is None
+    for name in ("policy/adapter_model.safetensors", "value/adapter_model.safetensors", "policy/adapter_config.json"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(ToolkitError, match=rf"{name} is damaged: its SHA-256 .* run the ppo stage again"):
+            open_run(recipe.run, runs_dir=recipe.runs_dir)
+        (folder / name).write_bytes(whole)
+    open_run(recipe.run, runs_dir=recipe.runs_dir)
+
+
+def test_a_later_stage_reads_no_damaged_one(tmp_path, checkpoint):
+    reward = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    recipe = recipe_of(tmp_path, checkpoint, reward=reward)
+    finished(recipe, "reward")
+    (recipe.stage_folder("reward") / "policy" / "adapter_model.safetensors").write_bytes(b"weights of another one")
+    for start in (lambda: stages.run(recipe, "ppo"), recipe.ppo_trainer):
+        with pytest.raises(ToolkitError, match="adapter_model.safetensors is damaged: its SHA-256 is not the one"):
+            start()
+    second = chat_recipe(tmp_path, checkpoint, reward=reward, ppo=SAVING, name="second")
+    with pytest.raises(ToolkitError, match="adapter_model.safetensors is damaged"):
+        stages.run(second, "ppo", from_run="chat")

@@ -1,0 +1,56 @@
+"""Commands in processes of their own: how each kind of end is told."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from toolkit.errors import RunInterrupted, ToolkitError
+from toolkit.runs import process
+
+
+def script(text):
+    return [sys.executable, "-c", f"import os, signal, sys, time; rank = int(os.environ.get('RANK', 0)); {text}"]
+
+
+def test_a_stage_that_was_killed_is_told_from_one_that_failed():
+    process.run_stage(script("pass"), "sft", "ppo")
+    with pytest.raises(ToolkitError, match='"sft", which "ppo" needs, failed; its message is above'):
+        process.run_stage(script("sys.exit(1)"), "sft", "ppo")
+    with pytest.raises(ToolkitError, match=r"was killed by SIGKILL.*memory"):
+        process.run_stage(script("os.kill(os.getpid(), signal.SIGKILL)"), "sft", "ppo")
+    with pytest.raises(RunInterrupted, match="was stopped and is saved"):
+        process.run_stage(script("sys.exit(143)"), "sft", "ppo")
+
+
+def test_each_of_several_processes_knows_its_number(tmp_path):
+    told = "[os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')]"
+    write = script(f"open(r'{tmp_path}/' + str(rank), 'w').write(' '.join({told}))")
+    assert process.run_in_processes(write, 3) == 0
+    assert [(tmp_path / str(i)).read_text() for i in range(3)] == [f"{i} {i} 3 127.0.0.1" for i in range(3)]
+
+
+def test_one_that_ends_badly_ends_the_others(monkeypatch):
+    monkeypatch.setattr(process, "GRACE", 0.3)
+    began = time.monotonic()
+    waits = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"  # as in a collective
+    assert process.run_in_processes(script(f"exec('sys.exit(1)' if rank == 1 else {waits!r})"), 3) == 1
+    with pytest.raises(ToolkitError, match="process 2 of 3 was killed by SIGKILL, probably since memory ran out; the"):
+        process.run_in_processes(script(f"exec('os.kill(os.getpid(), 9)' if rank == 2 else {waits!r})"), 3)
+    assert time.monotonic() - began < 20
+
+
+def test_all_have_time_to_save_where_all_were_asked_to_stop():
+    assert process.run_in_processes(script("time.sleep(0.5 * rank); sys.exit(143)"), 2) == 143
+
+
+def test_a_signal_is_passed_on():
+    """To a launcher of two, whose children say that they have saved."""
+    children = script("signal.signal(15, lambda *_: sys.exit(143)); os.write(1, b'ready\\n'); time.sleep(60)")
+    launcher = f"import sys; from toolkit.runs import process; sys.exit(process.run_in_processes({children}, 2))"
+    started = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    assert [started.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(30) == 143

@@ -1,0 +1,172 @@
+"""What would end a run later, or would have no effect in it, is said when the recipe is read."""
+
+import pytest
+import torch
+
+from tests.spec.test_load import MINIMAL, load_changed
+from tests.spec.test_yaml import refused
+from toolkit.spec.stage import check_stage
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+BEST = {**EVALUATED, "load_best_model_at_end": True}
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "q"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"adam_beta1": 2}, "adam_beta1 — must be from 0 to below 1, got 2."),
+        ({"adam_epsilon": -1}, "adam_epsilon — must be 0 or more, got -1."),
+        ({"num_train_epochs": float("inf")}, "num_train_epochs — a finite number below 2^63 is needed, got inf."),
+        ({"max_steps": 10**30}, "max_steps — a finite number below 2^63 is needed"),
+        ({"max_steps": 1e30}, "max_steps — a whole number is needed"),
+        ({"data_seed": 10**30}, "data_seed — a finite number below 2^63 is needed"),
+        ({"data_seed": -1}, "data_seed — must be from 0 to 4294967295"),
+        ({"lr_scheduler_kwargs": {"bogus": 1}}, "the schedule linear (with lr_scheduler_kwargs {'bogus': 1}) cannot"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_type — the schedule cosine_with_min_lr"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "warmup_stable_decay (with lr_scheduler_kwargs {}) cannot be"),
+        (
+            {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 1}},
+            "lr_scheduler_kwargs — would have no effect: constant has none.",
+        ),
+        ({"optim": "apollo_adamw"}, "optim — the optimizer apollo_adamw cannot be made of these settings"),
+        ({"optim": "lomo"}, "optim — the optimizer lomo cannot be made of these settings"),
+        ({"optim_args": "bogus"}, "optim_args — 'bogus' is not of the form name=value,name=value."),
+        ({"optim_args": "a=b"}, "optim_args — 'a=b' would have no effect on adamw_torch"),
+        ({"gradient_checkpointing_kwargs": {"bogus": 1}}, "torch.utils.checkpoint has no argument 'bogus'."),
+        (
+            {**BEST, "metric_for_best_model": "nothing"},
+            "metric_for_best_model — 'nothing' is nothing that is measured.",
+        ),
+    ],
+)
+def test_what_training_would_refuse(stage, settings, message):
+    problems = check_stage(stage, settings, measured=("loss", "score"))
+    assert any(message in problem.text() for problem in problems), problems
+
+
+def test_what_training_takes():
+    for settings in (
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        {
+            "lr_scheduler_type": "warmup_stable_decay",
+            "lr_scheduler_kwargs": {"num_decay_steps": 10},
+            "warmup_steps": 500,
+        },
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1},
+        {"optim": "rmsprop", "optim_args": "momentum=0.5"},
+        {"optim": "adafactor"},
+        {"optim": "paged_adamw_8bit"},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": True},
+        {**BEST, "metric_for_best_model": "eval_loss", "greater_is_better": False},
+    ):
+        for stage in ("sft", "reward", "ppo", "q"):
+            assert check_stage(stage, settings, measured=("loss", "score")) == [], (stage, settings)
+
+
+def test_an_optimizer_without_what_the_value_role_names():
+    (problem,) = check_stage("ppo", {"optim": "sgd", "value_adam_beta1": 0.8})
+    assert problem.text().startswith("ppo.optim — sgd has no betas")
+    (problem,) = check_stage("ppo", {"value_adam_beta1": 2})
+    assert problem.text() == "ppo.value_adam_beta1 — must be from 0 to below 1 or null, got 2."
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"ppo": {**BEST, "metric_for_best_model": "eval_loss"}},
+            "'eval_loss' is nothing that is measured. Known: eos",
+        ),
+        ({"ppo": BEST}, "ppo.metric_for_best_model — 'loss' is nothing that is measured"),  # transformers' default
+        ({"ppo": {**BEST, "metric_for_best_model": "exact_mach"}}, "Did you mean exact_match?"),
+        (
+            {"reward": {**BEST, "metric_for_best_model": "accuracy"}, "reward_head": {"num_labels": 3}},
+            "reward.metric_for_best_model — 'accuracy' is nothing that is measured",
+        ),
+        ({"reward": {**BEST, "metric_for_best_model": "acuracy"}}, "Did you mean accuracy?"),
+        ({"ppo": {"local_rollout_forward_batch_size": 0}}, "ppo.local_rollout_forward_batch_size — must be at least 1"),
+        ({"ppo": {"kl_coef": float("inf")}}, "ppo.kl_coef — a finite number below 2^63 is needed, got inf."),
+        ({"seed": -1}, "seed — must be from 0 to 4294967295, got -1."),
+        ({"seed": 2**32}, "seed — must be from 0 to 4294967295, got 4294967296."),
+        ({"seed": True}, "seed — a whole number is needed, got True."),
+        ({"about": 3}, "about — text is needed, got 3."),
+        ({"data": {"task": ["doubling"]}}, "data.task — one of doubling, preferences"),
+        ({"scorer": {"kind": ["function"]}}, "scorer.kind — 'adapter' or"),
+        ({"reward_head": {"num_labels": 0}}, "reward_head.num_labels — must be at least 1, got 0."),
+        ({"base": {"config": {"model_type": "gpt2", "n_layer": 10**9}}}, "base.config.n_layer — a whole number from 1"),
+        ({"base": {"config": {"model_type": "llama", "num_hidden_layers": "2"}}}, "config.num_hidden_layers — a whole"),
+        ({"base": {"config": {"model_type": ["gpt2"]}}}, "base.config.model_type — text is needed, got ['gpt2']."),
+        ({"base": {"config": {}}}, "base.config.model_type — text is needed, got None."),
+    ],
+)
+def test_what_a_run_would_find_out(sections, message, tmp_path):
+    assert message in refused(tmp_path, **sections)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({}, "neither load_in_4bit nor load_in_8bit is true"),
+        ({"load_in_4bit": False}, "neither load_in_4bit nor load_in_8bit is true"),
+        ({**NF4, "load_in_4bit": False}, "neither load_in_4bit nor load_in_8bit is true"),
+        ({"bnb_4bit_quant_type": "nf4"}, "neither load_in_4bit nor load_in_8bit is true"),
+        ({**NF4, "load_in_8bit": True}, "load_in_4bit and load_in_8bit are both True"),
+        ({**NF4, "bnb_4bit_quant_type": "bogus"}, "bnb_4bit_quant_type — nf4 or fp4 is needed, got 'bogus'."),
+        ({**NF4, "bnb_4bit_compute_dtype": "bogus"}, "bogus"),
+        ({**NF4, "llm_int8_threshold": 3.0}, "quantization.llm_int8_threshold — would have no effect on 4 bits."),
+        (
+            {"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"},
+            "quantization.bnb_4bit_quant_type — would have no effect on 8 bits.",
+        ),
+    ],
+)
+def test_what_is_asked_for_is_what_is_loaded(quantization, message, tmp_path):
+    assert message in refused(tmp_path, base={"model": "m", "quantization": quantization})
+    model = {"kind": "model", "model": "m", "quantization": quantization}
+    assert message in refused(tmp_path, scorer=model, start={"value": "x"})
+
+
+def test_the_head_stays_as_it_is(tmp_path):
+    base = {"model": "m", "quantization": {**NF4, "llm_int8_skip_modules": ["q_proj"]}}
+    assert "llm_int8_skip_modules — is ['q_proj'], so that transformers would quantise lm_head" in refused(
+        tmp_path, base=base
+    )
+    base["quantization"]["llm_int8_skip_modules"].append("lm_head")
+    assert load_changed(tmp_path, base=base).quantization().llm_int8_skip_modules == ["q_proj", "lm_head"]
+
+
+def test_eight_bits_are_eight(tmp_path):
+    recipe = load_changed(tmp_path, base={"model": "m", "quantization": {"load_in_8bit": True}})
+    assert recipe.quantization().load_in_8bit and not recipe.quantization().load_in_4bit
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"rank_pattern": {"q_proj": "x"}}, ".rank_pattern.q_proj — a positive whole number is needed, got 'x'."),
+        ({"alpha_pattern": {"q_proj": 0}}, ".alpha_pattern.q_proj — a positive number is needed, got 0."),
+        ({"peft_type": "bogus"}, ".peft_type — would have no effect: it is LORA, got 'bogus'."),
+        ({"task_type": "SEQ_CLS"}, ".task_type — would have no effect: it is CAUSAL_LM, got 'SEQ_CLS'."),
+        ({"inference_mode": True}, ".inference_mode — would have no effect: it is False, got True."),
+        ({"use_qalora": True}, ".use_qalora — would have no effect: it is False, got True."),
+        ({"layer_replication": [[0, 1], [0, 1]]}, ".layer_replication — would change the layers of the base"),
+        ({"runtime_config": {}}, ".runtime_config — is for adapters that are loaded onto a GPU one by one."),
+        ({"loftq_config": {"loftq_bits": 4}}, " — `loftq_config` specified but will be ignored"),
+        ({"lora_alpha": float("inf")}, ".lora_alpha — "),
+    ],
+)
+def test_adapters_without_what_they_say(adapter, message, tmp_path):
+    assert f"adapters.policy{message}" in refused(tmp_path, adapters={**MINIMAL["adapters"], "policy": adapter})
+
+
+def test_what_an_adapter_always_is_may_stand_there(tmp_path):
+    policy = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": False, "r": 2}
+    assert load_changed(tmp_path, adapters={**MINIMAL["adapters"], "policy": policy}).adapter("policy").r == 2
+
+
+def test_to_read_a_recipe_draws_no_number(tmp_path):
+    before = torch.random.get_rng_state()
+    load_changed(tmp_path)
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,137 @@
+"""Files written whole or not at all, folders that know what is in them, and what a disk refuses as an error."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from toolkit.errors import ToolkitError
+
+MANIFEST = "manifest.json"
+RESULT_FILE = "result.json"  # of a finished stage
+ASIDE = ".partial"
+
+
+@contextmanager
+def writing(path: str | Path, remedy: str = "Make room there, or name a place that can be written.") -> Iterator[None]:
+    """Inside, a disk that is full or cannot be written is a `ToolkitError` that names the path."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ToolkitError(f"{path}: cannot be written ({reason}).", remedy=remedy) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder and write to it, for what would be lost if that failed after an hour.
+
+    Raises:
+        ToolkitError: it cannot be written.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b" ")
+
+
+def check_file(path: Path | None) -> None:
+    """As `check_folder`, of a file that is written at the end; None for no file."""
+    if path is not None:
+        there = path.exists()
+        if path.is_dir() or path.is_fifo():
+            raise ToolkitError(f"{path}: is no file.", remedy="Name one.")
+        with writing(path):
+            path.open("a", encoding="utf-8").close()
+            if not there:
+                path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders; its rename is journalled
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a file that is the old one or the new one at any moment: aside first, and on the disk before its name."""
+    aside = path.with_name(f"{path.name}{ASIDE}")
+    aside.write_text(text, encoding="utf-8")
+    sync(aside)
+    aside.replace(path)
+    sync(path.parent)
+    return path
+
+
+def read_object(path: Path, remedy: str = "") -> dict[str, Any] | None:
+    """The object of a JSON file; None where there is no such file.
+
+    Raises:
+        ToolkitError: it is cut, changed or of another kind.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ToolkitError(f"{path} cannot be read ({error}).", remedy=remedy) from error
+    if not isinstance(value, dict):
+        raise ToolkitError(f"{path} is damaged: it holds no JSON object.", remedy=remedy)
+    return value
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(folder: Path, files: Iterable[Path], **about: Any) -> None:
+    """Sync files of a folder, and list them in its manifest with their sizes and SHA-256, beside what else is said."""
+    listed = sorted(files)
+    for path in (*listed, *{path.parent for path in listed}):
+        sync(path)
+    entries = {f.relative_to(folder).as_posix(): {"bytes": f.stat().st_size, "sha256": _digest(f)} for f in listed}
+    write_whole(folder / MANIFEST, json.dumps({"files": entries, **about}, indent=1) + "\n")
+
+
+def sealed_files(folder: Path) -> dict[str, Any] | None:
+    """What the manifest of a folder lists; None where it has none.
+
+    Raises:
+        ToolkitError: the manifest is damaged.
+    """
+    found = read_object(folder / MANIFEST, "Move that folder away, or put the file back as it was.")
+    if found is None:
+        return None
+    entries = found.get("files")
+    if not isinstance(entries, dict) or not all(
+        isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in entries.values()
+    ):
+        remedy = "Move that folder away, or put the file back as it was."
+        raise ToolkitError(f"{folder / MANIFEST} is damaged: it lists no files.", remedy=remedy)
+    return entries
+
+
+def damage(folder: Path, within: str = "") -> str | None:
+    """What of a sealed folder, or of those files whose names begin so, is not as it was; None if all is."""
+    for name, expected in (sealed_files(folder) or {}).items():
+        path = folder / name
+        if not name.startswith(within):
+            continue
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, and had {expected['bytes']}"
+        if _digest(path) != expected["sha256"]:
+            return f"{name} is damaged: its SHA-256 is not the one it had"
+    return None

@@ -1,0 +1,258 @@
+"""What all else relies on of a base, tried on a few tokens when it is loaded: no list of architectures is kept.
+
+A base is taken if its logits are `lm_head` of the last hidden state, up to a scale or a cap; if a token's state depends
+neither on what comes after it nor, once dropout is off, on the mode of training; and if tokens that are decoded one by
+one after left padding get the logits of a whole pass. Else it is refused with what does not hold.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import GenerationConfig, PreTrainedModel
+
+from toolkit.errors import AdapterError, ModelError, ToolkitError
+
+Logits = Callable[[Tensor], Tensor]
+_NEAR, _NEAR_IN_16_BITS = 1e-3, 0.1
+_TOKENS = 6
+_SUGGESTION = "Llama, Mistral, Qwen, GPT-2, OPT and Gemma can be used."
+
+
+def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
+    """Set whatever a base model draws at random in training to 0, in place: dropout, dropped layers, routers' jitter.
+
+    A frozen base has nothing to regularise, and dropout between rollout and update would make the ratio differ from 1
+    before the first step. The adapters' own dropout comes later and is not touched.
+    """
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = rate if module.p else 0.0
+        for owner in (module, getattr(module, "config", None)):  # some models read their configuration in each pass
+            for name, value in list(vars(owner).items()) if owner is not None else ():
+                if isinstance(value, float) and value and ("drop" in name or "jitter" in name):
+                    setattr(owner, name, rate)
+
+
+def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> tuple[Logits, Tensor]:
+    """What the model does with the logits of `lm_head`, and what `check_states` gives.
+
+    On the meta device nothing can be tried.
+
+    Args:
+        model: in eval mode, without adapters. Its dropout is switched off.
+        hidden_states: maps `input_ids` and `attention_mask`, (B, L) each, to the last hidden states.
+
+    Raises:
+        ModelError: what else relies on does not hold.
+    """
+    name = type(model).__name__
+    check_bits(getattr(model.config, "quantization_config", None))
+    if not hasattr(model.get_output_embeddings(), "in_features"):
+        raise ModelError(f"a {name} has no linear layer lm_head.", remedy=_SUGGESTION)
+    states = check_states(model, hidden_states)
+    if states.is_meta:
+        return _as_they_are, states
+    ids = _ids(model)
+    with _tried(model):
+        given = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+        logits = _logits_of(model, model.get_output_embeddings()(states), given)
+        apart = apart_by(_decoded(model, ids[0]), torch.stack([given[0, [1, 2]], given[0, [3, 4]]]))
+    if not apart <= tolerance(model):
+        raise ModelError(
+            f"a {name} gives other logits where tokens are decoded one by one after left padding (by {apart:.1%}): "
+            "responses would not be sampled from the policy whose log-probabilities are trained.",
+            remedy=_SUGGESTION,
+        )
+    return logits, states
+
+
+def check_bits(quantization: Any) -> None:
+    """Nothing, if a base may be quantised so; else a `ModelError`."""
+    if getattr(quantization, "load_in_8bit", False):
+        raise ModelError(
+            "a base in 8 bits gives a token other numbers in another batch (LLM.int8 rounds a batch as a whole), so "
+            "that the policy would not be the one that sampled.",
+            field="quantization",
+            remedy="Load it in 4 bits, or in 16.",
+        )
+
+
+def check_adapter(model: PreTrainedModel, hidden_states: Callable[..., Tensor], states: Tensor, role: Any) -> None:
+    """Nothing, if an adapter can be read in its role and leaves the base as it is; else an `AdapterError`.
+
+    Args:
+        states: those that `check_states` gave.
+        role: a context manager in which the adapter is active, as none is outside.
+    """
+    if states.is_meta:
+        return
+    ids = _ids(model)
+    with _tried(model):
+        off = hidden_states(ids, torch.ones_like(ids))
+    if not apart_by(off, states) <= tolerance(model):
+        wrong = "the adapter changes the base, which the other roles share, even where it is switched off."
+        raise AdapterError(wrong, remedy="Take plain LoRA.")
+    try:
+        with _tried(model), role:
+            hidden_states(ids, torch.ones_like(ids))
+    except ModelError as error:
+        wrong = f"with this adapter {error.problems[0].wrong}"
+        raise AdapterError(wrong, field="target_modules", remedy="Name plain linear layers.") from error
+
+
+def check_checkpointing(model: nn.Module) -> None:
+    """Nothing, if the model, or the one under its adapter, has gradient checkpointing; else a `ModelError`."""
+    if isinstance(model, PeftModel):
+        model = model.get_base_model()
+    if not model.supports_gradient_checkpointing:
+        wrong = f"a {type(model).__name__} of transformers has no gradient checkpointing."
+        raise ModelError(wrong, field="gradient_checkpointing", remedy="Set it to false.")
+
+
+def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> Tensor:
+    """The last hidden states of a few tokens, the same in training and whatever comes after; else a `ModelError`.
+
+    Switches the model's dropout off.
+    """
+    name = type(model).__name__
+    if model.device.type == "meta":
+        switch_off_dropout(model)
+        return torch.empty(0, device="meta")
+    ids = _ids(model)
+
+    def read() -> Tensor:
+        return hidden_states(ids, torch.ones_like(ids))
+
+    with _tried(model):
+        states = read()
+        if not apart_by(states[0, :-1], states[1, :-1]) <= tolerance(model):
+            raise ModelError(
+                f"a {name} reads both ways: what it makes of a token depends on the tokens after it.",
+                remedy=f"Take a decoder. {_SUGGESTION}",
+            )
+        switch_off_dropout(model, rate=0.9)
+        apart = [apart_by(read(), states)]
+        switch_off_dropout(model)
+        if not apart[0] <= tolerance(model):
+            wrong = f"a {name} counts with its dropout or jitter outside of training, too: it cannot be switched off."
+            raise ModelError(wrong, remedy=_SUGGESTION)
+        was_training = model.training
+        try:
+            model.train()
+            before = _random_state(model)
+            apart = [apart_by(read(), states)]
+            # Layers that are dropped now and then may all have been kept.
+            tries = 4 if _random_state(model) != before else 0
+            apart += [apart_by(read(), states) for _ in range(tries)]
+        finally:
+            model.train(was_training)
+    if not max(apart) <= tolerance(model):
+        why = "it draws random numbers that no setting of it switches off" if tries else "it computes something else"
+        raise ModelError(
+            f"a {name} gives other hidden states in training, by {max(apart):.1%}: {why}. The policy that is trained "
+            "would not be the one that sampled.",
+            remedy=_SUGGESTION,
+        )
+    return states
+
+
+def _ids(model: PreTrainedModel) -> Tensor:
+    """(2, L) that differ in the last token, none of them special."""
+    config, vocabulary = model.config.get_text_config(), model.get_input_embeddings().weight.shape[0]
+    ends = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    special = {x for end in ends for x in (end if isinstance(end, list) else [end])}
+    plain = [token for token in range(min(vocabulary, 1000)) if token not in special] or [0]
+    ids = [plain[i * len(plain) // (_TOKENS + 1)] for i in range(_TOKENS + 1)]
+    return torch.tensor([ids[:-1], [*ids[:-2], ids[-1]]], device=model.device)
+
+
+def tolerance(model: PreTrainedModel) -> float:
+    """How far they may be: more where weights or activations have 16 bits or less."""
+    exact = model.dtype is torch.float32 and not getattr(model, "is_quantized", False)
+    return _NEAR if exact else _NEAR_IN_16_BITS
+
+
+def apart_by(ours: Tensor, theirs: Tensor) -> float:
+    """How far two computations of the same are apart, as a share of their norm."""
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-30))
+
+
+def _random_state(model: PreTrainedModel) -> tuple[Any, ...]:
+    on_gpu = torch.cuda.get_rng_state(model.device).tolist() if model.device.type == "cuda" else []
+    return torch.get_rng_state().tolist(), on_gpu, random.getstate()
+
+
+@contextmanager
+def _tried(model: PreTrainedModel) -> Iterator[None]:
+    """Random states are left as they were, and what a model cannot do at all is a `ModelError`."""
+    python = random.getstate()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+            yield
+    except (torch.OutOfMemoryError, ToolkitError):
+        raise
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"a {type(model).__name__} cannot be read as a decoder, tried on {_TOKENS} tokens: {reason}",
+            remedy=_SUGGESTION,
+        ) from error
+    finally:
+        random.setstate(python)
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _scaled(factor: float, logits: Tensor) -> Tensor:
+    return factor * logits.float()
+
+
+def _capped(cap: float, logits: Tensor) -> Tensor:
+    return cap * torch.tanh(logits.float() / cap)
+
+
+def _logits_of(model: PreTrainedModel, plain: Tensor, given: Tensor) -> Logits:
+    """What makes the logits that a model gives of those that `lm_head` gives."""
+    options: list[Logits] = []
+    for name, value in model.config.get_text_config().to_dict().items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and value > 0 and value != 1 and ("logit" in name or "lm_head" in name):
+            options += [partial(_capped, value)] if "cap" in name else [partial(_scaled, x) for x in (value, 1 / value)]
+    options.append(_as_they_are)
+    apart = [apart_by(option(plain), given) for option in options] if plain.shape == given.shape else [torch.inf]
+    if not min(apart) <= tolerance(model) / 10:
+        raise ModelError(
+            f"a {type(model).__name__} changes its logits after lm_head by more than a scale or a cap that its "
+            "configuration names, which the log-probabilities here do not follow.",
+            remedy=_SUGGESTION,
+        )
+    # Where logits are small a cap does next to nothing; a configuration that names one is believed.
+    noise = 4 * torch.finfo(model.dtype).eps
+    return next(option for option, distance in zip(options, apart, strict=True) if distance <= min(apart) + noise)
+
+
+def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """(2, 2, V): the logits of two steps of decoding the first tokens, two after two and two after four of them."""
+    prompts = torch.stack([ids[[0, 0, 0, 1]], ids[:4]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device=ids.device)
+    config = GenerationConfig(
+        max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=int(ids[0])
+    )
+    known = (ids.tolist()[2:], ids.tolist()[4:])
+
+    def forced(row: int, so_far: Tensor) -> list[int]:
+        return [known[row][len(so_far) - 4]]
+
+    output: Any = model.generate(
+        input_ids=prompts, attention_mask=mask, generation_config=config, prefix_allowed_tokens_fn=forced
+    )
+    return torch.stack(output.logits, dim=1).float()

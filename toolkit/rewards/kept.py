@@ -1,0 +1,41 @@
+"""What a reward finds in the process and must leave as it is: random states, torch's defaults, the working folder."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoints import get_random_states, set_random_states
+
+_OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "the working folder": (os.getcwd, os.chdir),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the random state of Python, NumPy or torch": (get_random_states, set_random_states),
+}
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Whatever code of a user's does inside, the run goes on as without it; a warning says what was put back."""
+    before = {what: read() for what, (read, _) in _OF_THE_RUN.items()}
+    try:
+        yield
+    finally:
+        for what, (read, write) in _OF_THE_RUN.items():
+            if not _equal(read(), before[what]):
+                write(before[what])
+                warnings.warn(f"the reward changed {what}, which is the run's: it was put back.", stacklevel=4)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return all(_equal(a[name], b[name]) for name in a)
+    if isinstance(a, list):
+        return all(map(_equal, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)

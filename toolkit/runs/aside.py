@@ -1,0 +1,148 @@
+"""Stages of a run folder that are kept while something is written in their place.
+
+`.replaced` holds stages, with the recipe that they ran under, until what was begun in their place has finished. Where
+that fails they come back, and `.unfinished` holds what was begun, for a run that goes on with it. A list of moves is
+written before the first one, and carried out to its end at the next start: a kill at any moment loses nothing.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, read_object, write_whole, writing
+from toolkit.runs.owned import RECIPE_FILE, WEIGHTS, delete, files_in, is_plain, prune, written
+
+REPLACED, UNFINISHED = ".replaced", ".unfinished"
+_DELETED, _MOVES = ".deleted", ".moves.json"
+
+
+def is_open(run: Path) -> bool:
+    """Whether something was moved aside and has not been forgotten."""
+    return any((run / name).exists() for name in (_MOVES, _DELETED, REPLACED))
+
+
+def changing(run: Path, stored: str) -> list[str]:
+    """Folders of a run that were replaced, or begun, since stages were `stored`; none where none are."""
+    return list((read_object(run / stored / _MOVES) or {"names": []})["names"])
+
+
+def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
+    """Move folders of a run aside until the stage `wanted` has finished; delete what was begun in their place before.
+
+    Called before the recipe of the new ones is written. The one of the old goes with them.
+    """
+    state = read_object(run / REPLACED / _MOVES) or {"names": [], "wanted": None}
+    begun, names = set(state["names"]), list(names)
+    for name in names:
+        if name in begun:
+            delete(run / name)
+    files = [path for name in names if name not in begun for path in written(run / name)]
+    if not begun:
+        _forget(run / UNFINISHED)
+        files += [run / RECIPE_FILE]
+    moves = [(path, run / REPLACED / path.relative_to(run)) for path in files]
+    _move(
+        run,
+        moves,
+        {"into": REPLACED, "wanted": wanted or state["wanted"] or names[0], "names": sorted(begun | set(names))},
+    )
+
+
+def place(run: Path, source: Path, name: str) -> None:
+    """Move what lies in a folder of ours to be a stage's: all of it, or at the next start the rest."""
+    (run / name / MANIFEST).unlink(missing_ok=True)  # that of the new one comes with it
+    _move(run, [(path, run / name / path.relative_to(source)) for path in files_in(source)], {"into": None})
+
+
+def settle(run: Path) -> bool:
+    """Carry on with what a kill has broken off; whether stages are replaced and the new ones are not finished."""
+    with writing(run):
+        _carry_out(run)
+        _forget(run / _DELETED)
+        (run / f"{_MOVES}{ASIDE}").unlink(missing_ok=True)
+        state = read_object(run / REPLACED / _MOVES)
+        if state is not None and _is_done(run / str(state["wanted"]), by_hand="by_hand" in state):
+            _forget(run / REPLACED)
+            return False
+    return state is not None
+
+
+def _is_done(folder: Path, *, by_hand: bool) -> bool:
+    """Whether a stage has finished; of one that a notebook trains, whether it has saved what it trained."""
+    saved = by_hand and any(path.relative_to(folder).parts[0] in WEIGHTS for path in written(folder))
+    return saved or (folder / RESULT_FILE).is_file()
+
+
+def train_by_hand(run: Path) -> None:
+    """Say that what replaces others is trained by a notebook, which measures nothing and writes no result."""
+    state = read_object(run / REPLACED / _MOVES)
+    if state is not None:
+        write_whole(run / REPLACED / _MOVES, json.dumps({**state, "by_hand": True}) + "\n")
+
+
+def put_back(run: Path) -> None:
+    """What was replaced comes back; what was begun is kept in `.unfinished`."""
+    _exchange(run, REPLACED, UNFINISHED)
+
+
+def take_up(run: Path) -> None:
+    """What was begun and not finished comes back, and what it is to replace is moved aside again."""
+    _exchange(run, UNFINISHED, REPLACED)
+
+
+def drop_unfinished(run: Path) -> None:
+    """Delete what was begun in place of others."""
+    with writing(run):
+        _forget(run / UNFINISHED)
+
+
+def _exchange(run: Path, stored: str, into: str) -> None:
+    state = read_object(run / stored / _MOVES)
+    if state is None:
+        return
+    with writing(run):
+        _forget(run / into)
+        here = [path for name in state["names"] for path in written(run / name)] + [run / RECIPE_FILE]
+        moves = [(path, run / into / path.relative_to(run)) for path in here]
+        kept = [path for path in files_in(run / stored) if path.name != _MOVES]
+        moves += [(path, run / path.relative_to(run / stored)) for path in kept]
+        _move(run, moves, {**state, "into": into, "from": stored})
+
+
+def _move(run: Path, moves: list[tuple[Path, Path]], about: dict[str, Any]) -> None:
+    named = [[source.relative_to(run).as_posix(), to.relative_to(run).as_posix()] for source, to in moves]
+    with writing(run):
+        write_whole(run / _MOVES, json.dumps({**about, "moves": named}, indent=1) + "\n")
+        _carry_out(run)
+
+
+def _carry_out(run: Path) -> None:
+    """Do what is left of the moves that are written down. Once they are done the list says what lies in `into`."""
+    journal = read_object(run / _MOVES)
+    if journal is None:
+        return
+    for source, to in ((run / source, run / to) for source, to in journal["moves"]):
+        if is_plain(source) and not os.path.lexists(to):
+            to.parent.mkdir(parents=True, exist_ok=True)
+            source.rename(to)
+    if "from" in journal:
+        (run / journal["from"] / _MOVES).unlink(missing_ok=True)
+    for name in {Path(source).parts[0] for source, _ in journal["moves"]}:
+        prune(run / name)
+    if journal["into"] is None:
+        (run / _MOVES).unlink()
+    else:
+        (run / journal["into"]).mkdir(exist_ok=True)
+        (run / _MOVES).replace(run / journal["into"] / _MOVES)
+
+
+def _forget(folder: Path) -> None:
+    """Delete a folder of ours: under another name first, so that half of it is never taken for the whole."""
+    gone = folder.with_name(_DELETED)
+    shutil.rmtree(gone, ignore_errors=True)
+    if folder.is_dir() and folder != gone:
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

@@ -1,0 +1,88 @@
+"""What differs between the recipe that a run folder keeps and another one, as far as a stage reads it."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from toolkit.runs.owned import RECIPE_FILE
+from toolkit.spec.plan import section
+from toolkit.spec.recipe import Recipe
+from toolkit.spec.sections import STAGE_CLASSES
+
+# What a stage can go on with changed: it decides when something is written or how much memory is taken, and nothing of
+# what the run has done so far.
+_MAY_CHANGE = (
+    "gradient_checkpointing", "logprob_chunk_size", "q_chunk_size",
+    "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy",
+    "save_steps", "save_total_limit", "logging_steps", "report_to", "run_name", "dataloader_num_workers",
+)  # fmt: skip
+_LENGTHS = ("max_steps", "num_train_epochs")  # these may grow
+_ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_SHOWN = 3  # differences that a message names
+_LONGEST = 60  # characters of a value in it
+ABSENT = object()  # the value of a key that a recipe does not have
+Changes: TypeAlias = Mapping[str, tuple[Any, Any]]
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """The recipe that a run folder keeps; empty where it keeps none that can be read."""
+    try:
+        values = yaml.safe_load((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a recipe by their dotted keys."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
+    """Dotted keys that the stage, or one before it, reads, with their values in the folder's recipe and in this one.
+
+    Those alone that differ; of a stage that is not the recipe's, all that differ.
+    """
+    there, here = dict(_leaves(recorded(folder))), dict(_leaves(yaml.safe_load(recipe.to_yaml())))
+    plan = recipe.plan.stages.get(stage)
+    read = [key for key in {**there, **here} if plan is None or plan.reads_key(key)]
+    pairs = {key: (there.get(key, ABSENT), here.get(key, ABSENT)) for key in read}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def may_change(recipe: Recipe, stage: str, folder: Path) -> set[str]:
+    """Keys that may differ where a stage goes on: those above, a length that grows, a product that stays."""
+    names = {*_MAY_CHANGE}
+    if stage in STAGE_CLASSES:
+        there, here = (_numbers(values, stage) for values in (recorded(folder), recipe.values))
+        names |= {name for name in _LENGTHS if 0 < there[name] < here[name]}
+        if math.prod(there[name] for name in _ROWS_OF_A_STEP) == math.prod(here[name] for name in _ROWS_OF_A_STEP):
+            names |= {*_ROWS_OF_A_STEP}
+    return {f"{stage}.{name}" for name in names}
+
+
+def _numbers(values: dict[str, Any], stage: str) -> dict[str, float]:
+    """The lengths and rows of a stage's section, or their defaults; -1 where there is no number."""
+    owner, given = STAGE_CLASSES[stage], section(values, stage)
+    numbers = {name: given.get(name, getattr(owner, name)) for name in (*_LENGTHS, *_ROWS_OF_A_STEP)}
+    return {name: number if isinstance(number, (int, float)) else -1 for name, number in numbers.items()}
+
+
+def described(changes: Changes) -> str:
+    """The first few of the keys, with the values there and here."""
+
+    def shown(value: Any) -> str:
+        text = "not set" if value is ABSENT else json.dumps(value, ensure_ascii=False, default=str)
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+    parts = [f"{key} is {shown(there)} there and {shown(here)} here" for key, (there, here) in changes.items()]
+    more = len(parts) - _SHOWN
+    return "; ".join(parts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

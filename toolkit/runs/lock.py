@@ -1,0 +1,146 @@
+"""One process at a time in a run folder."""
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from toolkit.disk import writing
+from toolkit.errors import RecipeError
+from toolkit.runs.owned import refuse_link
+
+LOCK_FILE = ".lock"
+_held: Counter[Path] = Counter()  # how often this process has acquired each run folder
+
+
+def _of(process: psutil.Process) -> dict[str, Any]:
+    return {"pid": process.pid, "host": socket.gethostname(), "started": process.create_time()}
+
+
+def _us() -> dict[str, Any]:
+    return _of(psutil.Process())
+
+
+def _read(lock: Path) -> dict[str, Any]:
+    """What stands in a lock; nothing where a kill came before it was written, or there is none."""
+    try:
+        found = json.loads(lock.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and {"pid", "host", "started"} <= found.keys() else {}
+
+
+def owner_of(run: Path) -> dict[str, Any] | None:
+    """The process at work in a run folder: `pid`, `host` and `started`; None where there is none, or it has ended.
+
+    Of one on another machine it is not known whether it has ended.
+    """
+    lock = run / LOCK_FILE
+    owner = _read(lock)
+    if not owner:  # it is being written
+        return {"pid": "?", "host": socket.gethostname(), "started": 0} if _is_new(lock) else None
+    if owner.get("host") != socket.gethostname():
+        return owner
+    try:
+        process = psutil.Process(owner["pid"])
+        same = owner == _of(process)  # else its number was given to another one
+        return owner if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return None
+
+
+def acquire(run: Path) -> bool:
+    """Take the lock of a run folder, which is made; False where it belongs to a process that this one works for.
+
+    Raises:
+        RecipeError: another process is at work in it.
+    """
+    refuse_link(run)
+    lock = run / LOCK_FILE
+    with writing(run):
+        while True:
+            run.mkdir(parents=True, exist_ok=True)
+            try:
+                handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                owner = owner_of(run)
+                if owner is None:
+                    _take_away(run)
+                elif owner == _us():
+                    break
+                elif _is_served(owner):
+                    return False
+                else:
+                    raise _in_use(run, owner) from None
+            else:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(json.dumps(_us()))
+                break
+    _held[run.resolve()] += 1
+    return True
+
+
+def _is_served(owner: dict[str, Any]) -> bool:
+    """Whether this process was started by the owner, or by one that it started."""
+    with suppress(psutil.Error):
+        return any(owner == _of(parent) for parent in psutil.Process().parents())
+    return False
+
+
+def _take_away(run: Path) -> None:
+    """Remove a lock whose owner has ended, and no newer one: of several processes that see it, one at a time."""
+    taking = run / f"{LOCK_FILE}.taking"
+    try:
+        os.close(os.open(taking, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        time.sleep(0.01)
+        if not _is_new(taking):  # a kill came just here
+            taking.unlink(missing_ok=True)
+        return
+    if owner_of(run) is None:
+        (run / LOCK_FILE).unlink(missing_ok=True)
+    taking.unlink()
+
+
+def _is_new(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime < 5
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(run: Path, owner: dict[str, Any]) -> RecipeError:
+    here = owner["host"] == socket.gethostname()
+    gone = "" if here else f" If that one has ended, delete {run / LOCK_FILE}."
+    return RecipeError(
+        f"{run} is in use: process {owner['pid']}{'' if here else ' on ' + str(owner['host'])} is at work in it.",
+        remedy=f"Wait until it has ended, or name another run ($run).{gone}",
+    )
+
+
+def release(run: Path) -> None:
+    """Give back what was acquired, the last time the lock itself; a folder that nothing was written to goes, too."""
+    _held[run.resolve()] -= 1
+    if _held[run.resolve()] <= 0:
+        with suppress(OSError):
+            if _read(run / LOCK_FILE) == _us():
+                (run / LOCK_FILE).unlink()
+                run.rmdir()
+
+
+@contextmanager
+def at_work(run: Path) -> Iterator[bool]:
+    """Inside, the run folder is this process's alone; gives False for a stage that is part of another one's work."""
+    ours = acquire(run)
+    try:
+        yield ours
+    finally:
+        if ours:
+            release(run)

@@ -1,0 +1,126 @@
+"""Which files of a run folder are the toolkit's own: those alone are moved or deleted, and no link is followed."""
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, read_object, seal, sealed_files, writing
+from toolkit.errors import RecipeError, ToolkitError
+
+RECIPE_FILE = "recipe.yaml"
+
+# What a stage or an evaluation writes into its folder, and the folders for weights in it with what is in them.
+_FILES = {
+    RESULT_FILE, MANIFEST, "before.json", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "rows.jsonl",
+    "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "report.html", "README.md",
+}  # fmt: skip
+WEIGHTS = {"policy", "value", "reward", "q", "q_target", "model"}
+_SUFFIXES = {".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ASIDE}
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """Files of a folder and of those within it. Links are none, and are not followed."""
+    for place, _, names in os.walk(folder) if not folder.is_symlink() else ():
+        yield from (path for path in map(Path(place).joinpath, sorted(names)) if is_plain(path))
+
+
+def is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _is_written(name: Path, listed: Collection[str]) -> bool:
+    """Whether a file of a stage's folder, by its name there, is one that the toolkit writes."""
+    top = name.parts[0].removesuffix(ASIDE)
+    if len(name.parts) == 1:
+        return top in _FILES
+    if listed and top in WEIGHTS:  # a finished stage: what it has written is listed
+        return name.as_posix() in listed
+    return (top in WEIGHTS or "checkpoint-" in top) and name.suffix in _SUFFIXES
+
+
+def written(folder: Path) -> list[Path]:
+    """Files in a stage's folder that the toolkit wrote: none where no manifest says that it writes there."""
+    listed = sealed_files(folder)
+    if listed is None:  # but for what a kill has left of the manifest itself
+        return [path for path in (folder / f"{MANIFEST}{ASIDE}",) if is_plain(path) and not folder.is_symlink()]
+    names = {path: path.relative_to(folder) for path in files_in(folder)}
+    others = _others(folder)
+    return [path for path, name in names.items() if _is_written(name, listed) and name.as_posix() not in others]
+
+
+def _others(folder: Path) -> list[str]:
+    """Files that were in a stage's folder when the toolkit began to write there."""
+    return list((read_object(folder / MANIFEST) or {}).get("others", []))
+
+
+def refuse_others(folder: Path, *, adopt: bool = False) -> None:
+    """That the toolkit can write to a stage's folder, and overwrites nothing but files of its own.
+
+    Raises:
+        RecipeError: there are files by the names of its own, and no manifest that says so. To `adopt` them is fine.
+        ToolkitError: a link stands where it would write.
+    """
+    links = [folder.parent, folder.parent / RECIPE_FILE, folder]
+    for place, folders, names in os.walk(folder) if not folder.is_symlink() else ():
+        inner = [Path(place, name) for name in (*folders, *names)]
+        links += [path for path in inner if path.relative_to(folder).parts[0].removesuffix(ASIDE) in _FILES | WEIGHTS]
+    for path in links:
+        refuse_link(path)
+    theirs = _unclaimed(folder)
+    if theirs and not adopt:
+        wrong = f"{theirs[0]} is not known to be the toolkit's: {folder} has no {MANIFEST}."
+        raise RecipeError(wrong, remedy="Move that folder away, or name a new run ($run).")
+
+
+def _unclaimed(folder: Path) -> list[Path]:
+    """Files by the names of the toolkit's own in a folder without a manifest."""
+    if sealed_files(folder) is not None:
+        return []
+    ours = written(folder)
+    return [path for path in files_in(folder) if path not in ours and _is_written(path.relative_to(folder), ())]
+
+
+def refuse_recipe(run: Path, text: str, stages: Iterable[str]) -> None:
+    """Raises a RecipeError where a run folder has another recipe than this text, and nothing of the toolkit's."""
+    path = run / RECIPE_FILE
+    own = any(sealed_files(run / stage) is not None for stage in stages)
+    if not own and path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
+        wrong = f"{path} is not known to be the toolkit's: no stage beside it has a {MANIFEST}."
+        raise RecipeError(wrong, remedy="Move it away, or name a new run ($run).")
+
+
+def refuse_link(path: Path) -> None:
+    """Raises a ToolkitError where a run, or what it writes, is a link."""
+    if path.is_symlink():
+        wrong = f"{path} is a link to {os.readlink(path)}, and a run is not written through links."
+        raise ToolkitError(wrong, remedy="Remove the link, or name a new run ($run).")
+
+
+def begin(folder: Path, *, adopt: bool = False) -> None:
+    """Say in a stage's folder that the toolkit writes there, and which files are others'; for `adopt` see above."""
+    ours = written(folder) + (_unclaimed(folder) if adopt else [])
+    others = [path.relative_to(folder).as_posix() for path in files_in(folder) if path not in ours]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        seal(folder, [], others=others)
+
+
+def seal_weights(folder: Path) -> None:
+    """List the weights that a stage has written, with their SHA-256."""
+    files = [path for path in written(folder) if path.relative_to(folder).parts[0] in WEIGHTS]
+    with writing(folder):
+        seal(folder, files, others=_others(folder))
+
+
+def delete(folder: Path) -> None:
+    """Delete what the toolkit wrote in a stage's folder, and the folder if it is empty then."""
+    for path in sorted(written(folder), key=lambda path: path.name == MANIFEST):  # which says whose the others are
+        path.unlink(missing_ok=True)
+    prune(folder)
+
+
+def prune(folder: Path) -> None:
+    """Delete a folder if it is empty, and those in it that are."""
+    for place, _, _ in os.walk(folder, topdown=False) if not folder.is_symlink() else ():
+        if not os.listdir(place):
+            os.rmdir(place)

@@ -1,0 +1,90 @@
+"""What trains a stage, made of its settings and tried on one small layer: what cannot work is known before anything
+runs."""
+
+import copy
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import SchedulerType
+
+from toolkit.errors import ConfigError
+from toolkit.spec.keys import REFUSALS
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.ppo_config import PPOConfig
+
+_STEPS = 100  # of a schedule, after its warm-up
+
+
+class _Layer(nn.Linear):
+    """A layer with the two roles that PPO trains."""
+
+    trained_roles = ("policy", "value")
+
+    def parameters_of(self, role: str) -> list[nn.Parameter]:
+        return [parameter for name, parameter in self.named_parameters() if (name == "weight") == (role == "policy")]
+
+
+@contextmanager
+def _refusals(field: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (*REFUSALS, AssertionError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{what} cannot be made of these settings: {reason}", field=field) from error
+
+
+def check_training(config: TrainingArguments) -> None:
+    """Make the optimizer and the schedule as the stage will, by its trainer's own methods, and take a step.
+
+    Raises:
+        ConfigError: they cannot be made, or an argument of theirs would have no effect.
+    """
+    with torch.random.fork_rng(devices=()):
+        layer = _Layer(2, 2)
+    ours = isinstance(config, PPOConfig) and config.loop == "toolkit"
+    trainer: Any = object.__new__(PPOTrainer if ours else Trainer)
+    vars(trainer).update(args=config, model=layer, roles=layer, optimizer_cls_and_kwargs=None)
+    vars(trainer).update(optimizer=None, lr_scheduler=None)
+    with _refusals("optim", f"the optimizer {config.optim.value}"):
+        _check_optim_args(config, layer)
+        optimizer = trainer.create_optimizer()
+        if type(optimizer).__module__.startswith("torch."):  # others may need a GPU
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    schedule, arguments = config.lr_scheduler_type, config.lr_scheduler_kwargs
+    if arguments and schedule in (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP):
+        raise ConfigError(f"would have no effect: {schedule.value} has none.", field="lr_scheduler_kwargs")
+    with _refusals("lr_scheduler_type", f"the schedule {schedule.value} (with lr_scheduler_kwargs {arguments or {}})"):
+        steps = config.get_warmup_steps(_STEPS) + _STEPS
+        made = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
+        for factor in made.lr_lambdas if isinstance(made, LambdaLR) else ():
+            if not all(math.isfinite(factor(step)) for step in (0, 1, steps // 2, steps - 1, steps)):
+                raise ValueError("a learning rate of it is not finite.")
+    known = inspect.signature(checkpoint).parameters.keys() - {"function", "args", "kwargs"}
+    for name in (config.gradient_checkpointing_kwargs or {}).keys() - known:
+        wrong = f"torch.utils.checkpoint has no argument {name!r}."
+        raise ConfigError(wrong, field="gradient_checkpointing_kwargs", remedy=f"It has {', '.join(sorted(known))}.")
+
+
+def _check_optim_args(config: TrainingArguments, layer: nn.Module) -> None:
+    """Most optimizers pass over `optim_args` without a word."""
+    if not config.optim_args:
+        return
+    if not all(part.count("=") == 1 for part in config.optim_args.split(",")):
+        raise ConfigError(f"{config.optim_args!r} is not of the form name=value,name=value.", field="optim_args")
+    without = copy.copy(config)
+    without.optim_args = None
+    (_, given), (_, bare) = (Trainer.get_optimizer_cls_and_kwargs(args, layer) for args in (config, without))
+    if given.keys() == bare.keys() and "params" not in given and given == bare:
+        wrong = f"{config.optim_args!r} would have no effect on {config.optim.value}."
+        raise ConfigError(wrong, field="optim_args", remedy="Remove it.")
