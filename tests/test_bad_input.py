@@ -208,6 +208,13 @@ def test_one_message_says_what_where_and_what_next(case, place):
     assert re.search(pattern, said), said
 
 
+def test_processes_that_others_have_started_are_not_started_again(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    done = CliRunner().invoke(app, ["ppo", "doubling", "--processes", "2"])
+    said = "ToolkitError: --processes asks for 2 processes, and 3 have been started. Leave --processes out.\n"
+    assert (done.exit_code, done.stderr) == (1, said)
+
+
 def test_an_argument_that_does_not_exist_ends_with_2():
     assert CliRunner().invoke(app, ["ppo", "--nonsense"]).exit_code == 2
 

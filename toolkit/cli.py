@@ -48,10 +48,14 @@ def _join(number: int) -> None:
     from toolkit import processes
 
     global _speaks
-    if number > 1 and "RANK" not in os.environ:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if number > 1 and launched == 1:
         from toolkit.runs.process import run_in_processes
 
         raise typer.Exit(run_in_processes([sys.executable, "-m", "toolkit", *sys.argv[1:]], number))
+    if number not in (1, launched):
+        wrong = f"--processes asks for {number} processes, and {launched} have been started."
+        raise ToolkitError(wrong, remedy="Leave --processes out.")
     processes.join()
     if not processes.is_main():
         _speaks = False

@@ -44,4 +44,4 @@ from toolkit.models.roles import HEAD_ROLES, SharedBase
 from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, release_memory
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
-from toolkit.models.weights import base_digest, merge_adapter, role_digest, weight_bytes
+from toolkit.models.weights import base_digest, merge_adapter, role_digest, tensors_digest, weight_bytes

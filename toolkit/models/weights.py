@@ -43,16 +43,17 @@ def _quantised_bytes(module: nn.Linear) -> int:
 
 def role_digest(base: SharedBase, role: str) -> str:
     """SHA-256 of a role's own weights, adapter and head: equal for equal weights."""
-    return _digest(base.parameters_of(role))
+    return tensors_digest(base.parameters_of(role))
 
 
 def base_digest(base: SharedBase) -> str:
     """SHA-256 of the first 64 numbers of each tensor of the base but the quantised, which devices round differently."""
     named = base.causal_lm.named_parameters()
-    return _digest(p.flatten()[:64] for name, p in named if p.is_floating_point() and ".lora_" not in name)
+    return tensors_digest(p.flatten()[:64] for name, p in named if p.is_floating_point() and ".lora_" not in name)
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
+def tensors_digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of tensors in their order: equal for equal bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

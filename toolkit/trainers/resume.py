@@ -19,9 +19,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from toolkit import checkpoints, processes
 from toolkit.data import data_digest
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
-from toolkit.models import base_digest
+from toolkit.models import base_digest, tensors_digest
 from toolkit.reports import versions
-from toolkit.trainers.share import DividedSteps, weights_digest
+from toolkit.trainers.share import DividedSteps
 from toolkit.trainers.trainer_internals import TrainerHooks, take_rates_of_schedule
 
 # Other versions of these may round differently, or store their state differently.
@@ -177,7 +177,10 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
 
     def _check_equal(self) -> None:
         """All of several processes hold the same weights, which they have moved by the same steps."""
-        if processes.count() > 1 and len(set(processes.gather(weights_digest(self.model)))) > 1:
+        if processes.count() == 1:
+            return
+        trained = tensors_digest(p for p in self.model.parameters() if p.requires_grad)
+        if len(set(processes.gather(trained))) > 1:
             wrong = f"after step {self.state.global_step} the processes do not hold the same weights any more."
             remedy = "Go on from the last checkpoint. Where it happens again, a callback changes one of them alone."
             raise SelfCheckError(wrong, remedy=remedy)

@@ -101,15 +101,6 @@ class DividedSteps(Trainer):
         return loss
 
 
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 of what trains in a model."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def _joined(name: str, parts: list[tuple[float, float]]) -> float:
     """A metric of all rows from those of each process's, with their weights."""
     values = [value for _, value in parts]
