@@ -6,11 +6,14 @@
 # make sft | reward                          an earlier stage alone, with the same arguments
 # make q RECIPE=doubling_q                   offline Q-learning; make collect: the rated responses that it learns from
 # make show | validate RECIPE=name           the recipe as resolved | checked without loading weights (toolkit check)
+# make plan RECIPE=name GPU=4090             its memory and time by phase, there or (without GPU) here; GPU=24GB
 # make chat | generate | eval RUN=my-run     talk to a trained policy | its answers to held-out prompts | its figures
 # make export RUN=my-run OUTPUT=folder       its adapter; MERGE=1 for a whole checkpoint
 # make recipes                               the list of recipes
 # make test · make check                     the tests · lint, types and tests, as CI runs them
 # make test VERSIONS=newest | oldest         the tests with the newest packages that are allowed, or the oldest
+# make test CPU=plain | avx2                 the tests as on a CPU without vector instructions, or with AVX2 at most
+# make smoke                                 a few tests with the packages of the newest set that differ, as CI runs them
 # make test-gpu                              the tests that only a GPU can run: float16
 # make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
 # make bench-gpu                             an 8B-shaped random Llama in NF4 on a GPU; needs no network, no checkpoint
@@ -18,6 +21,7 @@
 
 PYTHON ?= python3
 VERSIONS ?=
+CPU ?=
 VENV ?= .venv$(VERSIONS:%=-%)
 BIN = $(VENV)/bin
 constraints = constraints$(VERSIONS:%=-%).txt
@@ -27,7 +31,7 @@ RESUME ?= 0
 MERGE ?= 0
 
 # A mistyped name would be passed over, and the default recipe run for hours.
-known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPUS PROCESSES PYTHON VENV VERSIONS
+known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES PYTHON VENV VERSIONS CPU
 given = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 unknown := $(filter-out $(known),$(given))
 ifneq ($(strip $(unknown)),)
@@ -36,6 +40,11 @@ endif
 ifneq ($(filter-out newest oldest,$(VERSIONS)),)
 $(error VERSIONS is newest or oldest, or not given for the set of constraints.txt)
 endif
+ifneq ($(filter-out plain avx2,$(CPU)),)
+$(error CPU is plain or avx2, or not given for what this machine has)
+endif
+as_on_plain = ATEN_CPU_CAPABILITY=default
+as_on_avx2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(SET)
 arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRITE)),--overwrite) \
@@ -43,7 +52,7 @@ arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRIT
 divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
 run = "$(or $(RUN),$(RECIPE))"
 
-.PHONY: help env sft reward ppo collect q show validate chat generate eval export recipes test test-gpu lint types check format docs wheel \
+.PHONY: help env sft reward ppo collect q show validate plan chat generate eval export recipes test smoke test-gpu lint types check format docs wheel \
         bench bench-gpu clean
 
 help:
@@ -65,8 +74,11 @@ show: $(BIN)/.installed
 validate: $(BIN)/.installed
 	@$(BIN)/toolkit check $(recipe) $(if $(RUN),--run "$(RUN)")
 
-chat generate: $(BIN)/.installed
-	@$(BIN)/toolkit $@ $(run)
+chat: $(BIN)/.installed
+	@$(BIN)/toolkit chat $(run)
+
+generate: $(BIN)/.installed
+	@$(BIN)/toolkit generate $(run) $(divided)
 
 eval: $(BIN)/.installed
 	@$(BIN)/toolkit eval $(run) $(SET) $(divided)
@@ -74,11 +86,21 @@ eval: $(BIN)/.installed
 export: $(BIN)/.installed
 	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge)
 
+plan: $(BIN)/.installed
+	@$(BIN)/toolkit plan $(recipe) $(if $(GPU),--gpu "$(GPU)")
+
 recipes: $(BIN)/.installed
 	@$(BIN)/toolkit recipes
 
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(as_on_$(CPU)) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Only what differs from the installed set, before it on the path.
+newer = $(shell grep -vxFf constraints.txt constraints-newest.txt | grep ==)
+
+smoke: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newer $(newer)
+	PYTHONPATH=$(abspath $(VENV)/newer) $(BIN)/python -m pytest -m smoke
 
 test-gpu: $(BIN)/.installed
 	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/runs/test_llama3.py tests/trainers/test_float16.py

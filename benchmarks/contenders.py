@@ -210,7 +210,8 @@ def build_ours(job: Job, *, value: str, weights: str) -> Built:
     roles = _roles(job, value, weights)
     # Ours generates all at once whatever this is. Rows of similar length together: 8 take a tenth less than all 16.
     rows = 2 * job.work.size.micro_batch
-    reward = RewardAdapter(roles, pad_token_id=job.tokenizer.pad_token_id, batch_size=rows)
+    ids = {"pad_token_id": job.tokenizer.pad_token_id, "eos_token_id": job.tokenizer.eos_token_id}
+    reward = RewardAdapter(roles, **ids, batch_size=rows)
     args = ppo_config(job, value=value, local_rollout_forward_batch_size=rows)
     return built_on(roles, PPOTrainer(args, job.tokenizer, roles, reward, prompts(job.work), callbacks=[]))
 

@@ -4,7 +4,8 @@
 
 No network, no checkpoint, no tokenizer file: the model has Llama-3.1-8B's configuration and random weights, prompts and
 responses are random ids of fixed lengths. All four roles, value separate and shared, checkpointing off and on; seconds
-and peak memory by phase. `--small` runs the same code on a CPU with a tiny model, for the tests.
+and peak memory by phase, each with what `toolkit plan` says of it. `--small` runs the same code on a CPU with a tiny
+model, for the tests.
 """
 
 import argparse
@@ -27,16 +28,20 @@ from benchmarks import floor
 from benchmarks.contenders import RANK, Built, Job, add_roles, built_on, ppo_config, prompts
 from benchmarks.errors import BenchmarkError
 from benchmarks.loops import PhaseClock, run_ours
+from benchmarks.planned import planned
 from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, outline, random_llama, weight_gigabytes
 from benchmarks.records import RESULTS, new_result, result_path, write_result
 from benchmarks.table import gpu_rows
 from benchmarks.work import PHASES, Size, Work
+from toolkit.costs import Lengths, here
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
 from toolkit.rewards import RewardAdapter
 from toolkit.trainers.ppo import PPOTrainer
 
 WARM_UP = 1  # updates
+# Of a plan's phases: the benchmark's update begins after what its score phase reads.
+_OF_PLAN = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "score", "update": "update"}
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ def build(given: Settings, roles: SharedBase, work: Work, folder: Path, *, value
         local_rollout_forward_batch_size=size.micro_batch,
         use_cpu=given.device.type == "cpu",
     )
-    reward = RewardAdapter(roles, pad_token_id=int(tokenizer.pad_token_id), batch_size=size.micro_batch)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    reward = RewardAdapter(roles, **ids, batch_size=size.micro_batch)
     return built_on(roles, PPOTrainer(args, tokenizer, roles, reward, prompts(work), callbacks=[]))
 
 
@@ -131,6 +137,7 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, check
         finally:
             roles.gradient_checkpointing_disable()
             roles.zero_grad()  # where memory ran out, some are left
+    foreseen = _foreseen(given, built.trainer.args, value)
     measured = clock.updates[WARM_UP:]
     seconds = {phase: statistics.median(update[phase] for update in measured) for phase in PHASES}
     return {
@@ -138,8 +145,23 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, check
         "updates": measured,
         "seconds": seconds,
         "peak_gb": peaks.peaks,
+        **foreseen,
         "samples_per_second": work.size.rollouts / sum(seconds.values()),
     }
+
+
+def _foreseen(given: Settings, args: Any, value: str) -> dict[str, dict[str, float]]:
+    """What a plan says of a row: allocated memory, without what the context takes, and seconds as it runs."""
+    lengths, device = Lengths(given.prompt_length, given.size.response_length), here()
+    static, phases = planned(given.llama, args, lengths, value=value, weights="nf4")
+    memory, seconds = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+    for phase in phases:
+        if phase.name in ("merged", "evaluation"):
+            continue
+        name = _OF_PLAN[phase.name]
+        memory[name] = max(memory[name], (static + phase.costs.peak) / 1e9)
+        seconds[name] += phase.times * device.eager(phase.costs)
+    return {"planned_gb": memory, "planned_seconds": seconds}
 
 
 def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from peft import LoraConfig
 from rich.console import Console
 from transformers import LlamaConfig
 
-from benchmarks.machine import machine
 from benchmarks.random_llama import LLAMA_8B, outline
 from toolkit.models import SharedBase
+from toolkit.reports import machine
 
 REPEATS = 20
 

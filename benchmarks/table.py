@@ -119,8 +119,8 @@ def _gpu_cells(row: Mapping[str, Any]) -> list[str]:
         return [*first, f"out of memory in {row['out_of_memory']}", *[""] * (len(_GPU_COLUMNS) - 3)]
     return [
         *first,
-        *(f"{row['seconds'][phase]:.2f}" for phase in PHASES),
-        *(f"{row['peak_gb'][phase]:.2f}" for phase in PHASES),
+        *(f"{row['seconds'][phase]:.2f} ({row['planned_seconds'][phase]:.2f})" for phase in PHASES),
+        *(f"{row['peak_gb'][phase]:.2f} ({row['planned_gb'][phase]:.2f})" for phase in PHASES),
         f"{row['samples_per_second']:.2f}",
         f"{row['over_floor']:.2f}",
     ]
@@ -138,7 +138,7 @@ def _gpu(result: Mapping[str, Any]) -> str:
         f"hidden size {model['hidden_size']}, {model['layers']} layers, in NF4: {model['weights_gb']:.2f} GB. "
         f"{work['rollouts']} rollouts, prompts of {work['prompt_tokens']} tokens, responses of "
         f"{work['response_tokens']}, {work['epochs']} epochs, micro-batch {work['micro_batch']}; medians of "
-        f"{result['arguments']['updates']} updates."
+        f"{result['arguments']['updates']} updates. In brackets what `toolkit plan` says."
     )
     return "\n\n".join([about, markdown(*gpu_rows(result))])
 

@@ -25,7 +25,7 @@ from toolkit.settings import declared, range_of, type_name
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.sections import ADAPTER_ROLES, DATA_SECTIONS, DEFAULT_SEED, PLAIN_SECTIONS
 from toolkit.spec.show import as_yaml, owner_defaults
-from toolkit.spec.stage import SET_BY_A_RUN, WITHOUT_EFFECT
+from toolkit.spec.stage import OF_NO_RECIPE, WITHOUT_EFFECT
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.reward import RewardConfig
@@ -145,7 +145,7 @@ def _data_sections() -> Iterator[str]:
 
 def _refused(stage: str) -> Iterator[str]:
     """A table of the fields that a stage refuses, the reason of most of them last."""
-    run = {name: problem.wrong.rstrip(".") for name, problem in SET_BY_A_RUN.items()}
+    run = {name: problem.wrong.rstrip(".") for name, problem in OF_NO_RECIPE.items()}
     by_reason: dict[str, list[str]] = {}
     for name, reason in {**WITHOUT_EFFECT[stage], **run}.items():
         by_reason.setdefault(reason, []).append(name)
@@ -170,7 +170,7 @@ def _ppo_section() -> Iterator[str]:
     yield from ("## ppo", "", inspect.getdoc(PPOConfig) or "", "")
     groups: dict[str, list[str]] = {"from the toolkit": [], "from TRL": [], "from transformers": []}
     for name in owner_fields(PPOConfig):
-        if name not in {*WITHOUT_EFFECT["ppo"], *SET_BY_A_RUN}:
+        if name not in {*WITHOUT_EFFECT["ppo"], *OF_NO_RECIPE}:
             shared = "from transformers" if name in owner_fields(TrainingArguments) else "from TRL"
             groups[shared if name in owner_fields(TRLPPOConfig) else "from the toolkit"].append(name)
     for title, names in groups.items():

@@ -37,6 +37,14 @@ from toolkit.trainers.trl_compat import HAS_PPO
 
 needs_trl_loop = pytest.mark.skipif(not HAS_PPO, reason="the loop of TRL is in its releases up to 1.12")
 collect_ignore = [] if HAS_PPO else ["benchmarks"]  # they compare with that loop
+LONGEST = (
+    "test_resume.py",
+    "test_docs.py",
+    "test_stages.py",
+    "test_notebooks.py",
+    "test_kill_and_resume.py",
+    "test_share.py",
+)
 VOCABULARY = len(doubling.VOCABULARY)
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA_LIKE = {
@@ -48,6 +56,11 @@ _LLAMA_LIKE = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,  # large, so that adapters and positions matter
 }
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first, so that none of several processes is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def tiny_model(architecture: str = "llama", *, size: int = 32) -> PreTrainedModel:
@@ -142,9 +155,23 @@ def llama3_checkpoint(tmp_path_factory) -> Path:
     return tiny_runs.save_llama(tmp_path_factory.mktemp("llama3"), tokenizer, eos_token_id=ends)
 
 
+@pytest.fixture
+def stages_here():
+    with tiny_runs.stages_here():
+        yield
+
+
 @pytest.fixture(scope="session")
 def two():
     """Two processes over gloo."""
     several = Several(2)
+    yield several
+    several.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four processes over gloo, more than there are rows of anything small."""
+    several = Several(4)
     yield several
     several.close()

@@ -7,6 +7,11 @@ SIGKILL: every second one at a random time, the others while a checkpoint is bei
 again or not, and resumed to its end. Its adapters, optimizer, random states and metrics must then be those of the
 uninterrupted run, bit for bit. Prints one line a trial and ends with 1 if one differs.
 
+    python -m tests.kill_and_resume --trials 20 --processes 2
+
+Here one of several processes, any of them, is killed at a random time, their start included. The command must end
+within a minute with one message that names it, each checkpoint must be whole, and the resumed run end as the others.
+
     python -m tests.kill_and_resume --trials 50 --overwrite
 
 Here each trial overwrites the finished run, is killed at a random time, and started once more without a word of what to
@@ -20,14 +25,19 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
+from toolkit.checkpoints import checkpoint_folders, problem_of
+
 UPDATES = 8
+KILLS = 4  # of one of several processes, in a run
 SMALL = (
     "sft.max_steps=30", "reward.max_steps=10", "data.test_size=16", "data.validation_size=16",
     f"ppo.max_steps={UPDATES}", "ppo.per_device_train_batch_size=16", "ppo.num_ppo_epochs=2",
@@ -102,7 +112,16 @@ class Runs:
 
 
 def _partial(stage: Path, least: int) -> list[Path]:
-    return [path for path in stage.glob("checkpoint-*.partial") if int(path.name.split("-")[1].split(".")[0]) >= least]
+    return [path for path in stage.glob("checkpoint-*.partial") if _step(path) >= least]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1].split(".")[0])
+
+
+def _newest(stage: Path) -> int:
+    """The step of the newest checkpoint, be it whole or not; 0 where none is."""
+    return max(map(_step, stage.glob("checkpoint-*")), default=0)
 
 
 def outcome(stage: Path) -> dict[str, object]:
@@ -173,14 +192,90 @@ def overwrites(number: int, seed: int, folder: Path) -> int:
     return whole
 
 
+def command(folder: Path, name: str, processes: int, *words: str) -> list[str]:
+    asked = ["ppo", "doubling", *SMALL, "--run", name, "--runs-dir", str(folder), "--processes", str(processes)]
+    return [sys.executable, "-m", "toolkit", *asked, *words]
+
+
+def kill_one(words: list[str], log: Path, stage: Path, dice: random.Random, rank: int) -> tuple[float | None, int]:
+    """Start a command of several processes and kill one at a random time: of its start, or once a checkpoint is begun;
+    the seconds until all had ended, and its exit code. None where the command ended first."""
+    with log.open("w", encoding="utf-8") as said:
+        launcher = psutil.Popen(words, stdout=said, stderr=said)
+    step = dice.choice([0, *range(_newest(stage) + 1, UPDATES + 1)])
+    children: list[psutil.Process] = []
+    while launcher.poll() is None and len(children) <= rank:
+        children = launcher.children()
+        time.sleep(0.01)
+    while launcher.poll() is None and _newest(stage) < step:
+        time.sleep(0.001)
+    time.sleep(dice.uniform(0, 2.0 if step else 20.0))
+    if launcher.poll() is not None:
+        return None, launcher.wait()
+    next(child for child in children if child.environ().get("RANK") == str(rank)).kill()
+    began = time.perf_counter()
+    code = launcher.wait()
+    psutil.wait_procs(children)
+    return time.perf_counter() - began, code
+
+
+def trials_of_several(number: int, seed: int, folder: Path, processes: int) -> int:
+    """Kill one of several processes so many times, `KILLS` times a run that is then resumed to its end; returns how
+    many kills went as they must."""
+    dice, log = random.Random(seed), folder / "log"
+    for stage in ("sft", "reward"):  # of one process, and shared
+        Runs(folder).finish("whole", stage)
+    shutil.copytree(folder / "whole", folder / "several")
+    subprocess.run(command(folder, "several", processes), check=True, capture_output=True)
+    expected, good, longest = outcome(folder / "several" / "ppo"), 0, 0.0
+    for trial in range(0, number, KILLS):
+        name, fine, resume = f"trial-{trial // KILLS}", 0, []
+        shutil.copytree(folder / "whole", folder / name)
+        stage, kills = folder / name / "ppo", min(KILLS, number - trial)
+        for _ in range(kills):
+            rank = dice.randrange(processes)
+            took, code = kill_one(command(folder, name, processes, *resume), log, stage, dice, rank)
+            checkpoints = checkpoint_folders(stage) if stage.is_dir() else []
+            wrong = [f"{path.name}: {problem}" for path in checkpoints if (problem := problem_of(path))]
+            if took is not None:
+                longest = max(longest, took)
+                messages = [line for line in log.read_text(encoding="utf-8").splitlines() if "Error" in line]
+                named = f"ToolkitError: process {rank} of {processes} was killed by SIGKILL"
+                wrong += ["hung"] * (took > 60) + [f"ended with {code}"] * (code != 1)
+                wrong += [] if len(messages) == 1 and messages[0].startswith(named) else [f"said {messages}"]
+            fine, resume = fine + (not wrong), ["--resume"]
+            killed = f"process {rank} killed, all ended {took or 0.0:.1f} s later"
+            at = "finished first" if took is None else killed
+            names = [path.name for path in checkpoints]
+            print(f"{name}: {at}; left {names}: {'; '.join(wrong) or 'whole'}", flush=True)
+        with log.open("w", encoding="utf-8") as said:
+            again = subprocess.run(command(folder, name, processes, "--resume"), stdout=said, stderr=said, check=False)
+        if again.returncode:
+            verdict = f"resuming ended with {again.returncode}: {log.read_text(encoding='utf-8')[-2000:]}"
+        else:
+            found = outcome(stage)
+            different = [key for key in expected if found.get(key) != expected[key]]
+            verdict = f"differs in {', '.join(different)}" if different else "bit-identical"
+        good += fine if verdict == "bit-identical" else 0
+        print(f"{name}: {verdict}", flush=True)
+        shutil.rmtree(folder / name)
+    print(f"{good} of {number} as they must be; the longest end took {longest:.1f} s", flush=True)
+    return good
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        equal = (overwrites if arguments.overwrite else trials)(arguments.trials, arguments.seed, Path(folder))
+        given = (arguments.trials, arguments.seed, Path(folder))
+        if arguments.processes > 1:
+            equal = trials_of_several(*given, arguments.processes)
+        else:
+            equal = (overwrites if arguments.overwrite else trials)(*given)
     raise SystemExit(0 if equal == arguments.trials else 1)
 
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -34,13 +35,17 @@ class Several:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        spawn = multiprocessing.get_context("spawn")
+        if sys.platform == "win32":
+            context: Any = multiprocessing.get_context("spawn")
+        else:  # the toolkit is imported once for all of them
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["tests.trainers.resumable"])
         self.ends, self.processes = [], []
         for rank in range(number):
-            here, there = spawn.Pipe()
+            here, there = context.Pipe()
             shared = {"WORLD_SIZE": number, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
             environment = {name: str(value) for name, value in shared.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            process = spawn.Process(target=_serve, args=(there, environment), daemon=True)
+            process = context.Process(target=_serve, args=(there, environment), daemon=True)
             process.start()
             self.ends.append(here)
             self.processes.append(process)

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 from typer.testing import CliRunner
 
-from tests.tiny_runs import PAIRS, REPOSITORY, llama3_tokenizer, save_llama
+from tests.tiny_runs import PAIRS, REPOSITORY, llama3_tokenizer, save_llama, stages_here
 from toolkit.cli import app
 from toolkit.data import TASKS
 from toolkit.spec.keys import owner_fields
@@ -49,7 +49,7 @@ SMALL["doubling_q"] = [
 ]  # fmt: skip
 SMALL["mine"] = SMALL["llama3_8b_lora"]
 RUN_LANGUAGES = ("", "sh", "powershell")  # a block of another language, as text, is not run
-STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "show")
+STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "plan", "show")
 FROM_NOTHING = ("doubling", "doubling_q")
 
 
@@ -100,7 +100,8 @@ def run(words: list[str], desk: Path) -> None:
         overrides = [override for override in small if override.split("=")[0] not in " ".join(words[2:])]
         end = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         words = [*words[:end], *overrides, *words[end:]]
-    done = CliRunner().invoke(app, words, input="Hi\n/quit\n")
+    with stages_here():
+        done = CliRunner().invoke(app, words, input="Hi\n/quit\n")
     assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception!r}"
 
 

@@ -11,6 +11,7 @@ FLOORS = {
     "settings": 0,
     "processes": 0,
     "disk": 0,
+    "phases": 0,
     "functional": 0,
     "models": 1,
     "data": 1,
@@ -20,6 +21,7 @@ FLOORS = {
     "sampling": 3,
     "trainers": 4,
     "spec": 5,
+    "costs": 5,
     "runs": 6,
     "inference": 7,
     "recipes": 8,
@@ -27,7 +29,7 @@ FLOORS = {
     "__main__": 10,
     "__init__": 0,
 }
-KNOWN_TO_ALL = {"errors", "settings", "processes", "disk"}
+KNOWN_TO_ALL = {"errors", "settings", "processes", "disk", "phases"}
 
 
 def imports(path: Path) -> set[str]:

@@ -12,7 +12,7 @@ from toolkit.data import TASKS
 from toolkit.rewards import SCORERS
 from toolkit.settings import AT_LEAST_1, setting
 from toolkit.spec.sections import PLAIN_SECTIONS, TOP_LEVEL
-from toolkit.spec.stage import SET_BY_A_RUN, WITHOUT_EFFECT
+from toolkit.spec.stage import OF_NO_RECIPE, WITHOUT_EFFECT
 from toolkit.trainers.ppo_config import PPOConfig
 
 COMMITTED = Path(__file__).parents[1] / "docs" / "recipe_reference.md"
@@ -71,9 +71,9 @@ def test_it_has_every_section_task_and_field():
             assert name.startswith("_") or f"| `{name}` |" in text, f"{owner.__name__}.{name}"
     before, refused = text.split("### ppo: refused")
     ppo = before.split("\n## ppo\n")[1]
-    honoured = {f.name for f in fields(PPOConfig) if f.init} - WITHOUT_EFFECT["ppo"].keys() - SET_BY_A_RUN.keys()
+    honoured = {f.name for f in fields(PPOConfig) if f.init} - WITHOUT_EFFECT["ppo"].keys() - OF_NO_RECIPE.keys()
     assert set(re.findall(r"^\| `(\w+)` \|", ppo, re.MULTILINE)) == honoured
-    assert WITHOUT_EFFECT["ppo"].keys() | SET_BY_A_RUN.keys() <= set(re.findall(r"`(\w+)`", refused))
+    assert WITHOUT_EFFECT["ppo"].keys() | OF_NO_RECIPE.keys() <= set(re.findall(r"`(\w+)`", refused))
     assert "| `sft_model_path` | The base is base.model |" in refused
 
 

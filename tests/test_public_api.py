@@ -15,11 +15,14 @@ def parameters(function):
 
 
 def test_recipes():
-    assert parameters(recipes.load) == ["name", "overrides", "run", "runs_dir"]
+    assert parameters(recipes.load) == ["name", "overrides", "run", "runs_dir", "sections"]
     for stage in ("sft", "reward", "q"):
-        assert parameters(getattr(recipes.Recipe, f"{stage}_trainer")) == ["self", "resume", "overwrite", "from_run"]
-    assert parameters(recipes.Recipe.ppo_trainer) == ["self", "reward", "resume", "overwrite", "from_run"]
+        found = parameters(getattr(recipes.Recipe, f"{stage}_trainer"))
+        assert found == ["self", "callbacks", "resume", "overwrite", "from_run"]
+    given = ["reward", "train_dataset", "callbacks"]
+    assert parameters(recipes.Recipe.ppo_trainer) == ["self", *given, "resume", "overwrite", "from_run"]
     assert parameters(recipes.check) == parameters(recipes.show) == ["recipe"]
+    assert parameters(recipes.plan)[:2] == ["recipe", "gpu"]
 
 
 def test_the_loop_of_a_notebook():

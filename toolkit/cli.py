@@ -8,6 +8,7 @@ at once.
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import toolkit
-from toolkit.errors import PeerError, RecipeError, RunInterrupted, ToolkitError
+from toolkit.errors import PeerError, RecipeError, RunInterrupted, ToolkitError, printable
 
 # How the options that a remedy names are written on a command line: see `toolkit.errors.Problem`.
 IN_SHELL = {
@@ -61,6 +62,7 @@ def _join(number: int) -> None:
         _speaks = False
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
         logging.set_verbosity_error()
+        warnings.simplefilter("ignore")
 
 
 @contextmanager
@@ -222,9 +224,31 @@ def check(
     with _errors(debug):
         from toolkit import recipes
 
-        report = recipes.check(recipes.load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir))
+        loaded = recipes.load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
+        report = recipes.check(loaded)
         print(report.text(IN_SHELL))
         report.raise_problems()
+        if "ppo" in loaded.plan.stages and loaded.values["ppo"].get("loop") != "trl":
+            for label, text in recipes.plan(loaded, notes=False).summary():
+                print(f"{label:<10} {text}")
+
+
+@app.command(
+    help="Memory and time of a recipe's PPO by phase, on a card or this machine: in seconds, without loading weights.",
+    epilog="Example: toolkit plan llama3_8b_lora_fast base.model=/models/Llama-3.1-8B-Instruct --gpu 4090",
+)
+def plan(
+    recipe: RecipeName = "doubling",
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A card, as H100 or 4090, or its memory, as 24GB; this machine if not given.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    with _errors(debug):
+        from toolkit import recipes
+
+        print(recipes.plan(recipes.load(recipe, *(overrides or ())), gpu).text(IN_SHELL))
 
 
 @app.command(
@@ -236,6 +260,55 @@ def show(recipe: RecipeName = "doubling", overrides: Overrides = None, debug: De
         from toolkit import recipes
 
         print(recipes.show(recipes.load(recipe, *(overrides or ()))), end="")
+
+
+# ---------------------------------------------------------------------- runs
+
+
+@app.command(
+    "runs",
+    help="List all runs: how far they are, their last figures, and the command that goes on.",
+    epilog="Example: toolkit runs --runs-dir /data/runs",
+)
+def list_runs(runs_dir: RunsDir = Path("runs"), debug: Debug = False) -> None:
+    with _errors(debug):
+        from toolkit.runs.listing import all_runs
+
+        found = list(all_runs(runs_dir))
+        if not found:
+            print(f"{runs_dir} holds no run yet: toolkit ppo makes one.")
+        for run in found:
+            print(printable(run.name))
+            for stage in run.stages:
+                print(printable(f"  {stage.stage:<8}{stage.state:<10}{stage.where:<28}{stage.figures}").rstrip())
+            if run.command:
+                print(printable(f"  {shlex.join(run.command)}"))
+
+
+@app.command(
+    help="Write one HTML page about several runs: curves, figures, settings that differ, answers to equal prompts.",
+    epilog="Example: toolkit compare doubling more-kl",
+)
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="Names of runs, or their folders.", autocompletion=_complete_run)],
+    stage: Annotated[str | None, typer.Option(help="The last that all of them have begun, if not given.")] = None,
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("comparison.html"),
+    runs_dir: RunsDir = Path("runs"),
+    debug: Debug = False,
+) -> None:
+    with _errors(debug):
+        from toolkit.runs import comparison
+
+        print(f"written: {comparison.compare(runs, output, runs_dir=runs_dir, stage=stage)}")
+
+
+@app.command("env", help="Print versions and machine, for a bug report.", epilog="Example: toolkit env")
+def show_environment(debug: Debug = False) -> None:
+    with _errors(debug):
+        from toolkit.reports import environment
+
+        for name, value in environment().items():
+            print(printable(f"{name:<22}{value}"))
 
 
 # ---------------------------------------------------------------------- trained policies
@@ -261,9 +334,11 @@ def generate(
     ] = 1,
     output: Annotated[Path | None, typer.Option(help="Write all answers as JSON Lines.")] = None,
     runs_dir: RunsDir = Path("runs"),
+    processes: Processes = 1,
     debug: Debug = False,
 ) -> None:
     with _errors(debug):
+        _join(processes)
         from toolkit.inference import generate
         from toolkit.inference.saved_run import open_run
 
@@ -326,7 +401,7 @@ def evaluate(
 
 
 @app.command(
-    help="Write the policy for use elsewhere: its adapter, or with --merge a whole checkpoint in 16 bits.",
+    help="Write the policy for use elsewhere: its adapter, or with --merge a whole checkpoint in base.dtype.",
     epilog="Example: toolkit export my-run /models/my-policy --merge",
 )
 def export(

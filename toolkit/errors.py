@@ -96,7 +96,8 @@ class ToolkitError(Exception):
 
 
 class PeerError(ToolkitError, RuntimeError):
-    """Another of several processes has failed, and says so itself; `of` is the name of its error."""
+    """Another of several processes has failed, and says so itself; `of` is the name of its error, "" where only the
+    connection to it tells."""
 
     of = ""
 
@@ -132,6 +133,10 @@ class DataError(ToolkitError, ValueError):
 
 class RewardError(ToolkitError, ValueError):
     """A reward callback cannot be found, or did not return one finite score a response."""
+
+
+class NotFiniteError(RewardError):
+    """A reward gave a number that is not finite: the update is passed over, as long as they are few."""
 
 
 class SelfCheckError(ToolkitError, RuntimeError):

@@ -8,7 +8,7 @@ work. Alone, which is without a process group, each function here is what it say
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from toolkit.errors import PeerError, ToolkitError
+from toolkit.errors import PeerError, RunInterrupted, ToolkitError
 
 T = TypeVar("T")
 
@@ -34,9 +34,14 @@ def join() -> None:
     The environment says which, in torch's variables. Each sees the GPU of its local rank alone.
 
     Raises:
-        ToolkitError: there are more processes on this machine than GPUs.
+        ToolkitError: there are more processes on this machine than GPUs, or accelerate was asked for what it would do
+            to a model of its own.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
+    _check_accelerate(os.environ)
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        return
+    if os.environ["WORLD_SIZE"] == "1":
+        _take_from_environment()
         return
     local, backend = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), "gloo"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -49,9 +54,25 @@ def join() -> None:
     dist.init_process_group(backend, timeout=TIMEOUT)
     # transformers' arguments warn of a group that they did not make, at each of their calls.
     logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.msg)
-    for name in _LAUNCHED:  # what accelerate would divide by
-        _LAUNCHED[name] = os.environ.pop(name, "")
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # what is started from here meets elsewhere
+    _LAUNCHED.update(_take_from_environment())
+
+
+def _take_from_environment() -> dict[str, str]:
+    """What accelerate would divide by, in this process and in what it starts, which meets elsewhere."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    return {name: os.environ.pop(name, "") for name in _LAUNCHED}
+
+
+def _check_accelerate(environ: Mapping[str, str]) -> None:
+    """Refuse what the settings of `accelerate launch` ask for in vain."""
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
+            wrong = f"accelerate is set to {name}, which divides a model's weights; here each process holds the whole "
+            remedy = "Launch with --multi_gpu, or take a base that fits on one card."
+            raise ToolkitError(f"{wrong}base, whose 4-bit weights are not to be divided yet.", remedy=remedy)
+    if "ACCELERATE_USE_CPU" in environ and "MASTER_PORT" in environ and "WORLD_SIZE" not in environ:
+        wrong = "accelerate launch starts one process on a CPU, whatever number it is given."
+        raise ToolkitError(wrong, remedy="Take torchrun, or --multi_gpu, which needs no GPU.")
 
 
 def free_port() -> int:
@@ -98,6 +119,11 @@ def own(weights: Sequence[float]) -> list[int]:
     return sorted(mine)
 
 
+def owner(item: int, of: int) -> int:
+    """The process to which one of so many equal items falls that stand in order: each has a run of them."""
+    return item * count() // of
+
+
 def gather(value: T) -> list[T]:
     """The value of each process, in order of rank; it is copied through pickle, between processes of one run."""
     if count() == 1:
@@ -117,11 +143,14 @@ def _connected() -> Iterator[None]:
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def agreed(*, now: bool = True) -> Iterator[None]:
     """An error that one process raises inside is raised by all at the end, so that none waits for it for ever.
 
+    Where not `now`, nobody waits for the others: they hear of an error in the `agreed` that they come to next.
+
     Raises:
-        PeerError: another process has failed; its message, and which it was.
+        PeerError: another process has failed; its message, and which it was. Of several that raise one `ToolkitError`
+            all but the first raise this, so that it is told once.
     """
     error: BaseException | None = None
     try:
@@ -130,13 +159,17 @@ def agreed() -> Iterator[None]:
         error = raised
         raise
     finally:
-        told = None if error is None else (type(error).__name__, str(error))
-        failed = [(i, *told) for i, told in enumerate(gather(told)) if told is not None]
-        if error is None and failed:
-            at, name, text = failed[0]
-            peer = PeerError(f"process {at} of {count()}: {name}: {text}")
-            peer.of = name
-            raise peer
+        alone = isinstance(error, PeerError) and not error.of  # by a broken connection: nobody could be told
+        if count() > 1 and (now or error is not None) and not alone:
+            told = None if error is None else (type(error).__name__, str(error))
+            of_all = gather(told)
+            failed = [i for i, one in enumerate(of_all) if one is not None]
+            mendable = isinstance(error, ToolkitError) and not isinstance(error, RunInterrupted)
+            if failed and (error is None or (mendable and failed[0] < rank() and of_all[failed[0]] == told)):
+                name, text = of_all[failed[0]] or ("", "")
+                peer = PeerError(f"process {failed[0]} of {count()}: {name}: {text}")
+                peer.of = name
+                raise peer from error
 
 
 def by_main(call: Callable[[], T]) -> T:

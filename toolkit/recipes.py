@@ -8,38 +8,59 @@ What a recipe says is in `toolkit.spec`, what a run of it does in `toolkit.runs`
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from toolkit import spec
 from toolkit.errors import RecipeError
 from toolkit.rewards import Reward
 from toolkit.runs import stages
 from toolkit.runs.check import check
+from toolkit.runs.plan import plan
 from toolkit.spec.load import find, names
 from toolkit.spec.load import load as load_spec
 from toolkit.spec.show import show
 from toolkit.spec.validate import check_recipe
 
-__all__ = ["Recipe", "check", "find", "load", "names", "show"]
+__all__ = ["Recipe", "check", "find", "load", "names", "plan", "show"]
 
 
 class Recipe(spec.Recipe):
     """A resolved recipe, bound to a run folder, that makes trainers. Made by `load`; for the arguments see there."""
 
-    def sft_trainer(self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None) -> Trainer:
+    def sft_trainer(
+        self,
+        *,
+        callbacks: Sequence[TrainerCallback] = (),
+        resume: bool = False,
+        overwrite: bool = False,
+        from_run: str | None = None,
+    ) -> Trainer:
         """A TRL `SFTTrainer`. For the arguments see `ppo_trainer`."""
-        return stages.prepared(self, "sft", resume=resume, overwrite=overwrite, from_run=from_run)
+        way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run}
+        return stages.prepared(self, "sft", callbacks=callbacks, **way)
 
-    def reward_trainer(self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None) -> Trainer:
+    def reward_trainer(
+        self,
+        *,
+        callbacks: Sequence[TrainerCallback] = (),
+        resume: bool = False,
+        overwrite: bool = False,
+        from_run: str | None = None,
+    ) -> Trainer:
         """A TRL `RewardTrainer`, or transformers' `Trainer` for classes. For the arguments see `ppo_trainer`."""
-        return stages.prepared(self, "reward", resume=resume, overwrite=overwrite, from_run=from_run)
+        way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run}
+        return stages.prepared(self, "reward", callbacks=callbacks, **way)
 
     def ppo_trainer(
         self,
         reward: Reward | None = None,
         *,
+        train_dataset: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
         resume: bool = False,
         overwrite: bool = False,
         from_run: str | None = None,
@@ -48,6 +69,9 @@ class Recipe(spec.Recipe):
 
         Args:
             reward: scores a rollout, in place of what the section `scorer` says; a reward stage is then not needed.
+            train_dataset: prompts, in place of what the section `data` trains on: texts, rows with the columns of a
+                file of prompts, or a `datasets.Dataset` with `input_ids`.
+            callbacks: of transformers, beside those that show and record the run.
             resume: keep the checkpoints of an earlier try in the run folder, for
                 `trainer.train(resume_from_checkpoint=True)`.
             overwrite: replace them; they stay in the run folder until the new model is saved.
@@ -58,11 +82,21 @@ class Recipe(spec.Recipe):
                 run has nothing to take.
         """
         made_for = self if reward is None else self._scored_by(reward)
-        return stages.prepared(made_for, "ppo", resume=resume, overwrite=overwrite, from_run=from_run, reward=reward)
+        way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
+        given = {"reward": reward, "train_dataset": train_dataset}
+        return stages.prepared(made_for, "ppo", given=given, **way)
 
-    def q_trainer(self, *, resume: bool = False, overwrite: bool = False, from_run: str | None = None) -> Trainer:
+    def q_trainer(
+        self,
+        *,
+        callbacks: Sequence[TrainerCallback] = (),
+        resume: bool = False,
+        overwrite: bool = False,
+        from_run: str | None = None,
+    ) -> Trainer:
         """A `QTrainer`, which is transformers' `Trainer`. For the arguments see `ppo_trainer`."""
-        return stages.prepared(self, "q", resume=resume, overwrite=overwrite, from_run=from_run)
+        way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run}
+        return stages.prepared(self, "q", callbacks=callbacks, **way)
 
     def _scored_by(self, reward: Reward) -> "Recipe":
         """The same recipe with a scorer of kind "function"; the run records the function's name."""
@@ -76,16 +110,22 @@ class Recipe(spec.Recipe):
 
 
 def load(
-    name: str | os.PathLike[str], *overrides: str, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs"
+    name: str | os.PathLike[str] | Mapping[str, Any],
+    *overrides: str,
+    run: str | None = None,
+    runs_dir: str | os.PathLike[str] = "runs",
+    **sections: Any,
 ) -> Recipe:
     """Read a recipe, apply overrides, check every key and value. Nothing is loaded yet.
 
     Args:
-        name: of a shipped recipe, or the path of a YAML file.
+        name: of a shipped recipe, the path of a YAML file, or the recipe itself as a mapping.
         overrides: "section.key=value", the value read as YAML; "section=null" and "adapters.role=null" take a section
             or an adapter away. A file or folder in place of a hub id takes the `subset` and `name` of that id away.
-        run: names the run; the recipe's name if None, and that of the run for the recipe that a run keeps.
+        run: names the run; the recipe's name if None, and that of the run for the recipe that a run keeps. A mapping
+            has none, and needs it.
         runs_dir: folder of all runs.
+        sections: values by key, or sections of them, merged into the recipe before the overrides.
 
     Raises:
         RecipeError: no such recipe, or anything wrong in it: all problems in one message.
@@ -93,6 +133,8 @@ def load(
     Example:
         >>> load("doubling", "ppo.kl_coef=0.1", "seed=1").values["seed"]
         1
+        >>> load("doubling", ppo={"kl_coef": 0.1}, seed=1).values["ppo"]["kl_coef"]
+        0.1
     """
-    found = load_spec(name, *overrides, run=run, runs_dir=runs_dir)
+    found = load_spec(name, *overrides, run=run, runs_dir=runs_dir, sections=sections)
     return Recipe(found.name, found.values, found.run, found.runs_dir)

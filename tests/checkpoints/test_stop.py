@@ -10,7 +10,7 @@ from toolkit.checkpoints import stop_requests
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_noted_and_handlers_come_back(number):
     before = signal.getsignal(number)
-    with stop_requests() as request:
+    with stop_requests(lambda: "step 3 is finished.") as request:
         assert request.received is None
         os.kill(os.getpid(), number)
         assert request.received == number
@@ -21,7 +21,7 @@ def test_a_signal_is_noted_and_handlers_come_back(number):
 
 def test_a_second_ctrl_c_ends_it_at_once():
     before = signal.getsignal(signal.SIGINT)  # not always Python's own: a shell's background jobs ignore it
-    with pytest.raises(KeyboardInterrupt), stop_requests():
+    with pytest.raises(KeyboardInterrupt), stop_requests(lambda: "step 3 is finished."):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -31,7 +31,7 @@ def test_outside_the_main_thread_nothing_is_changed():
     seen = []
 
     def work():
-        with stop_requests() as request:
+        with stop_requests(lambda: "step 3 is finished.") as request:
             seen.append((request.received, signal.getsignal(signal.SIGTERM)))
 
     before = signal.getsignal(signal.SIGTERM)

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.tiny_runs import byte_tokenizer
-from toolkit.data import LabelledCollator, Preferences, PromptCollator, doubling, pad_rows, sources
+from toolkit.data import Demonstrations, LabelledCollator, Preferences, PromptCollator, doubling, pad_rows, sources
 from toolkit.data.messages import dialogue_turns
 from toolkit.data.rows import Unusable
 from toolkit.errors import DataError
@@ -246,3 +246,27 @@ def test_padding_and_masks_come_from_lengths():
     assert batch["prompt_ids"] == [[5], [5, 6]]
     batch = LabelledCollator(0)([{"input_ids": [5], "labels": 1}, {"input_ids": [5, 6], "labels": 0}])
     assert batch["input_ids"].tolist() == [[5, 0], [5, 6]] and batch["labels"].tolist() == [1, 0]
+
+
+def test_long_responses_are_cut_where_that_is_asked_for(tmp_path, chat_tokenizer):
+    rows = [PAIR, {**PAIR, "chosen": PAIR["chosen"] + "9999", "rejected": PAIR["rejected"] + "1111"}]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    limits = {"max_response_length": 3}
+    assert len(Preferences(chat_tokenizer, path, path, **limits).pairs("train")) == 1
+    task = Preferences(chat_tokenizer, path, path, on_long="cut", **limits)
+    whole, cut = task.pairs("train")
+    assert whole["chosen_ids"][-1] == chat_tokenizer.eos_token_id
+    prompt = cut["chosen_ids"][: cut["prompt_length"]]
+    assert cut["chosen_ids"] == prompt + chat_tokenizer.encode("679")  # without an end, which was not there
+    same = write(
+        tmp_path / "same.jsonl",
+        [PAIR, {**PAIR, "chosen": "\n\nHuman: 12\n\nAssistant: 777", "rejected": "\n\nHuman: 12\n\nAssistant: 778"}],
+    )
+    one = Preferences(chat_tokenizer, same, same, on_long="cut", max_response_length=2)
+    assert one.left_out["train"]["chosen and rejected are equal once cut"] == 1
+
+
+def test_what_has_no_limit_is_not_cut(tmp_path, chat_tokenizer):
+    path = write(tmp_path / "x.jsonl", [{"prompt": "1", "completion": "2"}])
+    with pytest.raises(DataError, match="on_long: it has no effect on demonstrations"):
+        Demonstrations(chat_tokenizer, path, validation=path, on_long="cut")

@@ -429,3 +429,31 @@ def test_every_file_in_data_has_a_test_and_a_line_in_its_readme():
     assert len(names) == 12
     for name in names:
         assert f"`{name}" in listed and name in tested, name
+
+
+# ---------------------------------------------------------------------- too long, and in memory
+
+
+def test_a_long_prompt_is_cut_where_that_is_asked_for(tmp_path, chat_tokenizer):
+    rows = [{"query": "1234"}, {"query": "5"}, {"input_ids": [1, 5, 6, 7, 8, 9], "query": "6"}]
+    task = task_of(tmp_path, chat_tokenizer, rows[:2], max_prompt_length=6, on_long="cut")
+    # "_:1234=x:" without its beginning: the end asks for the response
+    assert [row["prompt"] for row in task.prompts("train")] == ["234=x:", "_:5=x:"]
+    assert task.prompts("train")["input_ids"][0] == ids("234=x:") and not task.left_out["train"]
+    cut = task_of(tmp_path, chat_tokenizer, rows[2:], max_prompt_length=2, on_long="cut")
+    assert cut.prompts("train")["input_ids"][0] == [8, 9]
+
+
+def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
+    task = task_of(tmp_path, chat_tokenizer, [{"query": "1"}], max_prompt_length=8)
+    given = task.prompts_of([{"query": "12", "topic": "a"}, {"query": "9" * 20}, {"query": "3"}])
+    assert given["prompt"][:] == ["_:12=x:", "_:3=x:"] and given["topic"][:] == ["a", None]
+    assert given["input_ids"][0] == ids("_:12=x:")
+    assert "2 prompts; 1 left out: 1 × a prompt over 8 tokens (first: row 2)" in caplog.text
+    assert task.prompts_of(["12"])["prompt"][:] == ["_:12=x:"]
+    ready = Dataset.from_dict({"input_ids": [[1, 5]]})
+    assert task.prompts_of(ready) is ready
+    with pytest.raises(DataError, match="train_dataset: no row can be used"):
+        task.prompts_of([])
+    with pytest.raises(DataError, match="need a column input_ids; present: text"):
+        doubling.Doubling().prompts_of([{"text": "1"}])

@@ -1,5 +1,6 @@
 """Responses to prompts of all kinds, by the command line and from Python."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ from transformers import TextStreamer
 from tests.tiny_runs import command_here
 from toolkit import recipes
 from toolkit.errors import printable
-from toolkit.inference.generate import converse, generate, prompts_of, respond
+from toolkit.inference.evaluate import evaluate
+from toolkit.inference.generate import converse, generate, generate_best, prompts_of, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
 
 
@@ -45,6 +47,35 @@ def test_generate_shows_and_writes_both(trained, tmp_path):
     assert all(row.keys() == {"prompt", "policy", "reference"} for row in rows)
     assert "policy" in done.stdout and "reference" in done.stdout
     assert len(generate(open_run("chat", runs_dir=folder / "runs"), number=3)) == 3
+
+
+def answered(folder, output):
+    with contextlib.chdir(folder):  # where its reward is found
+        recipe = open_run("chat", "ppo.temperature=1.3")
+        rows = generate(recipe, number=6, compare=True, temperature=1.3, seed=5, output=output)
+        best = generate_best(recipe, number=3, num_samples=3, seed=5)
+        return rows, best, evaluate(recipe)["after"]
+
+
+def test_several_processes_answer_and_measure_as_one(trained, two, tmp_path):
+    folder, _ = trained
+    rows, best, figures = answered(folder, None)
+    assert len({row["policy"] for row in rows}) > 1
+    for found, found_best, measured in two(answered, folder, tmp_path / "out.jsonl"):
+        assert found == rows and [row["policy"] for row in found_best] == [row["policy"] for row in best]
+        assert measured == pytest.approx(figures, rel=1e-3, abs=1e-3)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
+
+
+def open_nowhere(runs):
+    return open_run("nowhere", runs_dir=runs)
+
+
+def test_a_run_that_is_not_there_is_told_once(trained, two):
+    folder, _ = trained
+    (whole, first), (_, second) = two.answers(open_nowhere, folder / "runs")
+    assert not whole and first.splitlines()[-1].startswith("toolkit.errors.RecipeError")
+    assert second.splitlines()[-1].startswith("toolkit.errors.PeerError: process 0 of 2: RecipeError")
 
 
 def test_a_file_of_prompts_has_the_columns_of_the_recipe_s_data(trained, tmp_path):

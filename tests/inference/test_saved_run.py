@@ -82,6 +82,7 @@ def test_logits_in_the_run_s_own_precision_are_those_of_plain_peft(trained):
     assert error < 0.1 * effect
 
 
+@pytest.mark.smoke
 def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     folder, recipe = trained
     done = command_here("export", "chat", tmp_path / "adapter", cwd=folder)
@@ -90,12 +91,13 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     assert merged.returncode == 0 and "the logits differ" in merged.stdout, merged.stderr
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     ids = torch.tensor([tokenizer("Hello there")["input_ids"]])
-    base = AutoModelForCausalLM.from_pretrained(recipe.base_path, dtype=torch.bfloat16).eval()
+    dtype = getattr(torch, recipe.base.dtype)
+    base = AutoModelForCausalLM.from_pretrained(recipe.base_path, dtype=dtype).eval()
     with torch.no_grad():
         untouched = base(input_ids=ids).logits.float()
         adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids).logits.float()
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        assert whole.dtype is torch.bfloat16 and not hasattr(whole.config, "quantization_config")
+        assert whole.dtype is dtype and not hasattr(whole.config, "quantization_config")
         merged_logits = whole.eval()(input_ids=ids).logits.float()
     error = (merged_logits - adapted).abs().max()
     assert error < 0.05 * (adapted - untouched).abs().max()

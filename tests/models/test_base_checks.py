@@ -7,6 +7,7 @@ import torch
 from peft import KasaConfig, LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.conftest import SPECIAL, lora, randomize, tiny_model
 from tests.tolerances import FP32, RELATIVE
 from toolkit.errors import AdapterError, ModelError
@@ -218,6 +219,11 @@ def test_a_model_that_reads_both_ways_is_refused():
         SharedBase(made("bert", **_NO_GROUPS))
 
 
+def test_modules_that_are_called_as_a_role_are_refused():
+    with pytest.raises(ModelError, match='^a BertGenerationDecoder has modules called "value", as a role is'):
+        SharedBase(made("bert-generation", **_NO_GROUPS, is_decoder=True))
+
+
 @pytest.mark.parametrize("kind", ["xlnet", "llama4_text"])
 def test_a_model_without_last_hidden_states_is_refused_in_a_sentence(kind):
     settings = {"xlnet": {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 64}, "llama4_text": _MOE}[kind]
@@ -276,6 +282,17 @@ def test_an_adapter_that_changes_the_base_is_refused():
     with pytest.raises(AdapterError, match="^the adapter changes the base, which the other roles share"):
         base.add_role("policy", config)
     assert base.roles == ()
+
+
+def test_an_adapter_that_training_passes_by_is_refused():
+    """Gemma 3n clamps the weights of a layer in training, and leaves the layer out."""
+    base = SharedBase(tiny_architecture("gemma3n_text"))
+    with pytest.raises(
+        AdapterError, match="^target_modules: in training a Gemma3n.* does not call correction_coefs, but"
+    ):
+        base.add_role("policy", lora())
+    assert base.roles == () and not base.causal_lm.training
+    base.add_role("policy", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
 
 
 def test_an_adapter_on_a_layer_that_is_no_plain_one_is_refused_in_a_sentence():

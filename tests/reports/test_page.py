@@ -1,18 +1,35 @@
-from matplotlib.figure import Figure
+import base64
+import hashlib
+import re
 
 from tests.reports.examples import PAIRS, RESULT, pair
 from toolkit.reports import pair_evaluation, write_report
-from toolkit.reports.page import svg, table
+from toolkit.reports.page import page, table
+
+OWN_SCRIPT = 1
+
+
+def sample(prompt, before, after, before_score, after_score, **more):
+    texts = {"prompt": prompt, "before": before, "after": after}
+    return {**texts, "before_score": before_score, "after_score": after_score, **more}
 
 
 def test_report_is_one_page_that_escapes_what_models_write(tmp_path):
     metrics = [{"step": 1, "score": 0.5, "kl": 0.0}, {"step": 2, "score": 0.7, "kl": 0.1}]
-    samples = [{"prompt": "<script>", "before": "a", "before_score": 0.1, "after": "b & c", "after_score": 0.2}]
-    page = write_report(tmp_path, RESULT, metrics, samples, "ppo: {}\n").read_text()
-    assert page.count("<svg") == 1 and "<script>" not in page and "&lt;script&gt;" in page and "b &amp; c" in page
-    assert "0.3000 – 0.4000" in page and "src=" not in page and "http://www.w3.org" in page  # no outside file is loaded
+    samples = [sample("<script>", "a", "b & c", 0.1, 0.2)]
+    text = write_report(tmp_path, RESULT, metrics, samples, "ppo: {}\n").read_text()
+    assert text.count("<figure") == 3  # score, score over KL, KL
+    assert text.count("<script>") == OWN_SCRIPT and "&lt;script&gt;" in text and "b &amp; c" in text
+    assert "0.3000 – 0.4000" in text and "src=" not in text and "http:" not in text  # no outside file is loaded
     plain = write_report(tmp_path, RESULT, metrics[:1], [], "").read_text()
-    assert "<svg" not in plain and "Samples" not in plain
+    assert "<figure" not in plain and "Samples" not in plain
+
+
+def test_a_browser_may_run_the_pages_own_script_alone():
+    text = page("t", "")
+    script = re.search("<script>(.*)</script>", text, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
 
 
 def test_whatever_a_result_says_is_text(tmp_path):
@@ -26,34 +43,62 @@ def test_whatever_a_result_says_is_text(tmp_path):
 
     names = ("peak_memory_gb", "versions", "before", "after")
     result = {**RESULT, **{name: spoiled(RESULT[name]) for name in names}}
-    result |= dict.fromkeys(("recipe", "stage", "seed"), bad)
+    result |= dict.fromkeys(("recipe", "stage", "seed", "date", "running"), bad)
+    result |= {"machine": {bad: bad}, "spent": {bad: 1.0}, "rows": {bad: bad}, "left_out": {bad: {bad: 1}}}
+    result["warnings"] = [{"step": bad, "name": bad, "text": bad, "remedy": bad}]
     result["after"] |= {"score": bad, bad: [bad, 1.0]}
-    samples = [{"prompt": bad, "before": bad, "before_score": 0.1, "after": bad, "after_score": 0.2}]
+    samples = [sample(bad, bad, bad, 0.1, 0.2), sample(bad, bad, bad, 0.1, 0.3)]
     pairs = [{**one, **dict.fromkeys(("prompt", "chosen", "rejected"), bad)} for one in PAIRS]
     result["judgement"] = pair_evaluation(pairs)
+    result["warnings"][0]["step"] = 1
     metrics = [{"step": step, "score": 1.0, bad: 1.0} for step in (1, 2)]
-    page = write_report(tmp_path, result, metrics, samples, f"seed: {bad}", pairs).read_text()
-    assert "<script" not in page and page.count("&lt;script&gt;") > 15
+    text = write_report(tmp_path, result, metrics, samples, f"seed: {bad}", pairs).read_text()
+    assert text.count("<script") == OWN_SCRIPT and text.count("&lt;script&gt;") > 30
 
 
 def test_a_table_escapes_its_cells_and_marks_figures():
     found = table(("a", "<b>"), [("x & y", 1), ("<i>", 0.5)], numbers={1})
     assert found == (
-        "<table><tr><th>a</th><th>&lt;b&gt;</th></tr>"
-        '<tr><td>x &amp; y</td><td class="n">1</td></tr><tr><td>&lt;i&gt;</td><td class="n">0.5</td></tr></table>'
+        '<div class="wide"><table><thead><tr><th>a</th><th class="n">&lt;b&gt;</th></tr></thead>'
+        '<tbody><tr><td>x &amp; y</td><td class="n">1</td></tr>'
+        '<tr><td>&lt;i&gt;</td><td class="n" data-v="0.5">0.500</td></tr></tbody></table></div>'
     )
+    assert "<th><button>a</button></th>" in table(("a",), [], numbers=(), sortable=True)
 
 
-def test_a_figure_stands_in_the_page_itself():
-    found = svg(Figure())
-    assert found.startswith('<div class="curves"><svg') and found.rstrip().endswith("</svg>\n</div>")
+def test_samples_stand_by_their_change_and_of_many_the_ends(tmp_path):
+    samples = [sample(f"p{i}", "b", "a", 0.0, float(i), before_length=1, after_length=2) for i in range(300)]
+    text = write_report(tmp_path, RESULT, [], samples, "").read_text()
+    shown = re.findall(r"<td>p(\d+)</td>", text)
+    assert shown == [*map(str, range(100)), *map(str, range(200, 300))] and "200 of 300" in text
+    assert text.count("<figure") == 3 and ">lengths<" in text
+    assert "The score rose: +149.5" in text
+
+
+def test_warnings_stand_at_their_updates(tmp_path):
+    warning = {"step": 7, "name": "n", "text": "the KL is 2.", "remedy": "Raise it."}
+    metrics = [{"step": step, "score": 1.0 + step} for step in (1, 7, 9)]
+    text = write_report(tmp_path, {**RESULT, "warnings": [warning]}, metrics, [], "").read_text()
+    assert "At update 7: the KL is 2. Raise it." in text and text.count('<line class="mark"') == 1
+
+
+def test_a_report_of_a_run_that_goes_on_says_so(tmp_path):
+    text = write_report(tmp_path, {**RESULT, "running": "Running: step 3 of 9."}, [], [], "").read_text()
+    assert "Running: step 3 of 9." in text and 'http-equiv="refresh"' in text and "Before and now" in text
+    assert 'http-equiv="refresh"' not in write_report(tmp_path, RESULT, [], [], "").read_text()
+
+
+def test_where_the_time_went_and_what_was_run(tmp_path):
+    more = {"spent": {"rollout": 30.0, "update": 10.0}, "rows": {"train": 12}, "left_out": {"train": {"too long": 3}}}
+    text = write_report(tmp_path, {**RESULT, **more, "machine": {"processor": "P"}}, [], [], "").read_text()
+    assert "75%" in text and "3 × too long" in text and "<td>processor</td><td>P</td>" in text
 
 
 def test_held_out_pairs_have_a_section(tmp_path):
     result = {**RESULT, "stage": "reward", "judgement": pair_evaluation(PAIRS)}
-    page = write_report(tmp_path, result, [], [], "", PAIRS).read_text()
-    assert page.count("<svg") == 1 and "Worst errors" in page and "prompt &lt;b&gt;" in page and "<b>" not in page
-    assert 'the chosen response is shorter</td><td class="n">2</td><td class="n">0.000' in page
+    text = write_report(tmp_path, result, [], [], "", PAIRS).read_text()
+    assert text.count("<figure") == 3 and "Worst errors" in text and "prompt &lt;b&gt;" in text and "<b>" not in text
+    assert 'the chosen response is shorter</td><td class="n">2</td><td class="n">0.000' in text
     right = [pair(1.0, 0.0, 2, 2)]
-    page = write_report(tmp_path, {**result, "judgement": pair_evaluation(right)}, [], [], "", right).read_text()
-    assert "Worst errors" not in page and '<td>the chosen response is longer</td><td class="n">0</td>' in page
+    text = write_report(tmp_path, {**result, "judgement": pair_evaluation(right)}, [], [], "", right).read_text()
+    assert "Worst errors" not in text and '<td>the chosen response is longer</td><td class="n">0</td>' in text

@@ -1,5 +1,7 @@
 """A reward model with a base and tokenizer of its own, against forward passes over single rows of hand-made text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
@@ -16,6 +18,7 @@ from tests.tiny_runs import byte_tokenizer
 from tests.tolerances import FP32
 from toolkit.data import Rollout
 from toolkit.errors import ModelError, RewardError
+from toolkit.models import fast_precision
 from toolkit.rewards import RewardModel, score_with
 
 PROMPTS = ["What is 2 + 2?", "Hi!", "Name a colour.", "Why?"]
@@ -104,6 +107,9 @@ def test_the_prompt_column():
     assert reward.texts(many)[0] == ("<s>One</s><s>Two</s><s>?</s><s>Four.</s>",)
     assert RewardModel(*bert()).texts(many)[0] == ("One\n\nTwo\n\n?Four.",)
     assert RewardModel(*bert(), reads="pair").texts(rollout())[0] == ("What is 2 + 2?", "Four.")
+    spaced = replace(rollout(), gaps=[" ", "", "", " "])
+    assert RewardModel(*bert()).texts(spaced)[:2] == [("What is 2 + 2? Four.",), ("Hi!Hello, how are you today?",)]
+    assert RewardModel(*bert(), reads="response").texts(spaced)[0] == ("Four.",)
     with pytest.raises(RewardError, match="prompt_column: the prompts have no column question; present: prompt"):
         RewardModel(*llama(), prompt_column="question")(rollout())
     with pytest.raises(RewardError, match='column "number" holds 7, which is neither text nor messages'):
@@ -200,7 +206,7 @@ def test_a_folder(tmp_path):
     reward = RewardModel.load(folder, dtype="float32", batch_size=3, device=torch.device("cpu"))
     expected = torch.stack([alone(model, tokenizer, text)[0] for text in CONVERSATIONS])
     torch.testing.assert_close(score_with(reward, rollout()), expected, **FP32)
-    assert RewardModel.load(folder).model.dtype == torch.bfloat16
+    assert RewardModel.load(folder).model.dtype == getattr(torch, fast_precision().dtype)
 
 
 def test_a_folder_in_four_bits(tmp_path):

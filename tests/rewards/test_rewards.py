@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,16 +23,29 @@ def test_adapter_scores_each_response_as_if_alone():
         with torch.no_grad():
             expected.append(sequence_logits(base, ids, torch.ones_like(ids), pad_token_id=0).item())
     for size in (1, 3, 64):
-        scores = RewardAdapter(base, pad_token_id=0, batch_size=size)(batch)
+        scores = RewardAdapter(base, pad_token_id=0, eos_token_id=2, batch_size=size)(batch)
         torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-4, atol=1e-5)
     assert base.active_role is None
+
+
+def test_a_response_is_read_where_training_read_whichever_stop_ended_it():
+    """With pad = eos that is the token before the end, which no other stop token may take the place of."""
+    base = shared_base()
+    batch = replace(rollout([[12, 13, 7], [12, 13, 2], [9, 9, 8, 7], [9, 9, 8, 8]]), ended=[True, True, True, False])
+    for pad in (0, 2):
+        scores = RewardAdapter(base, pad_token_id=pad, eos_token_id=2)(batch)
+        for row, response in enumerate([[12, 13, 2], [12, 13, 2], [9, 9, 8, 2], [9, 9, 8, 8]]):
+            ids = torch.tensor([[*batch.prompt_ids[row], *response]])
+            with torch.no_grad():
+                expected = sequence_logits(base, ids, torch.ones_like(ids), pad_token_id=pad)
+            assert scores[row].item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-5)
 
 
 def test_class_scores_are_log_probabilities_of_the_named_class():
     base, batch = shared_base(labels=3), rollout(RESPONSES)
     classes = [0, 2, 1, 0]
     batch = type(batch)(**{**vars(batch), "columns": {"style": classes}})
-    scores = RewardAdapter(base, pad_token_id=0, class_column="style")(batch)
+    scores = RewardAdapter(base, pad_token_id=0, eos_token_id=2, class_column="style")(batch)
     for row, wanted in enumerate(classes):
         ids = torch.tensor([[*batch.prompt_ids[row], *batch.response_ids[row]]])
         with torch.no_grad():
@@ -42,10 +56,10 @@ def test_class_scores_are_log_probabilities_of_the_named_class():
 
 def test_head_and_class_column_must_fit():
     with pytest.raises(RewardError, match=r"has 3 output\(s\) and class_column is None"):
-        RewardAdapter(shared_base(labels=3), pad_token_id=0)
+        RewardAdapter(shared_base(labels=3), pad_token_id=0, eos_token_id=2)
     with pytest.raises(RewardError, match=r"has 1 output\(s\) and class_column is 'style'"):
-        RewardAdapter(shared_base(), pad_token_id=0, class_column="style")
-    reward = RewardAdapter(shared_base(labels=3), pad_token_id=0, class_column="style")
+        RewardAdapter(shared_base(), pad_token_id=0, eos_token_id=2, class_column="style")
+    reward = RewardAdapter(shared_base(labels=3), pad_token_id=0, eos_token_id=2, class_column="style")
     with pytest.raises(RewardError, match='no column "style"; present: number'):
         reward(rollout(RESPONSES))
 

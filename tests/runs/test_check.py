@@ -73,7 +73,7 @@ def test_an_8b_llama_takes_no_memory(tmp_path):
     resource = pytest.importorskip("resource")
     unit = 1 if sys.platform == "darwin" else 1024
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    report = check(chat_recipe(tmp_path, tmp_path / "llama", adapters=adapters))
+    report = check(chat_recipe(tmp_path, tmp_path / "llama", "base.dtype=bfloat16", adapters=adapters))
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < 1e9  # the weights would be 16e9 bytes
     assert report.base.parameters == 8_030_261_248  # as Meta's checkpoint has it
     assert role(report, "policy").parameters == 20_971_520
@@ -108,7 +108,7 @@ def test_pairs_on_a_checkpoint(checkpoint, tmp_path):
     assert role(report, "value").parameters == role(report, "reward").parameters == LORA_PARAMETERS + 64
     assert role(report, "reference").parameters == 0 and role(report, "reference").start == "the base itself"
     assert role(report, "policy").dtype == "float32"
-    assert report.data == ("data: train: 24 pairs | validation: 6 pairs",)
+    assert report.data[0] == "data: train: 24 pairs | validation: 6 pairs"
     ppo = stage(report, "ppo")
     assert (ppo.batch, ppo.update.mini_batch, ppo.update.micro_batches, ppo.update.steps) == (4, 2, 1, 6)
     assert (ppo.batches, ppo.steps, ppo.episodes, ppo.held_out) == (2, 12, 8, 6)
@@ -169,12 +169,12 @@ def test_rows_left_out_are_said_of_any_stage(checkpoint, tmp_path):
     data = {"task": "preferences", "train": str(path), "validation": str(PAIRS)}
     report = check(chat_recipe(tmp_path, checkpoint, ppo=None, adapters={"reward": {"r": 4}}, data=data))
     left_out = f"1 left out: 1 × an empty prompt (first: {path}, line 25)"
-    assert report.data == (f"data: train: 24 pairs; {left_out} | validation: 24 pairs",)
+    assert report.data[0] == f"data: train: 24 pairs; {left_out} | validation: 24 pairs"
     assert f"data       data: train: 24 pairs; {left_out}" in str(report)
     # Once for each section, however many stages have it.
-    assert len(check(chat_recipe(tmp_path, checkpoint, data=data)).data) == 1
+    assert len(check(chat_recipe(tmp_path, checkpoint, data=data)).data) == 2  # the section once, and a row of it
     own = check(chat_recipe(tmp_path, checkpoint, data=data, reward_data={**data, "train": str(PAIRS)})).data
-    assert [line.partition(":")[0] for line in own] == ["reward_data", "data"] and left_out not in own[0]
+    assert [line.partition(":")[0] for line in own[:2]] == ["reward_data", "data"] and left_out not in own[0]
 
 
 def test_saved_adapters_are_checked_by_their_headers(checkpoint, tmp_path, monkeypatch):
@@ -461,3 +461,19 @@ def test_problems_of_a_stage_s_own_data_name_its_section(tmp_path, checkpoint):
     lacking = {"task": "preferences", "train": str(PAIRS)}
     report = check(chat_recipe(tmp_path, checkpoint, reward_data=lacking))
     assert texts(report) and all("reward_data.validation — it is missing" in line for line in texts(report))
+
+
+def test_rows_left_out_and_a_row_as_a_stage_reads_it(tmp_path, checkpoint):
+    rows = [
+        {"prompt": "Why?", "chosen": "Since.", "rejected": "No."},
+        {"prompt": "Why?", "chosen": "a", "rejected": "a"},
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    data = {"task": "preferences", "train": str(path), "validation": str(path)}
+    recipe = chat_recipe(tmp_path, checkpoint, data=data, ppo=None)
+    text = str(check(recipe))
+    assert "2 pairs; 2 left out: 2 × chosen and rejected are equal (first:" in text
+    # The byte tokenizer: <s>Why?</s><s>Since.</s>
+    assert "first row of reward: '<s>Why?</s><s>Since.</s>', 14 tokens: 1 " in text
+    assert "pad '</s>' (2), a response ends at '</s>' (2)" in text

@@ -44,7 +44,7 @@ def small(name, checkpoint, folder, *overrides):
     return recipes.load(name, *common, *pairs, *overrides, runs_dir=folder / "runs")
 
 
-def test_llama3_8b_lora_runs_whole_on_a_tiny_llama(tmp_path, llama3_checkpoint):
+def test_llama3_8b_lora_runs_whole_on_a_tiny_llama(tmp_path, llama3_checkpoint, stages_here):
     recipe = small("llama3_8b_lora", llama3_checkpoint, tmp_path, f"data.train={QUERIES}", "data.validation_size=4")
     assert recipe.plan.needs("ppo") == ["reward"]
     result = stages.run(recipe, "ppo")
@@ -83,7 +83,7 @@ def test_an_update_makes_six_optimizer_steps_with_active_dropout(tmp_path, llama
     assert stats["kl_coef"] == 0.2 and trainer.kl_coef == pytest.approx(0.2 * (1 - 0.2 * 2 / 10_000))
 
 
-def test_llama3_8b_lora_fast_runs_whole_on_a_tiny_llama(tmp_path, llama3_checkpoint):
+def test_llama3_8b_lora_fast_runs_whole_on_a_tiny_llama(tmp_path, llama3_checkpoint, stages_here):
     recipe = small(
         "llama3_8b_lora_fast", llama3_checkpoint, tmp_path,
         "ppo.per_device_train_batch_size=2", "ppo.gradient_accumulation_steps=4",

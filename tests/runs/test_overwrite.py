@@ -171,7 +171,7 @@ def test_a_prerequisite_that_has_finished_is_not_lost_with_the_stage_that_failed
 
     monkeypatch.setattr(stages, "run_stage", runs)
 
-    def fails(recipe):
+    def fails(recipe, **named):
         raise Stop
 
     monkeypatch.setitem(stages.MAKERS, "ppo", fails)

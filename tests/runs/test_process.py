@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from toolkit.errors import RunInterrupted, ToolkitError
@@ -40,6 +41,28 @@ def test_one_that_ends_badly_ends_the_others(monkeypatch):
     with pytest.raises(ToolkitError, match="process 2 of 3 was killed by SIGKILL, probably since memory ran out; the"):
         process.run_in_processes(script(f"exec('os.kill(os.getpid(), 9)' if rank == 2 else {waits!r})"), 3)
     assert time.monotonic() - began < 20
+
+
+STARTS = """
+import os, pathlib, subprocess, sys, time
+told = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    told.write_text(str(started.pid))
+    started.wait()
+while not told.exists():
+    time.sleep(0.05)
+sys.exit(1)
+"""
+
+
+def test_a_stage_that_one_had_started_ends_with_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "GRACE", 1.0)
+    assert process.run_in_processes([sys.executable, "-c", STARTS, str(tmp_path / "pid")], 2) == 1
+    began, started = time.monotonic(), int((tmp_path / "pid").read_text())
+    while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 10
+        time.sleep(0.05)
 
 
 def test_all_have_time_to_save_where_all_were_asked_to_stop():

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.tiny_runs import chat_recipe, command_here, texts
+from tests.tiny_runs import chat_recipe, command_here, stages_here, texts
 from toolkit import recipes
 from toolkit.errors import DataError, RecipeError, RunInterrupted
 from toolkit.inference.generate import converse, respond
@@ -28,11 +28,13 @@ RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
 def run(tmp_path_factory):
     """`toolkit q doubling_q` from nothing, with a small model."""
     folder = tmp_path_factory.mktemp("q")
-    done = command_here("q", "doubling_q", *SMALL, cwd=folder)
+    with stages_here():
+        done = command_here("q", "doubling_q", *SMALL, cwd=folder)
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, done
 
 
+@pytest.mark.smoke
 def test_one_command_pretrains_collects_and_learns(run):
     folder, done = run
     made = folder / "runs" / "doubling_q"
@@ -138,6 +140,19 @@ def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatc
         file.write('{"prompt_ids": [1')  # what a kill leaves
     assert collect.collect(recipe, path)["responses"] == 30
     assert path.read_bytes() == whole and not partial.exists()
+
+
+def collected_together(runs, path):
+    recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=runs)
+    return collect.collect(recipe, path)
+
+
+def test_two_processes_collect_what_one_would(run, two, tmp_path):
+    folder, _ = run
+    first, second = two(collected_together, folder / "runs", tmp_path / "responses.jsonl")
+    assert first == second and first["responses"] == 30
+    whole = (folder / "runs/doubling_q/collect/responses.jsonl").read_bytes()
+    assert (tmp_path / "responses.jsonl").read_bytes() == whole
 
 
 def test_a_line_of_responses_ends_where_json_lines_end(tmp_path):

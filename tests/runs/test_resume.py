@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import needs_trl_loop
-from tests.tiny_runs import REPOSITORY, chat_recipe, command
+from tests.tiny_runs import REPOSITORY, chat_recipe, command_here, stages_here
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
@@ -254,6 +254,7 @@ def test_a_signal_to_the_command_reaches_the_stage_that_runs(number, tmp_path):
     assert f"To go on: toolkit {' '.join(arguments)} --resume (make: RESUME=1)" in said
     assert said.count("To go on") == 1 and "Traceback" not in said
     if number == signal.SIGTERM:
-        done = command(*arguments, "--resume", cwd=tmp_path)
+        with stages_here():
+            done = command_here(*arguments, "--resume", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert json.loads((tmp_path / "runs/cut/sft/result.json").read_text())["resumed_at"]

@@ -51,7 +51,7 @@ SMALL = (
             "reward_model.quantization.load_in_4bits — BitsAndBytesConfig",
         ),
         (
-            {"reward_model": {"model": "m"}, "adapters": WITHOUT},
+            {"reward_model": {"model": "m", "dtype": "bfloat16"}, "adapters": WITHOUT},
             "reward_model.dtype — float32 is needed where all weights are trained, got bfloat16",
         ),
         ({"reward_model": {**BERT, "quantization": NF4}}, "reward_model.quantization — would have no effect: random"),
@@ -109,7 +109,9 @@ def test_what_needs_the_stage(tmp_path):
     with pytest.raises(RecipeError, match="the reward stage has to train the reward model first"):
         build.make_reward(recipes.load("doubling_seed", runs_dir=tmp_path), None, 0, 8)
     # A stage's precision is that of the model that it trains.
-    half = chat_recipe(tmp_path, "m", **own | {"reward_model": {"model": "m", "dtype": "float32"}})
+    half = chat_recipe(
+        tmp_path, "m", "base.dtype=bfloat16", **own | {"reward_model": {"model": "m", "dtype": "float32"}}
+    )
     assert not half.stage_config("reward").bf16 and half.stage_config("ppo").bf16
     assert "reward_model.dtype is float32" in recipes.show(half)
 

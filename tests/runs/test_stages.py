@@ -5,16 +5,18 @@ import shutil
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
 
 from tests.conftest import needs_trl_loop
 from tests.tiny_runs import PAIRS, REPOSITORY, byte_tokenizer, chat_recipe, command, command_here
-from toolkit import recipes
+from toolkit import processes, recipes
 from toolkit.errors import DataError, RecipeError, ToolkitError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
+from toolkit.runs.stage import say_shares
 
 SMALL_DOUBLING = (
     "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8", "ppo.eval_steps=1",
@@ -33,6 +35,7 @@ def doubling_run(tmp_path_factory):
     return folder, done
 
 
+@pytest.mark.smoke
 def test_one_command_runs_all_stages_and_leaves_what_it_says(doubling_run):
     folder, done = doubling_run
     run = folder / "runs" / "doubling"
@@ -48,11 +51,29 @@ def test_one_command_runs_all_stages_and_leaves_what_it_says(doubling_run):
     for role in ("reward/reward", "ppo/policy", "ppo/value"):
         assert (run / role / "adapter_model.safetensors").is_file(), role
     samples = [json.loads(line) for line in (run / "ppo" / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 8 and samples[0].keys() == {"prompt", "before", "before_score", "after", "after_score"}
+    sides = {f"{side}{what}" for side in ("before", "after") for what in ("", "_score", "_length")}
+    assert len(samples) == 8 and samples[0].keys() == {"prompt", *sides}
     assert "exact_match" in done.stdout and "report: runs/doubling/ppo/report.html" in done.stdout
     assert "samples before and after" in done.stdout
     assert "Warning" not in done.stderr, done.stderr
     assert not list(run.rglob("*.bin")) and not list(run.rglob("*.pt")) and not list(run.rglob("*.pth"))
+
+
+def test_a_run_says_what_it_does_from_its_first_second_to_its_last(doubling_run):
+    folder, done = doubling_run
+    first, *_, last = (line for line in done.stderr.splitlines() if line.startswith("doubling "))
+    assert (first, last) == ("doubling sft: load …", "doubling ppo: answers after …")
+    for stage in ("sft", "reward", "ppo"):
+        begin, end = ("answers before", "answers after") if stage == "ppo" else ("measure before", "measure after")
+        assert f"doubling {stage}: {begin} …" in done.stderr and f"doubling {stage}: {end} …" in done.stderr
+        assert f"doubling {stage}: CPU (" in done.stdout and f"; writes to runs/doubling/{stage}" in done.stdout
+        result = json.loads((folder / "runs" / "doubling" / stage / "result.json").read_text())
+        phases = {"load", begin, end, "train"} | ({"rollout", "score", "update"} if stage == "ppo" else set())
+        assert phases <= result["spent"].keys() and 0 < sum(result["spent"].values()) <= result["seconds"] + 1
+        assert result["rows"]["train"] > 0 and result["machine"]["threads"] >= 1
+    assert "The score " in done.stdout and " standard errors over the same 8 prompts." in done.stdout
+    page = (folder / "runs" / "doubling" / "ppo" / "report.html").read_text()
+    assert "Where the time went" in page and "standard errors" in page and 'http-equiv="refresh"' not in page
 
 
 def test_a_finished_stage_is_not_repeated_and_another_recipe_is_stopped(doubling_run, monkeypatch):
@@ -109,6 +130,25 @@ def test_a_notebook_gets_a_trainer(doubling_run, monkeypatch):
         stats = trainer.step(batch, responses, scores)
         break
     assert stats["score"] == pytest.approx(scores.mean().item())
+
+
+def test_prompts_a_reward_and_callbacks_from_memory(tmp_path, checkpoint):
+    seen = []
+
+    class Counts(TrainerCallback):
+        def on_step_end(self, *arguments, **kwargs):
+            seen.append("step")
+
+    def reward(rollout):
+        seen.extend(rollout.columns["topic"])
+        return [0.5] * len(rollout)
+
+    rows = [{"prompt": f"Why {i}?", "topic": f"t{i}"} for i in range(4)]
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.max_steps=1")
+    trainer = recipe.ppo_trainer(reward, train_dataset=rows, callbacks=[Counts()])
+    trainer.train()
+    assert sorted(seen) == ["step", "t0", "t1", "t2", "t3"]
+    assert (tmp_path / "runs" / "chat" / "ppo" / "metrics.jsonl").read_text()
 
 
 def test_errors_are_one_line_and_debug_shows_more(tmp_path):
@@ -278,6 +318,22 @@ def test_prerequisites(tmp_path, checkpoint):
         stages.run(lacking, "ppo")
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (8, ""),
+        (6, "4 processes divide the 6 rows of a step, to the same result, but not evenly: some have 2. Numbers that "
+            "divide them: 1, 2, 3, 6.\n"),
+        (2, "but not evenly: 2 have none. Numbers that divide them: 1, 2.\n"),
+    ],
+)  # fmt: skip
+def test_processes_that_do_not_come_out_even_are_told_of(rows, said, monkeypatch, capsys):
+    monkeypatch.setattr(processes, "count", lambda: 4)
+    say_shares(Console(), "sft", rows)
+    found = capsys.readouterr().out
+    assert found.endswith(said) and bool(found) == bool(said)
+
+
 def test_a_failing_prerequisite_is_named(tmp_path, checkpoint, capfd):
     """By what no check before it can see: a checkpoint without one of its weights."""
     shutil.copytree(checkpoint, tmp_path / "cut")
@@ -301,7 +357,7 @@ def test_a_mistake_of_the_last_stage_is_found_before_the_first_one_runs(tmp_path
 def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, monkeypatch):
     began = []
     monkeypatch.setattr(stages, "run_stage", lambda command, earlier, stage: began.append(earlier))
-    monkeypatch.setitem(stages.MAKERS, "ppo", lambda recipe, reward: reward)
+    monkeypatch.setitem(stages.MAKERS, "ppo", lambda recipe, reward, callbacks: reward)
 
     def local(rollout):
         return [0.0] * len(rollout)

@@ -98,7 +98,7 @@ def test_a_trained_critic_comes_back(tmp_path, checkpoints):
     [
         ({"value_model": {}}, "value_model — exactly one of model (a checkpoint) and config (random weights) is"),
         (
-            {"value_model": {"model": "m"}},
+            {"value_model": {"model": "m", "dtype": "bfloat16"}},
             "value_model.dtype — float32 is needed where all weights are trained, got bf",
         ),
         (
@@ -157,7 +157,7 @@ def test_the_figures_of_actor_critic_lora():
     assert recipe.values["value_head"] == {"init": "orthogonal", "bias": True}
 
 
-def test_actor_critic_lora_runs_whole_on_a_tiny_llama(tmp_path, checkpoints):
+def test_actor_critic_lora_runs_whole_on_a_tiny_llama(tmp_path, checkpoints, stages_here):
     large, small = checkpoints
     pairs = REPOSITORY / "data" / "preferences_example.jsonl"
     settings = [

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from tests.conftest import shared_base
+from tests.tiny_runs import llama2_tokenizer
 from tests.trainers.helpers import PROMPTS
-from toolkit.data import doubling
+from toolkit.data import concatenate, doubling, select
 from toolkit.errors import DataError, ToolkitError
 from toolkit.sampling import Sampler, check_room
-from toolkit.sampling.sampler import uniforms
+from toolkit.sampling.sampler import rollout_of, uniforms
 
 ROWS = [{"input_ids": ids, "number": i} for i, ids in enumerate(PROMPTS)]  # of 4, 6, 3 and 5 tokens
 
@@ -31,6 +32,20 @@ def test_a_response_ends_at_its_length_or_with_its_prompt_at_the_maximum():
         assert whole[: len(ids)] == ids
     with pytest.raises(DataError, match="max_length: a prompt has 6 tokens, and 6 leaves no room for a response"):
         respond(sampler(max_length=6))
+
+
+def test_text_of_a_prompt_and_its_response_together_has_the_space_that_decoding_alone_drops():
+    tokenizer, prompt, ids = llama2_tokenizer(), [1, 3, 4, 5], [[6, 7, 2], [7, 2], [2], []]
+    batch = {"prompt_ids": [prompt] * 4, "columns": {"number": [0, 1, 2, 3]}}
+    found = rollout_of(batch, ids, tokenizer=tokenizer, stop_token_ids=[2])
+    assert found.responses == ["reddish", "dish", "", ""]  # as a text that is tokenised alone
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    whole = tokenizer.batch_decode([prompt + row for row in ids], skip_special_tokens=True)
+    assert [before + after for after in found.continuations] == whole
+    assert whole[:2] == ["Name a colour reddish", "Name a colourdish"]
+    assert select(concatenate([found, found]), [1, 4]).continuations == ["dish", " reddish"]
+    plain = respond(sampler())
+    assert plain.continuations == plain.responses
 
 
 def test_room_is_asked_of_the_longest_prompt():

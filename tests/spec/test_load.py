@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 
 from toolkit import recipes
 from toolkit.errors import RecipeError
+from toolkit.models import Precision, fast_precision
 from toolkit.runs.take_over import take_over
 from toolkit.spec.load import recipe_folder
 from toolkit.trainers.trl_compat import HAS_PPO
@@ -32,6 +33,7 @@ def load_changed(tmp_path, **sections):
     return recipes.load(written(tmp_path, {**MINIMAL, **sections}))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("path", sorted(recipe_folder().rglob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_recipe_loads(path):
     recipe = recipes.load(path.stem)
@@ -63,7 +65,7 @@ def test_nf4_with_double_quantisation_is_the_real_config():
 
     config = recipes.load("smollm2_135m_lora").quantization()
     assert config.load_in_4bit and config.bnb_4bit_use_double_quant and config.bnb_4bit_quant_type == "nf4"
-    assert config.bnb_4bit_compute_dtype == torch.bfloat16
+    assert config.bnb_4bit_compute_dtype == getattr(torch, fast_precision().dtype)
 
 
 def test_three_mistakes_one_error(tmp_path):
@@ -91,6 +93,8 @@ def test_three_mistakes_one_error(tmp_path):
             {"ppo": {"neftune_noise_alpha": 1.0}},
             "ppo.neftune_noise_alpha — would have no effect: the toolkit's PPO loop",
         ),
+        ({"sft": {"fsdp": "full_shard"}}, "sft.fsdp — divides a model's weights among processes, and here each holds"),
+        ({"ppo": {"deepspeed": "z.json"}}, "ppo.deepspeed — divides a model's weights among processes"),
         ({"ppo": {"output_dir": "x"}}, 'ppo.output_dir — the run folder decides it. Name the run with run="name".'),
         ({"ppo": {"seed": 1}}, "ppo.seed — the recipe's own seed is for all stages."),
         (
@@ -106,7 +110,7 @@ def test_three_mistakes_one_error(tmp_path):
         ({"sft": {"max_steps": 0}}, "sft.max_steps — must be at least 1, or -1 for what num_train_epochs says, got 0."),
         ({"reward": {"save_steps": -3}}, "reward.save_steps — must be positive, got -3."),
         ({"ppo": {"vf_coef": -1.0}}, "ppo.vf_coef — must be 0 or more, got -1.0"),
-        ({"ppo": {"report_to": "nosuchthing"}}, "ppo.report_to — nosuchthing is not installed or not known"),
+        ({"ppo": {"report_to": "nosuchthing"}}, "ppo.report_to — nosuchthing is not known to transformers"),
         (
             {"ppo": {"kl_coef": 0.0, "kl_target": 6.0}},
             "ppo.kl_target — steers by multiplying kl_coef, which starts at 0",
@@ -148,7 +152,10 @@ def test_three_mistakes_one_error(tmp_path):
             },
             "Full fine-tuning of the base is refused: 4-bit weights have no gradients.",
         ),
-        ({"base": {"model": "m", "dtype": "int4"}}, "base.dtype — 'bfloat16' or 'float16' or 'float32' is needed"),
+        (
+            {"base": {"model": "m", "dtype": "int4"}},
+            "base.dtype — 'auto' or 'bfloat16' or 'float16' or 'float32' is needed",
+        ),
         (
             {"base": {"model": "m", "quantisation": {}}},
             "base.quantisation — section base has no such field. Did you mean quantization?",
@@ -312,6 +319,9 @@ def test_unknown_and_broken_files(tmp_path):
         recipes.load(written(tmp_path, "a: !!python/object/apply:os.getcwd []"))  # never run code from a file
 
 
+_FLAGS = {"bfloat16": (True, False), "float16": (False, True), "float32": (False, False)}
+
+
 @pytest.mark.parametrize(
     ("dtype", "given", "expected"),
     [
@@ -320,14 +330,43 @@ def test_unknown_and_broken_files(tmp_path):
         ("float32", {}, (False, False)),
         ("float32", {"bf16": True}, (True, False)),
         ("bfloat16", {"bf16": False}, (False, False)),
+        (None, {}, _FLAGS[fast_precision().dtype]),
+        ("auto", {}, _FLAGS[fast_precision().dtype]),
     ],
 )
 def test_precision_follows_the_base(dtype, given, expected, tmp_path):
-    base = {"model": "some/checkpoint", "dtype": dtype}
+    base = {"model": "some/checkpoint", **({} if dtype is None else {"dtype": dtype})}
     recipe = load_changed(tmp_path, base=base, ppo={"max_steps": 1, **given}, reward={"max_steps": 1, **given})
     for stage in ("reward", "ppo"):
         config = recipe.stage_config(stage)
         assert (config.bf16, config.fp16) == expected
+
+
+@pytest.mark.parametrize("fast", ["float16", "float32"])
+def test_auto_is_one_decision(fast, tmp_path, monkeypatch):
+    """Weights, 4-bit layers and the trainers' flags; and a recipe that is kept says `auto`, whichever machine it is."""
+    monkeypatch.setattr("toolkit.spec.sections.fast_precision", lambda: Precision(fast, "it is said so"))
+    nf4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "${base.dtype}"}
+    stages = {"reward": {"max_steps": 1}, "ppo": {"max_steps": 1}}
+    recipe = load_changed(tmp_path, base={"model": "m", "dtype": "auto", "quantization": nf4}, **stages)
+    assert recipe.base.model_spec().dtype == fast
+    assert recipe.quantization().bnb_4bit_compute_dtype is getattr(torch, fast)
+    assert {(c.bf16, c.fp16) for c in map(recipe.stage_config, stages)} == {_FLAGS[fast]}
+    assert str(recipe.precision("ppo")) == f"{fast}, since it is said so"
+    assert "dtype: auto" in recipe.to_yaml() and fast not in recipe.to_yaml()
+
+
+def test_where_all_weights_train_auto_is_float32(tmp_path, monkeypatch):
+    monkeypatch.setattr("toolkit.spec.sections.fast_precision", lambda: Precision("bfloat16", "it is said so"))
+    own = {"model": "m"}
+    scorer = {"kind": "model"}
+    without = {"policy": {"r": 4}, "value": {"r": 4}}
+    whole = load_changed(tmp_path, reward_model=own, scorer=scorer, adapters=without)
+    assert whole.precision("reward").dtype == "float32"
+    adapted = load_changed(tmp_path, reward_model=own, scorer=scorer)
+    assert adapted.precision("reward").dtype == "bfloat16"
+    random = load_changed(tmp_path, base={"config": {"model_type": "gpt2"}}, sft={"max_steps": 1})
+    assert random.precision("sft").dtype == random.precision("ppo").dtype == "float32"
 
 
 def test_a_stage_may_have_data_of_its_own(tmp_path):
@@ -388,3 +427,59 @@ def test_a_name_of_a_run_is_one_folder_among_all_runs(name, tmp_path):
 def test_names_of_runs_that_are_fine(tmp_path):
     for name in ("more-kl", "läuft 2", "v1.5", "名前", "-x", "a..b"):
         assert recipes.load("doubling", run=name, runs_dir=tmp_path).folder == tmp_path / name
+
+
+# ---------------------------------------------------------------------- from Python
+
+
+def test_a_recipe_from_a_mapping_and_sections_by_keyword():
+    recipe = recipes.load(MINIMAL, "ppo.kl_coef=0.3", run="mine", ppo={"gamma": 0.5, "kl_coef": 0.1}, seed=7)
+    assert recipe.values["ppo"] == {"max_steps": 1, "gamma": 0.5, "kl_coef": 0.3} and recipe.seed == 7
+    assert (recipe.name, recipe.run) == ("mine", "mine") and "seed" not in MINIMAL
+    assert recipes.load("doubling", adapters={"policy": {"r": 2}}).adapter("policy").r == 2
+    assert "ppo" not in recipes.load("doubling", ppo=None).values
+    with pytest.raises(RecipeError, match="has no name for its run"):
+        recipes.load(MINIMAL)
+    with pytest.raises(RecipeError, match=r"ppo.kl_coeff — .*Did you mean kl_coef"):
+        recipes.load(MINIMAL, run="mine", ppo={"kl_coeff": 1})
+    for what in ({"ppo": {"kl_coef": object()}}, {"ppo": {1: 2}}):
+        with pytest.raises(RecipeError, match="what was given cannot be a recipe"):
+            recipes.load(MINIMAL, run="mine", **what)
+
+
+def test_null_takes_a_number_of_a_stage_away():
+    config = recipes.load("doubling", "ppo.max_steps=null", "ppo.num_train_epochs=2").stage_config("ppo")
+    assert config.max_steps == -1 and config.number_of_updates(1280) == 20
+    assert recipes.load("doubling", "ppo.cliprange=null").values["ppo"]["cliprange"] is None  # null is a value of it
+
+
+@pytest.mark.parametrize(
+    ("sections", "hint"),
+    [
+        ({"ppo": {"max_steps": 1, "report_to": "tensorbord"}}, "tensorbord is not known.*Did you mean tensorboard?"),
+        ({"adapters": {"policy": {"lora_rank": 8}}}, r"adapters.policy.lora_rank — .*Did you mean r\?"),
+        ({"adapters": {"policy": {"lora_target": "all"}}}, "Did you mean target_modules"),
+        ({"base": {"model": "m", "dtype": "bf16"}}, "Did you mean bfloat16"),
+        (
+            {"base": {"model": "m", "quantization": "nf4"}},
+            "load_in_4bit=true base.quantization.bnb_4bit_quant_type=nf4",
+        ),
+        ({"ppo": {"ppo_target": 6.0}}, "Did you mean kl_target"),
+    ],
+)
+def test_words_of_other_tools_are_led_to_ours(sections, hint, tmp_path):
+    with pytest.raises(RecipeError, match=hint):
+        load_changed(tmp_path, **sections)
+
+
+def test_the_data_of_a_shipped_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = "base.model=some/checkpoint"
+    train = recipes.load("llama3_8b_lora", model).values["data"]["train"]
+    assert train == str(recipe_folder().parent / "data" / "queries.json")
+    assert (
+        recipes.load("llama3_8b_lora", model, "data.train=data/mine.json").values["data"]["train"] == "data/mine.json"
+    )
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "queries.json").write_text("[]")  # one's own comes first
+    assert recipes.load("llama3_8b_lora", model).values["data"]["train"] == "data/queries.json"

@@ -95,6 +95,14 @@ def test_an_optimizer_without_what_the_value_role_names():
         ({"data": {"task": ["doubling"]}}, "data.task — one of doubling, preferences"),
         ({"scorer": {"kind": ["function"]}}, "scorer.kind — 'adapter' or"),
         ({"reward_head": {"num_labels": 0}}, "reward_head.num_labels — must be at least 1, got 0."),
+        (
+            {"reward": {"loss": "token_level"}, "reward_head": {"num_labels": 3}},
+            "reward.loss — token_level is of pairs, and reward_head.num_labels says classes. Remove one.",
+        ),
+        (
+            {"reward": {"center_rewards_coefficient": 0.01}, "reward_head": {"num_labels": 3}},
+            "reward.center_rewards_coefficient — would have no effect: it is of pairs, and reward_head.num_labels says",
+        ),
         ({"base": {"config": {"model_type": "gpt2", "n_layer": 10**9}}}, "base.config.n_layer — a whole number from 1"),
         ({"base": {"config": {"model_type": "llama", "num_hidden_layers": "2"}}}, "config.num_hidden_layers — a whole"),
         ({"base": {"config": {"model_type": ["gpt2"]}}}, "base.config.model_type — text is needed, got ['gpt2']."),

@@ -23,7 +23,7 @@ def test_each_value_is_beside_its_owners_default():
     text = show(recipes.load("doubling", "ppo.kl_coef=0.05", "adapters.policy.r=8"))
     lines = [line.strip() for line in text.splitlines()]
     assert "seed: 0  # the default" in lines
-    assert "dtype: float32  # default: bfloat16" in lines  # our section
+    assert "dtype: float32  # default: auto" in lines  # our section
     assert "n_layer: 4  # default: 12" in lines  # GPT2Config
     assert "r: 8  # the default" in lines and "lora_alpha: 32  # default: 8" in lines  # LoraConfig
     assert "learning_rate: 0.004  # default: 2.0e-05" in lines  # SFTConfig
@@ -70,8 +70,8 @@ def test_what_is_shown_is_what_the_stage_gets(stage, monkeypatch):
 
 
 def test_what_the_recipe_sets_is_not_set_again(checkpoint, tmp_path):
-    lines = show(chat_recipe(tmp_path, checkpoint, "ppo.bf16=false", "ppo.use_cpu=true", reward=None,
-                             start={"reward": "x"})).splitlines()  # fmt: skip
+    keys = ("ppo.bf16=false", "ppo.use_cpu=true", "base.dtype=float32")
+    lines = show(chat_recipe(tmp_path, checkpoint, *keys, reward=None, start={"reward": "x"})).splitlines()
     assert not [line for line in lines if "set by the toolkit" in line]
     assert "  bf16: false  # default: null" in lines
 

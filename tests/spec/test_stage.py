@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.settings import declared
 from toolkit.spec.sections import STAGE_CLASSES
-from toolkit.spec.stage import _INSTEAD, _READ_BY_PPO, SET_BY_A_RUN, WITHOUT_EFFECT, check_stage
+from toolkit.spec.stage import _INSTEAD, _READ_BY_PPO, OF_NO_RECIPE, WITHOUT_EFFECT, check_stage
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.trl_compat import HAS_PPO, TRLPPOConfig
@@ -12,9 +12,9 @@ from toolkit.trainers.trl_compat import HAS_PPO, TRLPPOConfig
 
 def test_the_lists_name_real_fields():
     names = {f.name for f in fields(TRLPPOConfig)}
-    assert names >= _READ_BY_PPO and names >= SET_BY_A_RUN.keys()
+    assert names >= _READ_BY_PPO and names >= OF_NO_RECIPE.keys()
     assert names >= _INSTEAD.keys() if HAS_PPO else not names & _INSTEAD.keys()
-    assert not _READ_BY_PPO & (_INSTEAD.keys() | SET_BY_A_RUN.keys() | declared(PPOConfig).keys())
+    assert not _READ_BY_PPO & (_INSTEAD.keys() | OF_NO_RECIPE.keys() | declared(PPOConfig).keys())
     assert WITHOUT_EFFECT["q"].keys() <= {f.name for f in fields(QConfig)}
 
 
@@ -22,7 +22,7 @@ def test_every_field_of_ppo_is_read_or_refused():
     every = {f.name for f in fields(PPOConfig) if f.init}
     problems = check_stage("ppo", dict.fromkeys(every))
     unread = {p.field.removeprefix("ppo.") for p in problems if p.wrong.startswith("would have no effect")}
-    kept = _READ_BY_PPO | declared(PPOConfig).keys() | SET_BY_A_RUN.keys()
+    kept = _READ_BY_PPO | declared(PPOConfig).keys() | OF_NO_RECIPE.keys()
     assert unread | kept == every and not unread & kept
 
 

@@ -58,7 +58,7 @@ def trainer(folder: Path | str, base: SharedBase | None = None, reward: Any = No
     args = config(folder, **changes)
     base = base or shared_base(value=args.value)
     tokenizer = doubling.tokenizer()
-    reward = reward or RewardAdapter(base, pad_token_id=tokenizer.pad_token_id)
+    reward = reward or RewardAdapter(base, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     return PPOTrainer(args, tokenizer, base, reward, dataset(), dataset(1), callbacks=[])
 
 

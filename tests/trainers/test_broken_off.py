@@ -3,10 +3,12 @@
 import pytest
 import torch
 from accelerate.state import GradientState
+from safetensors.torch import load_file
 
 from tests.conftest import shared_base
 from tests.trainers.helpers import count_reward, rollout, trainer
 from toolkit.errors import DataError, SelfCheckError
+from toolkit.reports import read_jsonl
 from toolkit.rewards import WeightedSum, score_with
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
@@ -27,26 +29,27 @@ def made(folder, **changes):
 
 
 def test_gradients_of_a_step_that_was_broken_off_are_no_part_of_the_next(tmp_path, monkeypatch):
-    whole = made(tmp_path)
+    whole = made(tmp_path, use_score_scaling=True)
     torch.manual_seed(1)
     whole.step({}, rollout(RESPONSES), SCORES)
-    cut = made(tmp_path)
+    cut = made(tmp_path, use_score_scaling=True)
     backward, calls = cut._backward_micro_batch, []
 
-    def runs_out_of_memory(*arguments):
+    def fails(*arguments):
         calls.append(1)
         if len(calls) == 2:
-            raise torch.OutOfMemoryError("in the second micro-batch")
+            raise KeyboardInterrupt
         return backward(*arguments)
 
-    monkeypatch.setattr(cut, "_backward_micro_batch", runs_out_of_memory)
+    monkeypatch.setattr(cut, "_backward_micro_batch", fails)
     before = weights(cut)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(KeyboardInterrupt):
         cut.step({}, rollout(RESPONSES), SCORES)
     assert same(before, weights(cut)) and not any(module.training for module in cut.roles.modules())
     torch.manual_seed(1)
     cut.step({}, rollout(RESPONSES), SCORES)
     assert same(weights(whole), weights(cut))
+    assert cut.score_shaper.moments == whole.score_shaper.moments and cut.score_shaper.moments.seen == 4
 
 
 def test_steps_are_taken_though_another_trainer_stopped_while_it_accumulated(tmp_path):
@@ -74,9 +77,15 @@ def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path
         return metrics
 
     monkeypatch.setattr(ours, "_backward_micro_batch", overflows)
-    with pytest.raises(SelfCheckError, match=r"the gradient's norm is nan at update 2.*Go on from the last checkpoint"):
+    stats = ours.step({}, rollout(RESPONSES), SCORES)  # its two optimizer steps are passed over
+    assert same(before, weights(ours)) and stats["optimizer_steps"] == 0 and stats["skipped_steps"] == 2
+    wrong = r"the gradient's norm is nan at step 3, and 3 optimizer steps in a row.*Go on from the last checkpoint"
+    with pytest.raises(SelfCheckError, match=wrong):
         ours.step({}, rollout(RESPONSES), SCORES)
     assert same(before, weights(ours))
+    rows = read_jsonl(tmp_path / "not_finite.jsonl")
+    assert [row["response_ids"] for row in rows] == RESPONSES
+    assert load_file(tmp_path / "not_finite.safetensors")["scores"].tolist() == SCORES.tolist()
 
 
 def test_parts_of_a_rollout_whose_update_failed_are_not_those_of_the_next(tmp_path, monkeypatch):

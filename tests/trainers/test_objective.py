@@ -1,7 +1,10 @@
 """The terms of an update, each against the formula written out on whole logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from peft import LoraConfig
 from torch.distributions import Categorical, kl_divergence
 
 from tests.conftest import lora, needs_trl_loop, randomize, shared_base, tiny_model
@@ -15,19 +18,19 @@ RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
 SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
 
 
-def base_with_a_copied_reference():
+def base_with_a_copied_reference(adapter=lora):
     """The reference is a frozen adapter with dropout of its own, which must not be active in the update."""
     base = SharedBase(tiny_model())
-    base.add_role("policy", lora())
-    base.add_role("reference", lora(lora_dropout=0.5))
+    base.add_role("policy", adapter())
+    base.add_role("reference", adapter(lora_dropout=0.5))
     base.add_role("value", lora())
     base.add_role("reward", lora())
     return randomize(base, "policy", "reference", "value", "reward")
 
 
-def prepared(folder, **changes):
+def prepared(folder, base=None, **changes):
     """A trainer with an experience whose policy has moved since the rollout."""
-    ours = trainer(folder, base_with_a_copied_reference(), **{"kl_coef": 0.3, "vf_coef": 0.0, **changes})
+    ours = trainer(folder, base or base_with_a_copied_reference(), **{"kl_coef": 0.3, "vf_coef": 0.0, **changes})
     ours._prepare_training()
     experience = ours._make_experience(rollout(RESPONSES), SCORES)
     ours._ratio_checked = True  # it is not 1 any more
@@ -83,6 +86,16 @@ def literal_objective(ours, experience, terms):
     )
 
 
+def assert_gradient_of_the_formula(ours, experience, terms):
+    metrics, found = gradient_of(ours, experience)
+    for parameter in ours.roles.parameters_of("policy"):
+        parameter.grad = None
+    literal_objective(ours, experience, terms).backward()
+    for parameter, ours_grad in zip(ours.roles.parameters_of("policy"), found, strict=True):
+        assert (ours_grad - parameter.grad).abs().max() < RELATIVE * parameter.grad.abs().max()
+    return metrics
+
+
 SETTINGS = {
     "none": {},
     "entropy": {"entropy_coef": 0.7},
@@ -97,14 +110,19 @@ SETTINGS = {
 def test_each_term_has_the_gradient_of_its_formula(terms, micro_batch, tmp_path):
     size = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 4 // micro_batch}
     ours, experience = prepared(tmp_path, logprob_chunk_size=4, **size, **SETTINGS[terms])
-    metrics, found = gradient_of(ours, experience)
-    for parameter in ours.roles.parameters_of("policy"):
-        parameter.grad = None
-    literal_objective(ours, experience, terms).backward()
-    for parameter, ours_grad in zip(ours.roles.parameters_of("policy"), found, strict=True):
-        assert (ours_grad - parameter.grad).abs().max() < RELATIVE * parameter.grad.abs().max()
+    metrics = assert_gradient_of_the_formula(ours, experience, terms)
     assert ("kl_loss" in metrics) == ("kl_penalty_in" in SETTINGS[terms])
     assert ("token_entropy" in metrics) == ("entropy_coef" in SETTINGS[terms])
+
+
+def test_a_reference_with_a_part_on_lm_head_draws_nothing_in_the_update(tmp_path):
+    """Its logits are made in the policy's pass, which is in training mode."""
+
+    def on_lm_head(**dropout):
+        return LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"], **dropout)
+
+    made = prepared(tmp_path, base_with_a_copied_reference(on_lm_head), **SETTINGS["full"])
+    assert_gradient_of_the_formula(*made, "full")
 
 
 def test_the_terms_change_the_gradient(tmp_path):
@@ -213,15 +231,18 @@ def test_cut_responses_are_bootstrapped_from_the_value_role(value, tmp_path):
     for way in ("terminal", "bootstrap"):
         ours = trainer(tmp_path, shared_base(value=value), truncated_as=way, **settings)
         ours._prepare_training()
-        found[way] = ours._make_experience(rollout(RESPONSES), SCORES).advantages
+        cut = replace(rollout(RESPONSES), ended=[True, False, False, True])  # of two lengths
+        found[way] = ours._make_experience(cut, SCORES).advantages
     difference = found["bootstrap"] - found["terminal"]
-    assert not difference[[0, 2, 3]].any()  # they ended by themselves
-    with torch.no_grad(), ours.roles.role("value"):
-        hidden = ours.roles.hidden_states(torch.tensor([PROMPTS[1] + RESPONSES[1]]), None)
-        after = ours.roles.head("value")(hidden[0, -1]).item()
-    assert abs(after) > 0.01
-    expected = [0.9 * after * (0.9 * 0.8) ** (5 - t) for t in range(6)]
-    assert difference[1].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert not difference[[0, 3]].any()  # they ended by themselves
+    for row in (1, 2):
+        with torch.no_grad(), ours.roles.role("value"):
+            hidden = ours.roles.hidden_states(torch.tensor([PROMPTS[row] + RESPONSES[row]]), None)
+            after = ours.roles.head("value")(hidden[0, -1]).item()
+        assert abs(after) > 0.01
+        last = len(RESPONSES[row]) - 1
+        expected = [0.9 * after * (0.9 * 0.8) ** (last - t) for t in range(last + 1)]
+        assert difference[row, : last + 1].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_short_responses_are_punished(tmp_path):

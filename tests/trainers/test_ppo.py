@@ -10,7 +10,7 @@ from transformers import TrainerCallback, set_seed
 from tests.conftest import lora, shared_base, tiny_model
 from tests.tolerances import EXACT
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
-from toolkit.data import PromptCollator, doubling
+from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import ConfigError, DataError, RewardError, ToolkitError
 from toolkit.models import Sequences, SharedBase, sequences
 from toolkit.reports import MetricsFile
@@ -45,20 +45,31 @@ def test_the_loop_of_a_notebook_is_what_train_does(tmp_path):
     results = []
     for by_hand in (False, True):
         set_seed(0)
-        ours = trainer(tmp_path, fresh_seed(), max_steps=3)
+        ours = trainer(tmp_path, fresh_seed(), max_steps=6)  # a pass has four batches
         if by_hand:
-            for batch in ours.dataloader:
+            for batch in ours.batches():
                 responses = ours.generate(batch)
                 scores = ours.score(batch, responses)
                 ours.step(batch, responses, scores)
-                if ours.state.global_step == 3:
-                    break
         else:
             ours.train()
+        assert ours.state.global_step == 6
         results.append(snapshot(ours.roles))
     assert results[0].keys() == results[1].keys()
     for name in results[0]:
         assert torch.equal(results[0][name], results[1][name]), name
+
+
+def test_a_step_after_the_last_one_says_that_the_run_is_over(tmp_path):
+    ours = trainer(tmp_path, max_steps=1)
+    responses = rollout([[5, 2], [5, 6], [7, 2], [9, 6]])
+    ours.step({}, responses, torch.arange(4.0))
+    before = snapshot(ours.roles)
+    with pytest.warns(
+        UserWarning, match="the 1 updates of this run are done, .* a learning rate of 0.0e.00. Raise max_steps"
+    ):
+        ours.step({}, responses, torch.arange(4.0))
+    assert not changed(before, ours.roles)
 
 
 def fresh_seed():
@@ -436,14 +447,14 @@ def test_full_kl_is_the_penalty_and_all_else_stays(value, tmp_path):
 
 @pytest.mark.parametrize(("target", "direction"), [(1e-3, 1), (1e3, -1), (None, 0)])
 def test_the_adaptive_controller_moves_the_coefficient(target, direction, tmp_path):
-    ours = trainer(tmp_path, kl_target=target, kl_horizon=100, max_steps=3)
+    ours = trainer(tmp_path, kl_target=target, kl_horizon=100, max_steps=2)
     coefficients = []
-    for batch in ours.dataloader:
-        responses = ours.generate(batch)
+    for batch in ours.batches():
+        responses = concatenate([ours.generate(batch), ours.generate(batch)])  # of two rollouts
         coefficients.append(ours.step(batch, responses, [1.0] * len(responses))["kl_coef"])
     assert coefficients[0] == 0.1
-    # 4 responses of a horizon of 100: the error, at most a fifth, counts for 4 %.
-    assert coefficients[1] == pytest.approx(0.1 * (1 + direction * 0.2 * 0.04))
+    # 8 responses of a horizon of 100: the error, at most a fifth, counts for 8 %.
+    assert coefficients[1] == pytest.approx(0.1 * (1 + direction * 0.2 * 0.08))
 
 
 def test_prompts_are_drawn_with_replacement_where_asked(tmp_path):

@@ -30,6 +30,7 @@ from toolkit.errors import CheckpointError, RewardError, RunInterrupted
 from toolkit.rewards import WeightedSum
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
 def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
     whole = make(stage, tmp_path / "whole")

@@ -112,6 +112,13 @@ def test_short_responses_are_dropped_as_if_they_had_never_been(tmp_path):
     assert dropped.state.episode == 4  # all of them were answered and scored
 
 
+def test_parts_of_a_sum_are_logged_of_the_rows_that_are_learnt_from(tmp_path):
+    both = WeightedSum({"length": lambda r: r.lengths, "one": lambda r: [1.0] * len(r)})
+    ours, answers = trainer(tmp_path, shared_base(), both, **DROP), rollout(RESPONSES)
+    stats = ours.step({}, answers, ours.score({}, answers))
+    assert (stats["score/length"], stats["score/one"], stats["score"]) == (3.5, 1.0, 4.5)
+
+
 def test_what_is_left_is_divided_into_mini_batches(tmp_path):
     ours = trainer(tmp_path, shared_base(), num_mini_batches=4, num_ppo_epochs=2, **DROP)
     seen = []

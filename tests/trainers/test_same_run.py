@@ -33,6 +33,16 @@ def test_a_base_that_changed_is_refused(stage, tmp_path):
         other.train(resume_from_checkpoint=True)
 
 
+def test_another_precision_is_gone_on_with_and_said(tmp_path):
+    """As where `auto` is another on the machine that goes on."""
+    make(reward_pairs, tmp_path, max_steps=1).train()
+    other = make(reward_pairs, tmp_path, max_steps=2)
+    other.roles.causal_lm.to(torch.bfloat16)
+    with pytest.warns(UserWarning, match="with its model in float32, and goes on in bfloat16: not exact"):
+        other.train(resume_from_checkpoint=True)
+    assert other.state.global_step == 2
+
+
 def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path, monkeypatch):
     whole = ResumableTrainer._whole_state
     with monkeypatch.context() as patch:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.conftest import lora, shared_base, tiny_model
-from tests.trainers.helpers import rollout, trainer
+from tests.trainers.helpers import PROMPTS, rollout, trainer
 from toolkit.data import doubling
 from toolkit.errors import SelfCheckError
 from toolkit.models import SharedBase
@@ -85,6 +85,26 @@ def test_gradients_that_are_zero_or_not_finite_are_noticed():
     base.parameters_of("policy")[0].grad = None
     with pytest.raises(SelfCheckError, match="got no gradient"):
         self_checks.check_gradients(base, ["policy"])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses"),
+    [(PROMPTS[:1], [[5]]), (PROMPTS[:1] * 4, [[2]] * 4)],
+    ids=["one token", "equal ends"],
+)
+def test_an_update_that_has_nothing_to_teach_stops_no_run(prompts, responses, tmp_path, monkeypatch):
+    """Its whitened advantages are 0. What the check is for is found at the next update."""
+    ours = trainer(tmp_path, max_steps=4)
+    ours.step({}, rollout(responses, prompts), torch.ones(len(responses)))
+    plain = ppo.policy_objective
+
+    def without_gradient(*given, **named):
+        loss, metrics = plain(*given, **named)
+        return 0.0 * loss, metrics
+
+    monkeypatch.setattr(ppo, "policy_objective", without_gradient)
+    with pytest.raises(SelfCheckError, match='the first gradient of the role "policy" is zero everywhere'):
+        ours.step({}, rollout([[5, 9, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
 
 
 def test_a_ratio_other_than_one_is_noticed(tmp_path, monkeypatch):

@@ -1,24 +1,36 @@
 """The same step by two processes as by one, which other tests hold against TRL and torch."""
 
+import errno
 import hashlib
+import json
+import shutil
 import signal
+import tempfile
+import warnings
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import BitsAndBytesConfig, TrainerCallback
 
+from tests.conftest import lora, randomize, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers import resumable
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from tests.trainers.resumable import TIMING
 from tests.trainers.test_value_options import base_with, classifier
 from toolkit import processes
+from toolkit.checkpoints import newest_whole, problem_of
 from toolkit.errors import RunInterrupted, ToolkitError
-from toolkit.models import ValueModel
+from toolkit.models import SharedBase, ValueModel, load_base
 from toolkit.rewards import DenseScores, check_scores
+from toolkit.trainers import resume
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
+LONG = [[12, 13, 2], [9, 8, 7] * 10, [20, 30, 2], [5, 6, 2]]  # one is ten times as long
 SCORES = [1.0, -1.0, 0.5, 2.0]
 
 CASES = {
@@ -30,30 +42,82 @@ CASES = {
     "bootstrapped": {"truncated_as": "bootstrap"},
     "dense scores": {},
     "a base of its own": {},
+    "one response ten times as long": {"response_length": 30},
 }  # fmt: skip
 
 
 def gradients(folder, case, rows):
     """Metrics and all gradients of the first mini-batch, from rollouts that are given."""
-    settings = CASES[case]
     base = base_with(ValueModel(classifier(), None)) if case == "a base of its own" else None
-    ours = trainer(Path(folder) / str(processes.rank()), base, **settings)
+    ours = trainer(Path(folder) / str(processes.rank()), base, **CASES[case])
+    given = rollout(LONG if case == "one response ten times as long" else RESPONSES)
+    dense = DenseScores(tokens=[[0.1 * token for token in ids] for ids in given.response_ids])
+    return gradients_of(ours, given, dense if case == "dense scores" else torch.tensor(SCORES), rows)
+
+
+def gradients_of(ours, given, scores, rows):
     ours._prepare_training()
-    dense = DenseScores(tokens=[[0.1 * token for token in ids] for ids in RESPONSES])
-    scores = check_scores(dense if case == "dense scores" else torch.tensor(SCORES), rollout(RESPONSES))
-    metrics = ours._backward_mini_batch(ours._make_experience(rollout(RESPONSES), scores), rows)
+    experience = ours._make_experience(given, check_scores(scores, given))
+    metrics = ours._backward_mini_batch(experience, rows)
     roles = ours.roles.trained_roles
     return metrics, [p.grad.numpy() for role in roles for p in ours.roles.parameters_of(role) if p.grad is not None]
+
+
+def assert_gradients(found, expected):
+    metrics, alone = expected
+    assert found[0] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    apart = [one - other for one, other in zip(alone, found[1], strict=True)]
+    assert norm(apart) <= 1e-5 * norm(alone)
+    for difference, one in zip(apart, alone, strict=True):
+        assert abs(difference).max() <= RELATIVE * max(abs(one).max(), 1e-6)
+
+
+def norm(tensors):
+    return float(np.linalg.norm(np.concatenate([tensor.ravel() for tensor in tensors])))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_a_mini_batch(case, two, tmp_path):
     for rows in ([0, 1, 2, 3], [1, 0, 2], [3]):  # of one row, one process has none
-        metrics, alone = gradients(tmp_path, case, rows)
-        for found, divided in two(gradients, tmp_path, case, rows):
-            assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-            for one, other in zip(alone, divided, strict=True):
-                assert abs(one - other).max() <= 1e-5 * max(abs(one).max(), 1e-6)
+        alone = gradients(tmp_path, case, rows)
+        for found in two(gradients, tmp_path, case, rows):
+            assert_gradients(found, alone)
+
+
+def test_gradients_of_fewer_rows_than_processes(four, tmp_path):
+    alone = gradients(tmp_path, "separate", [1, 3])
+    for found in four(gradients, tmp_path, "separate", [1, 3]):
+        assert_gradients(found, alone)
+
+
+def rounded_gradients(folder, checkpoint, micro_batch):
+    """Of a base in bfloat16, in NF4 if there is a checkpoint, as one vector."""
+    if checkpoint is None:
+        base = SharedBase(tiny_model().to(torch.bfloat16))
+    else:
+        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        base = SharedBase(load_base(checkpoint, dtype="bfloat16", quantization=nf4))
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    base.add_role("value", lora())
+    randomize(base, "policy", "value")
+    settings = {"bf16": True, "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 4}
+    ours = trainer(Path(folder) / str(processes.rank()), base, count_reward(7), **settings)
+    _, found = gradients_of(ours, rollout(RESPONSES), torch.tensor(SCORES), [0, 1, 2, 3])
+    return np.concatenate([gradient.ravel() for gradient in found])
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_in_less_precision_gradients_part_no_further_than_by_other_micro_batches(nf4, two, tmp_path):
+    checkpoint = None
+    if nf4:
+        tiny_model(size=128).save_pretrained(tmp_path / "checkpoint")
+        checkpoint = str(tmp_path / "checkpoint")
+    alone = rounded_gradients(tmp_path, checkpoint, 4)
+    regrouped = max(np.linalg.norm(rounded_gradients(tmp_path, checkpoint, size) - alone) for size in (1, 2, 3))
+    assert 0 < regrouped < 0.1 * np.linalg.norm(alone)
+    for divided in two(rounded_gradients, tmp_path, checkpoint, 4):
+        assert np.linalg.norm(divided - alone) <= 2 * regrouped
 
 
 def trained(folder, stage, changes):
@@ -110,6 +174,67 @@ def test_three_steps_of_every_stage(stage, two, tmp_path):
         assert abs(value - of_one[name]).max() < 1e-6, name
 
 
+ADAM = {**SGD, "optim": "adamw_torch", "learning_rate": 1e-3}
+
+
+@cache
+def initial(stage):
+    """The weights that all begin with."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: value.numpy() for name, value in
+                resumable.weights(resumable.make(getattr(resumable, stage), Path(folder))).items()}  # fmt: skip
+
+
+def change(weights, stage):
+    return np.concatenate([(weights[name] - value).ravel() for name, value in initial(stage).items()])
+
+
+@pytest.mark.parametrize("stage", ["sft_policy", "reward_pairs", "q", "ppo"])
+def test_what_three_steps_of_adamw_change(stage, two, tmp_path):
+    """Adam turns a gradient of nearly 0 into a whole step of either sign: the change is compared as one vector."""
+    alone = change(trained(tmp_path, stage, ADAM)[1], stage)
+    (_, one, digest), (_, _, other) = two(trained, tmp_path, stage, ADAM)
+    assert digest == other
+    assert np.linalg.norm(change(one, stage) - alone) <= 1e-3 * np.linalg.norm(alone) > 0
+
+
+FEW = {**SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.3}
+SHORT = {**SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [("ppo", FEW), ("sft_policy", SHORT), ("q", {**SGD, "gradient_accumulation_steps": 3}), ("reward_pairs", SGD)],
+)
+def test_three_steps_where_rows_do_not_divide_or_do_not_suffice(stage, changes, four, tmp_path):
+    history, weights, _ = trained(tmp_path, stage, changes)
+    (divided, found, digest), *others = four(trained, tmp_path, stage, changes)
+    assert [digest] * 3 == [other for *_, other in others]
+    for row, ours in zip(history, divided, strict=True):
+        assert ours == pytest.approx(row, rel=1e-4, abs=1e-5)
+    for name, value in weights.items():
+        assert abs(value - found[name]).max() < 1e-5, name
+
+
+def measured(folder, stage, size):
+    """Held-out loss and TRL's metrics, and how many batches this process has read for them."""
+    folder, read = Path(folder) / f"{processes.count()}-{processes.rank()}", []
+    made = resumable.make(getattr(resumable, stage), folder, per_device_eval_batch_size=size)
+    compute_loss = made.compute_loss
+    made.compute_loss = lambda *arguments, **named: (read.append(1), compute_loss(*arguments, **named))[1]
+    metrics = made.evaluate()
+    return {name: value for name, value in metrics.items() if not any(t in name for t in (*TIMING, "time"))}, len(read)
+
+
+@pytest.mark.parametrize(("stage", "size"), [("sft_policy", 2), ("reward_pairs", 5), ("reward_classes", 3)])
+def test_held_out_batches_are_divided(stage, size, four, tmp_path):
+    metrics, batches = measured(tmp_path, stage, size)
+    found = four(measured, tmp_path, stage, size)
+    assert sum(read for _, read in found) == batches and max(read for _, read in found) == -(-batches // 4)
+    for divided, _ in found:
+        assert divided == pytest.approx(metrics, rel=1e-6)
+
+
 class _Signal(TrainerCallback):
     """A signal to one of the processes in the second step."""
 
@@ -138,13 +263,68 @@ def goes_on(folder, stage, resume):
     return made.state.global_step, digest_of(made)
 
 
-@pytest.mark.parametrize("stage", ["reward_pairs", "ppo"])
-def test_a_signal_to_one_stops_all_at_the_same_step_and_the_run_goes_on_to_the_same_bits(stage, two, tmp_path):
-    stops = two(stopped, tmp_path / "stopped", stage, 1)
+@pytest.mark.parametrize(("stage", "rank"), [("reward_pairs", 0), ("ppo", 1)])
+def test_a_signal_to_one_stops_all_at_the_same_step_and_the_run_goes_on_to_the_same_bits(stage, rank, two, tmp_path):
+    stops = two(stopped, tmp_path / "stopped", stage, rank)
     assert stops[0] == stops[1] and stops[0][0] == 2 and "stopped by SIGTERM after step 2 of 6" in stops[0][1]
     whole = two(goes_on, tmp_path / "whole", stage, None)
     assert whole[0] == whole[1]  # each with dropout of its own
     assert two(goes_on, tmp_path / "stopped", stage, True) == whole
+
+
+def goes_on_saying(folder):
+    """What is said of processes, and the first responses of a run that goes on."""
+    resumable.disturb()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = resumable.make(resumable.ppo, Path(folder), logging_steps=1)
+        made.train(resume_from_checkpoint=True)
+    if processes.is_main():
+        rows = [json.loads(line) for line in (Path(folder) / "rollouts.jsonl").read_text().splitlines()]
+        first = [row["response"] for row in rows if row["step"] == 3]
+        return digest_of(made), [str(one.message) for one in said if "processes" in str(one.message)], first
+    return digest_of(made), None, None
+
+
+def test_another_number_goes_on_as_one_would_and_says_so(two, four, tmp_path):
+    two(stopped, tmp_path / "two", "ppo", 1)
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    main, *others = four(goes_on_saying, tmp_path / "two")
+    assert [digest for digest, *_ in others] == [main[0]] * 3
+    assert "was written by 2 of them, and 4 go on: rows are sampled the same" in main[1][0]
+    _, said, first = goes_on_saying(tmp_path / "one")
+    assert "was written by 2 of them, and 1 go on" in said[0]
+    assert first == main[2] and len(first) == len(PROMPTS)
+
+
+def fails_to_save(folder):
+    """A run whose disk is full when the main process writes its second checkpoint."""
+    whole, written = resume.checkpoints.whole_folder, []
+
+    @contextmanager
+    def full(path):
+        written.append(path)
+        with whole(path) as aside:
+            yield aside
+            if len(written) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    made = resumable.make(resumable.ppo, Path(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume.checkpoints, "whole_folder", full)
+        try:
+            made.train()
+        except ToolkitError as error:
+            return len(written), type(error).__name__, str(error)
+
+
+def test_a_full_disk_of_the_main_process_ends_all_and_leaves_the_last_checkpoint(two, tmp_path):
+    main, other = two(fails_to_save, tmp_path)
+    assert main[:2] == (2, "CheckpointError") and "cannot be written" in main[2] and "No space left" in main[2]
+    assert other[:2] == (0, "PeerError") and "process 0 of 2: CheckpointError" in other[2]
+    left = newest_whole(tmp_path, say=print)
+    assert left == tmp_path / "checkpoint-1" and problem_of(left) is None
+    assert [step for step, _ in two(goes_on, tmp_path, "ppo", True)] == [resumable.STEPS] * 2
 
 
 def scored_by(folder, rank):
@@ -175,6 +355,32 @@ def test_a_function_scores_once_and_its_error_reaches_all(two, tmp_path):
     (_, said, _), (_, heard, _) = two(scored_by, tmp_path, 0)
     assert said.startswith("the reward raised ValueError: no score today") and "no score today" in heard
     assert two(scored_by, tmp_path, 1) == [main, other]  # where it is not called, it cannot fail
+
+
+def scored_by_adapter(folder, rank):
+    """By the reward adapter, whose rows are divided, and which fails in one process."""
+    ours = trainer(Path(folder) / str(processes.rank()))
+    batch = ours.next_batch()
+    responses = ours.generate(batch)
+
+    def fails(*_):
+        if processes.rank() == rank:
+            raise ValueError("no score today")
+
+    ours.roles.causal_lm.register_forward_pre_hook(fails)
+    ours.roles.causal_lm.model.register_forward_pre_hook(fails)
+    try:
+        ours.score(batch, responses)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_reward_that_is_divided_and_fails_in_one_process_ends_all(rank, two, tmp_path):
+    answers = two(scored_by_adapter, tmp_path, rank)
+    assert "ValueError: no score today" in answers[rank][1] and answers[rank][0] != "PeerError"
+    assert answers[1 - rank][0] == "PeerError" and f"process {rank} of 2: " in answers[1 - rank][1]
+    assert "no score today" in answers[1 - rank][1]
 
 
 def evaluated(folder, prompts):

@@ -15,6 +15,7 @@ from toolkit.trainers import ppo_config, trl_compat
 OURS = {f.name: f for f in fields(trl_compat.PPOFields)}
 
 
+@pytest.mark.smoke
 def test_what_is_installed_is_told_by_what_it_has():
     assert (Version(version("trl")) < Version("1.13")) == trl_compat.HAS_PPO
     if not trl_compat.HAS_PPO:

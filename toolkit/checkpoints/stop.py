@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from toolkit import phases
+
+_AT_ONCE = "A second Ctrl-C ends it at once, without this."
+
 
 @dataclass
 class StopRequest:
@@ -34,14 +38,20 @@ def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Inside, the first SIGINT or SIGTERM is noted instead of ending the process; a second Ctrl-C ends it at once."""
+def stop_requests(meets: Callable[[], str]) -> Iterator[StopRequest]:
+    """Inside, the first SIGINT or SIGTERM is noted instead of ending the process; a second Ctrl-C ends it at once.
+
+    That it was noted is said in the moment, with what `meets` says will be done, since that may be long in coming.
+    """
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and request.received is not None:
             raise KeyboardInterrupt
-        request.received = request.received or signal.Signals(number)
+        if request.received is None:
+            request.received = signal.Signals(number)
+            name = "Ctrl-C" if number == signal.SIGINT else request.received.name
+            phases.tell(f"{name}: {meets()} {_AT_ONCE}")
 
     with signals_to(note):
         yield request

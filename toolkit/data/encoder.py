@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,11 +14,17 @@ from toolkit.errors import DataError
 PROMPT_COLUMNS = {name: name for name in ("input_ids", "messages", "prompt", "query")}
 
 
-def within_limit(ids: list[int], what: str, limit: int | None) -> list[int]:
-    """The ids of a "prompt" or a "response"; raises `Unusable` if they are more than the limit."""
-    if limit is not None and len(ids) > limit:
+OnLong = Literal["leave_out", "cut"]
+
+
+def within_limit(ids: list[int], what: str, limit: int | None, on_long: OnLong = "leave_out") -> list[int]:
+    """The ids of a "prompt" or a "response"; of more than the limit the last ones of a prompt, which ask for the
+    response, and the first ones of a response, without its end. Raises `Unusable` where they are to be left out."""
+    if limit is None or len(ids) <= limit:
+        return ids
+    if on_long == "leave_out":
         raise Unusable(f"a {what} over {limit} tokens", limit=f"max_{what}_length")
-    return ids
+    return ids[-limit:] if what == "prompt" else ids[:limit]
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class PromptEncoder:
     tokenizer: PreTrainedTokenizerBase
     chat: bool = True
     system: str | None = None
+    on_long: OnLong = "leave_out"
 
     def __post_init__(self) -> None:
         if self.system is not None and not self.chat:
@@ -49,7 +56,10 @@ class PromptEncoder:
         ids = self.ids(text, special=not self.chat)
         if not ids:
             raise Unusable("an empty prompt")
-        encoded = {"input_ids": within_limit(ids, "prompt", limit), "prompt": text}
+        kept = within_limit(ids, "prompt", limit, self.on_long)
+        if len(kept) < len(ids):
+            text = self.tokenizer.decode(kept)
+        encoded = {"input_ids": kept, "prompt": text}
         return encoded if messages is None else {**encoded, "messages": messages}
 
     def _written(self, messages: Messages) -> str:
@@ -127,7 +137,7 @@ class PromptEncoder:
         if value is None:
             raise Unusable("an empty prompt")
         if kind == "input_ids":
-            ids = within_limit(self.checked_ids(value, kind), "prompt", limit)
+            ids = within_limit(self.checked_ids(value, kind), "prompt", limit, self.on_long)
             if not ids:
                 raise Unusable("an empty prompt")
             return {"input_ids": ids}

@@ -70,8 +70,10 @@ class Preferences(SplitTask):
         chosen, rejected = (self._encoder.response(text, prompt) for text in (pair.chosen, pair.rejected))
         if chosen == rejected:
             raise Unusable("chosen and rejected are equal")
-        for ids in (chosen, rejected):
-            within_limit(ids, "response", self.max_response_length)
+        limit, long = self.max_response_length, self.on_long
+        chosen, rejected = (within_limit(ids, "response", limit, long) for ids in (chosen, rejected))
+        if chosen == rejected:
+            raise Unusable("chosen and rejected are equal once cut")
         asked = prompt["input_ids"]
         encoded = {**prompt, "chosen_ids": asked + chosen, "rejected_ids": asked + rejected}
         return encoded if pair.margin is None else {**encoded, "margin": pair.margin}

@@ -16,6 +16,8 @@ class Rollout:
         response_ids: token ids of each response, up to and including the stop token if there is one.
         ended: True where the response ended by a stop token, False where the length limit cut it.
         columns: the data set's other columns, one entry a prompt.
+        gaps: what stands between the texts of prompt and response where both are read as one: the space with which
+            Llama 2's tokenizer begins a word, and which it leaves out of a response that is decoded alone.
     """
 
     prompts: Sequence[str]
@@ -24,6 +26,7 @@ class Rollout:
     response_ids: Sequence[Sequence[int]]
     ended: Sequence[bool]
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    gaps: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -33,8 +36,23 @@ class Rollout:
         """Tokens of each response, its stop token included."""
         return [len(ids) for ids in self.response_ids]
 
+    @property
+    def continuations(self) -> list[str]:
+        """The responses as they stand after the text of their prompts."""
+        gaps = self.gaps or [""] * len(self)
+        return [gap + response for gap, response in zip(gaps, self.responses, strict=True)]
 
-_ROWS = ("prompts", "responses", "prompt_ids", "response_ids", "ended")
+    def sequences(self, *, eos_token_id: int) -> list[list[int]]:
+        """Ids of prompt and response, as a reward is trained on them: whichever stop token ended a response, it is
+        `eos_token_id` here."""
+        rows = zip(self.prompt_ids, self.response_ids, self.ended, strict=True)
+        return [
+            [*prompt, *response[:-1], eos_token_id] if ended else [*prompt, *response]
+            for prompt, response, ended in rows
+        ]
+
+
+_ROWS = ("prompts", "responses", "prompt_ids", "response_ids", "ended", "gaps")
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
@@ -46,4 +64,5 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
 def select(rollout: Rollout, rows: Sequence[int]) -> Rollout:
     """Some rows of a rollout, in the order given."""
     columns = {key: [values[i] for i in rows] for key, values in rollout.columns.items()}
-    return Rollout(**{name: [getattr(rollout, name)[i] for i in rows] for name in _ROWS}, columns=columns)
+    given = {name: values for name in _ROWS if (values := getattr(rollout, name))}
+    return Rollout(**{name: [values[i] for i in rows] for name, values in given.items()}, columns=columns)

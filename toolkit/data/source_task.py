@@ -1,13 +1,16 @@
 """What all tasks that read their rows from sources have in common."""
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.encoder import PromptEncoder
+from toolkit import phases
+from toolkit.data.encoder import OnLong, PromptEncoder
 from toolkit.data.files import listed, shown
 from toolkit.data.messages import Messages
 from toolkit.data.rows import Split, Unusable, check_columns, draw_held_out, usable_rows
@@ -35,6 +38,8 @@ class SourceTask(Task):
             that the tokenizer adds.
         system: a system message before each prompt that has none; None gives none, and "" an empty one, which keeps
             a template's own default system message away.
+        on_long: whether a prompt or response over its limit is left out, or cut: of a prompt the last tokens stay, of
+            a response the first.
         max_train_rows: at most so many rows for training, the first that can be used. None takes all.
     """
 
@@ -45,6 +50,7 @@ class SourceTask(Task):
     name: str | None = None
     chat: bool = True
     system: str | None = None
+    on_long: OnLong = "leave_out"
     max_train_rows: int | None = None
 
     known_columns: ClassVar[tuple[str, ...]] = ()
@@ -61,13 +67,16 @@ class SourceTask(Task):
         for name, value in vars(self).items():
             if name.startswith("max_"):
                 _check_positive(name, value)
+        if self.on_long != "leave_out" and not hasattr(self, "max_prompt_length"):
+            wrong = f"it has no effect on {self.unit}, which have no limit here."
+            raise DataError(wrong, field="on_long", remedy="The sft stage cuts rows by its max_length.")
         if not self.may_be_plain:
             self._encoder.check_template()
         _ = self._encoder  # what does not fit is found before anything is read
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
-        return PromptEncoder(self.tokenizer, self.chat, self.system)
+        return PromptEncoder(self.tokenizer, self.chat, self.system, self.on_long)
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         """One row as the stage reads it; the first of the source may decide how."""
@@ -81,6 +90,24 @@ class SourceTask(Task):
     @cached_property
     def _splits(self) -> dict[str, Split]:
         return {"train": self._read("train", self.train, self.max_train_rows)}
+
+    def prompts_of(self, rows: Any) -> Dataset:
+        """Rows in memory as prompts: texts, or mappings with the columns of a file of prompts, or ready `input_ids`."""
+
+        def encode(place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+            column, prompt = self._encoder.row(place, row, first, None, getattr(self, "max_prompt_length", 512))
+            text = prompt.get("prompt", self.tokenizer.decode(prompt["input_ids"]))
+            return {name: item for name, item in row.items() if name != column} | prompt | {"prompt": str(text)}
+
+        if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
+            return rows
+        given = (dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows)
+        numbered = ((f"row {number}", row) for number, row in enumerate(given, 1))
+        part = usable_rows(numbered, encode, split="train_dataset", source="the rows given")
+        if part.left_out:
+            phases.tell(f"train_dataset: {part.report('prompts')}")
+        names = dict.fromkeys(["input_ids", "prompt", *chain.from_iterable(part.rows)])
+        return Dataset.from_dict({name: [row.get(name) for row in part.rows] for name in names})
 
     @property
     def chats(self) -> bool:

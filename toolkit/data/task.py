@@ -1,7 +1,7 @@
 """What a run asks of its data."""
 
 from collections import Counter
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -52,6 +52,14 @@ class Task:
     def prompts(self, split: str) -> Dataset:
         """Column `input_ids`, and those that go to the reward and the metrics."""
         raise self._lacks("prompts")
+
+    def prompts_of(self, rows: Any) -> Dataset:
+        """Rows in memory as prompts: a data set, or mappings, with a column `input_ids`."""
+        dataset = rows if isinstance(rows, Dataset) else Dataset.from_list([dict(row) for row in rows])
+        if "input_ids" not in dataset.column_names:
+            wrong = f"prompts in memory need a column input_ids; present: {', '.join(dataset.column_names)}."
+            raise DataError(wrong, field="train_dataset")
+        return dataset
 
     def rated(self, split: str) -> Dataset:
         """Columns `prompt_ids`, `response_ids`, `rewards` (a number or None a token) and `ended`."""

@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, and entropies, without a vocabulary-sized tensor for all of them at once."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +47,14 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk_size: int = 128,
+    frozen_head: bool = False,
 ) -> Tensor:
     """log softmax(lm_head(hidden) / temperature) at `tokens`: float32 (...).
 
-    The head runs on `chunk_size` positions at a time and its logits are recomputed in the backward
-    pass, so that the peak is chunk_size·V numbers however long the response is. (One 512-token
-    response of Llama 3 has 263 MB of float32 logits.)
+    The head runs on `chunk_size` positions at a time, and its logits are recomputed in the backward pass, so that the
+    peak is some chunk_size·V numbers however long the response is. (One 512-token response of Llama 3 has 263 MB of
+    float32 logits.) A frozen head's are not: the gradient of each state, Wᵀ (1[v = token] − p(v)) / temperature up to
+    the factor that the backward pass brings, is made while they are there.
 
     Args:
         hidden: (..., H), the state from which each token is predicted.
@@ -59,14 +62,55 @@ def token_logprobs(
         tokens: int64 (...), the leading dimensions of `hidden`.
         temperature: positive; the one that the tokens were sampled with.
         chunk_size: positions for which logits exist at a time.
+        frozen_head: nothing that `lm_head` depends on trains; each of its rows depends on that row of `hidden` alone.
     """
 
     def of_chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
-        logits = lm_head(hidden).float() / temperature  # (chunk, V)
-        return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, dim=-1)
+        log_p = _log_softmax(lm_head(hidden), temperature)  # (chunk, V)
+        return log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     flat = _flat(hidden, tokens, temperature)
+    if frozen_head and torch.is_grad_enabled() and hidden.requires_grad:
+        return _OfFrozenHead.apply(*flat, lm_head, temperature, chunk_size).view(tokens.shape)
     return in_chunks(of_chunk, *flat, chunk_size=chunk_size).view(tokens.shape)
+
+
+class _OfFrozenHead(torch.autograd.Function):
+    """`token_logprobs` of states (N, H) and tokens (N,), which keeps the gradient of each state: (N, H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, tokens: Tensor, lm_head: Callable[[Tensor], Tensor], temperature: float, size: int
+    ) -> Tensor:
+        gradients: list[Tensor] = []
+
+        def of_chunk(states: Tensor, tokens: Tensor) -> Tensor:
+            with torch.enable_grad():
+                states = states.detach().requires_grad_()
+                logits = lm_head(states)
+            log_p = _log_softmax(logits.detach(), temperature)
+            token = tokens.unsqueeze(1)
+            sampled = log_p.gather(1, token)
+            of_logits = log_p.exp_().neg_().scatter_add_(1, token, torch.ones_like(sampled))
+            of_logits = of_logits if temperature == 1.0 else of_logits.div_(temperature)
+            gradients.extend(torch.autograd.grad(logits, states, of_logits.to(logits.dtype)))
+            return sampled.squeeze(1)
+
+        logprobs = in_chunks(of_chunk, hidden, tokens, chunk_size=size)
+        ctx.save_for_backward(torch.cat(gradients))
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: Tensor) -> tuple[Tensor | None, ...]:
+        (of_states,) = ctx.saved_tensors
+        return (of_logprobs.unsqueeze(1) * of_states).to(of_states.dtype), None, None, None, None
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Of logits (..., V) in any precision, in float32 without a copy in it."""
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
 def token_logprobs_and_entropy(
@@ -83,7 +127,7 @@ def token_logprobs_and_entropy(
     """
 
     def of_chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
-        log_p = (lm_head(hidden).float() / temperature).log_softmax(dim=-1)  # (chunk, V)
+        log_p = _log_softmax(lm_head(hidden), temperature)  # (chunk, V)
         # A token of probability 0 adds nothing, where 0·∞ would be nan.
         entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(dim=-1)
         return torch.stack([log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy])

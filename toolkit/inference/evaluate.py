@@ -10,7 +10,8 @@ from transformers import set_seed
 from toolkit import processes
 from toolkit.inference.saved_run import policy_folder, responds_by_q
 from toolkit.models import load_weights
-from toolkit.reports import Responses, sample_rows, samples_table, write_jsonl, write_result
+from toolkit.phases import phase
+from toolkit.reports import Progress, Responses, sample_rows, samples_table, verdict, write_jsonl, write_result
 from toolkit.runs import build, stage
 from toolkit.runs.folder import EVALUATION
 from toolkit.runs.owned import begin, refuse_others
@@ -31,31 +32,41 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
     if (rows := recipe.task.report()) is not None:
         stage.say(console, f"data: {rows}")
     set_seed(recipe.seed)
-    before, after = (_by_q if responds_by_q(recipe) else _of_policy)(recipe, prompts)
+    with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
+        before, after = (_by_q if responds_by_q(recipe) else _of_policy)(recipe, prompts)
     result = stage.figures(recipe, EVALUATION, started, before.metrics, after.metrics)
     samples = sample_rows(*(Responses.of(evaluation.rollout, evaluation.scores) for evaluation in (before, after)))
     processes.by_main(lambda: write_jsonl(folder / "samples.jsonl", samples))
     processes.by_main(lambda: write_result(folder, result))
     console.print(samples_table(samples))
     stage.print_result(console, result)
+    if said := verdict(result, samples):
+        stage.say(console, said)
     stage.say(console, f"result: {folder / 'result.json'}")
     return result
 
 
 def _of_policy(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation]:
     """Where the policy starts, and what was trained."""
-    roles, pad_token_id = build.placed_roles(recipe, "ppo")
-    evaluator = build.make_evaluator(recipe, build.make_rollouts(recipe, roles), pad_token_id)
-    before = evaluator(prompts)
-    load_weights(roles, "policy", policy_folder(recipe))
-    return before, evaluator(prompts)
+    with phase("load"):
+        roles, pad_token_id = build.placed_roles(recipe, "ppo")
+        evaluator = build.make_evaluator(recipe, build.make_rollouts(recipe, roles), pad_token_id)
+    with phase("answers before"):
+        before = evaluator(prompts)
+    with phase("answers after"):
+        load_weights(roles, "policy", policy_folder(recipe))
+        return before, evaluator(prompts)
 
 
 def _by_q(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation]:
     """The reference, and what Q makes of it."""
     config = build.trainer_config(recipe, "q")
-    roles, pad_token_id = build.placed_roles(recipe, "q", trained=recipe.stage_folder("q") / "q")
+    with phase("load"):
+        roles, pad_token_id = build.placed_roles(recipe, "q", trained=recipe.stage_folder("q") / "q")
     reward = build.make_reward(recipe, roles, pad_token_id, config.per_device_eval_batch_size)
     rollouts = QRollouts(config, recipe.tokenizer, roles, precision(config, roles))
     before, after = (rollouts.evaluator(reward, recipe.task.metrics, by_q=by_q) for by_q in (False, True))
-    return before(prompts), after(prompts)
+    with phase("answers before"):
+        measured = before(prompts)
+    with phase("answers after"):
+        return measured, after(prompts)

@@ -1,6 +1,7 @@
 """Responses of a trained run: to prompts, with the reference's beside them or the best of several; or as a chat."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TextStreamer, set_seed
 
+from toolkit import processes
 from toolkit.data import messages_of_row, read_rows
 from toolkit.disk import check_file
 from toolkit.errors import DataError, printable
@@ -20,7 +22,7 @@ from toolkit.sampling import Sampler, batches, best_of
 from toolkit.spec.recipe import Recipe
 
 Messages = list[dict[str, str]]
-_BATCH_SIZE = 8
+_BATCH_SIZE = 8  # of a process
 
 
 def respond(sampler: Sampler, rows: Sequence[dict[str, Any]], *, streamer: TextStreamer | None = None) -> list[str]:
@@ -29,7 +31,7 @@ def respond(sampler: Sampler, rows: Sequence[dict[str, Any]], *, streamer: TextS
     A streamer shows tokens as they come, for one prompt.
     """
     texts: list[str] = []
-    for some in batches(rows, _BATCH_SIZE):
+    for some in batches(rows, _BATCH_SIZE * processes.count()):
         rollout = sampler(sampler.collator(some), streamer=streamer)
         said = [ids[:-1] if ended else ids for ids, ended in zip(rollout.response_ids, rollout.ended, strict=True)]
         texts += sampler.tokenizer.batch_decode(said, skip_special_tokens=True)
@@ -92,17 +94,18 @@ def generate(
     Returns:
         A row a prompt: `prompt`, `policy`, and `reference` where that is to `compare`.
     """
-    check_file(output)
-    sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
-    set_seed(seed)
-    prompts, asked = prompts_of(recipe, texts, file, number)
+    processes.by_main(lambda: check_file(output))
+    with processes.agreed():
+        sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
+        set_seed(seed)
+        prompts, asked = prompts_of(recipe, texts, file, number)
     columns = {"prompt": prompts, "policy": respond(sampler, asked)}
     if compare:
         columns["reference"] = respond(sampler.reference, asked)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     (console or Console()).print(_table(rows, list(columns)))
     if output is not None:
-        write_jsonl(output, rows)
+        processes.by_main(partial(write_jsonl, output, rows))
     return rows
 
 
@@ -128,13 +131,14 @@ def generate_best(
     Raises:
         RewardError: the reward needs a column that given prompts do not have.
     """
-    check_file(output)
+    processes.by_main(lambda: check_file(output))
     console = console or Console()
-    roles, pad_token_id = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
-    rollouts = build.make_rollouts(recipe, roles)
-    reward = build.make_reward(recipe, roles, pad_token_id, rollouts.args.local_rollout_forward_batch_size)
-    set_seed(seed)
-    _, asked = prompts_of(recipe, texts, file, number)
+    with processes.agreed():
+        roles, pad_token_id = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
+        rollouts = build.make_rollouts(recipe, roles)
+        reward = build.make_reward(recipe, roles, pad_token_id, rollouts.args.local_rollout_forward_batch_size)
+        set_seed(seed)
+        _, asked = prompts_of(recipe, texts, file, number)
     size = rollouts.args.per_device_eval_batch_size
     sampled = best_of(asked, num_samples, sampler=rollouts.sampler(), reward=reward, batch_size=size)
     rows, shown, means = [], [], sampled.scores.mean(dim=1).tolist()
@@ -153,7 +157,7 @@ def generate_best(
         growth.add_row(str(n), f"{score:.4f}", f"{best_of_kl_bound(n):.4f}")
     console.print(growth)
     if output is not None:
-        write_jsonl(output, rows)
+        processes.by_main(partial(write_jsonl, output, rows))
     return rows
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from toolkit import processes
 from toolkit.disk import check_folder, writing
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.models import load_base, merge_adapter, read_tensors
@@ -35,24 +36,25 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     folder = Path(run) if by_path else Path(runs_dir, run)
     if not is_run_name(folder.name):  # as of "." and ".."
         folder = folder.resolve()
-    recover(folder)
-    if not (folder / RECIPE_FILE).is_file() or not (by_path or is_run_name(run)):
-        raise RecipeError(no_such_run(run, Path(runs_dir)))
-    recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
-    last = "q" if responds_by_q(recipe) else "ppo"
-    if last == "q" and not by_q:
-        raise RecipeError(
-            f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.',
-            remedy="Its responses are shown by generate and chat, and measured by eval.",
-        )
-    if read_result(recipe.stage_folder(last)) is None:
-        by_policy = "ppo" in recipe.values or "q" not in recipe.values
-        last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
-        raise RecipeError(
-            f'the run "{folder.name}" has no {what}: its {last} stage has not finished.',
-            remedy=f"Run that stage of {folder / RECIPE_FILE} again with $resume.",
-        )
-    check_outputs(folder, [*recipe.plan.stages[last].needs, last])
+    with processes.agreed():
+        processes.by_main(lambda: recover(folder))
+        if not (folder / RECIPE_FILE).is_file() or not (by_path or is_run_name(run)):
+            raise RecipeError(no_such_run(run, Path(runs_dir)))
+        recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
+        last = "q" if responds_by_q(recipe) else "ppo"
+        if last == "q" and not by_q:
+            raise RecipeError(
+                f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.',
+                remedy="Its responses are shown by generate and chat, and measured by eval.",
+            )
+        if read_result(recipe.stage_folder(last)) is None:
+            by_policy = "ppo" in recipe.values or "q" not in recipe.values
+            last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
+            raise RecipeError(
+                f'the run "{folder.name}" has no {what}: its {last} stage has not finished.',
+                remedy=f"Run that stage of {folder / RECIPE_FILE} again with $resume.",
+            )
+        check_outputs(folder, [*recipe.plan.stages[last].needs, last])
     return recipe
 
 

@@ -1,14 +1,16 @@
 """One base model and the roles on it; knows transformers, peft and bitsandbytes.
 
-`load` has every model from a `ModelSpec` and `pretrained` what is read of a checkpoint before; `base_checks` tries on a
+`load` has every model from a `ModelSpec`, in the precision that `precision` finds fast where none is named, and
+`pretrained` what is read of a checkpoint before; `base_checks` tries on a
 few tokens what all else relies on. `roles` holds the adapters and switches them (nothing else does), `forward` reads
 values, scores and log-probabilities, `q_values` reads a role's logits as Q-values. `value_model` is a value role with a
 base of its own and `classifier` a reward with one. `adapters` saves and loads PEFT folders, `views` shows roles to
-trainers that are not ours, `lora` has all that is used of PEFT beyond its public interface.
+trainers that are not ours, `lora` has all that is used of PEFT beyond its public interface, `fused_lora` computes its
+layers.
 """
 
 from toolkit.models.adapters import load_role, load_weights, save_role
-from toolkit.models.base_checks import check_bits, check_checkpointing
+from toolkit.models.base_checks import check_bits, check_checkpointing, scales_logits
 from toolkit.models.classifier import (
     add_lora,
     check_reads_tokens,
@@ -30,6 +32,8 @@ from toolkit.models.forward import (
 )
 from toolkit.models.heads import QBound, ScoreHead, score_positions
 from toolkit.models.load import META, ModelSpec, load_base, load_model, model_config
+from toolkit.models.lora import adapter_dropouts
+from toolkit.models.precision import AUTO, Dtype, Precision, fast_precision, quantization_config, resolved, slow_here
 from toolkit.models.pretrained import check_same_tokenizer, load_tokenizer, weight_file_problems
 from toolkit.models.q_values import (
     LargestQ,
@@ -40,8 +44,15 @@ from toolkit.models.q_values import (
     response_state_values,
     update_q_target,
 )
-from toolkit.models.roles import HEAD_ROLES, SharedBase
+from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
 from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, release_memory
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
-from toolkit.models.weights import base_digest, merge_adapter, role_digest, tensors_digest, weight_bytes
+from toolkit.models.weights import (
+    base_digest,
+    merge_adapter,
+    quantize_outline,
+    role_digest,
+    tensors_digest,
+    weight_bytes,
+)

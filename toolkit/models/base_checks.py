@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedModel
@@ -93,18 +94,40 @@ def check_adapter(model: PreTrainedModel, hidden_states: Callable[..., Tensor], 
     """
     if states.is_meta:
         return
-    ids = _ids(model)
     with _tried(model):
-        off = hidden_states(ids, torch.ones_like(ids))
+        off = hidden_states(*probe(model))
     if not apart_by(off, states) <= tolerance(model):
         wrong = "the adapter changes the base, which the other roles share, even where it is switched off."
         raise AdapterError(wrong, remedy="Take plain LoRA.")
+    was_training, read = model.training, partial(hidden_states, *probe(model))
     try:
         with _tried(model), role:
-            hidden_states(ids, torch.ones_like(ids))
+            called = _adapters_called(model, read)
+            model.train()
+            missed = called - _adapters_called(model, read)
     except ModelError as error:
         wrong = f"with this adapter {error.problems[0].wrong}"
         raise AdapterError(wrong, field="target_modules", remedy="Name plain linear layers.") from error
+    finally:
+        model.train(was_training)
+    if missed:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in missed}))
+        wrong = f"in training a {type(model).__name__} does not call {names}, but reads the weights: an adapter on it "
+        raise AdapterError(f"{wrong}would not be trained.", field="target_modules", remedy="Name other layers.")
+
+
+def _adapters_called(model: nn.Module, run: Callable[[], Any]) -> set[str]:
+    """The names of the layers with the active adapter that a run calls."""
+    called: set[str] = set()
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    layers = [(name, module) for name, module in layers if not module.lora_A.keys().isdisjoint(module.active_adapters)]
+    hooks = [module.register_forward_hook(lambda *_, name=name: called.add(name)) for name, module in layers]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
 
 
 def check_checkpointing(model: nn.Module) -> None:
@@ -125,10 +148,9 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
     if model.device.type == "meta":
         switch_off_dropout(model)
         return torch.empty(0, device="meta")
-    ids = _ids(model)
 
     def read() -> Tensor:
-        return hidden_states(ids, torch.ones_like(ids))
+        return hidden_states(*probe(model))
 
     with _tried(model):
         states = read()
@@ -161,6 +183,12 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
             remedy=_SUGGESTION,
         )
     return states
+
+
+def probe(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """What a model is tried on, ids (2, L) and their attention mask."""
+    ids = _ids(model)
+    return ids, torch.ones_like(ids)
 
 
 def _ids(model: PreTrainedModel) -> Tensor:
@@ -220,14 +248,24 @@ def _capped(cap: float, logits: Tensor) -> Tensor:
     return cap * torch.tanh(logits.float() / cap)
 
 
-def _logits_of(model: PreTrainedModel, plain: Tensor, given: Tensor) -> Logits:
-    """What makes the logits that a model gives of those that `lm_head` gives."""
+def scales_logits(model: PreTrainedModel) -> bool:
+    """Whether the configuration names a scale of logits, of which other libraries' losses do not know every one."""
+    return any(isinstance(change, partial) and change.func is _scaled for change in _logit_changes(model))
+
+
+def _logit_changes(model: PreTrainedModel) -> list[Logits]:
+    """What a model may do with the logits of `lm_head`, by the scales and caps that its configuration names."""
     options: list[Logits] = []
     for name, value in model.config.get_text_config().to_dict().items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and value > 0 and value != 1 and ("logit" in name or "lm_head" in name):
             options += [partial(_capped, value)] if "cap" in name else [partial(_scaled, x) for x in (value, 1 / value)]
-    options.append(_as_they_are)
+    return options
+
+
+def _logits_of(model: PreTrainedModel, plain: Tensor, given: Tensor) -> Logits:
+    """What makes the logits that a model gives of those that `lm_head` gives."""
+    options = [*_logit_changes(model), _as_they_are]
     apart = [apart_by(option(plain), given) for option in options] if plain.shape == given.shape else [torch.inf]
     if not min(apart) <= tolerance(model) / 10:
         raise ModelError(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -49,8 +49,11 @@ def adapter_state(model: PeftModel, adapter: str) -> State:
 
 def put_adapter(model: PeftModel, adapter: str, state: State, folder: Path) -> None:
     """Put an adapter's tensors, which were read from `folder`, into it."""
-    _check_fits(state, adapter_state(model, adapter), folder)
-    set_peft_model_state_dict(model, state, adapter_name=adapter)
+    own = adapter_state(model, adapter)
+    _check_fits(state, own, folder)
+    with torch.no_grad():  # PEFT's own renames keys of some models for a second time, and then leaves them out
+        for name, mine in own.items():
+            mine.copy_(state[name])
 
 
 def load_whole(model: PreTrainedModel, folder: Path) -> None:

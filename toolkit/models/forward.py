@@ -43,7 +43,9 @@ def response_logprobs(
     """Log-probability of each response token in the active role: float32 (B, T), 0 outside the mask."""
     states = before_response_tokens(hidden_states_of(base, sequences), sequences)
     settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
-    logprobs = token_logprobs(states, base.logits, sequences.response_tokens, **settings)
+    logprobs = token_logprobs(
+        states, base.logits, sequences.response_tokens, frozen_head=_has_frozen_head(base), **settings
+    )
     return scatter(logprobs, sequences.response_mask)
 
 
@@ -59,9 +61,13 @@ def value_after_response(base: SharedBase, sequences: Sequences) -> Tensor:
     return base.head("value")(states).squeeze(-1)
 
 
+def _has_frozen_head(base: SharedBase) -> bool:
+    return not isinstance(base.lm_head, LoraLayer)
+
+
 def _logits_in(base: SharedBase, role: str, hidden: Tensor, *, dropout: bool = True) -> Tensor:
     """Logits of a role: its adapter may have a part on lm_head, with dropout of its own."""
-    if not isinstance(base.lm_head, LoraLayer):
+    if _has_frozen_head(base):
         return base.logits(hidden)
     with base.role(role), nullcontext() if dropout else base.in_eval_mode():
         return base.logits(hidden)
@@ -111,7 +117,7 @@ def read_policy(
     if entropy:
         logprobs, entropies = token_logprobs_and_entropy(states, base.logits, tokens, **settings)
     elif not ref_kl:
-        logprobs = token_logprobs(states, base.logits, tokens, **settings)
+        logprobs = token_logprobs(states, base.logits, tokens, frozen_head=_has_frozen_head(base), **settings)
     optional = (None if x is None else scatter(x, mask) for x in (values, entropies, kl, ref_logprobs))
     return PolicyReading(scatter(logprobs, mask), *optional)
 

@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from toolkit.errors import ModelError
-from toolkit.models.pretrained import check_same_tokenizer, not_loaded
+from toolkit.models.precision import AUTO, default_device, resolved
+from toolkit.models.pretrained import check_same_tokenizer, check_there, not_loaded
 
 Kind = Literal["causal_lm", "sequence_classifier"]
 _OWNERS = {"causal_lm": AutoModelForCausalLM, "sequence_classifier": AutoModelForSequenceClassification}
@@ -41,10 +42,6 @@ _REFUSALS = (
 META = torch.device("meta")
 
 
-def default_device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 @dataclass(frozen=True)
 class ModelSpec:
     """Where a model comes from, and the form that it is loaded in; as for `from_pretrained` where nothing is said."""
@@ -52,7 +49,7 @@ class ModelSpec:
     model: str | None = None  # hub id or folder with safetensors weights
     config: Mapping[str, Any] | None = None  # in its place `model_type` and that configuration's own: random weights
     quantization: BitsAndBytesConfig | None = None  # None loads the weights as they are
-    dtype: str = "bfloat16"  # of the weights that are not quantised
+    dtype: str = AUTO  # of the weights that are not quantised
     revision: str | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
@@ -92,7 +89,7 @@ def load_with_report(
     config = model_config(spec, kind, tokenizer=tokenizer, num_labels=num_labels)
     device, owner = device or default_device(), _OWNERS[kind]
     arguments: dict[str, Any] = {
-        "dtype": getattr(torch, spec.dtype),
+        "dtype": getattr(torch, resolved(spec.dtype)),
         "attn_implementation": spec.attn_implementation,
         "trust_remote_code": spec.trust_remote_code,
     }
@@ -147,6 +144,7 @@ def model_config(
     """The configuration of the model of a spec. For arguments and errors see `load_with_report`."""
     if spec.model is not None:
         code: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+        check_there(spec.model, spec.revision)
         try:
             config = AutoConfig.from_pretrained(spec.model, **code)
         except (OSError, ValueError) as error:

@@ -7,11 +7,12 @@ where another version has moved one of these; then `BaseTunerLayer.set_adapter`,
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -41,18 +42,28 @@ def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name:
         )
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
+    experts = [name.replace(".base_layer", "") for name, p in model.named_parameters() if p.dim() == 3]
     with warnings.catch_warnings(), peft_errors():
         # PEFT notes for each Conv1D that it sets fan_in_fan_out itself, and that a second adapter is added.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        # Patterns without effect.
-        warnings.filterwarnings(
-            "error", message=".*(no modules were excluded|no parameter was matched|did not match any)"
-        )
+        # Patterns without effect. PEFT writes some itself, for fused experts, and does not look for them there.
+        patterns = {*(config.rank_pattern or ()), *(config.alpha_pattern or ())}
+        of_parameters = all(any(re.match(rf"(.*\.)?({pattern})$", name) for name in experts) for pattern in patterns)
+        warnings.filterwarnings("ignore" if of_parameters else "error", message=".*did not match any")
+        warnings.filterwarnings("error", message=".*no modules were excluded")
+        named = bool(config.target_parameters)
+        warnings.filterwarnings("error" if named else "ignore", message=".*no parameter was matched")
         if isinstance(model, PeftModel):
             model.add_adapter(name, config)
             return model
         return get_peft_model(model, config, adapter_name=name)
+
+
+def adapter_dropouts(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The adapters' own dropout, where they have one, in adapted layers among these modules."""
+    adapted = (layer for layer in layers if isinstance(layer, LoraLayer))
+    return [one for layer in adapted for one in layer.lora_dropout.values() if isinstance(one, nn.Dropout)]
 
 
 def check_trains_adapter_alone(config: LoraConfig) -> None:

@@ -1,10 +1,15 @@
 """A checkpoint before its model is loaded: its tokenizer, the files of its weights, and why it cannot be loaded."""
 
 import json
+import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -44,7 +49,39 @@ def check_same_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, **code:
         )
 
 
+@cache
+def _answers(host: str, port: int) -> bool:
+    """Whether a server can be connected to, within seconds."""
+    try:
+        with socket.create_connection((host, port), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def check_there(model: str, revision: str | None = None) -> None:
+    """That a checkpoint is a folder, or in the hub's cache, or that the hub can be asked for it.
+
+    transformers finds out within minutes, after many tries of each file.
+
+    Raises: ModelError: it is none of them.
+    """
+    if Path(model).expanduser().exists() or model.startswith((".", "/", "~")) or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+            return
+    except ValueError:  # no hub id: transformers says what one is
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    asked = urlsplit(getproxies().get(hub.scheme) or constants.ENDPOINT)
+    if asked.hostname and not _answers(asked.hostname, asked.port or (80 if asked.scheme == "http" else 443)):
+        wrong = f'"{model}" is no folder here and not in the cache of the hub, and {asked.hostname} does not answer.'
+        raise ModelError(wrong, field="model", remedy="Name the folder of a checkpoint.")
+
+
 def _tokenizer(model: str, **code: Any) -> PreTrainedTokenizerBase:
+    check_there(model, code.get("revision"))
     try:
         return AutoTokenizer.from_pretrained(model, **code)
     except (OSError, ValueError) as error:

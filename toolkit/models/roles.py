@@ -1,21 +1,29 @@
 """One base model and the roles on it. Which role is active is switched here alone."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from toolkit.errors import AdapterError
-from toolkit.models.base_checks import check_adapter, check_checkpointing
+from toolkit.errors import AdapterError, ModelError
+from toolkit.models.base_checks import check_adapter, check_checkpointing, probe
 from toolkit.models.frozen_lm import FrozenLM
+from toolkit.models.fused_lora import Fused, fuse, weights_kept
 from toolkit.models.heads import HeadInit, ScoreHead
-from toolkit.models.lora import activate, adapted_layers, adapter_parameters, add_adapter, delete_adapter
+from toolkit.models.lora import (
+    activate,
+    adapted_layers,
+    adapter_dropouts,
+    adapter_parameters,
+    add_adapter,
+    delete_adapter,
+)
 from toolkit.models.value_model import ValueModel
 
 ROLES = ("policy", "value", "reward", "reference", "q", "q_target")
@@ -40,6 +48,9 @@ class SharedBase(FrozenLM):
 
     def __init__(self, causal_lm: PreTrainedModel):
         super().__init__(causal_lm)
+        if taken := {name.rpartition(".")[2] for name, _ in causal_lm.named_modules()} & {*ROLES}:
+            wrong = f'a {type(causal_lm).__name__} has modules called "{taken.pop()}", as a role is: PEFT, which tells '
+            raise ModelError(f"{wrong}adapters by such names, would leave weights out where it saves them.")
         self.heads = nn.ModuleDict()
         self.value_model: ValueModel | None = None  # where the value role has a base of its own
         self.active_role: str | None = None
@@ -47,6 +58,7 @@ class SharedBase(FrozenLM):
         self._adapter_of: dict[str, str | None] = {}  # its own by its own name; None for the base with all of them off
         self._adapter_parameters: dict[str, dict[str, nn.Parameter]] = {}  # by role, then by name without the role's
         self._layers: tuple[BaseTunerLayer, ...] = ()
+        self._fused: tuple[Fused, ...] = ()
         self._active_adapter: str | None = None
 
     # ------------------------------------------------------------------ roles
@@ -133,10 +145,19 @@ class SharedBase(FrozenLM):
         if config is not None:
             try:
                 with self.in_eval_mode(), InRole(self, None):
+                    if not self._states.is_meta:
+                        self.fuse_layers()
                     check_adapter(self.causal_lm, self.hidden_states, self._states, self.role(role))
             except AdapterError:
                 self.remove_role(role)
                 raise
+
+    @torch.no_grad()
+    def fuse_layers(self) -> None:
+        """Let layers with one input be computed together: see `toolkit.models.fused_lora`. `add_role` does, but on the
+        meta device."""
+        with self.in_eval_mode(), InRole(self, None):
+            self._fused = fuse(self._layers, lambda: self.hidden_states(*probe(self.causal_lm)))
 
     def remove_role(self, role: str) -> None:
         """Take a role away again, with its adapter and head; an `AdapterError` if it is in use."""
@@ -188,6 +209,28 @@ class SharedBase(FrozenLM):
         scaling = {name: layer.scaling[role] for name, layer in layers if role in layer.scaling}
         return {name: p.shape for name, p in tensors.items()}, scaling
 
+    def replace_tensors(self, made: Callable[[Tensor], Tensor]) -> None:
+        """Put others in place of all parameters and buffers, such as those of another device."""
+        others: dict[int, Any] = {}
+
+        def other(tensor: Any) -> Any:
+            if tensor is not None and id(tensor) not in others:
+                new = made(tensor)
+                others[id(tensor)] = (
+                    nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+                )
+            return None if tensor is None else others[id(tensor)]
+
+        before = list(self.parameters())  # which keeps their ids theirs
+        for module in self.modules():
+            for held in (module._parameters, module._buffers):
+                held.update({name: other(tensor) for name, tensor in held.items()})
+        for named in self._adapter_parameters.values():
+            named.update({name: other(parameter) for name, parameter in named.items()})
+        if self.value_model is not None:
+            self.value_model.body_parameters = [other(parameter) for parameter in self.value_model.body_parameters]
+        del before
+
     def train_roles(self, *roles: str) -> None:
         """Make exactly these roles trainable, whichever is active.
 
@@ -224,10 +267,19 @@ class SharedBase(FrozenLM):
         self._active_adapter = None if self.active_role is None else self._adapter_of[self.active_role]
         activate(self.model, self._layers, self._active_adapter)
 
+    def generate(self, *args: Any, **further: Any) -> Tensor:
+        """As `FrozenLM.generate`, in the active role. Weights do not change inside it: each is converted once."""
+        with self.weights_kept():
+            return super().generate(*args, **further)
+
+    def weights_kept(self) -> AbstractContextManager[None]:
+        """Inside, where no weight may change, each adapter is converted to the precision of the passes once."""
+        return weights_kept(self._fused)
+
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
         """Adapter dropout is off inside, and nothing else is as in eval mode."""
-        dropouts = [dropout for layer in self._layers for dropout in layer.lora_dropout.values()]
+        dropouts = adapter_dropouts(self._layers)
         for dropout in dropouts:
             dropout.eval()
         try:

@@ -23,12 +23,18 @@ def weight_bytes(model: PreTrainedModel, quantization: BitsAndBytesConfig | None
     """Bytes that the weights of a model on the meta device will take; its layers are quantised as loading would."""
     size = model.dtype.itemsize
     if quantization is not None:
-        AutoHfQuantizer.from_config(quantization, pre_quantized=False).preprocess_model(model, device_map=None)
+        quantize_outline(model, quantization)
     total = sum(parameter.numel() * size for parameter in model.parameters())
     for module in model.modules():
         if isinstance(module, (Linear4bit, Linear8bitLt)):
             total += _quantised_bytes(module) - module.weight.numel() * size
     return total
+
+
+def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
+    """Give a model on the meta device the layers that loading would quantise, as PEFT knows them."""
+    AutoHfQuantizer.from_config(quantization, pre_quantized=False).preprocess_model(model, device_map=None)
+    model.is_loaded_in_4bit = quantization.load_in_4bit  # as loading says; PEFT chooses its layer by this
 
 
 def _quantised_bytes(module: nn.Linear) -> int:

@@ -1,6 +1,6 @@
 """What a run leaves behind and shows: metrics, samples, result, report page, progress. Knows no trainer."""
 
-from toolkit.reports.callbacks import MetricsFile, ProgressBar
+from toolkit.reports.comparison import ComparedRun, comparison_page
 from toolkit.reports.files import (
     RESULT_FILE,
     append_jsonl,
@@ -16,6 +16,10 @@ from toolkit.reports.files import (
     write_lines,
     write_result,
 )
+from toolkit.reports.machine import device_in_words, environment, machine
+from toolkit.reports.metrics import METRICS_FILE, MetricsFile
 from toolkit.reports.page import REPORT_FILE, write_report
 from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, pair_evaluation, worst_errors
+from toolkit.reports.progress import Progress, figures_of
 from toolkit.reports.samples import Responses, sample_rows, samples_table
+from toolkit.reports.verdict import verdict

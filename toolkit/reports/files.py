@@ -54,9 +54,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(whole_lines(path), 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise ToolkitError(f"{path}, line {number}: cannot be read ({error}).", remedy=_ANEW) from error
+        if not isinstance(row, dict):
+            raise ToolkitError(f"{path}, line {number}: is no JSON object.", remedy=_ANEW)
+        rows.append(row)
     return rows
 
 

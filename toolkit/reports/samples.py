@@ -1,7 +1,7 @@
 """Samples of responses before and after training."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -14,25 +14,38 @@ from toolkit.errors import printable
 
 @dataclass(frozen=True)
 class Responses:
-    """Prompts and responses as text, and scores, one each, as a report needs them."""
+    """Prompts and responses as text, scores, and tokens of a response, one each, as a report needs them."""
 
     prompts: list[str]
     responses: list[str]
     scores: list[float]
+    lengths: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, rollout: Rollout, scores: Tensor) -> "Responses":
         """Those of a rollout of B responses and their scores (B,)."""
-        return cls(list(rollout.prompts), list(rollout.responses), [round(score, 4) for score in scores.tolist()])
+        return cls(
+            list(rollout.prompts),
+            list(rollout.responses),
+            [round(score, 4) for score in scores.tolist()],
+            rollout.lengths,
+        )
 
 
 def sample_rows(before: Responses, after: Responses) -> list[dict[str, Any]]:
     """One row a prompt, the same before and after training, with both responses and their scores."""
     if before.prompts != after.prompts:
         raise ValueError("samples before and after must be of the same prompts")
-    columns = (before.prompts, before.responses, before.scores, after.responses, after.scores)
-    names = ("prompt", "before", "before_score", "after", "after_score")
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    columns: dict[str, Sequence[Any]] = {
+        "prompt": before.prompts,
+        "before": before.responses,
+        "before_score": before.scores,
+        "after": after.responses,
+        "after_score": after.scores,
+    }
+    if before.lengths and after.lengths:  # those of a run that was begun by an earlier version are not known
+        columns |= {"before_length": before.lengths, "after_length": after.lengths}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _clip(text: str, limit: int = 300) -> Text:

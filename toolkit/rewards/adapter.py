@@ -83,7 +83,9 @@ class AdapterScorer(ClassScorer):
 
     def build(self, context: ScorerContext) -> Reward:
         assert context.roles is not None
+        assert context.tokenizer is not None
         reading = {"pad_token_id": context.pad_token_id, "batch_size": context.batch_size}
+        reading["eos_token_id"] = int(context.tokenizer.eos_token_id)
         return RewardAdapter(context.roles, **reading | vars(self))
 
 
@@ -91,13 +93,14 @@ class AdapterScorer(ClassScorer):
 class RewardAdapter(AdapterScorer):
     """Scores responses with the role "reward" of a shared base.
 
-    `pad_token_id` is the one that the head was trained with, `batch_size` responses go through a forward pass. Raises:
-    RewardError: a head with several outputs and no column to choose by, or the reverse.
+    `pad_token_id` and `eos_token_id` are those that the head was trained with, `batch_size` responses go through a
+    forward pass. Raises: RewardError: a head with several outputs and no column to choose by, or the reverse.
     """
 
     on_every_process: ClassVar[bool] = True
     base: SharedBase
     pad_token_id: int = field(kw_only=True)
+    eos_token_id: int = field(kw_only=True)
     batch_size: int = field(default=64, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -105,7 +108,7 @@ class RewardAdapter(AdapterScorer):
         self.check_outputs(self.base.head("reward").out_features, whose="the reward head")
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        rows = [[*p, *r] for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
+        rows = rollout.sequences(eos_token_id=self.eos_token_id)
         with self.base.autocast():
             logits = read_sequences(self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.batch_size)
         return self.scores_of(logits, rollout)

@@ -14,7 +14,7 @@ from torch.masked import MaskedTensor
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import Rollout
-from toolkit.errors import RewardError
+from toolkit.errors import NotFiniteError, RewardError
 
 Span = tuple[int, int, float]
 _LARGEST = torch.finfo(torch.float32).max
@@ -47,7 +47,8 @@ class DenseScores:
         """The same, as float32 on the CPU with an entry for each response.
 
         Raises:
-            RewardError: an entry too many or too few, a span outside of the text, or a number that is not finite.
+            RewardError: an entry too many or too few, a span outside of the text.
+            NotFiniteError: a number that is not finite.
         """
         count = len(rollout)
         try:
@@ -80,7 +81,7 @@ class DenseScores:
             given = [scores[row].item(), *tokens[row].tolist(), *(score for *_, score in spans[row])]
             if not sum(map(abs, given)) <= _LARGEST:
                 gave = next((score for score in given if not math.isfinite(score)), "scores that overflow float32")
-                raise RewardError(f"the reward gave {gave} to the response {said}; scores are finite.")
+                raise NotFiniteError(f"the reward gave {gave} to the response {said}; scores are finite.")
         return DenseScores(scores, tokens, spans)
 
     # What follows is of scores that were checked.

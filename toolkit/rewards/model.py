@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models
 from toolkit.data import Rollout, pad_rows
@@ -80,15 +80,16 @@ class RewardModel(TextScorer):
         if self.reads == "conversation":
             return [(conversation(self.tokenizer, p, r),) for p, r in zip(prompts, rollout.responses, strict=True)]
         plain = [p if isinstance(p, str) else "\n\n".join(message["content"] for message in p) for p in prompts]
-        pairs = zip(plain, rollout.responses, strict=True)
-        return list(pairs) if self.reads == "pair" else [(prompt + response,) for prompt, response in pairs]
+        if self.reads == "pair":
+            return list(zip(plain, rollout.responses, strict=True))
+        return [(prompt + response,) for prompt, response in zip(plain, rollout.continuations, strict=True)]
 
     def _rows(self, rollout: Rollout) -> list[dict[str, list[int]]]:
         """The model's inputs for each response, none longer than the limit."""
         limit = self.max_length or sys.maxsize
         texts = None if self.reads == "tokens" else self.texts(rollout)
         if texts is None:
-            rows = [{"input_ids": [*p, *r]} for p, r in zip(rollout.prompt_ids, rollout.response_ids, strict=True)]
+            rows = [{"input_ids": ids} for ids in rollout.sequences(eos_token_id=int(self.tokenizer.eos_token_id))]
         else:
             rows = [self._encoded(text) for text in texts]
         cut = [i for i, row in enumerate(rows) if len(row["input_ids"]) > limit]
@@ -148,7 +149,7 @@ class ModelScorer(TextScorer):
     revision: str | None = setting(None, "of a hub id.")
     trust_remote_code: bool = setting(False, "run code that comes with the checkpoint.")
     quantization: dict[str, Any] | None = None
-    dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", "of the weights that are not quantised.")
+    dtype: models.Dtype = setting(models.AUTO, "of the weights that are not quantised; auto asks the machine.")
 
     def conflicts(self) -> Iterator[Problem]:
         yield from super().conflicts()
@@ -185,7 +186,7 @@ class ModelScorer(TextScorer):
         """The reward model, with its weights. For errors see `RewardModel.load`."""
         tokenizer, quantization = self._tokenizer(), self.quantization
         if isinstance(quantization, dict):
-            quantization = BitsAndBytesConfig(**quantization)
+            quantization = models.quantization_config(quantization, models.resolved(self.dtype))
         spec = models.ModelSpec(self.model, quantization=quantization, dtype=self.dtype, **self._code)
         model = models.load_model(spec, "sequence_classifier", trained=True, device=device)
         return RewardModel(model, tokenizer, **self._text_settings)

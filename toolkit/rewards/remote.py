@@ -21,7 +21,7 @@ import httpx2
 import tenacity
 
 from toolkit.data import Rollout, select
-from toolkit.errors import Problem, RewardError, printable
+from toolkit.errors import NotFiniteError, Problem, RewardError, printable
 from toolkit.rewards.base import Reward, wait_for
 from toolkit.rewards.dense import quoted
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
@@ -160,11 +160,11 @@ class RemoteReward(RemoteScorer):
         for score, response in zip(scores, part.responses, strict=True):
             if not isinstance(score, float) or not math.isfinite(score):
                 wrong = f"gave {reprlib.repr(score)} to the response {quoted(response)}; scores are finite numbers."
-                raise self._wrong(wrong)
+                raise self._wrong(wrong, kind=NotFiniteError if isinstance(score, float) else RewardError)
         return scores
 
-    def _wrong(self, wrong: str, remedy: str = "") -> RewardError:
-        return RewardError(f"{self.url} {wrong}", field="url", remedy=remedy)
+    def _wrong(self, wrong: str, remedy: str = "", *, kind: type[RewardError] = RewardError) -> RewardError:
+        return kind(f"{self.url} {wrong}", field="url", remedy=remedy)
 
 
 def read_token(token_variable: str) -> str:

@@ -1,17 +1,17 @@
 """From a recipe to a trainer: base, roles, data and configuration put together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 from toolkit import processes
 from toolkit.data import Kind, RatedResponses
 from toolkit.errors import RecipeError, RewardError, within
-from toolkit.models import HEAD_ROLES, SharedBase, load_model
-from toolkit.reports import MetricsFile, ProgressBar
+from toolkit.models import HEAD_ROLES, SharedBase, fast_precision, load_model, slow_here
+from toolkit.reports import METRICS_FILE, MetricsFile
 from toolkit.rewards import Reward, ScorerContext
 from toolkit.sampling import Evaluator
 from toolkit.spec.recipe import Recipe
@@ -24,11 +24,13 @@ from toolkit.trainers.rollouts import Rollouts
 from toolkit.trainers.sft import sft_trainer
 from toolkit.trainers.stock_ppo import stock_ppo_trainer
 
+Callbacks = Sequence[TrainerCallback]
 
-def _named(recipe: Recipe, stage: str) -> dict[str, Any]:
+
+def _named(recipe: Recipe, stage: str, callbacks: Callbacks) -> dict[str, Any]:
     """What every trainer of ours is told: the base that its adapters are of, and where its metrics go."""
-    callbacks = [MetricsFile(recipe.stage_folder(stage) / "metrics.jsonl"), ProgressBar(f"{recipe.run} {stage}")]
-    return {"base_name": recipe.base_path, "callbacks": callbacks if processes.is_main() else []}
+    metrics = [MetricsFile(recipe.stage_folder(stage) / METRICS_FILE)] if processes.is_main() else []
+    return {"base_name": recipe.base_path, "callbacks": [*metrics, *callbacks]}
 
 
 def stage_dataset(recipe: Recipe, stage: str, kind: Kind, split: str) -> Any:
@@ -37,15 +39,30 @@ def stage_dataset(recipe: Recipe, stage: str, kind: Kind, split: str) -> Any:
         return task.dataset(kind, split)
 
 
+def about_precision(recipe: Recipe, stage: str) -> Iterator[str]:
+    """Sentences on the precision of a stage: why it is this one where the recipe leaves it open; that it is slow."""
+    precision, key = recipe.precision(stage), f"{recipe.plan.stages[stage].model}.dtype"
+    if precision.why:
+        yield f"{key} is {precision}."
+    if slow := about_slow(precision.dtype, key):
+        yield slow
+
+
+def about_slow(dtype: str, key: str) -> str:
+    """A sentence where a precision is slow on this machine, else nothing."""
+    slow = slow_here(dtype)
+    return slow and f"{key} is {dtype}: {slow} {key}=auto takes {fast_precision().dtype}."
+
+
 def trainer_config(recipe: Recipe, stage: str) -> Any:
     config = recipe.stage_config(stage)
     if config.fp16 and not torch.cuda.is_available():
         wrong = "float16 training needs a GPU, and none is here."
-        raise RecipeError(wrong, remedy="Set base.dtype to bfloat16 or float32.")
+        raise RecipeError(wrong, remedy="Set base.dtype to auto, bfloat16 or float32.")
     return config
 
 
-def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: Any) -> Any:
+def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: Any, callbacks: Callbacks) -> Any:
     kind = recipe.plan.stages[stage].rows
     return trainer(
         trainer_config(recipe, stage),
@@ -53,26 +70,26 @@ def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: 
         model,
         stage_dataset(recipe, stage, kind, "train"),
         stage_dataset(recipe, stage, kind, "validation"),
-        **_named(recipe, stage),
+        **_named(recipe, stage, callbacks),
     )
 
 
-def make_sft_trainer(recipe: Recipe) -> Any:
+def make_sft_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> Any:
     """The sft stage: all weights of a random base, or the policy's adapter on a checkpoint."""
     set_seed(recipe.seed)
     if recipe.base.model is not None:
-        return _supervised(recipe, "sft", sft_trainer, placed_roles(recipe, "sft")[0])
+        return _supervised(recipe, "sft", sft_trainer, placed_roles(recipe, "sft")[0], callbacks)
     with within("base"):
         model = load_model(recipe.base.model_spec(), tokenizer=recipe.tokenizer)
-    return _supervised(recipe, "sft", sft_trainer, model)
+    return _supervised(recipe, "sft", sft_trainer, model, callbacks)
 
 
-def make_reward_trainer(recipe: Recipe) -> Any:
+def make_reward_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> Any:
     """The reward stage: pairs for a head of one output, labelled sequences for classes."""
     set_seed(recipe.seed)
     own = recipe.plan.stages["reward"].own
     model = placed_roles(recipe, "reward")[0] if own is None else own.classifier(site(recipe))
-    return _supervised(recipe, "reward", reward_trainer, model)
+    return _supervised(recipe, "reward", reward_trainer, model, callbacks)
 
 
 def site(recipe: Recipe) -> Site:
@@ -124,13 +141,16 @@ def make_reward(recipe: Recipe, roles: SharedBase, pad_token_id: int, batch_size
         return recipe.scorer.build(context)
 
 
-def make_ppo_trainer(recipe: Recipe, *, reward: Reward | None = None) -> Any:
-    """The ppo stage, by our loop or by TRL's own; `reward` comes before the recipe's scorer."""
+def make_ppo_trainer(
+    recipe: Recipe, *, reward: Reward | None = None, train_dataset: Any = None, callbacks: Callbacks = ()
+) -> Any:
+    """The ppo stage, by our loop or by TRL's own; `reward` and `train_dataset` come before what the recipe says."""
     set_seed(recipe.seed)
     config = trainer_config(recipe, "ppo")
     roles, pad_token_id = placed_roles(recipe, "ppo")
-    prompts = stage_dataset(recipe, "ppo", "prompts", "train")
-    named = _named(recipe, "ppo")
+    prompts = recipe.task.prompts_of(train_dataset) if train_dataset is not None else None
+    prompts = prompts or stage_dataset(recipe, "ppo", "prompts", "train")
+    named = _named(recipe, "ppo", callbacks)
     if config.loop == "trl":
         with within("ppo"):
             return stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=named["callbacks"])
@@ -167,7 +187,7 @@ def rated_dataset(recipe: Recipe) -> Any:
     return task.rated("train")
 
 
-def make_q_trainer(recipe: Recipe) -> QTrainer:
+def make_q_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> QTrainer:
     """The q stage: rated responses to train on, and the recipe's prompts and scorer to measure responses with."""
     set_seed(recipe.seed)
     config = trainer_config(recipe, "q")
@@ -181,7 +201,7 @@ def make_q_trainer(recipe: Recipe) -> QTrainer:
         stage_dataset(recipe, "collect", "prompts", "validation"),
         reward=make_reward(recipe, roles, pad_token_id, config.per_device_eval_batch_size),
         metrics=recipe.task.metrics,
-        **_named(recipe, "q"),
+        **_named(recipe, "q", callbacks),
     )
 
 

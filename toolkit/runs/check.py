@@ -7,7 +7,9 @@ report.raise_problems()
 
 from collections.abc import Collection
 
+from toolkit.errors import Problem
 from toolkit.rewards import ScorerContext
+from toolkit.runs.build import about_slow
 from toolkit.runs.check_data import DataCheck
 from toolkit.runs.check_report import Findings, Report
 from toolkit.runs.check_roles import RolesCheck
@@ -45,6 +47,8 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, scorer: bool = True
     if scorer:
         _check_scorer(recipe, roles, data.prompt_columns, findings)
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
+    if roles.roles is not None and (slow := about_slow(recipe.base_precision.dtype, "base.dtype")):
+        notes.append(Problem(slow))
     notes += [problem] if (problem := conflict(recipe)) is not None else []
     about = (recipe.name, roles.base, tuple(roles.facts()), tuple(data.lines()), facts)
     return Report(*about, (*findings.notes, *notes), tuple(findings.problems))

@@ -1,13 +1,15 @@
 """The data of a recipe's stages, and what their batches come to."""
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from trl import pack_dataset
 
 from toolkit.data import check_rated
-from toolkit.errors import Problem
+from toolkit.errors import Problem, ToolkitError
 from toolkit.runs import build
 from toolkit.runs.check_report import Findings, StageFacts, UpdateFacts
 from toolkit.runs.check_roles import RolesCheck
@@ -19,6 +21,7 @@ from toolkit.trainers.self_checks import check_dataset
 from toolkit.trainers.stock_ppo import check_trl_loop
 
 _NOT_NEEDED = "not needed for ppo"
+_IDS_SHOWN, _TEXT_SHOWN = 12, 200  # of an example
 
 
 def counted_rows(dataset: Any, config: Any) -> Any:
@@ -165,3 +168,27 @@ class DataCheck:
                 with self.findings.at(section):
                     if (rows := self.recipe.task_of(stage).report()) is not None:
                         yield f"{section}: {rows}"
+        for stage in needed[-1:]:
+            with suppress(ToolkitError):  # which has been found already
+                yield self._example(stage)
+
+    def _example(self, stage: str) -> str:
+        """The first row as the stage reads it, and the tokens that fill and end one."""
+        tokenizer, kind = self.recipe.tokenizer, self.recipe.plan.stages[stage].rows
+        if kind == "rated" and "q_data" not in self.recipe.values:  # they are not collected yet
+            kind, of = "prompts", "collect"
+        else:
+            of = stage
+        row = build.stage_dataset(self.recipe, of, kind, "train")[0]
+        ids = row.get("input_ids") or row.get("chosen_ids") or row["prompt_ids"] + row["response_ids"]
+        stops = [tokenizer.eos_token_id]
+        if self.roles.roles is not None:
+            stops = list(self.roles.roles.stop_token_ids(tokenizer))
+        first = " ".join(map(str, ids[:_IDS_SHOWN])) + (" …" if len(ids) > _IDS_SHOWN else "")
+        pad, *ends = (
+            f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in (tokenizer.pad_token_id, *stops)
+        )
+        text = textwrap.shorten(repr(tokenizer.decode(ids)), _TEXT_SHOWN, placeholder=" …'")
+        return (
+            f"first row of {stage}: {text}, {len(ids)} tokens: {first}; pad {pad}, a response ends at {', '.join(ends)}"
+        )

@@ -10,7 +10,10 @@ from toolkit.errors import IN_PYTHON, Problem, RecipeError, ToolkitError, printa
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """The base: `gigabytes` (10⁹ bytes) are its weights alone; `positions` is the longest sequence that it takes."""
+    """The base: `gigabytes` (10⁹ bytes) are its weights alone; `positions` is the longest sequence that it takes.
+
+    `chosen` is the dtype with the reason, where the recipe leaves it to the machine.
+    """
 
     kind: str
     name: str
@@ -18,11 +21,15 @@ class BaseFacts:
     precision: str
     gigabytes: float
     positions: int | None
+    chosen: str = ""
 
     def __str__(self) -> str:
         limit = f"; at most {self.positions:,} tokens" if self.positions else ""
+        chosen = f"; {self.chosen}" if self.chosen else ""
         size = f"{self.gigabytes:.2f} GB" if self.gigabytes >= 1 else f"{1000 * self.gigabytes:.3g} MB"
-        return f"{self.kind}, {self.name}: {self.parameters:,} parameters, {self.precision}: about {size}{limit}"
+        return (
+            f"{self.kind}, {self.name}: {self.parameters:,} parameters, {self.precision}: about {size}{limit}{chosen}"
+        )
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class RolesCheck:
                 precision_name(quantization, base.dtype),
                 models.weight_bytes(counted, quantization) / 1e9,
                 getattr(config, "max_position_embeddings", None),
+                str(chosen) if (chosen := recipe.base_precision).why else "",
             )
         with self.findings.at("base", "model"):
             if self.tokenizer is not None and self.roles is not None:

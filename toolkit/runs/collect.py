@@ -4,23 +4,20 @@ Each line of the file is a JSON object: `prompt_ids`, `response_ids`, `prompt` a
 entry a token of the response, null where no reward is given: here the score, at the last token), and `ended`.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from toolkit import processes
+from toolkit import phases, processes
 from toolkit.checkpoints import stop_requests
 from toolkit.data import Rollout
 from toolkit.errors import RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
-from toolkit.reports import append_jsonl, read_jsonl, whole_lines, write_lines
+from toolkit.reports import Progress, append_jsonl, read_jsonl, whole_lines, write_lines
 from toolkit.rewards import DenseScores, Scores, score_with
 from toolkit.runs import build
 from toolkit.sampling import Sampler
@@ -55,13 +52,15 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     number = min(len(prompts), settings.max_prompts or len(prompts)) * settings.samples_per_prompt
     starts = range(0, number, settings.batch_size)
     unfinished = partial_file(path.parent)
-    terminal = Console(file=sys.stderr)
     try:
         done = processes.by_main(lambda: _whole_batches(unfinished, settings.batch_size))
-        left, quiet = range(done, len(starts)), not terminal.is_terminal or not processes.is_main()
-        with stop_requests() as request:
+        left = range(done, len(starts))
+        progress = Progress(f"{recipe.run} collect", quiet=not processes.is_main())
+        with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
             if left:
-                roles, pad_token_id = build.placed_roles(recipe, "collect")
+                with phases.phase("load"):
+                    roles, pad_token_id = build.placed_roles(recipe, "collect")
+                    reward = build.make_reward(recipe, roles, pad_token_id, settings.batch_size)
                 sampler = Sampler(
                     roles,
                     recipe.tokenizer,
@@ -69,13 +68,16 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                     response_length=settings.response_length,
                     temperature=settings.temperature,
                 )
-                reward = build.make_reward(recipe, roles, pad_token_id, settings.batch_size)
-            for batch in track(left, f"{recipe.run} collect", console=terminal, transient=True, disable=quiet):
+            progress.steps(done, len(starts), "batch")
+            for batch in left:
                 rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
                 set_seed(recipe.seed * 1_000_003 + batch)
-                rollout = sampler(sampler.collator([prompts[row // settings.samples_per_prompt] for row in rows]))
-                scored = _rows(rollout, score_with(reward, rollout), recipe.tokenizer)
+                with phases.phase("rollout"):
+                    rollout = sampler(sampler.collator([prompts[row // settings.samples_per_prompt] for row in rows]))
+                with phases.phase("score"):
+                    scored = _rows(rollout, score_with(reward, rollout), recipe.tokenizer)
                 processes.by_main(partial(append_jsonl, unfinished, scored))
+                progress.step_ended(batch + 1)
                 asked = [received for received in processes.gather(request.received) if received is not None]
                 if asked and batch + 1 < len(starts):
                     raise RunInterrupted(

@@ -37,11 +37,11 @@ def recorded(folder: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a recipe by their dotted keys."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{above}{name}.")
+            yield from leaves(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value
 
@@ -51,7 +51,7 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
 
     Those alone that differ; of a stage that is not the recipe's, all that differ.
     """
-    there, here = dict(_leaves(recorded(folder))), dict(_leaves(yaml.safe_load(recipe.to_yaml())))
+    there, here = dict(leaves(recorded(folder))), dict(leaves(yaml.safe_load(recipe.to_yaml())))
     plan = recipe.plan.stages.get(stage)
     read = [key for key in {**there, **here} if plan is None or plan.reads_key(key)]
     pairs = {key: (there.get(key, ABSENT), here.get(key, ABSENT)) for key in read}

@@ -13,6 +13,7 @@ RECIPE_FILE = "recipe.yaml"
 _FILES = {
     RESULT_FILE, MANIFEST, "before.json", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "rows.jsonl",
     "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "report.html", "README.md",
+    "warnings.jsonl", "not_finite.jsonl", "not_finite.safetensors",
 }  # fmt: skip
 WEIGHTS = {"policy", "value", "reward", "q", "q_target", "model"}
 _SUFFIXES = {".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ASIDE}

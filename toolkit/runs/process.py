@@ -5,11 +5,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
+
+import psutil
 
 from toolkit import processes
 from toolkit.checkpoints import signals_to
-from toolkit.errors import PeerError, RunInterrupted, ToolkitError
+from toolkit.errors import RunInterrupted, ToolkitError
 
 GRACE = 20.0
 """Seconds in which the others end by themselves when one of several processes has failed."""
@@ -28,8 +31,7 @@ def run_stage(command: list[str], stage: str, needed_by: str) -> None:
     if code < 0:
         raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, was killed by {_signal(code)}.')
     if code:
-        error = ToolkitError if processes.is_main() else PeerError
-        raise error(f'stage "{stage}", which "{needed_by}" needs, failed; its message is above.')
+        raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, failed; its message is above.')
 
 
 def run_in_processes(command: list[str], number: int) -> int:
@@ -58,6 +60,17 @@ def _signal(code: int) -> str:
     return f"{name}, probably since memory ran out" if name == "SIGKILL" else name
 
 
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End one at once, since SIGTERM would not reach it in a collective, and an earlier stage that it has started. Such
+    a stage of one that was killed itself then ends by its broken connection."""
+    with suppress(psutil.NoSuchProcess):
+        for started in psutil.Process(child.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                started.kill()
+    child.kill()
+    child.wait()
+
+
 def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     """Their exit codes, once all have ended. Where one has failed and others wait for it, they are ended, too.
 
@@ -81,9 +94,8 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
                 deadline = time.monotonic() + GRACE
             if deadline is not None and time.monotonic() > deadline:
                 for i, child in enumerate(children):
-                    if i not in codes:  # SIGTERM would not reach one that waits in a collective
-                        child.kill()
-                        child.wait()
+                    if i not in codes:
+                        _kill(child)
                         codes[i] = 1
             time.sleep(0.05)
     return [codes[i] for i in range(len(children))]

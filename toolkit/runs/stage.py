@@ -7,16 +7,19 @@ says that it is finished.
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers import TrainerCallback
 
-from toolkit import processes, reports
+from toolkit import phases, processes, reports
 from toolkit.errors import RunInterrupted, printable
-from toolkit.reports import Responses, ScoredPair, write_jsonl
-from toolkit.runs.build import MAKERS, RESPONSES_FILE, make_evaluator, stage_dataset
+from toolkit.reports import Progress, Responses, ScoredPair, write_jsonl
+from toolkit.runs.banner import banner
+from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, make_evaluator, stage_dataset
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
 from toolkit.spec.recipe import Recipe
@@ -36,6 +39,9 @@ def say(console: Console, sentence: str) -> None:
 def collect_stage(recipe: Recipe, console: Console) -> dict[str, Any]:
     """Sample and score responses; there is nothing to train, and so nothing before."""
     started, folder = time.perf_counter(), recipe.stage_folder("collect")
+    for sentence in about_precision(recipe, "collect"):
+        say(console, sentence)
+    say_shares(console, "collect", recipe.collect.batch_size)
     collected = collect(recipe, folder / RESPONSES_FILE)
     result = figures(recipe, "collect", started, {}, collected)
     processes.by_main(lambda: finish(folder, result))
@@ -45,11 +51,48 @@ def collect_stage(recipe: Recipe, console: Console) -> dict[str, Any]:
     return result
 
 
+def say_shares(console: Console, stage: str, rows: int) -> None:
+    """Say where several processes do not come out even, and what would."""
+    number = processes.count()
+    if rows % number:
+        wrong = f"{stage}: {number} processes divide the {rows} rows of a step, to the same result, but not evenly: "
+        wrong += f"{number - rows} have none" if rows < number else f"some have {-(-rows // number)}"
+        even = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        say(console, f"{wrong}. Numbers that divide them: {even}.")
+
+
 def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path | None) -> dict[str, Any]:
     """Train a stage, from a checkpoint if there is one; what stands in `result.json`."""
+    progress = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
+    with progress:
+        result, samples = _trained(recipe, stage, console, checkpoint, progress)
+    if samples:
+        console.print(reports.samples_table(samples))
+    print_result(console, result)
+    if said := reports.verdict(result, samples):
+        say(console, said)
+    say(console, f"report: {recipe.stage_folder(stage) / reports.REPORT_FILE}")
+    return result
+
+
+def _trained(
+    recipe: Recipe, stage: str, console: Console, checkpoint: Path | None, progress: Progress
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Train a stage and write it up: its result, and its samples."""
     started = time.perf_counter()
     folder = recipe.stage_folder(stage)
-    trainer = MAKERS[stage](recipe)
+    for sentence in about_precision(recipe, stage):
+        say(console, sentence)
+    with phases.phase("load"), processes.agreed():
+        trainer = MAKERS[stage](recipe, callbacks=[] if progress.quiet else [progress])
+    for line in banner(recipe, stage, trainer):
+        say(console, line)
+    if processes.count() > 1:  # never by TRL's own loop, whose arguments are others
+        args = trainer.args
+        of_step = args.train_batch_size * args.gradient_accumulation_steps
+        if stage == "ppo":
+            of_step = args.update_batch_size // args.num_mini_batches
+        say_shares(console, stage, of_step)
     task = recipe.task_of(stage)
     if (rows := task.report()) is not None:
         say(console, f"data: {rows}")
@@ -57,10 +100,13 @@ def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path |
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     kept = processes.by_main(lambda: reports.read_json(folder / BEFORE_FILE))
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
-        measured, responses = _measure(recipe, stage, trainer)
+        with phases.phase("answers before" if stage in ("ppo", "q") else "measure before"):
+            measured, responses = _measure(recipe, stage, trainer)
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None}
         processes.by_main(partial(reports.write_json, folder / BEFORE_FILE, kept))
     before, responses_before = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
+    if processes.is_main():
+        trainer.add_callback(_ReportAtEvaluations(recipe, stage, started, before, trainer, progress))
     if stock:
         trainer.train()
         save_stock_roles(trainer, folder, base_name=recipe.base_path)
@@ -71,19 +117,51 @@ def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path |
             raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
         processes.by_main(lambda: trainer.save_model(str(folder)))
         started -= trainer.seconds_before
-    after, responses_after = _measure(recipe, stage, trainer)
-    result = figures(recipe, stage, started, before, after)
-    if not stock and trainer.resumed_at:
-        result["resumed_at"] = list(trainer.resumed_at)
+    with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"):
+        after, responses_after = _measure(recipe, stage, trainer)
+    result = figures(recipe, stage, started, before, after) | _of_training(trainer, progress)
     if cut:
         result["cut"] = cut
     samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
     processes.by_main(lambda: _write_up(recipe, stage, result, samples, trainer.judged if stage == "reward" else ()))
-    if samples:
-        console.print(reports.samples_table(samples))
-    print_result(console, result)
-    say(console, f"report: {folder / reports.REPORT_FILE}")
-    return result
+    return result, samples
+
+
+def _of_training(trainer: Any, progress: Progress) -> dict[str, Any]:
+    """What `result.json` holds of a stage that trains something: rows, warnings, where the time went."""
+    rows = {"train": trainer.train_dataset, "held out": trainer.eval_dataset}
+    found: dict[str, Any] = {"rows": {name: len(of) for name, of in rows.items() if of is not None}}
+    if resumed_at := getattr(trainer, "resumed_at", ()):
+        found["resumed_at"] = list(resumed_at)
+    if (watch := getattr(trainer, "watch", None)) and watch.given:
+        found["warnings"] = watch.given
+    if (skipped := getattr(trainer, "skipped", None)) and skipped.total:
+        found["skipped_steps"] = skipped.total
+    return {**found, "spent": progress.spent}
+
+
+class _ReportAtEvaluations(TrainerCallback):
+    """Writes the report of a stage that goes on, as far as it is, at each evaluation."""
+
+    def __init__(
+        self, recipe: Recipe, stage: str, started: float, before: dict[str, Any], trainer: Any, progress: Progress
+    ):
+        self.recipe, self.stage, self.started, self.before = recipe, stage, started, before
+        self.trainer, self.progress = trainer, progress
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if not self.trainer.is_in_train:
+            return
+        folder = self.recipe.stage_folder(self.stage)
+        now = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
+        result = figures(self.recipe, self.stage, self.started, self.before, now)
+        result |= _of_training(self.trainer, self.progress)
+        result["running"] = f"Running: step {state.global_step} of {state.max_steps} at {result['date']}."
+        reports.write_report(
+            folder, result, reports.read_jsonl(folder / reports.METRICS_FILE), [], self.recipe.to_yaml()
+        )
 
 
 def _write_up(
@@ -101,7 +179,7 @@ def _write_up(
         result["judgement"] = reports.pair_evaluation(judged)
         write_jsonl(folder / reports.SCORES_FILE, judged)
         write_jsonl(folder / reports.ERRORS_FILE, reports.worst_errors(judged))
-    metrics = reports.read_jsonl(folder / "metrics.jsonl")
+    metrics = reports.read_jsonl(folder / reports.METRICS_FILE)
     reports.write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
     finish(folder, result)
 
@@ -128,10 +206,13 @@ def figures(
         "recipe": recipe.name,
         "stage": stage,
         "seed": recipe.seed,
+        "dtype": recipe.precision(stage).dtype,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 1),
         **({"processes": processes.count()} if processes.count() > 1 else {}),
         "peak_memory_gb": reports.peak_memory_gb(),
         "versions": reports.versions(),
+        "machine": reports.machine(),
         "before": before,
         "after": after,
     }

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from rich.console import Console
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
-from toolkit.rewards import Reward
+from toolkit.reports import Progress
 from toolkit.runs import aside
-from toolkit.runs.build import MAKERS
+from toolkit.runs.build import MAKERS, Callbacks
 from toolkit.runs.check import check_stages
 from toolkit.runs.folder import check_outputs, claim, finished, no_such_run, restore, settle
 from toolkit.runs.lock import acquire, at_work, release
@@ -77,13 +77,24 @@ def _kept_whole(recipe: Recipe, stage: str, console: Console, **way: bool) -> It
 
 
 def prepared(
-    recipe: Recipe, stage: str, *, from_run: str | None = None, reward: Reward | None = None, **way: bool
+    recipe: Recipe,
+    stage: str,
+    *,
+    from_run: str | None = None,
+    callbacks: Callbacks = (),
+    given: Mapping[str, Any] | None = None,
+    **way: bool,
 ) -> Any:
-    """The stage's trainer, after its prerequisites: for notebooks. As long as it is there, nobody else may train."""
+    """The stage's trainer, after its prerequisites: for notebooks. As long as it is there, nobody else may train.
+
+    `given` comes before what the recipe says: `reward` and `train_dataset` of ppo.
+    """
+    given = {name: value for name, value in (given or {}).items() if value is not None}
     with _kept_whole(recipe, stage, Console(), **way):
-        _run_prerequisites(recipe, stage, Console(), from_run=from_run, scorer=reward is None, **way)
+        _run_prerequisites(recipe, stage, Console(), from_run=from_run, scorer="reward" not in given, **way)
         claim(recipe, stage, wanted=stage, **way)
-        trainer = MAKERS[stage](recipe, **({} if reward is None else {"reward": reward}))
+        shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
+        trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
         aside.train_by_hand(recipe.folder)
         if acquire(recipe.folder):
             weakref.finalize(trainer, release, recipe.folder.resolve())

@@ -187,7 +187,14 @@ def rollout_of(
         response_ids=response_ids,
         ended=ended,
         columns=batch["columns"],
+        gaps=[_gap(ids, tokenizer) for ids in response_ids],
     )
+
+
+def _gap(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The space with which the first word of a response begins, if its text as decoded alone lacks it."""
+    begins = bool(ids) and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith("▁")
+    return " " if begins and not tokenizer.decode(ids[:1]).startswith(" ") else ""
 
 
 def check_room(prompt_lengths: Iterable[int], max_length: int | None) -> None:

@@ -51,6 +51,34 @@ _ELSEWHERE = {
     "cutoff_len": "max_prompt_length",
     "max_length": "max_prompt_length",
     "template": "chat",
+    # LLaMA-Factory, and TRL up to 0.11: docs/coming_from.md
+    "lora_rank": "r",
+    "lora_r": "r",
+    "lora_target": "target_modules",
+    "lora_target_modules": "target_modules",
+    "dataset": "train",
+    "dataset_name": "train",
+    "ppo_target": "kl_target",
+    "ppo_whiten_rewards": "whiten_rewards",
+    "ppo_score_norm": "use_score_norm",
+    "kl_penalty": "kl_estimator",
+    "early_stopping": "update_kl_limit",
+    "forward_batch_size": "local_rollout_forward_batch_size",
+    "backward_batch_size": "per_device_train_batch_size",
+    "steps": "max_steps",
+    "quantization_config": "quantization",
+    "quantization_bit": "quantization",
+    "adapter_name_or_path": "policy",
+    "reward_model": "reward",
+}
+
+# What other tools write for a value.
+_SPELT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float": "float32",
+    "fp32": "float32",
 }
 
 
@@ -107,7 +135,8 @@ def check_keys(
         else:
             given[key] = value
     for problem in problems_of(owner, given):
-        remedy = _in_quotes(f"{place}.{problem.field}", given[problem.field], known[problem.field])
+        about = (f"{place}.{problem.field}", given[problem.field], known[problem.field])
+        remedy = _in_quotes(*about) or _other_words(*about)
         problems.append(replace(problem.within(place), remedy=remedy))
     if problems or build is None:
         return problems
@@ -119,6 +148,16 @@ def check_keys(
     except REFUSALS as error:
         return [Problem(" ".join(str(error).split()) or type(error).__name__, place)]
     return []
+
+
+def _other_words(where: str, value: Any, hint: Any) -> str:
+    """How this toolkit writes what other tools write in another way; nothing where it is none of that."""
+    if isinstance(value, str) and _SPELT.get(value) in get_args(hint):
+        return f"Did you mean {_SPELT[value]}?"
+    if where.endswith(".quantization") and value in ("nf4", "fp4", "int4", 4):
+        kind = value if value in ("nf4", "fp4") else "nf4"
+        return f"Write {where}.load_in_4bit=true {where}.bnb_4bit_quant_type={kind}."
+    return ""
 
 
 def _in_quotes(where: str, value: Any, hint: Any) -> str:

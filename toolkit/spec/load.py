@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -15,9 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
 from toolkit.errors import Problem, RecipeError
+from toolkit.settings import fits
+from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sections import DATA_SECTIONS
+from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
 from toolkit.spec.validate import check_recipe, with_reward_files
 
 _DEEPEST, _MOST = 50, 100_000  # of the values of a recipe
@@ -103,6 +105,16 @@ def _read(path: Path) -> DictConfig:
     return values
 
 
+def _given(values: Mapping[str, Any]) -> DictConfig:
+    """Sections from Python, held to what a file can say."""
+    try:
+        text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+        _check_yaml(text)
+        return DictConfig(OmegaConf.load(io.StringIO(text)))
+    except _UNREADABLE as error:
+        raise RecipeError(f"what was given cannot be a recipe: {_reason(error)}") from error
+
+
 def _overridden(values: DictConfig, override: str) -> DictConfig:
     key, equals, value = override.partition("=")
     if not equals or not all(part.strip("[]{} ") for part in key.split(".")) or key.count(".") > _DEEPEST:
@@ -163,11 +175,35 @@ def _without_the_replaced(values: dict[str, Any], overrides: Sequence[str]) -> d
 
 
 def _without_null(values: dict[str, Any]) -> dict[str, Any]:
-    """Sections and adapters that are null are not there: `sft=null`, `adapters.value=null`."""
+    """Sections and adapters that are null are not there: `sft=null`, `adapters.value=null`. Nor are keys of a stage
+    that cannot be null: `ppo.max_steps=null` takes a number away, so that its owner's default holds."""
     kept = {key: value for key, value in values.items() if value is not None}
+    for stage, owner in STAGE_CLASSES.items():
+        if isinstance(kept.get(stage), dict):
+            hints = owner_fields(owner)
+            gone = {key for key, value in kept[stage].items() if value is None and not fits(None, hints.get(key, Any))}
+            kept[stage] = {key: value for key, value in kept[stage].items() if key not in gone}
     if isinstance(kept.get("adapters"), dict):
         kept["adapters"] = {role: config for role, config in kept["adapters"].items() if config is not None}
     return kept
+
+
+def _with_shipped_data(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A shipped recipe with the example data that is shipped beside it, where this folder has none of the name."""
+    if not path.resolve().is_relative_to(recipe_folder().resolve()):
+        return values
+    beside = recipe_folder().resolve().parent
+
+    def placed(name: Any) -> Any:
+        if isinstance(name, list):
+            return [placed(one) for one in name]
+        shipped = isinstance(name, str) and not Path(name).exists() and (beside / name).is_file()
+        return str(beside / name) if shipped else name
+
+    for section in DATA_SECTIONS:
+        if isinstance(data := values.get(section), dict):
+            values[section] = data | {key: placed(data[key]) for key in ("train", "validation") if key in data}
+    return values
 
 
 def is_run_name(name: str) -> bool:
@@ -179,18 +215,29 @@ def is_run_name(name: str) -> bool:
 
 
 def load(
-    name: str | os.PathLike[str], *overrides: str, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs"
+    name: str | os.PathLike[str] | Mapping[str, Any],
+    *overrides: str,
+    run: str | None = None,
+    runs_dir: str | os.PathLike[str] = "runs",
+    sections: Mapping[str, Any] | None = None,
 ) -> Recipe:
     """As `toolkit.recipes.load`, for those that make no trainers of it."""
-    path = find(name)
-    # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
-    kept = path.name == "recipe.yaml" and path.resolve().parent.parent == Path(runs_dir).resolve()
-    own = path.resolve().parent.name if kept else path.stem
+    if isinstance(name, Mapping):
+        if run is None:
+            raise RecipeError("a recipe that is a mapping has no name for its run.", remedy="Name it $run.")
+        path, own = Path(f"{run}.yaml"), run
+    else:
+        path = find(name)
+        # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
+        kept = path.name == "recipe.yaml" and path.resolve().parent.parent == Path(runs_dir).resolve()
+        own = path.resolve().parent.name if kept else path.stem
     run = own if run is None else run
     if not is_run_name(run):
         wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash and no dot first."
         raise RecipeError(wrong, remedy="Name it $run; where the runs are is $runs_dir.")
-    values = _read(path)
+    values = _given(name) if isinstance(name, Mapping) else _read(path)
+    if sections:
+        values = DictConfig(OmegaConf.merge(values, _given(sections)))
     for override in overrides:
         values = _overridden(values, override)
     try:
@@ -202,7 +249,8 @@ def load(
     if problems:
         raise RecipeError(str(path), problems=problems)
     try:
-        checked = with_reward_files(_without_the_replaced(_without_null(resolved), overrides), path.parent)
+        given = _without_the_replaced(_without_null(resolved), overrides)
+        checked = with_reward_files(_with_shipped_data(given, path), path.parent)
     except (OSError, ValueError, RuntimeError) as error:  # as in `find`
         raise RecipeError(f"{path} names a file that cannot be: {_reason(error)}") from error
     problems = check_recipe(checked)

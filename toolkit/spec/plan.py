@@ -11,6 +11,8 @@ from typing import Any
 
 from toolkit.data import Kind
 from toolkit.errors import Problem, RecipeError
+from toolkit.models import Precision
+from toolkit.spec.sections import precision_of
 from toolkit.spec.sources import OwnBase, Source
 
 Values = dict[str, Any]
@@ -45,6 +47,12 @@ class StagePlan:
     def model(self) -> str:
         """The section with the model that it trains, whose `dtype` its precision follows."""
         return "base" if self.own is None else self.own.section
+
+    def precision(self, values: Values) -> Precision:
+        """The dtype of that model on this machine, and why."""
+        if self.own is not None:
+            return self.own.precision
+        return base_precision(values)
 
     def source(self, role: str) -> Source | None:
         """Where a role comes from; None where the stage does not have it."""
@@ -84,6 +92,11 @@ def at(values: Values, key: str) -> Any:
     for part in key.split("."):
         found = found.get(part) if isinstance(found, dict) else None
     return found
+
+
+def base_precision(values: Values) -> Precision:
+    """The dtype of the base on this machine, and why; one with random weights is trained whole."""
+    return precision_of(section(values, "base"), whole=at(values, "base.model") is None)
 
 
 def section(values: Values, key: str) -> Values:

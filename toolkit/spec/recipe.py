@@ -11,10 +11,10 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from toolkit.data import TASKS, Task
 from toolkit.errors import within
-from toolkit.models import load_tokenizer
+from toolkit.models import Precision, load_tokenizer
 from toolkit.rewards import Scorer, scorer_of
 from toolkit.spec.keys import owner_fields
-from toolkit.spec.plan import Plan
+from toolkit.spec.plan import Plan, base_precision
 from toolkit.spec.resolve import resolve
 from toolkit.spec.sections import DEFAULT_SEED, BaseSection, CollectSection
 from toolkit.spec.sources import lora_config
@@ -60,15 +60,22 @@ class Recipe:
 
     @property
     def base(self) -> BaseSection:
-        return BaseSection(**self.values["base"])
+        """The section, `auto` in it replaced by the dtype of this machine."""
+        return BaseSection(**{**self.values["base"], "dtype": self.base_precision.dtype})
+
+    @property
+    def base_precision(self) -> Precision:
+        """The dtype of the base on this machine, and why."""
+        return base_precision(self.values)
 
     @property
     def scorer(self) -> Scorer:
         return scorer_of(self.values.get("scorer", {}))
 
-    def stage_dtype(self, stage: str) -> str:
-        """The precision that a stage follows: of the base, or of the model that it trains on a base of its own."""
-        return str(self.values[self.plan.stages[stage].model].get("dtype", BaseSection.dtype))
+    def precision(self, stage: str) -> Precision:
+        """What a stage follows: that of the base, or of the model that it trains on a base of its own."""
+        planned = self.plan.stages.get(stage)  # an evaluation is none of the recipe's
+        return self.base_precision if planned is None else planned.precision(self.values)
 
     @property
     def collect(self) -> CollectSection:
@@ -84,7 +91,7 @@ class Recipe:
     def stage_config(self, stage: str, **changes: Any) -> Any:
         """The stage's configuration, an object of its owner's class; `changes` come before what the recipe says."""
         values, folder = {**self.values[stage], **changes}, str(self.stage_folder(stage))
-        return stage_config(stage, values, output_dir=folder, seed=self.seed, base_dtype=self.stage_dtype(stage))
+        return stage_config(stage, values, output_dir=folder, seed=self.seed, precision=self.precision(stage))
 
     @property
     def base_path(self) -> str:

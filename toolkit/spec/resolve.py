@@ -7,7 +7,7 @@ from toolkit.data import TASKS, Kind
 from toolkit.errors import Problem
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import Plan, StagePlan, Values, at, scorer_parts, section
-from toolkit.spec.sections import BaseSection
+from toolkit.spec.sections import precision_of
 from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained
 from toolkit.trainers.q_config import QConfig
 
@@ -96,6 +96,9 @@ class _Resolver:
         if labels != 1 and at(self.values, "reward.loss") == "token_level":
             wrong = "token_level is of pairs, and reward_head.num_labels says classes."
             self.problem("reward.loss", wrong, "Remove one.")
+        if labels != 1 and at(self.values, "reward.center_rewards_coefficient") is not None:
+            wrong = "would have no effect: it is of pairs, and reward_head.num_labels says classes."
+            self.problem("reward.center_rewards_coefficient", wrong, "Remove one.")
         rows: Kind = "pairs" if labels == 1 else "labelled"
         if self.key("reward_model") is None:
             fresh = self._fresh("reward", "the reward stage trains it")
@@ -254,7 +257,7 @@ class _Resolver:
         quantized, random = own.get("quantization") is not None, own.get("config") is not None
         if lora is None and quantized:
             self.problem(f"adapters.{role}", "is missing: 4-bit weights have no gradients, and so need an adapter.")
-        elif lora is None and (dtype := own.get("dtype", BaseSection.dtype)) != "float32":
+        elif lora is None and (dtype := precision_of(own, whole=True).dtype) != "float32":
             self.problem(
                 f"{name}.dtype",
                 f"float32 is needed where all weights are trained, got {dtype}: small steps would round to nothing.",

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
-from toolkit.models import ModelSpec
+from toolkit.models import AUTO, Dtype, ModelSpec, Precision, fast_precision, quantization_config
 from toolkit.settings import A_TEMPERATURE, AT_LEAST_1, setting
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
@@ -21,16 +20,31 @@ class BaseSection:
     config: dict[str, Any] | None = setting(
         None, "In place of `model`, `model_type` and that configuration's arguments: random weights."
     )
-    quantization: dict[str, Any] | None = setting(None, "Arguments of transformers' `BitsAndBytesConfig`.")
-    dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", "Of the weights that are not quantised.")
+    quantization: dict[str, Any] | None = setting(
+        None,
+        "Arguments of transformers' `BitsAndBytesConfig`; `bnb_4bit_compute_dtype` is `dtype` where none is given.",
+    )
+    dtype: Dtype = setting(
+        AUTO,
+        "Of the weights that are not quantised. auto asks the machine: bfloat16 where it is computed fast, else "
+        "float16 on a card and float32 on a CPU; float32 where all weights train.",
+    )
     revision: str | None = setting(None, "Of a hub id.")
     attn_implementation: str | None = setting(None, "As in transformers.")
     trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.")
 
     def model_spec(self, **changes: Any) -> ModelSpec:
         """What is to be loaded, with fields in place of the section's own."""
-        quantization = None if self.quantization is None else BitsAndBytesConfig(**self.quantization)
+        given = self.quantization
+        quantization = None if given is None else quantization_config(given, self.dtype)
         return ModelSpec(**{**vars(self), "quantization": quantization, **changes})
+
+
+def precision_of(values: dict[str, Any], *, whole: bool) -> Precision:
+    """The dtype of a section's model on this machine, and why; `whole` where all weights train."""
+    if (given := values.get("dtype", AUTO)) != AUTO:
+        return Precision(given)
+    return Precision("float32", "all its weights train") if whole else fast_precision()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from peft import LoraConfig
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from toolkit.data import TASKS
+from toolkit.models import AUTO
 from toolkit.rewards import DEFAULT_KIND, SCORERS
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, DEFAULT_SEED, PLAIN_SECTIONS, STAGE_CLASSES
@@ -94,13 +95,15 @@ def show(recipe: Recipe) -> str:
         lines += _lines({key: value}, (), {"seed": DEFAULT_SEED}, owners)
         if key in STAGE_CLASSES:
             lines += _preset_lines(recipe, key)
+        if key == "base" and (chosen := recipe.base_precision).why:
+            lines.append(f"  # dtype: {chosen.dtype}  # default: {AUTO}; set by the toolkit: {chosen.why}")
     return "\n".join(lines) + "\n"
 
 
 def _preset_lines(recipe: Recipe, stage: str) -> Iterator[str]:
     defaults = owner_defaults(STAGE_CLASSES[stage])
     model = recipe.plan.stages[stage].model
-    ours = presets(stage, recipe.values[stage], base_dtype=recipe.stage_dtype(stage), model=model)
+    ours = presets(stage, recipe.values[stage], precision=recipe.precision(stage), model=model)
     for name, preset in ours.items():
         if not _same(preset.value, defaults[name]):
             default = f"default: {as_yaml(defaults[name])}"

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.errors import RecipeError
 from toolkit.models import (
     ModelSpec,
+    Precision,
     QBound,
     SharedBase,
     add_lora,
@@ -30,7 +31,7 @@ from toolkit.models import (
     load_value_model,
     load_weights,
 )
-from toolkit.spec.sections import BaseSection
+from toolkit.spec.sections import BaseSection, precision_of
 
 Values = dict[str, Any]
 
@@ -206,7 +207,13 @@ class OwnBase(Source):
 
     @property
     def base(self) -> BaseSection:
-        return BaseSection(**self.model)
+        """The section, `auto` in it replaced by the dtype of this machine."""
+        return BaseSection(**{**self.model, "dtype": self.precision.dtype})
+
+    @property
+    def precision(self) -> Precision:
+        """Its dtype on this machine, and why."""
+        return precision_of(self.model, whole=self.lora is None)
 
     def _trained_folder(self, site: Site) -> Path:
         """Where the reward stage has left its model; a RecipeError where it has not run."""

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from toolkit.errors import ConfigError, Problem
+from toolkit.models import Precision
 from toolkit.settings import declared
 from toolkit.spec.keys import check_keys, suggestion
 from toolkit.spec.sections import STAGE_CLASSES
@@ -15,8 +17,16 @@ from toolkit.spec.trial import check_training
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.trl_compat import TRLPPOConfig
 
-# Fields that each stage's class inherits, and that a run sets.
-SET_BY_A_RUN = {
+_IN_FLOAT32 = Precision("float32")
+_DIVIDED_WEIGHTS = Problem(
+    "divides a model's weights among processes, and here each holds the whole base: bitsandbytes' 4-bit weights are "
+    "left out of it (huggingface/accelerate#3983).",
+    remedy="Take it out: several processes divide the rows, and a base has to fit on one card.",
+)
+
+# Fields that each stage's class inherits, and that are no recipe's.
+OF_NO_RECIPE = {
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), _DIVIDED_WEIGHTS),
     "output_dir": Problem("the run folder decides it.", remedy="Name the run with $run."),
     "seed": Problem("the recipe's own seed is for all stages."),
     "resume_from_checkpoint": Problem("to resume is no part of a recipe.", remedy="Give $resume."),
@@ -98,7 +108,7 @@ WITHOUT_EFFECT = {
     "ppo": {
         name: _INSTEAD.get(name, "the toolkit's PPO loop does not read it")
         for name in dict.fromkeys([*(f.name for f in fields(TRLPPOConfig) if f.init), *_INSTEAD])
-        if name not in {*_READ_BY_PPO, *declared(PPOConfig), *SET_BY_A_RUN}
+        if name not in {*_READ_BY_PPO, *declared(PPOConfig), *OF_NO_RECIPE}
     },
     "q": _IGNORED_BY_Q,
 }
@@ -106,25 +116,25 @@ WITHOUT_EFFECT = {
 
 
 def check_stage(
-    stage: str, values: Any, *, base_dtype: str = "bfloat16", measured: Sequence[str] | None = None
+    stage: str, values: Any, *, precision: Precision = _IN_FLOAT32, measured: Sequence[str] | None = None
 ) -> list[Problem]:
     """Problems of a stage's section, what its owner, optimizer and schedule refuse included.
 
     Args:
         stage: its name.
         values: its keys and values.
-        base_dtype: of the model that it trains.
+        precision: of the model that it trains.
         measured: names of what its evaluation measures, where they are known.
     """
     if not isinstance(values, dict):
         return check_keys(stage, values, STAGE_CLASSES[stage])
-    refused = {**SET_BY_A_RUN, **(_NOT_OFFERED if stage == "ppo" else {})}
+    refused = {**OF_NO_RECIPE, **(_NOT_OFFERED if stage == "ppo" else {})}
     if not (stage == "ppo" and values.get("loop") == "trl"):
         reasons = WITHOUT_EFFECT.get(stage, {})
         refused |= {name: Problem(f"would have no effect: {reason}.") for name, reason in reasons.items()}
 
     def build(**values: Any) -> None:
-        config = stage_config(stage, values, output_dir="unused", seed=0, base_dtype=base_dtype)
+        config = stage_config(stage, values, output_dir="unused", seed=0, precision=precision)
         check_training(config)
         best = config.metric_for_best_model
         if measured is not None and best is not None and best.removeprefix("eval_") not in measured:
@@ -142,9 +152,12 @@ def _not_installed(stage: str, values: dict[str, Any]) -> list[Problem]:
     """Problem of a section that reports to what is not here: transformers says so when the stage begins."""
     wanted = values.get("report_to")
     for name in [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []:
+        if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
+            near = suggestion(str(name), list(INTEGRATION_TO_CALLBACK))
+            wrong = f"{name} is not known to transformers."
+            return [Problem(wrong, f"{stage}.report_to", near or f"There are {', '.join(INTEGRATION_TO_CALLBACK)}.")]
         if name not in ("none", "all", *get_available_reporting_integrations()):
-            wrong = f"{name} is not installed or not known to transformers."
-            return [Problem(wrong, f"{stage}.report_to", f"pip install {name}, or take it out.")]
+            return [Problem(f"{name} is not installed.", f"{stage}.report_to", f"pip install {name}, or take it out.")]
     return []
 
 
@@ -156,7 +169,7 @@ class Preset:
     reason: str
 
 
-def presets(stage: str, values: dict[str, Any], *, base_dtype: str, model: str = "base") -> dict[str, Preset]:
+def presets(stage: str, values: dict[str, Any], *, precision: Precision, model: str = "base") -> dict[str, Preset]:
     """The fields of a stage that the toolkit sets, where the section does not.
 
     Precision follows the `dtype` of the section `model` unless the stage's section says otherwise: TRL's own default is
@@ -170,15 +183,15 @@ def presets(stage: str, values: dict[str, Any], *, base_dtype: str, model: str =
         # TRL would leave out pairs over it without a word.
         ours["max_length"] = Preset(None, "the data section has limits, and reports what they leave out")
     if not {"bf16", "fp16"} & values.keys():
-        reason = f"{model}.dtype is {base_dtype}"
-        ours["bf16"] = Preset(base_dtype == "bfloat16", reason)
-        ours["fp16"] = Preset(base_dtype == "float16", reason)
+        reason = f"{model}.dtype is {precision}"
+        ours["bf16"] = Preset(precision.dtype == "bfloat16", reason)
+        ours["fp16"] = Preset(precision.dtype == "float16", reason)
     return {name: preset for name, preset in ours.items() if name not in values}
 
 
-def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, base_dtype: str) -> Any:
+def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, precision: Precision) -> Any:
     """A stage's section as an object of its owner's class, with the toolkit's presets where it is silent."""
-    ours = {name: preset.value for name, preset in presets(stage, values, base_dtype=base_dtype).items()}
+    ours = {name: preset.value for name, preset in presets(stage, values, precision=precision).items()}
     made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **ours, **values)
     # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active role,
     # and multiply the batch: the first card is the one (CUDA_VISIBLE_DEVICES chooses another).

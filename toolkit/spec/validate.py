@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from toolkit.data import TASKS
 from toolkit.errors import ConfigError, Problem
+from toolkit.models import quantization_config
 from toolkit.rewards import DEFAULT_KIND, SCORERS, scorer_of
 from toolkit.rewards.function import beside
 from toolkit.settings import fits, problems_of
@@ -22,7 +23,6 @@ from toolkit.spec.sections import (
     PLAIN_SECTIONS,
     STAGE_CLASSES,
     TOP_LEVEL,
-    BaseSection,
 )
 from toolkit.spec.stage import check_stage
 
@@ -83,9 +83,13 @@ def _lora(**values: Any) -> LoraConfig:
         return LoraConfig(**values)
 
 
+def _quantization(**values: Any) -> BitsAndBytesConfig:
+    return quantization_config(values, "float32")
+
+
 def _check_quantization(name: str, values: Any) -> list[Problem]:
     place = f"{name}.quantization"
-    problems = check_keys(place, values, BitsAndBytesConfig, build=BitsAndBytesConfig)
+    problems = check_keys(place, values, BitsAndBytesConfig, build=_quantization)
     if problems or not isinstance(values, dict):
         return problems
     bits = [4 if key.startswith("load_in_4") else 8 for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
@@ -238,7 +242,7 @@ def check_recipe(values: dict[str, Any]) -> list[Problem]:
     plan = resolve(values)
     for stage in STAGE_CLASSES:
         if stage in values:
-            dtype = section(values, plan.stages[stage].model).get("dtype", BaseSection.dtype)
+            precision = plan.stages[stage].precision(values)
             measured = None if problems else measured_names(values, stage)
-            problems += check_stage(stage, values[stage], base_dtype=dtype, measured=measured)
+            problems += check_stage(stage, values[stage], precision=precision, measured=measured)
     return [*problems, *plan.problems]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
-from toolkit import processes
+from toolkit import phases, processes
 from toolkit.data import PromptCollator, RatedCollator, Rollout
 from toolkit.errors import ToolkitError
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, release_memory, save_role
@@ -147,7 +147,8 @@ class SamplingTrainer(RoleTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ToolkitError("evaluate needs held-out prompts.", remedy="Give eval_dataset.")
-        metrics = self.evaluate_rollout(dataset).metrics
+        with phases.phase("evaluation", len(self.get_eval_dataloader(dataset))):
+            metrics = self.evaluate_rollout(dataset).metrics
         named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)

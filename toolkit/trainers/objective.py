@@ -1,5 +1,6 @@
 """What an update of PPO is made from, and what it minimises: shaped scores, a rollout's experience, the loss."""
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from toolkit.errors import RewardError
 from toolkit.models import PolicyReading
 from toolkit.rewards import Scores
 from toolkit.trainers.ppo_config import PPOConfig
+
+_NOTHING_TO_LEARN = 1e-6  # rounding leaves about as much
 
 
 class ScoreShaper:
@@ -78,6 +81,13 @@ class Experience(NamedTuple):
         held = {name: getattr(self, name)[rows, : mask.shape[1]].to(mask.device) for name in names}
         return self._replace(response_mask=mask, **held)
 
+    def learning_roles(self, rows: list[int]) -> set[str]:
+        """The roles whose gradient of these rows is not 0 by right: nothing is learnt from one token, whose whitened
+        advantage is 0, or by a value that is right."""
+        errors = {"policy": self.advantages, "value": self.returns - self.old_values}
+        mask = self.response_mask[rows]
+        return {role for role, error in errors.items() if not error[rows][mask].abs().max() <= _NOTHING_TO_LEARN}
+
 
 def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
     """Metrics of the rollout and of the critic on it."""
@@ -87,13 +97,17 @@ def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
     variance = F.masked_var(experience.returns, mask)
     residual = F.masked_var(experience.returns - experience.old_values, mask)
     lengths = torch.tensor(experience.rollout.lengths, dtype=torch.float32)
+    rows, prompts = len(experience.rollout), len(set(experience.rollout.prompts))
+    tied = max(Counter(experience.shaped_scores.tolist()).values())
     return {
         "score": float(experience.scores.mean()),
         "score_se": F.standard_error(experience.scores),
         "kl": float(kl),
         "rlhf_reward": float(experience.shaped_scores.mean() - kl_coef * kl),
         "length": float(lengths.mean()),
-        "eos_share": sum(experience.rollout.ended) / len(experience.rollout),
+        "eos_share": sum(experience.rollout.ended) / rows,
+        "distinct_share": min(1.0, len(set(map(tuple, experience.rollout.response_ids))) / prompts),
+        "tied_share": tied / rows if rows > 1 else 0.0,
         "entropy": float(entropy),
         "explained_variance": float(1 - residual / variance.clamp(min=1e-8)),
     }

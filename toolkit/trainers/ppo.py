@@ -31,7 +31,6 @@ from torch import Tensor
 from toolkit import functional as F
 from toolkit import processes
 from toolkit.data import Rollout, select
-from toolkit.errors import SelfCheckError
 from toolkit.models import read_policy, release_memory, response_logprobs, response_values
 from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores
 from toolkit.trainers import self_checks
@@ -47,7 +46,7 @@ class PPOTrainer(SharedBaseTrainer):
     It is set up as transformers' `Trainer` (precision, seeds, callbacks, strategies), with a loop of its own, and is a
     `trl.experimental.ppo.PPOTrainer` where TRL has one. From a notebook:
 
-        for batch in trainer.dataloader:
+        for batch in trainer.batches():
             responses = trainer.generate(batch)
             scores = trainer.score(batch, responses)
             stats = trainer.step(batch, responses, scores)
@@ -96,6 +95,12 @@ class PPOTrainer(SharedBaseTrainer):
     def step(self, batch: dict[str, Any], responses: Rollout, scores: ScoreLike) -> dict[str, float]:
         """One PPO update from a scored rollout, and its metrics; `scores`, (B,) or dense, may be from anywhere."""
         self._prepare_training()
+        if self.state.global_step >= self.total_updates:
+            over = (
+                f"the {self.total_updates} updates of this run are done, and one more has what its schedule has left: "
+            )
+            over += f"a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. Raise max_steps, or end the loop."
+            warnings.warn(over, stacklevel=2)
         scores = check_scores(scores, responses)
         parts = {name: part for name, part in self.score_parts().items() if len(part) == len(responses)}
         learning_rate = self.lr_scheduler.get_last_lr()[0]
@@ -115,12 +120,19 @@ class PPOTrainer(SharedBaseTrainer):
         self.state.global_step += 1
         self.state.episode += len(responses)
         self.state.epoch = self.state.episode / self.prompts_of_a_pass
+        if self.skipped.total:
+            stats["skipped_steps"] = float(self.skipped.total)
         return {**stats, "learning_rate": learning_rate}
 
     def _learn(self, rollout: Rollout, scores: Scores, parts: dict[str, Tensor]) -> dict[str, float]:
         """Optimizer steps from a scored rollout, and their metrics; `parts` are those of the scores, for the log."""
-        experience = self._make_experience(rollout, scores)
-        stats = self._update(experience)
+        seen = self.score_shaper.moments
+        try:
+            experience = self._make_experience(rollout, scores)
+            stats = self._update(experience)
+        except BaseException:  # Ctrl-C too: scores of a step that is taken again would count twice
+            self.score_shaper.moments = seen
+            raise
         described = describe(experience, kl_coef=self.kl_coef)
         if self.score_shaper.scales or self.score_shaper.penalizes:
             described["shaped_score"] = float(experience.shaped_scores.mean())
@@ -159,8 +171,7 @@ class PPOTrainer(SharedBaseTrainer):
         self.roles.train()
         try:
             for rows in self._mini_batches(len(experience.rollout)):
-                # The first step is taken in any case: with active dropout its KL is not 0 either.
-                metrics = self._optimize_mini_batch(experience, rows, self.args.update_kl_limit if totals else None)
+                metrics = self._optimize_mini_batch(experience, rows, first=not totals)
                 if metrics is None:
                     break
                 for name, value in metrics.items():
@@ -179,53 +190,60 @@ class PPOTrainer(SharedBaseTrainer):
             for i in range(number):  # of equal size, but for one row where they do not divide
                 yield order[i * rows // number : (i + 1) * rows // number]
 
-    def _optimize_mini_batch(
-        self, experience: Experience, rows: list[int], kl_limit: float | None
-    ) -> dict[str, float] | None:
+    def _optimize_mini_batch(self, experience: Experience, rows: list[int], *, first: bool) -> dict[str, float] | None:
         """One optimizer step from the gradient over all tokens of the mini-batch; None, and no step, over the limit."""
         # accelerate passes over optimizer steps by a switch of the whole process, which a stage that was stopped in the
         # middle of its accumulation leaves off.
         self.accelerator.gradient_state._set_sync_gradients(True)
         totals = self._backward_mini_batch(experience, rows)
-        if kl_limit is not None and totals["approx_kl"] > kl_limit:
+        self._ratio_checked = True  # by whichever process had a row of it
+        # The first step is taken in any case: with active dropout its KL is not 0 either.
+        limit = None if first else self.args.update_kl_limit
+        if limit is not None and totals["approx_kl"] > limit:
             return None
-        if not self._gradients_checked:
+        if first:  # nothing is clipped yet
+            learning = self._unchecked_roles & experience.learning_roles(rows)
             # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
-            learning = [role for role in self.roles.trained_roles if role != "value" or self.args.vf_coef > 0]
             self_checks.check_gradients(self.roles, learning, scaled=self.args.fp16)
-            self._gradients_checked = True
-        if (norm := self._clip_gradients()) is not None:
+            self._unchecked_roles -= learning
+        norm = self._clip_gradients()
+        if math.isfinite(norm):
+            self.skipped.passed()
             totals["grad_norm"] = norm
+        elif not self.args.fp16:  # whose scaler passes over the step, and lowers its scale
+            self.optimizer.zero_grad()
+            if self.skipped.add():
+                why = f"the gradient's norm is {norm}"
+                self.stop_broken(why, rollout=experience.rollout, tensors=_tensors(experience))
+            return {}
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         self.optimizer.zero_grad()
         return totals
 
-    def _clip_gradients(self) -> float | None:
-        """The norm of all gradients, before they are clipped where `max_grad_norm` says so.
-
-        None where float16 has overflowed: the loss scaler then passes over the step, and lowers its scale.
-        """
+    def _clip_gradients(self) -> float:
+        """The norm of all gradients, before they are clipped where `max_grad_norm` says so."""
         parameters = [p for role in self.roles.trained_roles for p in self.roles.parameters_of(role)]
         # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
-        norm = float(self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf))
-        if math.isfinite(norm) or self.args.fp16:
-            return norm if math.isfinite(norm) else None
-        wrong = f"the gradient's norm is {norm} at update {self.state.global_step + 1}."
-        remedy = "Go on from the last checkpoint with a lower learning_rate, or with a base in float32 if that does not"
-        raise SelfCheckError(f"{wrong} The weights are those before this optimizer step.", remedy=f"{remedy} help.")
+        return float(self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf))
 
     def _backward_mini_batch(self, experience: Experience, rows: list[int]) -> dict[str, float]:
         """Add the mini-batch's gradient to the parameters, micro-batch by micro-batch, each process a share of them."""
         count = float(experience.response_mask[rows].sum())
-        own: dict[str, float] = defaultdict(float)
-        with processes.agreed(), own_randomness(self.state.global_step, rows):
-            share = own_rows(experience.rollout, rows)
-            for part in by_length(experience.rollout, share, self.args.per_device_train_batch_size):
-                for name, value in self._backward_micro_batch(experience, part, count).items():
-                    own[name] += value
-                release_memory()
+
+        def attempt(size: int) -> dict[str, float]:
+            own: dict[str, float] = defaultdict(float)
+            self.optimizer.zero_grad()
+            with processes.agreed(), own_randomness(self.state.global_step, rows):
+                share = own_rows(experience.rollout, rows)
+                for part in by_length(experience.rollout, share, size):
+                    for name, value in self._backward_micro_batch(experience, part, count).items():
+                        own[name] += value
+                    release_memory()
+            return own
+
+        own = self.micro_batch(attempt)
         sum_gradients(p for role in self.roles.trained_roles for p in self.roles.parameters_of(role))
         totals: dict[str, float] = defaultdict(float)
         for of_process in processes.gather(dict(own)):
@@ -268,3 +286,7 @@ class PPOTrainer(SharedBaseTrainer):
                 self.accelerator.backward(args.vf_coef * value.loss)
         metrics |= {"value_loss": value.loss, "value_clip_fraction": value.clip_fraction}
         return {name: float(metric.detach()) for name, metric in metrics.items()}
+
+
+def _tensors(experience: Experience) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in experience._asdict().items() if isinstance(tensor, Tensor)}

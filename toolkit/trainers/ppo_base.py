@@ -19,10 +19,18 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from toolkit import processes
+from toolkit import phases, processes
 from toolkit.checkpoints import get_random_states, read_state, set_random_states
-from toolkit.data import PlacedDataLoader, PromptCollator, concatenate
-from toolkit.errors import CheckpointError, ConfigError, PeerError, RewardError, ToolkitError, printable
+from toolkit.data import PlacedDataLoader, PromptCollator, Rollout, concatenate
+from toolkit.errors import (
+    CheckpointError,
+    ConfigError,
+    NotFiniteError,
+    PeerError,
+    RewardError,
+    ToolkitError,
+    printable,
+)
 from toolkit.functional import Moments
 from toolkit.models import SharedBase, role_digest
 from toolkit.reports import append_jsonl, keep_until
@@ -30,6 +38,7 @@ from toolkit.rewards import Reward, concatenate_scores, state_of, total_scores
 from toolkit.sampling import check_room
 from toolkit.trainers import self_checks
 from toolkit.trainers.common import SamplingTrainer
+from toolkit.trainers.guards import MOST_IN_A_ROW, WARNINGS_FILE, Watch, save_broken
 from toolkit.trainers.model_card import write_model_card
 from toolkit.trainers.objective import ScoreShaper
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS, PPOConfig
@@ -37,6 +46,7 @@ from toolkit.trainers.rollouts import Rollouts
 from toolkit.trainers.trl_compat import TRLPPOTrainer
 
 ROLLOUTS_FILE = "rollouts.jsonl"
+_OF_REWARDS = (RewardError.__name__, NotFiniteError.__name__)
 _ROWS_SHOWN = 4  # of a rollout, at every logged step
 
 
@@ -89,13 +99,17 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             num_workers=args.dataloader_num_workers,
         )
         self.total_updates = args.number_of_updates(len(train_dataset))
+        self.watch = Watch()
+        self._in_scoring: Rollout | None = None
         self._pass: Iterator[dict[str, Any]] = iter(())  # the one that batches come from
         self._pass_is_over = False  # its last batch was drawn, and what is due at its end is not done
         self._parts: dict[str, Tensor] | None = None  # of the scores of several rollouts
         self._last_metrics: dict[str, float] = {}
         self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
-        self._ready = self._ratio_checked = self._gradients_checked = False
+        self._ready = self._ratio_checked = False
+        # Those whose gradient has not been looked at.
+        self._unchecked_roles = {role for role in self.saved_roles if role != "value" or args.vf_coef > 0}
 
     # ------------------------------------------------------------------ set-up and self-checks
 
@@ -147,7 +161,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         state.num_train_epochs = self.total_updates * args.update_batch_size / self.prompts_of_a_pass
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
-        processes.by_main(partial(keep_until, Path(args.output_dir) / ROLLOUTS_FILE, began))
+        for name in (ROLLOUTS_FILE, WARNINGS_FILE):
+            processes.by_main(partial(keep_until, Path(args.output_dir) / name, began))
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = self.dataloader
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
@@ -157,13 +172,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
             while not self._pass_is_over:
                 self.control = self.callback_handler.on_step_begin(args, state, self.control)
-                begun = self._place()
-                try:
-                    self._last_metrics = self._timed_step()
-                except (RewardError, PeerError) as error:
-                    if isinstance(error, RewardError) or error.of == RewardError.__name__:
-                        self._save_as_it_was(begun, error)
-                    raise
+                self._last_metrics = self._guarded_step()
                 self.control = self.callback_handler.on_step_end(args, state, self.control)
                 self._act()
                 if state.global_step >= self.total_updates or self.control.should_training_stop:
@@ -200,12 +209,64 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self._pass, self._pass_is_over = iter(()), begun["pass_is_over"]
         if begun["reward"] is not None:
             state_of(self.reward).load_state_dict(begun["reward"])
+        self._save_before(error)
+
+    def _save_before(self, error: ToolkitError) -> None:
+        """Save the run up to the last update, and let an error of the reward say so."""
         if step := self.state.global_step:
             saved = self._folder_of(step)
             if not processes.by_main(saved.is_dir):
                 self.save_checkpoint()
             remedy = f"All up to update {step} is saved in {saved}: then go on with $resume."
             error.problems = tuple(replace(one, remedy=f"{one.remedy} {remedy}".lstrip()) for one in error.problems)
+
+    def _guarded_step(self) -> dict[str, float]:
+        """An update, with what its metrics warn of; nothing is learnt from one whose scores are not finite."""
+        begun = self._place()
+        try:
+            metrics = self._timed_step()
+        except (RewardError, PeerError) as error:
+            kind = self._kind(error)
+            if kind not in _OF_REWARDS:
+                raise
+            if kind == RewardError.__name__ or self._too_many(error):
+                self._save_as_it_was(begun, error)
+                raise
+            metrics = self._without_update()
+        return {**metrics, **self._warned(metrics)}
+
+    @staticmethod
+    def _kind(error: ToolkitError) -> str:
+        """Name of an error's class, of several processes in that where it was raised."""
+        return error.of if isinstance(error, PeerError) else type(error).__name__
+
+    def _warned(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Tell what the metrics of an update are a warning of; how many warnings there have been, if any."""
+        step, new = self.state.global_step, self.watch.seen(self.state.global_step, metrics)
+        for warning in new:
+            phases.tell(f"WARNING at update {step}: {warning['text']} {warning['remedy']}")
+        if new:
+            processes.by_main(partial(append_jsonl, Path(self.args.output_dir) / WARNINGS_FILE, new))
+        return {"warnings": float(len(self.watch.given))} if self.watch.given else {}
+
+    def _too_many(self, error: ToolkitError) -> bool:
+        """Count an update whose scores are not finite; whether they are too many in a row, the batch then saved."""
+        if not self.skipped.add():
+            return False
+        folder = Path(self.args.output_dir)
+        saved = processes.by_main(partial(save_broken, folder, rollout=self._in_scoring, tensors={}))
+        before = f"So were those of the {MOST_IN_A_ROW - 1} updates before, which were passed over."
+        more = f"{before} The last batch is in {saved}."
+        error.problems = tuple(replace(one, remedy=f"{one.remedy} {more}".lstrip()) for one in error.problems)
+        return True
+
+    def _without_update(self) -> dict[str, float]:
+        """Metrics of an update that is passed over: nothing is learnt, and the run goes on with other prompts."""
+        learning_rate, self._shown = self.lr_scheduler.get_last_lr()[0], []
+        self.lr_scheduler.step()
+        self.state.global_step += 1
+        skipped = {"optimizer_steps": 0.0, "skipped_steps": float(self.skipped.total)}
+        return {"kl_coef": self.kl_coef, **skipped, "learning_rate": learning_rate, "episode": self.state.episode}
 
     def _timed_step(self) -> dict[str, float]:
         """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""
@@ -214,9 +275,12 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         for left in reversed(range(self.args.rollouts_per_update)):
             batch = self.next_batch()
             started = time.perf_counter()
-            rollouts.append(self.generate(batch))
+            with phases.phase("rollout"):
+                rollouts.append(self.generate(batch))
             sampled = time.perf_counter()
-            all_scores.append(self.score(batch, rollouts[-1]))
+            self._in_scoring = rollouts[-1]
+            with phases.phase("score"):
+                all_scores.append(self.score(batch, rollouts[-1]))
             parts.append(self.score_parts())
             rollout_seconds += sampled - started
             score_seconds += time.perf_counter() - sampled
@@ -234,13 +298,19 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         try:
             self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             started = time.perf_counter()
-            metrics = self.step(batch, rollout, scores)
+            with phases.phase("update", self.args.num_ppo_epochs * self.args.num_mini_batches):
+                metrics = self.step(batch, rollout, scores)
         finally:
             self._parts = None
         seconds = {"rollout_seconds": rollout_seconds, "score_seconds": score_seconds}
         seconds["step_seconds"] = time.perf_counter() - started
         speed = len(rollout) / sum(seconds.values())
         return {**metrics, "episode": self.state.episode, "samples_per_second": speed, **seconds}
+
+    def batches(self) -> Iterator[dict[str, Any]]:
+        """Batches of prompts for a loop of your own, pass after pass, until the last of `total_updates` updates."""
+        while self.state.global_step < self.total_updates:
+            yield self.next_batch()
 
     def next_batch(self) -> dict[str, Any]:
         """The next batch of prompts, of the next pass where one ends."""
@@ -262,7 +332,12 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         best = False
         if self.control.should_evaluate:
             self.control.should_evaluate = False
-            best = self.is_best(self.evaluate())
+            try:
+                best = self.is_best(self.evaluate())
+            except (RewardError, PeerError) as error:
+                if self._kind(error) in _OF_REWARDS:
+                    self._save_before(error)
+                raise
         if self.control.should_save or (best and self.args.save_strategy == "best"):
             self.control.should_save = False
             self.save_checkpoint()
@@ -311,6 +386,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             "last_logged": self._last_logged,
             "reward": None if changing is None else changing.state_dict(),
             "frozen": self._frozen(),
+            "watch": self.watch.state_dict(),
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
@@ -324,6 +400,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.dataloader.load_state_dict(state["dataloader"])
         self._pass, self._pass_is_over = iter(()), state["pass_is_over"]
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
+        if "watch" in state:
+            self.watch.load_state_dict(state["watch"])
         if (changing := state_of(self.reward)) is not None and state["reward"] is not None:
             changing.load_state_dict(state["reward"])
 

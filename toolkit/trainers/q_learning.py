@@ -8,6 +8,7 @@ Chebotar et al. 2023, "Q-Transformer", arXiv 2309.10150, with tokens in the plac
     average     after the optimizer's step q_target moves towards q
 """
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from toolkit import functional as F
-from toolkit import models, processes
+from toolkit import models
 from toolkit.data import RatedCollator, Rollout, check_rated
 from toolkit.errors import DataError, ToolkitError
 from toolkit.rewards import score_with, total_scores
@@ -61,8 +62,8 @@ class QTrainer(SamplingTrainer):
     ):
         check_rated(train_dataset)
         check_returns(train_dataset, args)
-        self._sums: dict[str, list[float]] = {}  # by metric, an entry a micro-batch since the last line
-        self._added: dict[str, float] = {}  # of this process's rows
+        # By metric, an entry a micro-batch since the last line, in the place where TRL's trainers have theirs.
+        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list)}
         self._sums_from = 0  # the step of that line
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, **named)
         self.data_collator_of_prompts = self.rollouts.sampler().collator
@@ -72,17 +73,16 @@ class QTrainer(SamplingTrainer):
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         if checkpoint is None:
-            self._sums, self._sums_from = {}, 0
+            self._metrics["train"].clear()
+            self._sums_from = 0
         return super()._run(checkpoint, arguments)
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
         with self.roles.role("q"):
-            self._added = {}
-            loss = super().training_step(*arguments, **named)
-        parts = processes.gather(self._added)
-        for name in sorted(set().union(*parts)):
-            self._sums.setdefault(name, []).append(sum(part.get(name, 0.0) for part in parts))
-        return loss
+            return super().training_step(*arguments, **named)
+
+    def metric_of_all(self, name: str, parts: list[tuple[float, float]]) -> float:
+        return sum(value for _, value in parts)  # each is a share of the mean over the step's tokens
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -104,20 +104,23 @@ class QTrainer(SamplingTrainer):
         td = F.td_loss(read.q, targets, mask, count=count)
         conservative = F.conservative_loss(read.excess, mask, count=count)
         share = 1.0 if count is None else float(mask.sum()) / count
-        self._added = {
+        shares = {
             "td_loss": float(td.detach()),
             "conservative_loss": float(conservative.detach()),
             "q": share * float(F.masked_mean(read.q.detach(), mask)),
             "q_target": share * float(F.masked_mean(targets, mask)),
         }
+        for name, value in shares.items():
+            self._metrics["train"][name].append(value)
         return td + args.conservative_coef * conservative if args.conservative_coef else td
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """As in `Trainer`, with the parts of the loss and the means of Q and its targets since the last line."""
-        if "loss" in logs and self._sums:
+        if "loss" in logs and (metrics := self._metrics["train"]):
             steps = max(self.state.global_step - self._sums_from, 1)
-            logs = {**logs, **{name: sum(values) / steps for name, values in self._sums.items()}}
-            self._sums, self._sums_from = {}, self.state.global_step
+            logs = {**logs, **{name: sum(values) / steps for name, values in metrics.items()}}
+            metrics.clear()
+            self._sums_from = self.state.global_step
         super().log(logs, *arguments, **named)
 
     def generate(self, batch: dict[str, Any], *, by_q: bool = True) -> Rollout:
@@ -136,11 +139,11 @@ class QTrainer(SamplingTrainer):
         return super().best_of(prompts, n)
 
     def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "sums": self._sums, "sums_from": self._sums_from}
+        return {**super().own_state(), "sums_from": self._sums_from}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         super().load_own_state(state)
-        self._sums, self._sums_from = state["sums"], state["sums_from"]
+        self._sums_from = state["sums_from"]
 
 
 def check_returns(dataset: Dataset, args: QConfig) -> None:

@@ -11,16 +11,19 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from toolkit import checkpoints, processes
+from toolkit import checkpoints, phases, processes
 from toolkit.data import data_digest
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
 from toolkit.models import base_digest, tensors_digest
 from toolkit.reports import versions
+from toolkit.trainers.guards import MOST_IN_A_ROW, SkipNotFinite, Skipped, save_broken
+from toolkit.trainers.portion import Portion
 from toolkit.trainers.share import DividedSteps
 from toolkit.trainers.trainer_internals import TrainerHooks, take_rates_of_schedule
 
@@ -66,6 +69,7 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
     _restoring: dict[str, Any]
     _began: float | None = None
     _goes_on_from: Path | None = None
+    _in_hand: dict[str, Any]  # the micro-batch that is computed
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         """The training loop, from a checkpoint or from the beginning."""
@@ -84,7 +88,12 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
                 self.load_saved(Path(best) if best else checkpoint)
                 self._count_resumption()
                 return TrainOutput(state.global_step, 0.0, {})
-        return super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **arguments)
+        guard = SkipNotFinite(self.skipped, self._skip)
+        self.add_callback(guard)
+        try:
+            return super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **arguments)
+        finally:
+            self.remove_callback(guard)
 
     def _check_not_past(self, checkpoint: Path, step: int, max_steps: int) -> None:
         if 0 < max_steps < step:
@@ -116,7 +125,7 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
         """
         asked = resume_from_checkpoint
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
-        with checkpoints.stop_requests() as request:
+        with checkpoints.stop_requests(self._meets) as request:
             self._request = request
             callback = _StopAtStepEnd(request)
             self.add_callback(callback)
@@ -132,6 +141,76 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
             raise RunInterrupted(f"{after}; everything is saved in {saved}.", request.received)
         return result
 
+    def _meets(self) -> str:
+        """How a request to stop is met."""
+        return f"step {self.state.global_step + 1} of {self.state.max_steps} is finished and saved, then it stops."
+
+    @cached_property
+    def skipped(self) -> Skipped:
+        """Optimizer steps that were passed over, since something in them was not finite."""
+        return Skipped()
+
+    @cached_property
+    def micro_batch(self) -> Portion:
+        """Rows of a forward and backward pass at a time."""
+        return Portion("per_device_train_batch_size", self.args.per_device_train_batch_size)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """A micro-batch forward and backward, in parts where the memory of a GPU does not hold all of it."""
+        self._in_hand, number = inputs, self.rows_of(inputs)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients = [_copy(p.grad) for p in parameters] if self._may_run_out else []
+        steps, tried = self.current_gradient_accumulation_steps, self.micro_batch.rows
+
+        def attempt(size: int) -> Any:
+            if size < tried:  # as before the attempt that failed
+                for parameter, gradient in zip(parameters, gradients, strict=False):
+                    parameter.grad = _copy(gradient)
+            if size >= number or processes.count() > 1:
+                return super(ResumableTrainer, self).training_step(model, inputs, num_items_in_batch)
+            loss: Any = 0.0
+            try:
+                for rows in (list(range(number))[i : i + size] for i in range(0, number, size)):
+                    # By this a loss is divided that is a mean over rows; one that is a sum over a count is left alone.
+                    self.current_gradient_accumulation_steps = steps * number / len(rows)
+                    some = self.some_rows(inputs, rows)
+                    loss = loss + super(ResumableTrainer, self).training_step(model, some, num_items_in_batch)
+            finally:
+                self.current_gradient_accumulation_steps = steps
+            return loss
+
+        return self.micro_batch(attempt) if processes.count() == 1 else attempt(number)
+
+    @property
+    def _may_run_out(self) -> bool:
+        return bool(self.args.device.type == "cuda")
+
+    def _skip(self, why: str) -> None:
+        """Count an optimizer step that is not taken; a SelfCheckError if it is one too many in a row."""
+        if self.skipped.total == 0:
+            phases.tell(
+                f"WARNING at step {self.state.global_step + 1}: {why}; such steps are passed over, and counted."
+            )
+        if self.skipped.add():
+            self.stop_broken(why, tensors=self._in_hand)
+
+    def stop_broken(self, why: str, **batch: Any) -> None:
+        """End a run in which too many steps in a row are not finite; the last batch is written beside its checkpoints.
+
+        Raises: SelfCheckError.
+        """
+        saved = processes.by_main(partial(save_broken, Path(self.args.output_dir), **batch))
+        wrong = f"{why} at step {self.state.global_step + 1}, and {MOST_IN_A_ROW} optimizer steps in a row were not "
+        wrong += "finite. None of them has reached the weights."
+        remedy = "Go on from the last checkpoint with a lower learning_rate, or with a base in float32 if that does not"
+        raise SelfCheckError(wrong, remedy=f"{remedy} help. The batch is in {saved}.")
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """As in `Trainer`, with the number of steps that were passed over, if any were."""
+        if self.skipped.total:
+            logs["skipped_steps"] = float(self.skipped.total)  # the same object: TRL adds to it what it has measured
+        super().log(logs, *arguments, **named)
+
     def _whole_checkpoint(self, asked: str | Path | bool) -> Path:
         if isinstance(asked, bool):
             output = self.args.output_dir
@@ -145,7 +224,7 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """As in `Trainer`; training draws the same random numbers whether it was called or not."""
-        with checkpoints.kept_random_states():
+        with checkpoints.kept_random_states(), phases.phase("evaluation"):
             return super().evaluate(*arguments, **named)
 
     def is_best(self, metrics: dict[str, float]) -> bool:
@@ -171,7 +250,8 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
         best = self._best()
         if processes.by_main(lambda: best == self._folder_of(self.state.global_step) or (best and best.is_dir())):
             self.state.best_model_checkpoint = str(best)
-        folder = processes.by_main(partial(self._write_checkpoint, best))
+        with phases.phase("save"):
+            folder = processes.by_main(partial(self._write_checkpoint, best))
         self._goes_on_from = None
         return folder
 
@@ -210,6 +290,7 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
             "random": checkpoints.get_random_states(),
             "own": self.own_state(),
             **self._identity,
+            "processes": processes.count(),
             "stopped_early": any(
                 callback.early_stopping_patience_counter >= callback.early_stopping_patience
                 for callback in self.callback_handler.callbacks
@@ -217,6 +298,7 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
             ),  # any other reason to stop, as a signal or a callback of the user's, is a pause
             "seconds": self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began),
             "resumed_at": self.resumed_at,
+            "skipped": vars(self.skipped),
         }
 
     @cached_property
@@ -224,11 +306,13 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
         """What a checkpoint keeps to know its run by; the base where a role of one is trained."""
         data = {"rows": len(self.train_dataset), "sha256": data_digest(self.train_dataset)}
         base = None if self.roles is None else base_digest(self.roles)
-        return {"data": data, "base": base, "versions": versions()}
+        dtype = str(getattr(self.model if self.roles is None else self.roles.causal_lm, "dtype", None))
+        return {"data": data, "base": base, "dtype": dtype.removeprefix("torch."), "versions": versions()}
 
     def _check_same_run(self, checkpoint: Path) -> None:
         """Stop where the state that a checkpoint holds means nothing in this run, and warn where it is not exact."""
         then, now, wrong = self._restoring, self._identity, ""
+        before_dtype = then.get("dtype")  # None in a checkpoint from before it was kept
         if then["data"] != now["data"]:
             rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
             wrong = f"was written on other training data ({rows}), so its place in them means nothing."
@@ -236,16 +320,26 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
         elif "base" not in then:
             wrong = "was written by an earlier version of the toolkit, and lacks what this one goes on with."
             remedy = "Start anew, or go on with that version."
-        elif then["base"] != now["base"]:
+        elif then["base"] != now["base"] and before_dtype in (None, now["dtype"]):
             wrong = "was written on a base with other weights: its adapters mean nothing on this one."
             remedy = "Give the base back, or start anew."
         if wrong:
             raise CheckpointError(f"{checkpoint} {wrong}", remedy=remedy)
+        if before_dtype not in (None, now["dtype"]):
+            warnings.warn(
+                f"{checkpoint} was written with its model in {before_dtype}, and goes on in {now['dtype']}: not exact, "
+                "and by its numbers the base cannot be told from another of the same shape.",
+                stacklevel=3,
+            )
         pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
         changed = [f"{name} {before} → {after}" for name, before, after in pairs if before != after]
         if changed:
             others = f"other versions ({', '.join(changed)}): not exact to the last bit."
             warnings.warn(f"{checkpoint} was written with {others}", stacklevel=3)
+        if (number := then.get("processes", 1)) != processes.count():
+            wrong = f"{checkpoint} was written by {number} of them, and {processes.count()} go on: rows are sampled "
+            wrong += "the same, sums are rounded in another order, and dropout draws other numbers."
+            warnings.warn(f"processes: {wrong}", stacklevel=3)
 
     def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is."""
@@ -280,5 +374,10 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
         """What `own_state` gave, and then the random states: what comes before may draw random numbers."""
         self._goes_on_from = checkpoint
         self.load_own_state(self._restoring["own"])
+        vars(self.skipped).update(self._restoring.get("skipped", {}))
         checkpoints.set_random_states(self._restoring["random"])
         self._restoring = {}
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()

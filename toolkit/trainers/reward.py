@@ -150,7 +150,10 @@ def reward_trainer(
     read = model if roles is None else models.SequenceClassifierView(roles, pad_token_id=pad_token_id)
     kind, collator = (RewardTrainer, None) if outputs == 1 else (ScorerTrainer, LabelledCollator(pad_token_id))
     given: dict[str, Any] = {"processing_class": processing_class, "callbacks": callbacks}
+    dropouts = [(one, one.p) for one in models.adapter_dropouts(model.modules())]
     trainer = kind(read, args, collator, train_dataset, eval_dataset, **given)
+    for one, rate in dropouts:  # disable_dropout is of the base; TRL sets the adapters' own to 0 with it
+        one.p = rate
     trainer.scorer, trainer.roles, trainer.base_name = model, roles, base_name
     if roles is None:
         models.train_in_float32(model)  # after TRL, which casts what trains on a quantised base to bfloat16

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from toolkit.data import Rollout
 from toolkit.functional import kl_k1, pool_values
 from toolkit.rewards import Reward
 from toolkit.sampling import Evaluator, Sampler
+from toolkit.trainers.portion import Portion
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.share import own_rows
@@ -56,6 +57,11 @@ class Rollouts(RoleRollouts):
 
     args: PPOConfig
 
+    @cached_property
+    def portion(self) -> Portion:
+        """Rows of a reading at a time."""
+        return Portion("local_rollout_forward_batch_size", self.args.local_rollout_forward_batch_size)
+
     def sampler(self, *, do_sample: bool = True) -> Sampler:
         """The policy, sampled or decoded greedily."""
         return self._sampler(max_length=self.args.max_length, temperature=self.args.temperature if do_sample else None)
@@ -70,12 +76,18 @@ class Rollouts(RoleRollouts):
     @torch.no_grad()
     def read(self, rollout: Rollout, *, values: bool = True, full_kl: bool = False) -> RolesOnRollout:
         """What policy, reference and value say about a rollout: float32 (B, T) each, on the CPU."""
-        whole = RolesOnRollout(*(torch.zeros(len(rollout), max(rollout.lengths)) for _ in range(4)))
-        with processes.agreed(), self.roles.in_eval_mode(), self.autocast():
-            for part, sequences in self._parts(rollout, range(len(rollout))):
-                for to_fill, tensor in zip(whole, self._read(sequences, values=values, full_kl=full_kl), strict=True):
-                    if tensor is not None:
-                        to_fill[part, : tensor.shape[1]] = tensor.cpu()
+
+        def attempt(size: int) -> RolesOnRollout:
+            whole = RolesOnRollout(*(torch.zeros(len(rollout), max(rollout.lengths)) for _ in range(4)))
+            with processes.agreed(), self.roles.in_eval_mode(), self.autocast():
+                for part, sequences in self._parts(rollout, range(len(rollout)), size):
+                    read = self._read(sequences, values=values, full_kl=full_kl)
+                    for to_fill, tensor in zip(whole, read, strict=True):
+                        if tensor is not None:
+                            to_fill[part, : tensor.shape[1]] = tensor.cpu()
+            return whole
+
+        whole = self.portion(attempt)
         processes.sum_(whole)
         return whole
 
@@ -87,16 +99,21 @@ class Rollouts(RoleRollouts):
     @torch.no_grad()
     def values_after(self, rollout: Rollout) -> Tensor:
         """What comes after a response that was cut, by the value role: float32 (B,), 0 where it ended by itself."""
-        values = torch.zeros(len(rollout))
         cut = [i for i, ended in enumerate(rollout.ended) if not ended]
-        with processes.agreed(), self.roles.in_eval_mode(), self.autocast(), self.roles.role("value"):
-            for part, sequences in self._parts(rollout, cut):
-                values[part] = models.value_after_response(self.roles, sequences).cpu()
+
+        def attempt(size: int) -> Tensor:
+            values = torch.zeros(len(rollout))
+            with processes.agreed(), self.roles.in_eval_mode(), self.autocast(), self.roles.role("value"):
+                for part, sequences in self._parts(rollout, cut, size):
+                    values[part] = models.value_after_response(self.roles, sequences).cpu()
+            return values
+
+        values = self.portion(attempt)
         processes.sum_([values])
         return values
 
-    def _parts(self, rollout: Rollout, rows: Sequence[int]) -> Iterator[tuple[list[int], models.Sequences]]:
-        for part in by_length(rollout, own_rows(rollout, rows), self.args.local_rollout_forward_batch_size):
+    def _parts(self, rollout: Rollout, rows: Sequence[int], size: int) -> Iterator[tuple[list[int], models.Sequences]]:
+        for part in by_length(rollout, own_rows(rollout, rows), size):
             yield part, self.sequences(rollout, part)
             models.release_memory()
 

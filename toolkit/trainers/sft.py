@@ -1,18 +1,22 @@
 """The sft stage on TRL's `SFTTrainer`: pretrain a base from random weights, or train the policy's first adapter."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from safetensors.torch import load_model
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import SAFE_WEIGHTS_NAME
 from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
-from toolkit.models import SharedBase, check_checkpointing
+from toolkit.errors import ConfigError
+from toolkit.models import SharedBase, check_checkpointing, scales_logits
 from toolkit.trainers.common import RoleTrainer, in_place_of_progress
 
 
@@ -64,6 +68,11 @@ def cut_rows(dataset: Dataset, args: SFTConfig) -> dict[str, int]:
     return {"cut": len(long), "without_loss": lost}
 
 
+def _loss_of_own_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The mean over tokens that transformers' models give with labels, of the logits as the model gives them."""
+    return ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch=num_items_in_batch)
+
+
 def sft_trainer(
     args: SFTConfig,
     processing_class: PreTrainedTokenizerBase,
@@ -82,16 +91,29 @@ def sft_trainer(
         train_dataset: `input_ids`, and `labels` (−100 where a token is not part of the loss) or none.
         base_name: name of the base to write into the saved adapter.
         callbacks: as in `Trainer`; the default progress bar is not added if there are any.
+
+    Raises:
+        ConfigError: a loss that TRL does not take of the model's own logits.
+        ModelError: gradient checkpointing, and the model has none.
     """
     roles = model if isinstance(model, SharedBase) else None
+    whole = model if roles is None else roles.causal_lm
     if args.gradient_checkpointing:
-        check_checkpointing(model if roles is None else roles.causal_lm)
+        check_checkpointing(whole)
     if roles is not None:
         roles.train_roles("policy")
     given: dict[str, Any] = {"processing_class": processing_class, "callbacks": callbacks}
+    own_loss = scales_logits(whole)
+    if own_loss:  # TRL makes logits itself, and leaves out Granite's scale
+        if args.loss_type not in ("nll", "chunked_nll"):
+            wrong = f"TRL takes {args.loss_type} of logits without the scale that a {type(whole).__name__} has."
+            raise ConfigError(wrong, field="loss_type", remedy="Take nll.")
+        args = replace(args, loss_type="nll")
     trained = model if roles is None else roles.model
     trainer = SFTTrainer(trained, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **given)
     trainer.roles, trainer.base_name = roles, base_name
+    if own_loss:
+        trainer.compute_loss_func = _loss_of_own_logits
     if roles is not None:
         # On a quantised base TRL casts what it trains to bfloat16, where AdamW's small steps round to nothing.
         for parameter in roles.parameters_of("policy"):

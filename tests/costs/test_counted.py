@@ -1,0 +1,195 @@
+"""What is counted, against numbers worked by hand."""
+
+import gc
+import math
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from tests.conftest import lora
+from toolkit.costs import (
+    Counted,
+    CountedUpdate,
+    Device,
+    Lengths,
+    Weightless,
+    named,
+    optimizer_bytes,
+    take_shape,
+    weight_bytes_of,
+)
+from toolkit.costs.devices import here, this_cpu
+from toolkit.costs.outline import alike
+from toolkit.errors import ToolkitError
+from toolkit.models import SharedBase, quantize_outline
+from toolkit.trainers.ppo_config import PPOConfig
+
+ROWS, WIDTH = 1000, 500
+SIZE = ROWS * WIDTH * 4  # bytes of one activation
+
+
+def fresh(*shape):
+    counted = Counted(vocabulary=77)
+    return counted, nn.Parameter(Weightless.like(torch.empty(shape, device="meta")))
+
+
+def test_a_product_costs_its_operations_and_its_bytes():
+    counted, weight = fresh(WIDTH, WIDTH)
+    data = Weightless.like(torch.empty(ROWS, WIDTH, device="meta"))
+    with counted, counted.phase() as costs:
+        product = data @ weight
+    (kernel,) = costs.kernels.elements()
+    assert kernel.flops == 2 * ROWS * WIDTH * WIDTH and kernel.dtype is torch.float32
+    assert kernel.bytes == 2 * SIZE + WIDTH * WIDTH * 4  # both are read, one is written
+    assert costs.peak == counted.total == SIZE and isinstance(product, Weightless)
+    del product
+    assert counted.total == 0
+
+
+@pytest.mark.parametrize(("checkpointed", "kept"), [(False, 8), (True, 0)])
+def test_what_lives_on_to_the_backward_pass(checkpointed, kept):
+    """tanh keeps its result, the product with a weight that trains its input; checkpointing keeps neither."""
+    counted, weight = fresh(WIDTH, WIDTH)
+    data = Weightless.like(torch.empty(ROWS, WIDTH, device="meta"))
+
+    def layers(x):
+        for _ in range(4):
+            x = torch.tanh(x @ weight)
+        return x
+
+    with counted, counted.phase():
+        out = checkpoint(layers, data, use_reentrant=False) if checkpointed else layers(data)
+        # Of 4 layers their 4 results; the last is what is given back.
+        assert counted.total == (4 if kept else 1) * SIZE
+        out.sum().backward()
+    gc.collect()
+    del out
+    assert counted.total == weight.grad.nbytes
+
+
+def test_ids_and_masks_stay_real_and_numbers_that_are_asked_for_are_0():
+    counted, weight = fresh(10, WIDTH)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 0]])
+    with counted, counted.phase():
+        states = nn.functional.embedding(ids, weight)
+        chosen = states[ids > 0]
+        assert chosen.shape == (5, WIDTH) and not isinstance(ids > 0, Weightless)
+        assert float(chosen.sum()) == 0 and states.argmax(-1).tolist() == [[0] * 3] * 2
+        filled = torch.zeros(2, 3)
+        filled[0] = chosen[:3, 0]  # a real tensor, which keeps what it has
+    assert filled.tolist() == [[0.0] * 3] * 2
+
+
+def test_logits_are_told_from_other_activations():
+    counted, weight = fresh(77, WIDTH)
+    data = Weightless.like(torch.empty(ROWS, WIDTH, device="meta"))
+    with counted, counted.phase() as costs:
+        logits = nn.functional.linear(torch.tanh(data), weight)
+    assert costs.of_peak == {"activations": SIZE, "logits": logits.nbytes}
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_4_bit_layer_has_its_constants_and_is_unpacked_for_a_product(double):
+    config = LlamaConfig(
+        vocab_size=77, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+    )  # fmt: skip
+    with torch.device("meta"):
+        base = LlamaForCausalLM(config).requires_grad_(False)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=double)
+    quantize_outline(base, nf4)
+    with torch.device("meta"):
+        roles = SharedBase(base)
+    counted = Counted(77)
+    take_shape(roles)
+    linear = 4 * 128 * 128 + 3 * 128 * 256
+    scales = linear // 64 + 7 * 4 * (1 + 256 + 1) + 4 * (linear // 64 // 256) if double else 4 * linear // 64
+    if double:  # each layer's own number of groups of 256 scales, rounded up, and its offset
+        scales = linear // 64 + sum(4 * math.ceil(n / 64 / 256) for n in [128 * 128] * 4 + [128 * 256] * 3)
+        scales += 7 * 4 * (256 + 1)
+    whole = 2 * 77 * 128 * 4 + 3 * 128 * 4 + sum(b.nbytes for b in roles.buffers())
+    assert weight_bytes_of(roles) == linear // 2 + scales + 7 * 16 * 4 + whole
+    layer = next(m for m in roles.modules() if isinstance(m, Linear4bit))
+    data = Weightless.like(torch.empty(ROWS, layer.in_features, device="meta"))
+    with counted, torch.no_grad(), counted.phase() as costs:
+        layer(data)
+    (kernel,) = [kernel for kernel in costs.kernels if kernel.flops]
+    assert kernel.flops == 2 * ROWS * layer.in_features * layer.out_features
+    assert costs.of_peak["unpacked layer"] == 4 * layer.in_features * layer.out_features
+
+
+def test_parameters_are_replaced_wherever_they_are_held():
+    with torch.device("meta"):
+        config = LlamaConfig(
+            vocab_size=77, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+        )
+        roles = SharedBase(LlamaForCausalLM(config))
+        roles.add_role("policy", lora())
+        roles.add_role("value", lora())
+    roles.train_roles("policy")
+    before = [(p.shape, p.requires_grad) for role in roles.roles for p in roles.parameters_of(role)]
+    take_shape(roles)
+    own = [p for role in roles.roles for p in roles.parameters_of(role)]
+    assert [(p.shape, p.requires_grad) for p in own] == before and all(isinstance(p, Weightless) for p in own)
+    assert {id(p) for p in own} <= {id(p) for p in roles.parameters()}
+
+
+def test_cards_and_sizes():
+    assert named("24GB") == 24 * 10**9 and named("80 GiB") == 80 * 2**30
+    assert named("4090").name == "RTX 4090" and named("rtx-3090").name == "RTX 3090"
+    assert named("H100").name == "H100 SXM" and named("a100-80gb").name == "A100 80 GB"
+    with pytest.raises(ToolkitError, match=r"'B300' is no card that is known, and no size of memory\. Name one of T4"):
+        named("B300")
+
+
+def test_a_device_takes_the_longer_of_operations_and_bytes():
+    device = Device("x", 0, 100.0, {torch.float32: 10.0, torch.bfloat16: 50.0}, 0.0, reached=(0.5, 1.0))
+    assert device.seconds(100.0, 1.0, torch.float32) == 20.0
+    assert device.seconds(100.0, 1.0, torch.bfloat16) == 4.0
+    assert device.seconds(1.0, 1000.0, torch.float32) == 10.0
+    assert device.seconds(100.0, 1.0, torch.uint8) == 20.0  # as float32 where nothing is known
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a card")
+def test_this_cpu_is_measured():
+    cpu = here()
+    assert cpu is this_cpu() and not cpu.graphs
+    assert 1e8 < cpu.peak[torch.float32] < 1e14 and 1e8 < cpu.bandwidth < 1e13 and 1e-8 < cpu.operator < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("optim", "expected"), [("adamw_torch", 8.0), ("sgd", 0.0), ("rmsprop", 4.0), ("adamw_8bit", 2)]
+)
+def test_bytes_of_an_optimizer(optim, expected, tmp_path):
+    args = PPOConfig(str(tmp_path), optim=optim, use_cpu=True, bf16=False)
+    assert optimizer_bytes(args) == expected
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, monkeypatch):
+    args = PPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=2, num_ppo_epochs=1,
+        gradient_accumulation_steps=2, num_mini_batches=1, gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    with torch.device("meta"):
+        config = LlamaConfig(
+            vocab_size=77, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4
+        )
+        roles = SharedBase(LlamaForCausalLM(config).requires_grad_(False))
+        for role in ("policy", "value", "reward"):
+            roles.add_role(role, lora())
+        roles.add_role("reference")
+    counted = Counted(77)
+    take_shape(roles)
+    assert alike(roles) == 5
+    update = CountedUpdate(counted, roles, args, Lengths(16, 8))
+    told = update.phases(scored=True)
+    monkeypatch.setattr("toolkit.costs.update.alike", lambda roles: None)
+    whole = update.phases(scored=True)
+    assert [phase.name for phase in told] == [phase.name for phase in whole]
+    for ours, theirs in zip(told, whole, strict=True):
+        assert ours.costs.kernels == theirs.costs.kernels, ours.name
+        assert (ours.costs.peak, ours.costs.of_peak) == (theirs.costs.peak, theirs.costs.of_peak), ours.name

@@ -1,0 +1,185 @@
+"""Layers with one input that are computed together give what PEFT gives layer by layer."""
+
+import warnings
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, GenerationConfig
+
+from tests.conftest import lora, randomize, shared_base, tiny_model
+from tests.tolerances import FP32
+from toolkit.models import SharedBase, load_base
+
+IDS = torch.tensor([[1, 5, 9, 12, 4], [1, 7, 3, 3, 2]])
+MASK = torch.ones_like(IDS)
+
+
+def by_peft(base):
+    """The same base with the forward pass of PEFT on each layer."""
+    for layer in base._layers:
+        layer.__dict__.pop("forward", None)
+    return base
+
+
+def passes(base, role, *, precision=None):
+    """Hidden states in a role, and the gradients of its adapter from a sum of their sines."""
+    base.zero_grad()
+    with base.role(role), torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+        hidden = base.hidden_states(IDS, MASK)
+    with base.role(role):
+        hidden.float().sin().sum().backward()
+    return hidden.detach().float(), [None if p.grad is None else p.grad.clone() for p in base.parameters_of(role)]
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours[0], theirs[0], **FP32)
+    assert any(g is not None for g in theirs[1])
+    for mine, its in zip(ours[1], theirs[1], strict=True):
+        assert (mine is None) == (its is None)
+        if its is not None:
+            assert (mine - its).norm() <= 1e-5 * its.norm()
+
+
+def names(base):
+    paths = {id(module): name.rpartition(".")[2] for name, module in base.named_modules()}
+    return sorted({tuple(paths[id(layer)] for layer in group.layers) for group in base._fused})
+
+
+def test_layers_are_found_by_the_tensor_that_they_read():
+    expected = [("down_proj",), ("gate_proj", "up_proj"), ("o_proj",), ("q_proj", "k_proj", "v_proj")]
+    assert names(shared_base()) == expected
+    expected = [("fc1",), ("fc2",), ("out_proj",), ("project_in",), ("project_out",), ("q_proj", "k_proj", "v_proj")]
+    assert names(shared_base(architecture="opt")) == expected
+    assert shared_base(architecture="gpt2")._fused == ()  # its layers are no nn.Linear
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "opt"])
+def test_states_and_gradients_are_those_of_peft(architecture):
+    base = shared_base(architecture=architecture)
+    ours = {role: passes(base, role) for role in ("policy", "value")}
+    with torch.no_grad(), base.role("reward"):
+        unlearnt = base.hidden_states(IDS, MASK)
+    by_peft(base)
+    for role, of_role in ours.items():
+        assert_same(of_role, passes(base, role))
+    with torch.no_grad(), base.role("reward"):
+        torch.testing.assert_close(unlearnt, base.hidden_states(IDS, MASK), **FP32)
+
+
+def test_adapters_on_some_layers_of_a_group():
+    base = SharedBase(tiny_model())
+    base.add_role("policy", LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "up_proj"]))
+    base.add_role("value", LoraConfig(r=2, target_modules=["k_proj", "up_proj", "gate_proj"], use_rslora=True))
+    randomize(base, "policy", "value")
+    base.train_roles("policy", "value")
+    ours = {role: passes(base, role) for role in ("policy", "value")}
+    for role, of_role in ours.items():
+        assert_same(of_role, passes(by_peft(base), role))
+
+
+def test_an_adapter_that_does_not_train_lets_the_gradient_through():
+    base = shared_base()
+    base.train_roles("value")
+    states = base.causal_lm.get_input_embeddings()(IDS).detach().requires_grad_()
+
+    def gradient():
+        with base.role("policy"):
+            out = base.causal_lm.base_model(inputs_embeds=states, attention_mask=MASK).last_hidden_state
+        return torch.autograd.grad(out.sin().sum(), states)[0]
+
+    ours = gradient()
+    by_peft(base)
+    assert (ours - (theirs := gradient())).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_in_16_bits_they_are_as_near_to_exact_ones_as_peft_s(tmp_path, bits):
+    tiny_model(size=64).to(torch.bfloat16).save_pretrained(tmp_path)
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    quantization = BitsAndBytesConfig(bnb_4bit_use_double_quant=True, **settings) if bits == 4 else None
+    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization))
+    base.add_role("policy", lora())
+    randomize(base, "policy")
+    base.train_roles("policy")
+    assert names(base)[-1] == ("q_proj", "k_proj", "v_proj")
+    ours = passes(base, "policy", precision=torch.bfloat16)
+    theirs = passes(by_peft(base), "policy", precision=torch.bfloat16)
+    for module in list(base.modules()):
+        if isinstance(module, Linear4bit):
+            module.compute_dtype = torch.float32
+    exact = passes(base.float(), "policy")
+
+    def apart(found):
+        return [float((x - y).norm() / y.norm()) for x, y in zip(found[1], exact[1], strict=True)]
+
+    assert sum(apart(ours)) <= 1.2 * sum(apart(theirs)) and max(apart(ours)) < 0.2
+
+
+@pytest.mark.parametrize("change", [{"use_dora": True}, {"lora_bias": True}])
+def test_layers_with_more_than_two_factors_are_left_to_peft(change):
+    base = SharedBase(tiny_model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT: a bias cannot be merged
+        base.add_role("policy", LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"], **change))
+    assert base._fused == ()
+    base.add_role("value", lora())
+    assert ("gate_proj", "up_proj") in names(base) and not any("q_proj" in group for group in names(base))
+    base.remove_role("policy")
+
+
+def test_dropout_of_an_adapter_is_peft_s():
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(lora_dropout=0.5))
+    randomize(base, "policy")
+    base.train_roles("policy")
+    base.train()
+    torch.manual_seed(3)
+    ours = passes(base, "policy")
+    torch.manual_seed(3)
+    assert_same(ours, passes(by_peft(base), "policy"))
+
+
+def test_another_role_does_not_get_what_was_computed_for_one():
+    base = shared_base()
+    attention = base.causal_lm.model.layers[0].self_attn
+    x = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        with base.role("policy"):
+            attention.q_proj(x)  # computes k and v too
+        with base.role("value"):
+            ours = attention.k_proj(x)
+            theirs = type(attention.k_proj).forward(attention.k_proj, x)
+    torch.testing.assert_close(ours, theirs, **FP32)
+
+
+def test_what_is_kept_while_responses_are_generated_is_not_kept_after_it():
+    base = shared_base()
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=2)
+    with base.role("policy"):
+        before = base.generate(IDS, MASK, config)
+        assert all(group.kept is None for group in base._fused)
+        with torch.no_grad():
+            for p in base.parameters_of("policy"):
+                p.mul_(-3)
+        after = base.generate(IDS, MASK, config)
+        by_peft(base)
+        assert torch.equal(after, base.generate(IDS, MASK, config)) and not torch.equal(before, after)
+
+
+def test_4_bit_layers_are_unpacked_while_responses_are_generated(tmp_path):
+    tiny_model(size=64).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization, dtype="float32"))
+    layers = [module for module in base.modules() if isinstance(module, Linear4bit)]
+    seen = []
+    layers[0].register_forward_hook(
+        lambda layer, given, out: seen.append((layer.__dict__.get("forward"), given[0], out))
+    )
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    base.generate(IDS, MASK, config)
+    assert len(seen) == 4 and all(forward is not None for forward, *_ in seen)
+    assert not any("forward" in layer.__dict__ for layer in layers)
+    for _, given, out in list(seen):
+        assert torch.equal(Linear4bit.forward(layers[0], given), out)

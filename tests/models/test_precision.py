@@ -1,0 +1,81 @@
+"""`auto` by what the machine says of itself, which is made up here."""
+
+import pytest
+import torch
+
+from toolkit.models import ModelSpec, fast_precision, load_model, quantization_config, slow_here
+from toolkit.models import precision as module
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine by the capability of its card, or by what its CPU has."""
+
+    def be(card=None, amx=False, bf16=False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A card")
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+
+    return be
+
+
+@pytest.mark.parametrize(
+    ("has", "expected"),
+    [
+        ({"card": (8, 9)}, "bfloat16, since A card has compute capability 8.9"),
+        ({"card": (8, 0)}, "bfloat16, since A card has compute capability 8.0"),
+        ({"card": (7, 5)}, "float16, since A card has compute capability 7.5, and bfloat16 begins with 8.0"),
+        (
+            {"card": (7, 0), "bf16": True},
+            "float16, since A card has compute capability 7.0, and bfloat16 begins with 8.0",
+        ),
+        ({"amx": True}, "bfloat16, since this CPU has AMX"),
+        ({"bf16": True}, "bfloat16, since this CPU has AVX512-BF16"),
+        ({}, "float32, since this CPU (AVX2) has neither AMX nor AVX512-BF16"),
+    ],
+)
+def test_auto_is_what_the_machine_computes_fast(has, expected, machine):
+    machine(**has)
+    assert str(fast_precision()) == expected
+
+
+def test_a_model_is_loaded_in_it(checkpoint, machine):
+    for has, dtype in (({}, torch.float32), ({"bf16": True}, torch.bfloat16)):
+        machine(**has)
+        assert load_model(ModelSpec(str(checkpoint))).dtype is dtype
+        assert load_model(ModelSpec(str(checkpoint)), device=torch.device("meta")).dtype is dtype
+        assert load_model(ModelSpec(str(checkpoint), dtype="float16")).dtype is torch.float16
+
+
+def test_the_sentence_about_a_slow_one_has_what_was_measured(machine, monkeypatch):
+    machine()
+    monkeypatch.setattr(module, "slower_than_float32", lambda dtype: 61.25)
+    expected = "a matmul in bfloat16 takes 61.2 times as long here as in float32: this CPU (AVX2) has neither"
+    assert slow_here("bfloat16").startswith(expected)
+    assert slow_here("float32") == ""
+    monkeypatch.setattr(module, "slower_than_float32", lambda dtype: 1.2)  # units that torch does not tell of
+    assert slow_here("bfloat16") == ""
+    machine(bf16=True)
+    monkeypatch.setattr(module, "slower_than_float32", lambda dtype: pytest.fail("was measured"))
+    assert slow_here("bfloat16") == ""
+
+
+def test_the_ratio_is_of_two_times():
+    assert module.slower_than_float32("float32") == pytest.approx(1.0, rel=0.9)
+    assert 0.01 < module.slower_than_float32("bfloat16") < 10_000
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "float16"),
+        ({"bnb_4bit_compute_dtype": "auto"}, "float16"),
+        ({"bnb_4bit_compute_dtype": "float32"}, "float32"),
+    ],
+)
+def test_4_bit_layers_compute_in_the_precision_of_the_others(given, expected):
+    config = quantization_config({"load_in_4bit": True, **given}, "float16")
+    assert config.bnb_4bit_compute_dtype is getattr(torch, expected)

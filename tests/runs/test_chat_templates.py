@@ -1,0 +1,108 @@
+"""Tokenizers of today's chat models through the front door: recipe, check, sft and ppo on a tiny model."""
+
+import pytest
+
+from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, llama3_tokenizer, save_llama
+from toolkit.data import PromptCollator
+from toolkit.runs import stages
+from toolkit.runs.check import check
+
+QWEN = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}{% set turns = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}{{ bos_token }}{% for m in turns %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {% if loop.last %}{{ system }}{% endif %}{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+ASKED, BRIEF = "What is the capital of France?", "Be brief."
+HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n{}"
+PROMPT = {  # by template and system message: what the policy is to read
+    ("llama3", None): "<|begin_of_text|>" + HEADER.format("user", ASKED) + "<|eot_id|>"
+                      + HEADER.format("assistant", ""),
+    ("llama3", BRIEF): "<|begin_of_text|>" + HEADER.format("system", BRIEF) + "<|eot_id|>"
+                       + HEADER.format("user", ASKED) + "<|eot_id|>" + HEADER.format("assistant", ""),
+    ("qwen", None): "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+                    f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n",
+    ("qwen", BRIEF): f"<|im_start|>system\n{BRIEF}<|im_end|>\n"
+                     f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n",
+    ("qwen", ""): f"<|im_start|>system\n<|im_end|>\n<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n",
+    ("llama3", ""): "<|begin_of_text|>" + HEADER.format("system", "") + "<|eot_id|>"
+                    + HEADER.format("user", ASKED) + "<|eot_id|>" + HEADER.format("assistant", ""),
+    ("mistral", ""): f"<s>[INST] \n\n{ASKED}[/INST]",
+    ("mistral", None): f"<s>[INST] {ASKED}[/INST]",
+    ("mistral", BRIEF): f"<s>[INST] {BRIEF}\n\n{ASKED}[/INST]",
+}  # fmt: skip
+
+
+def tokenizer_of(kind):
+    """With the special tokens and the template of a family; Llama 3's has no pad token."""
+    if kind == "llama3":
+        return llama3_tokenizer()
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"qwen": QWEN, "mistral": MISTRAL}[kind]
+    if kind == "qwen":  # which has no bos
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"})
+        tokenizer.pad_token, tokenizer.bos_token = "<pad>", None
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen", "mistral"])
+def family(request, tmp_path_factory):
+    """Its name and a checkpoint, whose embeddings are more than the tokens, as Qwen's and Llama's are."""
+    tokenizer = tokenizer_of(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, save_llama(folder, tokenizer, vocab_size=len(tokenizer) + 57)
+
+
+def made(family, folder, system, **changes):
+    sections = {
+        "data": {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS), "max_validation_rows": 4},
+        "adapters": {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")},
+        "reward": None,
+        "sft": {"max_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"},
+        "scorer": {"kind": "function", "function": "toolkit.rewards.rules:plain_words"},
+    }
+    if system is not None:
+        sections["data"]["system"] = system
+    return chat_recipe(folder, family[1], "ppo.max_steps=1", **sections | changes)
+
+
+@pytest.mark.parametrize("system", [None, BRIEF, ""])
+def test_the_policy_reads_the_template_and_nothing_else(family, system, tmp_path):
+    recipe = made(family, tmp_path, system)
+    encoded = recipe.task.prompt_ids([{"role": "user", "content": ASKED}])
+    assert recipe.tokenizer.decode(encoded) == PROMPT[family[0], system]
+    row = next(row for row in recipe.task.prompts("train") if ASKED in row["prompt"])
+    assert row["input_ids"] == encoded and row["prompt"] == PROMPT[family[0], system]
+
+
+@pytest.mark.parametrize("system", [None, BRIEF])
+def test_check_sft_and_ppo(family, system, tmp_path):
+    recipe = made(family, tmp_path, system)
+    check(recipe).raise_problems()
+    for stage in ("sft", "ppo"):
+        result = stages.run(recipe, stage)
+    tokenizer, end = recipe.tokenizer, recipe.tokenizer.eos_token_id
+    assert tokenizer.pad_token_id is not None
+    rows = recipe.task.demonstrations("train")
+    assert all(row["input_ids"][-1] == end == row["labels"][-1] for row in rows)  # one end, and no newline after it
+    assert result["before"].keys() == result["after"].keys() >= {"score", "kl", "eos_share"}
+
+
+def test_no_token_without_a_text_of_its_own_is_an_end(family, tmp_path):
+    """The embeddings that no token stands for can be sampled from random weights; they read as nothing."""
+    trainer = made(family, tmp_path, None, sft=None).ppo_trainer()
+    batch = PromptCollator(trainer.processing_class.pad_token_id)([{"input_ids": [5, 6, 7]}])
+    tokens = len(trainer.processing_class)
+    assert trainer.roles.causal_lm.get_input_embeddings().weight.shape[0] == tokens + 57
+    trainer.roles.generate = lambda ids, *_, **__: ids.new_tensor(
+        [[tokens + 3, 8, trainer.processing_class.eos_token_id]]
+    )
+    responses = trainer.generate(batch)
+    assert responses.lengths == [3] and responses.ended == [True]
+    assert responses.responses == [trainer.processing_class.decode([8])]

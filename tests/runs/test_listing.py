@@ -1,0 +1,130 @@
+"""Which runs there are, and runs beside each other: from files alone, as stages write them."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.tiny_runs import command_here
+from toolkit.errors import RecipeError
+from toolkit.runs.comparison import compare
+from toolkit.runs.listing import all_runs, state_of
+from toolkit.runs.lock import at_work
+
+
+def stage(folder, *, metrics=(), result=None, checkpoint=None, samples=()):
+    folder.mkdir(parents=True)
+    for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps(result))
+    if checkpoint is not None:
+        (folder / f"checkpoint-{checkpoint}").mkdir()
+
+
+def recipe(run, **sections):
+    run.mkdir(parents=True, exist_ok=True)
+    values = {"seed": 0, "reward": {"max_steps": 9}, "ppo": {"kl_coef": 0.1, "max_steps": 8}, **sections}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(values))
+
+
+METRICS = [
+    {"step": 2, "score": 0.5, "score_se": 0.25, "kl": 1.0},
+    {"step": 4, "score": 1.5, "score_se": 0.25, "kl": 2.0},
+]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folder = tmp_path / "runs"
+    recipe(folder / "a")
+    stage(folder / "a" / "reward", result={"date": "2026-11-22", "after": {"accuracy": 0.75}})
+    stage(folder / "a" / "ppo", metrics=METRICS, checkpoint=4)
+    recipe(folder / "b")
+    stage(folder / "b" / "ppo", metrics=METRICS, result={"after": {"score": 2.0, "score_se": 0.5}})
+    recipe(folder / "c")
+    (folder / "not a run").mkdir()
+    return folder
+
+
+def test_how_far_runs_are_and_what_goes_on(runs):
+    a, b, c = all_runs(runs)
+    assert [(one.stage, one.state, one.where, one.figures) for one in a.stages] == [
+        ("reward", "finished", "2026-11-22", "accuracy 0.750"),
+        ("ppo", "stopped", "saved up to step 4", "score 1.500 ± 0.250 · KL 2.000"),
+    ]
+    elsewhere = ("--runs-dir", str(runs))
+    assert a.command == ("toolkit", "ppo", str(runs / "a" / "recipe.yaml"), "--resume", *elsewhere)
+    assert b.command == ("toolkit", "chat", "b", *elsewhere) and b.stages[0].state == "finished"
+    assert c.stages == () and c.command[1] == "ppo"
+    with at_work(runs / "a"):
+        working = state_of(runs / "a")
+    assert working.stages[1].state == "at work" and working.stages[1].where == "step 4" and working.command == ()
+
+
+def test_a_damaged_file_is_a_state(runs):
+    (runs / "b" / "ppo" / "result.json").write_text("[]")
+    (runs / "a" / "ppo" / "metrics.jsonl").write_text("{\n")
+    a, b, _ = all_runs(runs)
+    assert a.stages[1].state == b.stages[0].state == "damaged"
+
+
+def test_the_list_on_the_command_line(runs):
+    said = command_here("runs", "--runs-dir", runs)
+    assert said.returncode == 0 and "score 1.500 ± 0.250" in said.stdout and "--resume" in said.stdout
+    (runs / "a" / "ppo" / "result.json").write_text(json.dumps({"date": "\x1b]0;title\x07", "after": {}}))
+    assert "\x1b" not in command_here("runs", "--runs-dir", runs).stdout
+    assert "holds no run yet" in command_here("runs", "--runs-dir", runs / "nowhere").stdout
+
+
+def test_runs_beside_each_other(runs, tmp_path):
+    bad = "<script>alert(1)</script>"
+    recipe(runs / "b", ppo={"kl_coef": 0.2, "max_steps": 8, "note": bad})
+    for name, answer in (("a", "one"), ("b", bad)):
+        rows = [{"prompt": "p", "before": "x", "before_score": 0.0, "after": answer, "after_score": 1.0}]
+        (runs / name / "ppo" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = compare(["a", "b"], tmp_path / "page.html", runs_dir=runs)
+    text = page.read_text()
+    assert text.count("<script") == 1 and "&lt;script&gt;" in text
+    assert "<td>ppo.kl_coef</td><td>0.1</td><td>0.2</td>" in text and "ppo.max_steps" not in text
+    assert text.count("<figure") == 2  # score and KL, both runs in each
+    assert text.count('class="s0">a<') == text.count('class="s1">b<') == 2
+    assert "<td>p</td><td>one</td>" in text and "<h1>ppo: a, b</h1>" in text
+    done = command_here("compare", runs / "a", "b", "--runs-dir", runs, "--output", tmp_path / "again.html")
+    assert done.returncode == 0 and (tmp_path / "again.html").read_text() == text
+
+
+def test_what_cannot_be_compared(runs, tmp_path):
+    for names, wanted, wrong in (
+        (["a", "nope"], None, 'no run "nope"'),
+        (["a", "a"], None, "two runs or more"),
+        (["a", "c"], None, "no stage in common"),
+        (["a", "b"], "reward", "not all of these runs have a reward stage"),
+    ):
+        with pytest.raises(RecipeError, match=wrong):
+            compare(names, tmp_path / "page.html", runs_dir=runs, stage=wanted)
+    assert not (tmp_path / "page.html").exists()
+    said = command_here("compare", "a", "b", "--runs-dir", runs, "--output", tmp_path / "nowhere" / "page.html")
+    assert said.returncode == 1 and "cannot be written" in said.stderr and "Traceback" not in said.stderr
+
+
+def test_a_bug_report_names_versions_and_no_secret(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    said = command_here("env").stdout
+    assert "transformers" in said and "OMP_NUM_THREADS" in said and "processor" in said
+    assert "hf_secret" not in said
+
+
+@pytest.mark.parametrize(
+    "text", ["3", "[]", '{"after": 3, "before": [1], "warnings": 1}', '{"after": {"score": "x"}}', "{"]
+)
+def test_whatever_a_file_holds_is_no_traceback(text, runs, tmp_path):
+    for name in ("result.json", "metrics.jsonl", "samples.jsonl"):
+        path = runs / "b" / "ppo" / name
+        before = path.read_text()
+        path.write_text(text + "\n")
+        for words in (("runs",), ("compare", "a", "b", "--output", tmp_path / "page.html")):
+            done = command_here(*words, "--runs-dir", runs)
+            assert done.returncode == 0 or "Error: " in done.stderr, words
+        path.write_text(before)

@@ -1,0 +1,91 @@
+"""Plans of recipes on a tiny checkpoint."""
+
+import re
+
+import pytest
+import torch
+
+from tests.tiny_runs import chat_recipe, command_here
+from toolkit import recipes
+from toolkit.costs import CARDS
+from toolkit.errors import RecipeError, ToolkitError
+from toolkit.runs.plan import plan
+
+
+def phases(report):
+    return {memory.phase: memory for memory in report.memory}
+
+
+def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
+    report = plan(chat_recipe(tmp_path, checkpoint), "4090")
+    found = phases(report)
+    assert list(found) == ["rollout", "score", "read", "update", "evaluation"]
+    assert [time.phase for time in report.times] == ["prefill", "decode", "score", "read", "update"]
+    decode = report.times[1]
+    assert decode.eager > decode.graphs > decode.merged > 0 and report.times[0].graphs is None
+    kinds = {kind for memory in report.memory for kind in memory.parts}
+    assert {"base", "adapters", "optimizer", "gradients", "KV cache", "activations", "context"} <= kinds
+    # Rank 4 on every linear layer of 64 and 128: for policy, value and reward; AdamW's two numbers for the first two.
+    lora = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 2 * (64 + 128) + (128 + 64))
+    parts = found["update"].parts
+    assert parts["adapters"] == 4 * (3 * lora + 2 * 64) and parts["optimizer"] == 8 * (2 * lora + 64)
+    assert parts["gradients"] == 4 * (2 * lora + 64)
+    # Keys and values of 2 layers of 32 numbers in 16 bits, of 4 rows; the last token's place is made as it is said.
+    tokens = report.lengths.prompt + report.lengths.response - 1
+    assert found["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
+    assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
+    assert report.seconds == sum(time.eager for time in report.times)
+
+
+def test_on_a_card_without_bfloat16_it_is_float16(checkpoint, tmp_path):
+    assert "on T4 in float16" in str(plan(chat_recipe(tmp_path, checkpoint), "T4", notes=False))
+    assert "on T4 in float32" in str(plan(chat_recipe(tmp_path, checkpoint, "base.dtype=float32"), "T4", notes=False))
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_where_it_does_not_fit_what_would_is_named(checkpointing, checkpoint, tmp_path):
+    keys = ("ppo.response_length=64", "data.max_prompt_length=64", f"ppo.gradient_checkpointing={checkpointing}")
+    whole = plan(chat_recipe(tmp_path, checkpoint, *keys), "1GB", notes=False).largest
+    limit = f"{(whole.total - 1000) / 1e9}GB"
+    report = plan(chat_recipe(tmp_path, checkpoint, *keys), limit)
+    (said,) = [note.text() for note in report.notes if "takes" in note.text()]
+    assert not report.fits and report.times == () and "(FSDP) is not supported" in said
+    changes = re.findall(r"ppo\.\w+=\w+", said)
+    assert changes and said.startswith(f"{whole.phase} takes")
+    changed = plan(chat_recipe(tmp_path, checkpoint, *keys, *changes), limit, notes=False)
+    assert {memory.phase: memory.total for memory in changed.memory}[whole.phase] < whole.total - 1000  # as promised
+
+
+def test_what_no_key_makes_fit_needs_another_card(checkpoint, tmp_path):
+    report = plan(chat_recipe(tmp_path, checkpoint), "0.5GB")
+    (said,) = [note.text() for note in report.notes if "alone" in note.text()]
+    assert "weights and optimizer alone take" in said and "Take a card as T4. One base over several" in said
+
+
+def test_what_is_not_planned_says_so(checkpoint, tmp_path):
+    with pytest.raises(RecipeError, match='no section "ppo"'):
+        plan(recipes.load("doubling_q"))
+    with pytest.raises(ToolkitError, match="no card that is known"):
+        plan(chat_recipe(tmp_path, checkpoint), "toaster")
+
+
+def test_a_recipe_from_nothing_is_planned_here():
+    report = plan(recipes.load("doubling"), notes=False)
+    assert report.times and report.largest.total > 0
+    assert torch.cuda.is_available() or all(time.graphs is None for time in report.times)
+
+
+def test_the_command_and_the_end_of_check(checkpoint, tmp_path):
+    chat_recipe(tmp_path, checkpoint)
+    done = command_here("plan", tmp_path / "chat.yaml", "--gpu", "h100", cwd=tmp_path)
+    assert done.returncode == 0 and "with CUDA graphs" in done.stdout and "H100 SXM" in done.stdout
+    checked = command_here("check", tmp_path / "chat.yaml", cwd=tmp_path).stdout.splitlines()
+    assert checked[-2].startswith("memory     ") and checked[-1].startswith("time       an update about ")
+    wrong = command_here("plan", tmp_path / "chat.yaml", "--gpu", "toaster", cwd=tmp_path)
+    assert wrong.returncode == 1 and "Name one of T4" in wrong.stderr
+
+
+def test_every_card_has_its_limits():
+    for card in CARDS.values():
+        assert 10e9 < card.memory < 100e9 and 1e11 < card.bandwidth < 1e13 and card.graphs
+        assert card.peak[torch.float16] > card.peak[torch.float32] > 1e12

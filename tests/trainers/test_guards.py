@@ -1,0 +1,316 @@
+"""Signs that a run goes wrong, and what is passed over."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
+from trl import SFTConfig
+
+from tests.conftest import shared_base
+from tests.trainers.helpers import count_reward, trainer
+from toolkit import processes
+from toolkit.data import doubling
+from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
+from toolkit.reports import read_jsonl
+from toolkit.trainers.guards import GUARDS, MOST_IN_A_ROW, Watch
+from toolkit.trainers.sft import sft_trainer
+
+HEALTHY = {
+    "kl": 2.9, "length": 5.5, "entropy": 0.1, "distinct_share": 1.0, "tied_share": 0.2, "explained_variance": 0.002,
+    "eos_share": 0.9,
+}  # fmt: skip
+# Of each sign: metrics that show it, and in how many updates.
+BROKEN = {
+    "kl_explosion": ({"kl": 5.6}, 3),
+    "entropy_collapse": ({"distinct_share": 0.25}, 3),
+    "scores_equal": ({"tied_share": 1.0}, 3),
+    "scores_at_bound": ({"tied_share": 0.95}, 10),
+    "critic_explains_nothing": ({"explained_variance": -0.5}, 30),
+    "nothing_ends": ({"eos_share": 0.0}, 5),
+    "steps_skipped": ({"skipped_steps": 2.0}, 1),
+}
+
+
+def names(watch):
+    return [warning["name"] for warning in watch.given]
+
+
+def test_a_healthy_run_is_left_alone():
+    watch = Watch()
+    for step in range(200):
+        assert watch.seen(step, HEALTHY) == []
+    # One right response to each prompt: certain, and all different (doubling ends so).
+    for step in range(200):
+        assert watch.seen(step, {**HEALTHY, "entropy": 0.0157}) == []
+    assert {guard.name for guard in GUARDS} == BROKEN.keys()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_sign_is_told_once_after_so_many_updates(name):
+    changed, updates = BROKEN[name]
+    watch, broken = Watch(), {**HEALTHY, **changed}
+    for step in range(1, updates):
+        assert watch.seen(step, broken) == []
+    if updates > 1:
+        watch.seen(updates, HEALTHY)  # it has to be so many in a row
+        for step in range(1, updates):
+            assert watch.seen(step, broken) == []
+    (warning,) = watch.seen(100, broken)
+    assert warning["name"] == name and warning["step"] == 100 and warning["text"] and warning["remedy"]
+    assert "{" not in warning["text"]
+    for step in range(101, 300):
+        assert watch.seen(step, broken) == []
+    again = Watch()
+    again.load_state_dict(watch.state_dict())
+    assert again.seen(300, broken) == [] and names(again) == [name]
+
+
+def test_numbers_stand_in_the_text():
+    watch = Watch()
+    for step in (1, 2, 3):
+        watch.seen(step, {**HEALTHY, "kl": 11.0})
+    assert watch.given[0]["text"].startswith("the KL to the reference is 2.00 nats a token")
+    assert watch.given[0]["value"] == 2.0
+
+
+def test_what_is_not_measured_and_what_is_not_finite_are_no_sign():
+    watch = Watch()
+    for step in range(50):
+        assert watch.seen(step, {"kl_coef": 0.1}) == []
+        assert watch.seen(step, dict.fromkeys(HEALTHY, float("nan"))) == []
+
+
+def test_a_run_tells_its_warnings_and_keeps_them_over_a_checkpoint(tmp_path, caplog):
+    def made(**changes):
+        return trainer(
+            tmp_path,
+            shared_base(),
+            lambda r: [1.0] * len(r),
+            max_steps=5,
+            save_strategy="steps",
+            save_steps=4,
+            **changes,
+        )
+
+    ours = made()
+    ours.train()
+    (row,) = [row for row in read_jsonl(tmp_path / "warnings.jsonl") if row["name"] == "scores_equal"]
+    assert row["step"] == 3 and row in ours.watch.given
+    assert sum("WARNING at update 3: all scores of an update" in text for text in caplog.messages) == 1
+    assert ours._last_metrics["warnings"] == len(ours.watch.given) and ours._last_metrics["tied_share"] == 1.0
+    again = made()
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-4")
+    assert [row["name"] for row in read_jsonl(tmp_path / "warnings.jsonl")].count("scores_equal") == 1
+    assert again.watch.given == ours.watch.given
+
+
+class _Sometimes:
+    """A reward that is not finite in some calls."""
+
+    def __init__(self, *calls):
+        self.calls, self.number = calls, 0
+
+    def __call__(self, rollout):
+        self.number += 1
+        scores = count_reward(9)(rollout)
+        if self.number in self.calls:
+            scores[1] = float("nan")
+        return scores
+
+
+def test_an_update_whose_scores_are_not_finite_is_passed_over(tmp_path):
+    ours = trainer(tmp_path, shared_base(), _Sometimes(2), max_steps=4)
+    seen = []
+    step = ours.step
+    ours.step = lambda *arguments: seen.append(ours.state.global_step) or step(*arguments)
+    metrics = ours.train()
+    assert ours.state.global_step == 4 and seen == [0, 2, 3]
+    assert ours.state.episode == 12 and metrics["skipped_steps"] == 1.0 and metrics["warnings"] >= 1
+    assert "steps_skipped" in names(ours.watch)
+    assert ours.skipped.in_a_row == 0
+
+
+def test_too_many_in_a_row_stop_the_run_with_the_batch_on_the_disk(tmp_path):
+    calls = range(3, 3 + MOST_IN_A_ROW)
+    ours = trainer(tmp_path, shared_base(), _Sometimes(*calls), max_steps=20)
+    with pytest.raises(NotFiniteError, match=r"gave nan.*the 2 updates before.*not_finite.jsonl.*\$?resume") as error:
+        ours.train()
+    rows = read_jsonl(tmp_path / "not_finite.jsonl")
+    assert len(rows) == 4 and rows[0]["prompt_ids"] and rows[0]["response_ids"]
+    assert ours.state.global_step == 4 and (tmp_path / "checkpoint-4").is_dir()
+    assert "checkpoint-4" in str(error.value)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def out_of_memory_above(rows, method, args_place):
+    """The method, which finds no room for more rows at a time."""
+
+    def limited(*arguments, **named):
+        if len(arguments[args_place]) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return method(*arguments, **named)
+
+    return limited
+
+
+def test_memory_that_runs_out_halves_the_micro_batch_and_no_gradient(tmp_path, monkeypatch, caplog):
+    whole = trainer(tmp_path / "a", shared_base(), count_reward(9), num_ppo_epochs=2)
+    torch.manual_seed(5)
+    whole.train()
+    ours = trainer(tmp_path / "b", shared_base(), count_reward(9), num_ppo_epochs=2)
+    monkeypatch.setattr(ours, "_backward_micro_batch", out_of_memory_above(1, ours._backward_micro_batch, 1))
+    torch.manual_seed(5)
+    ours.train()
+    assert ours.micro_batch.rows == 1 and ours.args.per_device_train_batch_size == 4
+    for role in ("policy", "value"):
+        for one, other in zip(whole.roles.parameters_of(role), ours.roles.parameters_of(role), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    said = [text for text in caplog.messages if "per_device_train_batch_size is" in text]
+    assert [text.split(" is ")[1][0] for text in said] == ["2", "1"]  # once each
+
+
+def test_memory_that_runs_out_while_the_roles_read_halves_their_rows(tmp_path, monkeypatch):
+    ours = trainer(tmp_path, shared_base(), count_reward(9), local_rollout_forward_batch_size=4)
+    sequences = type(ours.rollouts).sequences
+
+    def limited(self, rollout, rows):
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return sequences(self, rollout, rows)
+
+    monkeypatch.setattr(type(ours.rollouts), "sequences", limited)
+    ours.micro_batch.rows = 2
+    ours.train()
+    assert ours.rollouts.portion.rows == 2
+
+
+def test_one_row_that_is_too_large_is_said_as_it_was(tmp_path, monkeypatch):
+    ours = trainer(tmp_path, shared_base(), count_reward(9))
+    monkeypatch.setattr(ours, "_backward_micro_batch", out_of_memory_above(0, ours._backward_micro_batch, 1))
+    with pytest.raises(torch.OutOfMemoryError):
+        ours.train()
+
+
+# ---------------------------------------------------------------------- the other stages
+
+
+def supervised(folder, **changes):
+    args = SFTConfig(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
+        bf16=False, report_to="none", save_strategy="no", logging_steps=1, max_length=None, learning_rate=1e-2,
+        gradient_checkpointing=False, **changes,
+    )  # fmt: skip
+    base = shared_base()
+    ids = [[1, *range(5, 5 + length), 2] for length in (3, 6, 9, 4)] * 4
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    torch.manual_seed(0)
+    return sft_trainer(args, doubling.tokenizer(), base, rows, callbacks=[])
+
+
+def policy(ours):
+    return [p.detach().clone() for p in ours.roles.parameters_of("policy")]
+
+
+def spoiled(ours, monkeypatch, *steps):
+    """The trainer, its gradients not finite in some steps."""
+    before = ours.training_step
+
+    def training_step(*arguments, **named):
+        loss = before(*arguments, **named)
+        if ours.state.global_step + 1 in steps:
+            ours.roles.parameters_of("policy")[0].grad[0, 0] = float("inf")
+        return loss
+
+    monkeypatch.setattr(ours, "training_step", training_step)
+    return ours
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_step_of_sft_whose_gradient_is_not_finite_is_passed_over(limit, tmp_path, monkeypatch, caplog):
+    ours, weights = spoiled(supervised(tmp_path, max_grad_norm=limit), monkeypatch, 2), []
+    ours.add_callback(Recorder(lambda: weights.append(policy(ours))))
+    ours.train()
+    assert all(torch.equal(one, other) for one, other in zip(weights[0], weights[1], strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(weights[1], weights[3], strict=True))
+    assert all(bool(torch.isfinite(one).all()) for one in weights[3])
+    assert ours.skipped.total == 1 and ours.state.log_history[-2]["skipped_steps"] == 1.0
+    assert sum("WARNING at step 2: the gradient's norm is" in text for text in caplog.messages) == 1
+
+
+def test_sft_stops_after_too_many_of_them_with_the_batch_on_the_disk(tmp_path, monkeypatch):
+    ours = spoiled(supervised(tmp_path), monkeypatch, 2, 3, 4)
+    with pytest.raises(SelfCheckError, match=r"3 optimizer steps in a row.*not_finite.safetensors"):
+        ours.train()
+    assert load_file(tmp_path / "not_finite.safetensors")["input_ids"].shape[0] == 4
+
+
+def test_memory_that_runs_out_in_sft_halves_the_micro_batch_and_no_gradient(tmp_path, monkeypatch, caplog):
+    whole = supervised(tmp_path / "a")
+    whole.train()
+    ours, calls = supervised(tmp_path / "b"), []
+    step = Trainer.training_step
+
+    def limited(self, model, inputs, *arguments, **named):
+        loss = step(self, model, inputs, *arguments, **named)
+        calls.append(len(inputs["input_ids"]))
+        if len(inputs["input_ids"]) > 2 and len(calls) > 1:  # in the second part of a batch, its gradient there already
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", limited)
+    monkeypatch.setattr(type(ours), "_may_run_out", True)
+    ours.train()
+    assert calls[:4] == [4, 4, 2, 2] and set(calls[2:]) == {2} and ours.micro_batch.rows == 2
+    for one, other in zip(policy(whole), policy(ours), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert sum("per_device_train_batch_size is 2" in text for text in caplog.messages) == 1
+
+
+class Recorder(TrainerCallback):
+    def __init__(self, call):
+        self.call = call
+
+    def on_step_end(self, *arguments, **kwargs):
+        self.call()
+
+
+def test_a_server_that_is_gone_at_an_evaluation_leaves_all_updates_saved(tmp_path):
+    calls = []
+
+    def reward(rollout):
+        calls.append(1)
+        if len(calls) == 4:  # two updates, an evaluation after each
+            raise RewardError("the server gave no answer.")
+        return count_reward(9)(rollout)
+
+    ours = trainer(tmp_path, shared_base(), reward, max_steps=5, eval_strategy="steps", eval_steps=1)
+    with pytest.raises(RewardError, match=r"no answer.*All up to update 2 is saved in .*checkpoint-2"):
+        ours.train()
+    again = trainer(tmp_path, shared_base(), count_reward(9), max_steps=5)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 5 and again.resumed_at == (2,)
+
+
+# ---------------------------------------------------------------------- two processes
+
+
+def together(folder, what):
+    """A run of two processes in which something happens to one of them."""
+    ours = trainer(Path(folder) / str(processes.rank()), shared_base(), _Sometimes(2), max_steps=3)
+    if what == "memory" and processes.rank() == 1:
+        ours._backward_micro_batch = out_of_memory_above(1, ours._backward_micro_batch, 1)
+    ours.train()
+    weights = [p.detach().numpy() for role in ("policy", "value") for p in ours.roles.parameters_of(role)]
+    return ours.skipped.total, ours.micro_batch.rows, ours.watch.given, weights
+
+
+@pytest.mark.parametrize("what", ["scores", "memory"])
+def test_all_processes_decide_the_same(what, two, tmp_path):
+    one, other = two(together, tmp_path, what)
+    assert one[:3] == other[:3] and one[0] == 1 and one[1] == (1 if what == "memory" else 4)
+    assert all((a == b).all() for a, b in zip(one[3], other[3], strict=True))

@@ -1,0 +1,104 @@
+"""A whole update with the base on a card: no operator is given tensors of both devices, and one that is, is noticed."""
+
+import inspect
+import textwrap
+
+import pytest
+import torch
+
+from tests.conftest import shared_base
+from tests.on_a_card import CARD, OnCard, a_card
+from tests.trainers.helpers import trainer
+from toolkit.errors import RewardError
+from toolkit.models import Sequences
+from toolkit.models import forward as forward_module
+from toolkit.rewards import adapter
+from toolkit.sampling.sampler import Sampler, _Sampled
+from toolkit.trainers.objective import Experience
+from toolkit.trainers.rollouts import RoleRollouts
+
+
+def test_the_card_that_is_not_there_raises_as_a_real_one_does():
+    with a_card():
+        here, there = torch.ones(3), torch.ones(3, device=CARD)
+        assert isinstance(there, OnCard) and there.device == CARD and there.tolist() == [1.0, 1.0, 1.0]
+        assert (there + 1).device == CARD and float(there.sum()) == 3.0 and (there + here.sum()).device == CARD
+        assert there[torch.tensor([0])].device == CARD and there.cpu().device.type == "cpu"
+        assert here.to(CARD).device == torch.tensor([1, 2], device=there.device).device == CARD
+        mixing = (
+            lambda: there + here,
+            lambda: torch.cat([there, here]),
+            lambda: here[there.long()],
+            lambda: torch.where(there > 0, here, here),
+            lambda: torch.nn.functional.embedding(torch.tensor([0]), there.view(3, 1)),
+        )
+        for mixed in mixing:
+            with pytest.raises(RuntimeError, match="same device"):
+                mixed()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim": "adamw_torch"},  # the fused one knows its devices by name
+        {"optim": "adamw_torch", "value": "shared", "kl_estimator": "full", "kl_penalty_in": "loss"},
+        {"optim": "adamw_torch", "gradient_checkpointing": True, "entropy_coef": 0.01, "truncated_as": "bootstrap"},
+    ],
+    ids=["plain", "shared-and-full-kl", "checkpointing-and-bootstrap"],
+)
+def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, tmp_path):
+    torch.manual_seed(1)
+    here = trainer(tmp_path / "here", shared_base(value=settings.get("value", "separate")), **settings)
+    torch.manual_seed(2)
+    batch = next(iter(here.dataloader))
+    expected = here.generate(batch)
+    stats = here.step(batch, expected, here.score(batch, expected))
+    torch.manual_seed(1)
+    there = trainer(tmp_path / "there", shared_base(value=settings.get("value", "separate")), **settings)
+    torch.manual_seed(2)
+    with a_card():
+        batch = next(iter(there.dataloader))
+        there.roles.replace_tensors(OnCard)
+        assert there.roles.device == CARD
+        responses = there.generate(batch)
+        found = there.step(batch, responses, there.score(batch, responses))
+    assert responses.response_ids == expected.response_ids and found == pytest.approx(stats, rel=1e-4, abs=1e-6)
+    moved = there.roles.parameters_of("policy")[1]
+    assert moved.device == CARD
+    torch.testing.assert_close(moved.numbers, here.roles.parameters_of("policy")[1].detach(), rtol=1e-3, atol=1e-5)
+
+
+def without(function, text):
+    """A function with a part of its source left out."""
+    function = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(function)).removeprefix("@property\n")
+    assert source.count(text) >= 1, f"{function} has no {text!r} any more"
+    made = {}
+    exec(source.replace(text, ""), function.__globals__, made)
+    return made[function.__name__]
+
+
+MUTANTS = [
+    (Sampler, "__call__", ".to(self.roles.device)"),
+    (Sampler, "__call__", ".to(ids.device)"),
+    (_Sampled, "__init__", ", device=of_rows.device"),
+    (Experience, "of", ".to(mask.device)"),
+    (RoleRollouts, "sequences", ", device=self.roles.device"),
+    (adapter, "read_sequences", ".to(base.device)"),
+    (forward_module, "scatter", ", device=values.device"),
+    (Sequences, "_response_steps", ", device=self.input_ids.device"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "part"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
+def test_what_is_left_on_the_cpu_is_noticed(owner, name, part, tmp_path, monkeypatch):
+    made = trainer(tmp_path, shared_base(), optim="adamw_torch")
+    batch = next(iter(made.dataloader))
+    function = inspect.getattr_static(owner, name)
+    inner = function.fget if isinstance(function, property) else function
+    mutant = without(inner, part)
+    monkeypatch.setattr(owner, name, property(mutant) if isinstance(function, property) else mutant)
+    with a_card(), pytest.raises((RuntimeError, RewardError), match="same device"):
+        made.roles.replace_tensors(OnCard)
+        responses = made.generate(batch)
+        made.step(batch, responses, made.score(batch, responses))

@@ -1,0 +1,261 @@
+"""Runs code on tensors without numbers, and counts what it would cost: live bytes, operations, bytes moved.
+
+Floating-point tensors have a shape, a dtype and a device, go through autograd and autocast as real ones do, and take no
+memory. Ids, masks and lengths stay real, so that code which asks them something gets an
+answer; what is asked of a number that nobody has computed is 0.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+_ASKED = torch.int64, torch.int32, torch.bool  # dtypes of which code may ask the numbers
+_LARGE = 2**16  # numbers of a tensor that are not made for nothing
+_FUSED_ROWS = 8  # up to which a card multiplies with packed 4-bit weights; more, and they are unpacked first
+_aten = torch.ops.aten
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+_EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator as a device runs it: floating-point operations of a matmul, and bytes read and written."""
+
+    flops: float
+    bytes: float
+    dtype: torch.dtype
+    unpacked: float | None = None  # bytes with 16-bit weights, of a product with 4-bit ones
+
+
+@dataclass
+class Costs:
+    """What a phase costs: its operators, and the most bytes that are live at a time, by kind."""
+
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    peak: int = 0
+    of_peak: dict[str, int] = field(default_factory=dict)
+
+    def with_more_layers(self, one_more: "Costs", number: int) -> "Costs":
+        """The costs with so many more layers of the kind of which `one_more` has one more."""
+        kernels = Counter(self.kernels)
+        for kernel in {*self.kernels, *one_more.kernels}:
+            kernels[kernel] += number * (one_more.kernels[kernel] - self.kernels[kernel])
+        kinds = {**self.of_peak, **one_more.of_peak}
+        mine, theirs = ({kind: of.get(kind, 0) for kind in kinds} for of in (self.of_peak, one_more.of_peak))
+        of_peak = {kind: mine[kind] + number * (theirs[kind] - mine[kind]) for kind in kinds}
+        return Costs(kernels, self.peak + number * (one_more.peak - self.peak), of_peak)
+
+
+class Weightless(Tensor):
+    """A tensor on the CPU to whoever asks, autograd and autocast among them, that has no numbers.
+
+    torch's own fake tensors would do the same; they take some ten times as long for an operator.
+    """
+
+    form: Tensor  # on the meta device
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, form: Tensor) -> "Weightless":
+        place: Any = {"device": "cpu", "strides": form.stride(), "storage_offset": form.storage_offset()}
+        made: Any = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, **place)
+        made.form = form
+        return made
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> "Weightless":
+        """One of the form of another tensor."""
+        with _disable_current_modes():
+            return cls(_form(tensor))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Weightless{tuple(self.shape)}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _run(func, args, kwargs or {})[0]
+
+
+def _form(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Weightless):
+        return tensor.form
+    tensor = tensor.detach()
+    return tensor if tensor.is_meta else torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+    )  # fmt: skip
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
+    """An operator on forms: what it gives, wrapped and bare, and the forms that it was given."""
+    given = {
+        id(tensor.form): tensor for tensor in _tensors((*args, *kwargs.values())) if isinstance(tensor, Weightless)
+    }
+
+    def bare(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _form(leaf)
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+    def wrapped(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in given:
+            return given[id(leaf)]
+        asked = leaf.dtype in _ASKED and leaf.numel() < _LARGE
+        return torch.zeros(leaf.shape, dtype=leaf.dtype) if asked else Weightless(leaf)
+
+    args, kwargs = tree_map(bare, (args, kwargs))
+    made = func(*args, **kwargs)
+    return tree_map(wrapped, made), made, _tensors((*args, *kwargs.values()))
+
+
+class Counted(TorchDispatchMode):
+    """Inside it nothing is computed and everything is counted, beginning anew with each `phase`.
+
+    Args:
+        vocabulary: the last dimension by which logits are known.
+    """
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.costs = Costs()
+        self.live: Counter[str] = Counter()
+        self.total = 0
+        self._known: dict[int, tuple[str, int]] = {}  # kind and size of each live storage
+
+    # ------------------------------------------------------------------ counting
+
+    @contextmanager
+    def phase(self) -> Iterator[Costs]:
+        """What the code inside costs; what it leaves behind stays live."""
+        self.costs = costs = Costs(peak=self.total, of_peak=dict(self.live))
+        yield costs
+
+    def keep(self, tensor: Tensor, kind: str) -> None:
+        """Count a live tensor as another kind."""
+        key = _form(tensor).untyped_storage()._cdata
+        if key in self._known:
+            before, size = self._known[key]
+            self.live[before] -= size
+            self.live[kind] += size
+            self._known[key] = (kind, size)
+
+    def _note(self, made: Any, given: list[Tensor]) -> None:
+        """Count the new storages among an operator's results."""
+        theirs = {tensor.untyped_storage()._cdata for tensor in given}
+        for tensor in _tensors((made,)):
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in theirs or key in self._known or not size:
+                continue
+            kind = "logits" if tensor.shape[-1:] == (self.vocabulary,) and tensor.dim() > 1 else "activations"
+            self._known[key] = (kind, size)
+            self.live[kind] += size
+            self.total += size
+            weakref.finalize(storage, self._freed, key)
+            self._at_most(0)
+
+    def _freed(self, key: int) -> None:
+        kind, size = self._known.pop(key)
+        self.live[kind] -= size
+        self.total -= size
+
+    def _at_most(self, more: int, kind: str = "") -> None:
+        """A peak, if it is one, with `more` bytes that an operator needs for itself."""
+        if self.total + more > self.costs.peak:
+            self.costs.peak, self.costs.of_peak = self.total + more, dict(self.live)
+            if more:
+                self.costs.of_peak[kind] = more
+
+    # ------------------------------------------------------------------ one operator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((*args, *kwargs.values()))
+        if not any(isinstance(tensor, Weightless) for tensor in given):
+            made = func(*args, **kwargs)
+            if not given and isinstance(made, Tensor) and made.is_floating_point() and made.numel() >= _LARGE:
+                made = Weightless(_form(made))
+            self._note(tree_map(_form_of, made), given)
+            return made
+        if func is _aten._local_scalar_dense.default:
+            return 0
+        if func._schema.is_mutable and isinstance(args[0], Tensor) and not isinstance(args[0], Weightless):
+            return args[0]  # numbers that nobody has computed, put into a real tensor
+        if func in _INDEXING:
+            args = (args[0], [i for index in args[1] for i in _positions(index)], *args[2:])
+        wrapped, made, inputs = _run(func, args, kwargs)
+        self._note(made, inputs)
+        self._count(func, args, kwargs, inputs, made)
+        return wrapped
+
+    def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], made: Any) -> None:
+        outputs = _tensors((made,))
+        theirs = {tensor.untyped_storage()._cdata for tensor in inputs}
+        aliases = all(tensor.untyped_storage()._cdata in theirs for tensor in outputs)
+        if (aliases and not func._schema.is_mutable) or func in _EMPTY:
+            return  # a view, or a place
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        flops, dtype, in_16_bits = 0.0, outputs[0].dtype if outputs else torch.float32, None
+        if func is torch.ops.bitsandbytes.gemm_4bit.default:
+            rows, (columns, inner) = inputs[0].numel() // inputs[0].shape[-1], args[2]
+            flops, unpacked = 2.0 * rows * columns * inner, columns * inner * inputs[0].element_size()
+            in_16_bits = 2.0 * (columns * inner + rows * (columns + inner))
+            if rows > _FUSED_ROWS:
+                moved += 2 * unpacked
+            self._at_most(unpacked, "unpacked layer")
+        elif func in _ATTENTION:
+            flops = _ATTENTION[func](*args, **kwargs)
+        elif func._overloadpacket in flop_registry:
+            flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
+        self.costs.kernels[Kernel(flops, moved, dtype, in_16_bits)] += 1
+
+
+def _form_of(leaf: Any) -> Any:
+    return leaf.form if isinstance(leaf, Weightless) else leaf
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments or results, and in lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
+
+
+def _positions(index: Tensor | None) -> list[Tensor | None]:
+    """An index of positions in place of a real one of truth values."""
+    if index is None or index.dtype is not torch.bool or isinstance(index, Weightless):
+        return [index]
+    with _disable_current_modes():
+        return list(index.nonzero().unbind(1))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
+    """Of all pairs of query and key, twice a multiplication by the head's size; half of them where it is causal."""
+    causal = len(rest) > 1 and rest[1] is True
+    rows, heads, length, size = query.shape
+    return 4.0 * rows * heads * length * key.shape[2] * size * (0.5 if causal else 1.0)
+
+
+_ATTENTION: dict[Any, Callable[..., float]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    # Its two products again, and three for the gradients of each.
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda grad, *qkv, **named: (
+        2.5 * _attention(*qkv[:3]) * 0.5
+    ),
+}

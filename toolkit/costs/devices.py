@@ -1,0 +1,177 @@
+"""Cards by their makers' data sheets, and this CPU by what it does in a second."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from toolkit.costs.counted import Costs
+from toolkit.errors import ToolkitError
+
+_GB = 10**9
+_TRIED_SECONDS = 0.05  # of each measurement on a CPU
+
+
+@dataclass(frozen=True)
+class Device:
+    """What bounds a computation.
+
+    Args:
+        name: as a person knows it.
+        memory: bytes of it.
+        bandwidth: bytes a second.
+        peak: operations a second of dense matmuls, by dtype.
+        operator: seconds that Python, torch and the launch need for an operator, whatever its size.
+        context: bytes that the driver, its libraries and their workspaces take; no allocator counts them.
+        reached: shares of peak and bandwidth that large operators reach.
+        graphs: whether launches can be recorded and played back.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    peak: dict[torch.dtype, float]
+    operator: float
+    context: int = 0
+    reached: tuple[float, float] = (1.0, 1.0)
+    graphs: bool = False
+
+    def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
+        """The time of an operator by its operations or its bytes, whichever take longer."""
+        of_peak, of_bandwidth = self.reached
+        peak = self.peak.get(dtype, self.peak[torch.float32])
+        return max(flops / (of_peak * peak), moved / (of_bandwidth * self.bandwidth))
+
+    def busy(self, costs: Costs) -> float:
+        """The time of all operators."""
+        return sum(n * self.seconds(k.flops, k.bytes, k.dtype) for k, n in costs.kernels.items())
+
+    def eager(self, costs: Costs) -> float:
+        """As Python goes through them: a card computes one while later ones are prepared, a CPU does both itself."""
+        preparing, busy = costs.kernels.total() * self.operator, self.busy(costs)
+        return max(preparing, busy) if self.graphs else preparing + busy
+
+    def recorded(self, costs: Costs, *, merged: bool = False) -> float:
+        """As a CUDA graph plays them back; `merged` with 16-bit weights for 4-bit ones."""
+        busy = 0.0
+        for kernel, number in costs.kernels.items():
+            moved = kernel.unpacked if merged and kernel.unpacked else kernel.bytes
+            busy += number * self.seconds(kernel.flops, moved, kernel.dtype)
+        return busy + costs.kernels.total() * GRAPH_KERNEL
+
+
+# Seconds an operator of transformers' eager code: bitsandbytes publishes some 25 ms for a token of Llama-3.1-8B in
+# bfloat16, on an H100 and on a 4090, which is about 1,200 operators.
+EAGER_OPERATOR = 20e-6
+# Between two kernels of a CUDA graph.
+GRAPH_KERNEL = 1.5e-6
+_CONTEXT = 500 * 2**20
+_REACHED = (0.7, 0.8)
+
+
+def _card(
+    name: str, gib: float, gb_a_second: float, tflops_16: float, tflops_32: float, *, bf16: bool = True
+) -> Device:
+    half = torch.bfloat16 if bf16 else torch.float16
+    peak = {half: tflops_16 * 1e12, torch.float16: tflops_16 * 1e12, torch.float32: tflops_32 * 1e12}
+    about = {"operator": EAGER_OPERATOR, "context": _CONTEXT, "reached": _REACHED, "graphs": True}
+    return Device(name, int(gib * 2**30), gb_a_second * _GB, peak, **about)  # type: ignore[arg-type]
+
+
+# Memory that torch sees in GiB, bandwidth in GB/s, dense 16-bit and float32 operations in 10¹² a second (NVIDIA's data
+# sheets; of GeForce cards with accumulation in float32).
+CARDS = {
+    "T4": _card("T4", 14.6, 320, 65, 8.1, bf16=False),
+    "L4": _card("L4", 22.0, 300, 121, 30.3),
+    "RTX3090": _card("RTX 3090", 23.6, 936, 71, 35.6),
+    "RTX4090": _card("RTX 4090", 23.5, 1008, 165, 82.6),
+    "A100-40GB": _card("A100 40 GB", 39.4, 1555, 312, 19.5),
+    "A100-80GB": _card("A100 80 GB", 79.2, 2039, 312, 19.5),
+    "H100": _card("H100 SXM", 79.1, 3350, 989, 66.9),
+    "H100-PCIE": _card("H100 PCIe", 79.1, 2000, 756, 51.2),
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GIB)", re.IGNORECASE)
+
+
+def named(text: str) -> Device | int:
+    """A card by its name, such as H100, 4090 or A100-80GB; or bytes of memory by a size, such as 24GB.
+
+    Raises:
+        ToolkitError: neither.
+    """
+    if size := _SIZE.fullmatch(text.strip()):
+        return int(float(size[1]) * (_GB if size[2].upper() == "GB" else 2**30))
+    asked = re.sub(r"[\s_-]", "", text).upper()
+    found = [card for name, card in CARDS.items() if asked and asked in name.replace("-", "")]
+    if not found:
+        remedy = f"Name one of {', '.join(CARDS)}, or its memory as 24GB."
+        raise ToolkitError(f"{text!r} is no card that is known, and no size of memory.", remedy=remedy)
+    return found[0]
+
+
+def here() -> Device:
+    """The card of this machine, or this CPU as measured.
+
+    Raises:
+        ToolkitError: a card whose limits are not known.
+    """
+    if not torch.cuda.is_available():
+        return this_cpu()
+    has = torch.cuda.get_device_properties(0)
+    said = re.sub(r"[\s_-]", "", has.name).upper()
+    near = [card for name, card in CARDS.items() if name.split("-")[0] in said]
+    if not near:
+        remedy = f"Name the one of these that is nearest: {', '.join(CARDS)}."
+        raise ToolkitError(f"the limits of {has.name} are not known.", remedy=remedy)
+    return min(near, key=lambda card: abs(card.memory - has.total_memory))
+
+
+@cache
+def this_cpu() -> Device:
+    """This CPU with the threads that torch uses here, measured in under a second."""
+    square = {dtype: torch.ones(512, 512, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    peak = {dtype: 2 * 512**3 / _seconds(lambda ones=ones: ones @ ones) for dtype, ones in square.items()}  # type: ignore[misc]
+    large = torch.ones(2**24)
+    bandwidth = 2 * large.nbytes / _seconds(lambda: torch.neg(large, out=large))
+    name = f"this CPU ({torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()})"
+    return Device(name, psutil.virtual_memory().total, bandwidth, peak, _operator())
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators that are no views."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _operator() -> float:
+    """Seconds that an operator of a decoder takes whose numbers are next to none."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 4}
+    with torch.random.fork_rng(devices=()):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).eval()
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    with _Operators() as operators:
+        model(ids)
+    return _seconds(lambda: model(ids)) / operators.number
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """The shortest of the times that some work takes again and again."""
+    work()
+    best, until = float("inf"), time.perf_counter() + _TRIED_SECONDS
+    while time.perf_counter() < until:
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,281 @@
+"""One update of PPO, phase by phase, by the code that does it: what is counted is what runs."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, Trainer
+
+from toolkit.costs.counted import Costs, Counted
+from toolkit.costs.outline import alike, truncated
+from toolkit.data import Rollout
+from toolkit.functional import inverse_cdf
+from toolkit.models import InRole, SharedBase, sequence_logits
+from toolkit.trainers.common import precision
+from toolkit.trainers.objective import Experience
+from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.rollouts import Rollouts
+
+_TOKEN = 1  # any
+_FEW = 2  # layers from which those of a deep model are told
+_ROWS = {"rollout": "rollout_batch_size", "evaluation": "per_device_eval_batch_size"}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of an update: what it costs once, and how often it is done."""
+
+    name: str
+    costs: Costs
+    times: float
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest prompt and response."""
+
+    prompt: int
+    response: int
+
+
+class Decoding(NamedTuple):
+    """The steps of generation: the prompts, the first token and the last one; and that by the base alone."""
+
+    prefill: Costs
+    first: Costs
+    last: Costs
+    merged: Costs
+
+
+class _Cache(DynamicCache):
+    """A KV cache whose tensors are known as such."""
+
+    def __init__(self, counted: Counted, config: Any):
+        super().__init__(config=config)
+        self._counted = counted
+
+    def update(self, *arguments: Any, **named: Any) -> Any:
+        kept = super().update(*arguments, **named)
+        for tensor in kept:
+            self._counted.keep(tensor, "KV cache")
+        return kept
+
+
+class CountedUpdate:
+    """An update on roles without numbers.
+
+    Args:
+        roles: as `take_shape` leaves them.
+        args: of the ppo stage.
+        lengths: of all rows, which are as long as they can be.
+        pad_token_id: of the tokenizer.
+        on_cpu: whether it is for a CPU, where 4-bit layers are unpacked for the whole of a rollout.
+    """
+
+    def __init__(
+        self,
+        counted: Counted,
+        roles: SharedBase,
+        args: PPOConfig,
+        lengths: Lengths,
+        pad_token_id: int = 0,
+        *,
+        on_cpu: bool = False,
+    ):
+        self.on_cpu = on_cpu
+        self.counted, self.roles, self.args, self.lengths = counted, roles, args, lengths
+        self.tokenizer: Any = SimpleNamespace(pad_token_id=pad_token_id)
+        self.autocast = precision(args, roles)
+        roles.train_roles("policy", "value")
+        roles.eval()
+
+    @contextmanager
+    def _phase(self) -> Iterator[Costs]:
+        with self.counted, self.counted.phase() as costs:
+            yield costs
+
+    def _rollout(self, rows: int) -> Rollout:
+        lengths, texts = self.lengths, [""] * rows
+        ids = [[_TOKEN] * lengths.prompt] * rows, [[_TOKEN] * lengths.response] * rows
+        return Rollout(texts, texts, *ids, ended=[True] * rows)
+
+    # ------------------------------------------------------------------ the phases
+
+    def phases(self, *, scored: bool) -> list[Phase]:
+        """All of them, of all layers: see `_phases`."""
+        return self._of_all_layers(partial(self._phases, scored=scored))
+
+    def learning(self) -> Costs:
+        """A micro-batch of the update."""
+        (phase,) = self._of_all_layers(lambda: [Phase("update", self._learning(), 1)])
+        return phase.costs
+
+    def without_gradients(self, name: str) -> list[Costs]:
+        """What one of the other phases costs, in its parts."""
+        return [phase.costs for phase in self._of_all_layers(partial(self._parts, name))]
+
+    def _of_all_layers(self, count: Callable[[], list[Phase]]) -> list[Phase]:
+        """Layers that are all alike are counted two and three at a time: what the third one adds, the others do."""
+        number = alike(self.roles)
+        if number is None or number <= _FEW + 1:
+            return count()
+        with truncated(self.roles, _FEW):
+            few = count()
+        with truncated(self.roles, _FEW + 1):
+            more = count()
+        pairs = zip(few, more, strict=True)
+        return [replace(a, costs=a.costs.with_more_layers(b.costs, number - _FEW)) for a, b in pairs]
+
+    def _phases(self, *, scored: bool) -> list[Phase]:
+        """All of them, in their order; `scored` by the reward role.
+
+        Two are no part of an update: `merged`, tokens by the base alone, and an evaluation.
+        """
+        args = self.args
+        batch, at_once = args.update_batch_size, min(args.local_rollout_forward_batch_size, args.update_batch_size)
+        rollouts, passes = args.rollouts_per_update, batch / at_once
+        decoding, tokens = self.decoding(args.rollout_batch_size), rollouts * (self.lengths.response - 1)
+        found = [Phase("prefill", decoding.prefill, rollouts)]
+        # A token costs more the further on it is: half of them as the first, half as the last.
+        found += [Phase("decode", costs, tokens / 2) for costs in (decoding.first, decoding.last)]
+        found.append(Phase("merged", decoding.merged, tokens))
+        if scored:
+            found.append(Phase("score", self._scoring(at_once), passes))
+        found.append(Phase("read", self._reading(at_once), passes))
+        micro_batches = args.num_ppo_epochs * batch / args.per_device_train_batch_size
+        found.append(Phase("update", self._learning(), micro_batches))
+        evaluation = self.decoding(args.per_device_eval_batch_size)
+        return [*found, *(Phase("evaluation", costs, 0) for costs in (evaluation.prefill, evaluation.last))]
+
+    def _parts(self, name: str) -> list[Phase]:
+        rows = min(self.args.local_rollout_forward_batch_size, self.args.update_batch_size)
+        if name in ("rollout", "evaluation"):
+            decoding = self.decoding(getattr(self.args, _ROWS[name]))
+            return [Phase(name, decoding.prefill, 1), Phase(name, decoding.last, 1)]
+        return [Phase(name, self._scoring(rows) if name == "score" else self._reading(rows), 1)]
+
+    @torch.no_grad()
+    def decoding(self, rows: int) -> Decoding:
+        """Prompts of so many rows, the first token after them and the last one."""
+        cache = _Cache(self.counted, self.roles.config)
+        with ExitStack() as held, self.roles.role("policy"), self.autocast():
+            held.enter_context(self.roles.weights_kept())
+            if self.on_cpu:
+                with self.counted, self.counted.phase():
+                    held.enter_context(self.roles.unpacked())
+            with self._phase() as prefill:
+                self._forward(rows, self.lengths.prompt, cache)
+            with self._phase() as first:
+                self._forward(rows, 1, cache)
+            self._fill(cache)
+            with self._phase() as last:
+                self._forward(rows, 1, cache)
+            return Decoding(prefill, first, last, self._merged(rows, cache))
+
+    def _merged(self, rows: int, cache: DynamicCache) -> Costs:
+        with InRole(self.roles, None), self._phase() as costs:
+            self._forward(rows, 1, cache)
+        return costs
+
+    def _forward(self, rows: int, tokens: int, cache: DynamicCache) -> None:
+        """A step of generation, and the draw from the logits of its last token."""
+        last_alone = {"logits_to_keep": 1} if _keeps_logits(self.roles.causal_lm) else {}
+        ids, mask = torch.ones(rows, tokens).long(), torch.ones(rows, cache.get_seq_length() + tokens).long()
+        output = self.roles(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **last_alone)
+        uniform = torch.zeros(rows, dtype=torch.float64)
+        inverse_cdf(output.logits[:, -1, :].to(torch.float32, copy=True), uniform)
+
+    def _fill(self, cache: DynamicCache) -> None:
+        """Keys and values of all tokens but the last."""
+        missing = self.lengths.prompt + self.lengths.response - 1 - cache.get_seq_length()
+        with self.counted, self.counted.phase():
+            for index, layer in enumerate(cache.layers):
+                if missing < 1 or layer.keys is None:  # a configuration may name more layers than are counted
+                    continue
+                rows, heads, _, size = layer.keys.shape
+                cache.update(
+                    *(kept.new_empty(rows, heads, missing, size) for kept in (layer.keys, layer.values)), index
+                )
+
+    @torch.no_grad()
+    def _scoring(self, rows: int) -> Costs:
+        ids = torch.ones(rows, self.lengths.prompt + self.lengths.response).long()
+        with self._phase() as costs, self.autocast():
+            sequence_logits(self.roles, ids, torch.ones_like(ids), pad_token_id=self.tokenizer.pad_token_id)
+        return costs
+
+    def _reading(self, rows: int) -> Costs:
+        args = self.args
+        with self._phase() as costs:
+            rollouts = Rollouts(args, self.tokenizer, self.roles, self.autocast)
+            rollouts.read(self._rollout(rows), full_kl=args.kl_estimator == "full")
+        return costs
+
+    def _learning(self) -> Costs:
+        """A micro-batch, on top of the gradients of an earlier one where a step has several."""
+        args, roles, rows = self.args, self.roles, self.args.per_device_train_batch_size
+        trainer: Any = object.__new__(PPOTrainer)
+        vars(trainer).update(
+            args=args,
+            roles=roles,
+            kl_coef=args.kl_coef,
+            rollouts=Rollouts(args, self.tokenizer, roles, self.autocast),
+            compute_loss_context_manager=self.autocast,
+            accelerator=SimpleNamespace(backward=lambda loss: loss.backward()),
+            _ratio_checked=True,
+        )
+        step = partial(trainer._backward_micro_batch, self._experience(rows), list(range(rows)), 1.0)
+        trained = [p for role in roles.trained_roles for p in roles.parameters_of(role)]
+        if args.update_batch_size // args.num_mini_batches > rows:
+            with self.counted:
+                for parameter in trained:
+                    parameter.grad = torch.empty_like(parameter)
+                    self.counted.keep(parameter.grad, "gradients")
+        hooks = [p.register_post_accumulate_grad_hook(self._name_gradient) for p in trained]
+        roles.train()
+        if args.gradient_checkpointing:
+            roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        try:
+            with self._phase() as costs:
+                step()
+        finally:
+            roles.gradient_checkpointing_disable()
+            roles.eval()
+            for parameter in trained:  # of layers that are left out, too
+                parameter.grad = None
+            for hook in hooks:
+                hook.remove()
+        return costs
+
+    def _name_gradient(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None:
+            self.counted.keep(parameter.grad, "gradients")
+
+    def _experience(self, rows: int) -> Experience:
+        per_token, per_row = torch.zeros(rows, self.lengths.response), torch.zeros(rows)
+        read, rest = (per_token,) * 3, (per_token,) * 4
+        mask = torch.ones(rows, self.lengths.response, dtype=torch.bool)
+        return Experience(self._rollout(rows), mask, *read, per_row, per_row, *rest)
+
+
+def _keeps_logits(model: Any) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def optimizer_bytes(args: PPOConfig) -> float:
+    """Bytes of an optimizer's state for each number that trains: tried where it is torch's own."""
+    layer = torch.nn.Linear(64, 64, bias=False)
+    kind, arguments = Trainer.get_optimizer_cls_and_kwargs(args, layer)
+    if not kind.__module__.startswith("torch."):  # others may need a card
+        return 2.0 if "8bit" in args.optim.value else 8.0
+    optimizer = kind(layer.parameters(), **arguments)
+    layer(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    state = [t for held in optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor)]
+    return sum(t.nbytes for t in state if t.numel() > 1) / layer.weight.numel()

@@ -1,0 +1,247 @@
+"""LoRA layers that read the same input, in one step: q, k and v of a block, gate and up, or one layer by itself.
+
+PEFT computes each layer from kernels of its own: a copy of the input in the adapter's precision for each, a clone of a
+4-bit layer's result, two thin products, a scaling and a sum, all of it kept for the backward pass. Here the thin
+products with A are one for all layers of a group, what they add goes into the layers' results in place, and the
+backward pass keeps the input once. The adapters stay PEFT's, and so do all layers of a kind that is not known here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+
+def fuse(layers: Iterable[BaseTunerLayer], read: Callable[[], Any]) -> tuple["Fused", ...]:
+    """Give the layers of each group one forward pass, in place; layers of other kinds get PEFT's back. The groups.
+
+    Args:
+        layers: of one model, adapters on them.
+        read: a forward pass of the model, by which the groups are found: layers called one after the other with the
+            same tensor, each of them once.
+    """
+    layers = list(layers)
+    for layer in layers:
+        layer.__dict__.pop("forward", None)
+    plain = [layer for layer in layers if _is_plain(layer)]
+    groups = tuple(Fused(members) for members in _groups(plain, read))
+    for group in groups:
+        for place, layer in enumerate(group.layers):
+            layer.forward = partial(group, place)
+    return groups
+
+
+@contextmanager
+def weights_kept(groups: Iterable["Fused"]) -> Iterator[None]:
+    """Inside, where no weight may change, each adapter is converted to the precision of the passes once."""
+    groups = tuple(groups)
+    for group in groups:
+        group.kept = {}
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.kept = None
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether all that a layer computes is W x + b + s · B A x, whichever adapter is active."""
+    if not isinstance(layer, LoraLayer) or isinstance(layer, nn.Embedding):
+        return False
+    base = layer.base_layer
+    return (
+        type(base) in (nn.Linear, Linear4bit)
+        and not getattr(layer, "fan_in_fan_out", False)
+        and not layer.lora_variant
+        and not any(layer.lora_bias.values())
+        and not hasattr(base, "_hf_hook")  # accelerate's, which may keep the weight elsewhere
+        and all(
+            type(factor) is nn.Linear for name in layer.lora_A for factor in (layer.lora_A[name], layer.lora_B[name])
+        )
+    )
+
+
+def _groups(layers: Sequence[nn.Module], read: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Layers by the tensor that they read, those that are not called or called again by themselves."""
+    calls: list[tuple[nn.Module, Tensor]] = []
+
+    def called(layer: nn.Module, given: tuple[Any, ...]) -> None:
+        calls.append((layer, given[0]))
+
+    hooks = [layer.register_forward_pre_hook(called) for layer in layers]
+    try:
+        read()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    numbers = {id(layer): sum(layer is other for other, _ in calls) for layer in layers}
+    once = [(layer, given) for layer, given in calls if numbers[id(layer)] == 1]
+    yield from ([layer] for layer in layers if numbers[id(layer)] != 1)
+    for _, group in groupby(once, key=lambda call: id(call[1])):  # the list holds them, so that no id is used again
+        yield [layer for layer, _ in group]
+
+
+class Fused:
+    """The forward pass of layers with one input: the first that is called computes for all, the others take theirs."""
+
+    def __init__(self, layers: list[Any]):
+        self.layers = layers
+        self.kept: dict[Any, _Adapters] | None = None
+        self._read: tuple[Any, ...] = ()
+        self._results: dict[int, Tensor] = {}
+
+    def __call__(self, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        now = (_active(self.layers[place]), torch.is_grad_enabled())
+        if place in self._results and self._read[0] is x and self._read[1:] == now:
+            result = self._results.pop(place)
+            if not self._results:
+                self._read = ()
+            return result
+        self._read, self._results = (), {}
+        layers = self.layers if place == 0 else [self.layers[place]]
+        if args or kwargs or not all(_is_known(layer, x) for layer in layers):
+            layer = self.layers[place]
+            return type(layer).forward(layer, x, *args, **kwargs)
+        result, *further = self._compute(x, layers)
+        if further:
+            self._read, self._results = (x, *now), dict(enumerate(further, 1))
+        return result
+
+    def _compute(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:
+        """The results of layers that are known, for one input (..., I)."""
+        bases, device = [layer.base_layer for layer in layers], x.device.type
+        names = [next(iter(_active(layer)), None) for layer in layers]
+        if not any(names):
+            return [base(x) for base in bases]
+        dtype = torch.get_autocast_dtype(device) if _in_autocast(x) else x.dtype
+        key = (len(layers), *names, dtype)
+        adapters = None if self.kept is None else self.kept.get(key)
+        if adapters is None:
+            adapters = _adapters(layers, names, dtype)
+            if self.kept is not None:
+                self.kept[key] = adapters
+        factors = [factor for pair in adapters.factors for factor in pair]
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *factors)):
+            return _Pass.apply(x, bases, adapters, *factors)
+        return _forward(x, bases, adapters)[0]
+
+
+def _active(layer: Any) -> tuple[str, ...]:
+    """The adapters that add something to a layer's result."""
+    return () if layer._disable_adapters else tuple(name for name in layer._active_adapter if name in layer.lora_A)
+
+
+def _in_autocast(x: Tensor) -> bool:
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _is_known(layer: Any, x: Tensor) -> bool:
+    """Whether a pass over a layer is the plain one: one adapter or none, neither merged nor with dropout at work."""
+    active = _active(layer)
+    if layer.merged_adapters or len(active) > 1 or layer.base_layer.weight.requires_grad:
+        return False
+    for name in active:
+        dropout = layer.lora_dropout[name]
+        if dropout.training and getattr(dropout, "p", 0.0) > 0:
+            return False
+        if layer.lora_A[name].weight.dtype != x.dtype and not _in_autocast(x):
+            return False
+    return True
+
+
+class _Adapters(NamedTuple):
+    """The active adapters of the layers of a group; None for a layer that has no part in them."""
+
+    factors: list[tuple[nn.Parameter | None, nn.Parameter | None]]  # A (r, I) and B (O, r) as they are trained
+    scalings: list[float]  # s
+    ranks: list[int]  # r, 0 without an adapter
+    down: Tensor  # (R, I), every A in the precision of the pass
+    up: list[Tensor | None]  # s · B
+
+
+def _adapters(layers: Sequence[Any], names: Sequence[str | None], dtype: torch.dtype) -> _Adapters:
+    factors: list[Any] = [
+        (None, None) if name is None else (layer.lora_A[name].weight, layer.lora_B[name].weight)
+        for layer, name in zip(layers, names, strict=True)
+    ]
+    scalings = [0.0 if name is None else layer.scaling[name] for layer, name in zip(layers, names, strict=True)]
+    with torch.no_grad():
+        down = [a.to(dtype) for a, _ in factors if a is not None]
+        up = [None if b is None else (b * s).to(dtype) for (_, b), s in zip(factors, scalings, strict=True)]
+        ranks = [0 if a is None else len(a) for a, _ in factors]
+        return _Adapters(factors, scalings, ranks, down[0] if len(down) == 1 else torch.cat(down), up)
+
+
+def _forward(x: Tensor, bases: Sequence[nn.Module], adapters: _Adapters) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Results; the input (..., I) in the precision of the pass, and what every A makes of it, (..., R)."""
+    read = x.to(adapters.down.dtype)
+    low = torch.nn.functional.linear(read, adapters.down)
+    results = []
+    for base, up, part in zip(bases, adapters.up, low.split(adapters.ranks, dim=-1), strict=True):
+        result = base(x)
+        if up is not None and result.dtype == up.dtype:
+            result.view(-1, len(up)).addmm_(part.reshape(-1, part.shape[-1]), up.t())
+        elif up is not None:
+            result = result + torch.nn.functional.linear(part, up).to(result.dtype)
+        results.append(result)
+    return results, read, low
+
+
+class _Pass(torch.autograd.Function):
+    """The layers of a group with gradients of input and adapters: y = W x + b + s · B A x of each layer.
+
+    With g of y: for x Wᵀ g + Aᵀ (s · Bᵀ g), for B s · g (A x)ᵀ, for A (s · Bᵀ g) xᵀ (Hu et al. 2021, equation 3).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bases: Any, adapters: _Adapters, *factors: Tensor | None) -> tuple[Tensor, ...]:
+        results, read, low = _forward(x, bases, adapters)
+        ctx.save_for_backward(read, low, adapters.down, *adapters.up)
+        ctx.bases, ctx.scalings, ctx.ranks, ctx.dtype = bases, adapters.scalings, adapters.ranks, x.dtype
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        read, low, down, *up = ctx.saved_tensors
+        rows, wanted = read.reshape(-1, read.shape[-1]), ctx.needs_input_grad
+        lows = low.reshape(-1, low.shape[-1]).split(ctx.ranks, dim=1)
+        of_x: Tensor | None = None
+        of_lows: list[Tensor] = []
+        of_up: list[Tensor | None] = []
+        for base, b, part, s, g, wants in zip(ctx.bases, up, lows, ctx.scalings, gradients, wanted[4::2], strict=True):
+            g = None if g is None else g.reshape(-1, g.shape[-1]).to(read.dtype)
+            if g is not None and wanted[0]:
+                weight = _weight(base, g.dtype)
+                of_x = g @ weight if of_x is None else of_x.addmm_(g, weight)
+            if b is not None:
+                of_lows.append(torch.zeros_like(part) if g is None else g @ b)
+            of_up.append((g.t() @ part).float() * s if g is not None and wants else None)
+        of_low = of_lows[0] if len(of_lows) == 1 else torch.cat(of_lows, dim=1)
+        if wanted[0]:
+            of_x = of_low @ down if of_x is None else of_x.addmm_(of_low, down)
+            of_x = of_x.view(read.shape).to(ctx.dtype)
+        of_down = (of_low.t() @ rows).split(ctx.ranks) if any(wanted[3::2]) else [None] * len(up)
+        of_factors = (
+            gradient
+            for pair in zip(
+                (a if wants else None for a, wants in zip(of_down, wanted[3::2], strict=True)), of_up, strict=True
+            )
+            for gradient in pair
+        )
+        return of_x, None, None, *of_factors
+
+
+def _weight(base: Any, dtype: torch.dtype) -> Tensor:
+    """The weight (O, I) of a layer, unpacked where it has 4 bits."""
+    packed = isinstance(base, Linear4bit)
+    return (dequantize_4bit(base.weight, base.weight.quant_state) if packed else base.weight).to(dtype)

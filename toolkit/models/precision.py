@@ -1,0 +1,85 @@
+"""Which precision a machine computes fast: asked of the machine, here and nowhere else."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import torch
+from transformers import BitsAndBytesConfig
+
+Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
+AUTO: Dtype = "auto"
+_MATMUL = (128, 256, 256)  # of the comparison: under a millisecond in float32, some 20 in a slow 16 bits
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A dtype by torch's name; and why it is this one, where nobody has said so."""
+
+    dtype: str
+    why: str = ""  # where it was not given
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, since {self.why}" if self.why else self.dtype
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def fast_precision() -> Precision:
+    """What `auto` comes to: bfloat16 where it is computed fast, else float16 on a card and float32 on a CPU."""
+    if torch.cuda.is_available():
+        card, (major, minor) = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+        has = f"{card} has compute capability {major}.{minor}"
+        if major >= 8:
+            return Precision("bfloat16", has)
+        return Precision("float16", f"{has}, and bfloat16 begins with 8.0")
+    units = {"AMX": torch.cpu._is_amx_tile_supported, "AVX512-BF16": torch.cpu._is_avx512_bf16_supported}
+    if found := [name for name, is_supported in units.items() if is_supported()]:
+        return Precision("bfloat16", f"this CPU has {found[0]}")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Precision("float32", f"this CPU ({capability}) has neither {' nor '.join(units)}")
+
+
+def resolved(dtype: str) -> str:
+    """A dtype by torch's name, `auto` as this machine has it."""
+    return fast_precision().dtype if dtype == AUTO else dtype
+
+
+@cache
+def slower_than_float32(dtype: str) -> float:
+    """How many times the time of a float32 matmul one in `dtype` takes on this CPU: tried now, in milliseconds."""
+
+    def seconds(kind: torch.dtype) -> float:
+        rows, inner, columns = _MATMUL
+        ours, theirs = torch.ones(rows, inner, dtype=kind), torch.ones(inner, columns, dtype=kind)
+        best = float("inf")
+        for _ in range(3):
+            began = time.perf_counter()
+            ours @ theirs
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    return seconds(getattr(torch, dtype)) / seconds(torch.float32)
+
+
+def slow_here(dtype: str) -> str:
+    """A sentence where a CPU computes 16 bits slower than float32, with the measured ratio; else nothing."""
+    if default_device().type != "cpu" or dtype in ("float32", fast_precision().dtype):
+        return ""
+    ratio, why = slower_than_float32(dtype), fast_precision().why
+    if ratio < 1.5:
+        return ""
+    return f"a matmul in {dtype} takes {ratio:.3g} times as long here as in float32: {why}."
+
+
+def quantization_config(values: Mapping[str, Any], dtype: str) -> BitsAndBytesConfig:
+    """Arguments of `BitsAndBytesConfig`; layers compute in `dtype` unless another `bnb_4bit_compute_dtype` is given.
+
+    Its own default, float32, would leave a card's matrix units idle.
+    """
+    own = values.get("bnb_4bit_compute_dtype")
+    return BitsAndBytesConfig(**{**values, "bnb_4bit_compute_dtype": dtype if own in (None, AUTO) else own})

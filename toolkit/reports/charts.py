@@ -1,0 +1,197 @@
+"""Charts as SVG, drawn here so that they follow the page: light or dark, narrow or wide. Numbers in, text out."""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+WIDTH, HEIGHT = 340, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 12, 28
+_MOST_POINTS = 300  # of a curve; of more, neighbours become their mean with their range
+_BINS = 24
+COLOURS = 6
+"""How many there are: `s0`, `s1`, …, in the style of a page."""
+
+Point = tuple[float, float]
+Band = tuple[float, float, float]  # x, low, high
+
+
+def short(value: float) -> str:
+    """A number with three digits, or a whole one."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    if 1e3 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"
+
+
+def ticks(low: float, high: float, number: int = 4) -> list[float]:
+    """Round numbers within a range, about so many."""
+    span = high - low
+    if not math.isfinite(span) or span <= 0:
+        return [low]
+    rough = span / number
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, first + number + 3) if i * step <= high + 1e-9 * step]
+
+
+def thinned(points: Sequence[Point]) -> tuple[list[Point], list[Band]]:
+    """Points that can be told apart, and, where several became one, the range of those."""
+    if len(points) <= _MOST_POINTS:
+        return list(points), []
+    curve, band = [], []
+    for i in range(_MOST_POINTS):
+        part = points[i * len(points) // _MOST_POINTS : (i + 1) * len(points) // _MOST_POINTS]
+        x, values = part[len(part) // 2][0], [y for _, y in part]
+        curve.append((x, sum(values) / len(values)))
+        band.append((x, min(values), max(values)))
+    return curve, band
+
+
+class _Plane:
+    """Where numbers are in a chart."""
+
+    def __init__(self, xs: Iterable[float], ys: Iterable[float]):
+        self.x_low, self.x_high = _range(xs)
+        self.y_low, self.y_high = _range(ys)
+
+    def x(self, value: float) -> float:
+        share = (value - self.x_low) / (self.x_high - self.x_low)
+        return round(_LEFT + share * (WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
+
+    def path(self, points: Iterable[Point]) -> str:
+        return " ".join(f"{self.x(x)},{self.y(y)}" for x, y in points)
+
+    def axes(self) -> str:
+        lines = []
+        for value in ticks(self.y_low, self.y_high):
+            y = self.y(value)
+            lines.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+            lines.append(f'<text class="tick end" x="{_LEFT - 5}" y="{y + 3.5}">{short(value)}</text>')
+        for value in ticks(self.x_low, self.x_high):
+            lines.append(f'<text class="tick middle" x="{self.x(value)}" y="{HEIGHT - 12}">{short(value)}</text>')
+        return "".join(lines)
+
+
+def _range(values: Iterable[float]) -> Point:
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    if low == high:
+        apart = abs(low) * 0.1 or 1.0
+        return low - apart, high + apart
+    return low, high
+
+
+def _colours(names: Sequence[str]) -> dict[str, int]:
+    return {name: i % COLOURS for i, name in enumerate(names)}
+
+
+def _chart(title: str, body: str, *, legend: Mapping[str, int] | None = None, below: str = "") -> str:
+    names = "".join(f'<span class="s{i}">{html.escape(name)}</span>' for name, i in (legend or {}).items())
+    below = f'<text class="tick end" x="{WIDTH - _RIGHT}" y="{HEIGHT - 1}">{html.escape(below)}</text>' if below else ""
+    return (
+        f'<figure><figcaption>{html.escape(title)}<span class="legend">{names}</span></figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">{body}{below}</svg></figure>'
+    )
+
+
+def curves(
+    title: str,
+    series: Mapping[str, Sequence[Point]],
+    *,
+    spread: Mapping[str, Sequence[Band]] | None = None,
+    marks: Iterable[tuple[float, str]] = (),
+    places: Sequence[str] = (),
+    below: str = "",
+) -> str:
+    """Lines over each other, each with its spread, if that is known.
+
+    `marks` are places on the x axis with a text; `places` are all names, where several charts show the same ones, some
+    of them not all, so that each keeps its colour.
+    """
+    colours = _colours(places or list(series))
+    finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()}
+    drawn = {name: thinned(points) for name, points in finite.items()}
+    bands = {name: list((spread or {}).get(name, ())) or band for name, (_, band) in drawn.items()}
+    bands = {name: [b for b in band if all(map(math.isfinite, b))] for name, band in bands.items()}
+    every = [point for points, _ in drawn.values() for point in points]
+    edges = [y for band in bands.values() for _, *both in band for y in both]
+    plane = _Plane([x for x, _ in every], [*(y for _, y in every), *edges])
+    body = [plane.axes()]
+    for x, text in marks:
+        if plane.x_low <= x <= plane.x_high:
+            place = plane.x(x)
+            line = f'<line class="mark" x1="{place}" x2="{place}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}">'
+            body.append(f"{line}<title>{html.escape(text)}</title></line>")
+    for name, (points, _) in drawn.items():
+        i = colours[name]
+        outline = [(x, high) for x, _, high in bands[name]] + [(x, low) for x, low, _ in reversed(bands[name])]
+        if outline:
+            body.append(f'<polygon class="band s{i}" points="{plane.path(outline)}"/>')
+        if len(points) == 1:
+            body.append(f'<circle class="dot s{i}" cx="{plane.x(points[0][0])}" cy="{plane.y(points[0][1])}" r="2.5"/>')
+        body.append(f'<polyline class="line s{i}" points="{plane.path(points)}"/>')
+    legend = {name: colours[name] for name in series} if len(series) > 1 or places else None
+    return _chart(title, "".join(body), legend=legend, below=below)
+
+
+def scatter(
+    title: str, series: Mapping[str, Sequence[Point]], *, below: str = "", diagonal: bool = False, joined: bool = False
+) -> str:
+    """Points; `joined` in their order, the last one larger; with a `diagonal` where both axes say the same."""
+    finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in series.items()}
+    every = [point for points in finite.values() for point in points]
+    plane = _Plane([x for x, _ in every], [y for _, y in every])
+    body = [plane.axes()]
+    if diagonal:
+        ends = [(max(plane.x_low, plane.y_low),) * 2, (min(plane.x_high, plane.y_high),) * 2]
+        body.append(f'<polyline class="mark" points="{plane.path(ends)}"/>')
+    for i, points in enumerate(finite.values()):
+        shown = thinned(points)[0] if joined else points[:2000]
+        if joined:
+            body.append(f'<polyline class="line thin s{i}" points="{plane.path(shown)}"/>')
+        for n, (x, y) in enumerate(shown):
+            size = 4 if joined and n == len(shown) - 1 else 2
+            body.append(f'<circle class="dot s{i}" cx="{plane.x(x)}" cy="{plane.y(y)}" r="{size}"/>')
+    return _chart(title, "".join(body), legend=_colours(list(series)) if len(series) > 1 else None, below=below)
+
+
+def histogram(title: str, series: Mapping[str, Sequence[float]], *, below: str = "") -> str:
+    """How many values there are of which size, over each other."""
+    finite = {name: [value for value in values if math.isfinite(value)] for name, values in series.items()}
+    low, high = _range(value for values in finite.values() for value in values)
+    width = (high - low) / _BINS
+    counts = {}
+    for name, values in finite.items():
+        of = [0] * _BINS
+        for value in values:
+            of[min(_BINS - 1, int((value - low) / width))] += 1
+        counts[name] = of
+    plane = _Plane([low, high], [0.0, max(1, *(count for of in counts.values() for count in of))])
+    body = [plane.axes()]
+    for i, of in enumerate(counts.values()):
+        for place, count in enumerate(of):
+            if count:
+                x, right = plane.x(low + place * width), plane.x(low + (place + 1) * width)
+                top = plane.y(count)
+                size = f'width="{max(0.5, round(right - x - 0.6, 1))}" height="{round(HEIGHT - _BOTTOM - top, 1)}"'
+                body.append(f'<rect class="bar s{i}" x="{x}" y="{top}" {size}/>')
+    return _chart(title, "".join(body), legend=_colours(list(series)), below=below)
+
+
+def bars(title: str, values: Mapping[str, float], *, unit: str) -> str:
+    """Each value as a bar with its share of all."""
+    total = sum(values.values()) or 1.0
+    rows = "".join(
+        f'<tr><td>{html.escape(name)}</td><td class="n">{html.escape(short(value))} {html.escape(unit)}</td>'
+        f'<td class="n">{value / total:.0%}</td>'
+        f'<td class="share"><svg viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect class="bar s0" width="{max(0.3, 100 * value / total):.1f}" height="8"/></svg></td></tr>'
+        for name, value in values.items()
+    )
+    return f"<table><caption>{html.escape(title)}</caption>{rows}</table>"

@@ -1,0 +1,78 @@
+"""Runs beside each other: what differs in their recipes, their figures and their answers to equal prompts."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.disk import write_whole, writing
+from toolkit.errors import RecipeError
+from toolkit.reports import METRICS_FILE, ComparedRun, comparison_page, read_json, read_jsonl, read_result
+from toolkit.runs.differences import leaves, recorded
+from toolkit.runs.folder import no_such_run
+from toolkit.runs.owned import RECIPE_FILE
+
+COMPARED = ("ppo", "q", "reward", "sft")
+"""The stage that is compared is the first of these that all runs have begun."""
+
+
+def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | None = None) -> Path:
+    """Write one HTML page about several runs.
+
+    Args:
+        names: of at least two runs, or their folders.
+        output: the file to write.
+        runs_dir: folder of all runs.
+        stage: which of theirs; by default the last one that all of them have begun.
+
+    Raises:
+        RecipeError: there is no such run, or no stage that all have.
+        ToolkitError: a file is damaged, or the page cannot be written.
+    """
+    folders = [_folder(name, runs_dir) for name in names]
+    if len(set(folders)) < 2:
+        raise RecipeError("to compare takes two runs or more.")
+    shared = [one for one in COMPARED if all((folder / one / METRICS_FILE).is_file() for folder in folders)]
+    if stage is not None and stage not in shared:
+        wrong = f"not all of these runs have a {stage} stage with figures."
+        raise RecipeError(wrong, remedy=f"They share {', '.join(shared)}." if shared else "")
+    if not shared:
+        raise RecipeError(f"{', '.join(names)} have no stage in common that has begun.")
+    wanted = stage or shared[0]
+    labels = [folder.name for folder in folders]
+    if len(set(labels)) < len(labels):  # of several folders of runs
+        labels = [str(folder) for folder in folders]
+    runs = [_run(label, folder / wanted) for label, folder in zip(labels, folders, strict=True)]
+    recipes = [dict(leaves(recorded(folder))) for folder in folders]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    differing = {key: [recipe.get(key) for recipe in recipes] for key in keys}
+    differing = {key: values for key, values in differing.items() if any(value != values[0] for value in values)}
+    with writing(output):
+        return write_whole(output, comparison_page(wanted, runs, differing))
+
+
+def _folder(name: str, runs_dir: Path) -> Path:
+    for folder in (runs_dir / name, Path(name)):
+        if (folder / RECIPE_FILE).is_file():
+            return folder.resolve()
+    raise RecipeError(no_such_run(name, runs_dir))
+
+
+def _run(label: str, folder: Path) -> ComparedRun:
+    """What a run's stage has written so far; what is not as the toolkit writes it is left out."""
+    result = dict(read_result(folder) or {})
+    if not result:
+        result["before"] = (read_json(folder / "before.json") or {}).get("metrics")
+    result |= {side: result.get(side) if isinstance(result.get(side), dict) else {} for side in ("before", "after")}
+    if not isinstance(result.get("warnings"), list):
+        result.pop("warnings", None)
+    path = folder / "samples.jsonl"
+    samples = [row for row in read_jsonl(path) if _is_sample(row)] if path.is_file() else []
+    return ComparedRun(label, result, read_jsonl(folder / METRICS_FILE), samples)
+
+
+def _is_sample(row: dict[str, Any]) -> bool:
+    texts, numbers = ("prompt", "before", "after"), ("before_score", "after_score")
+    return all(isinstance(row.get(name), str) for name in texts) and all(
+        isinstance(row.get(name), (int, float)) and math.isfinite(row[name]) for name in numbers
+    )

@@ -1,0 +1,91 @@
+"""All runs of a folder: how far each is, its last figures, and the command that goes on. Read alone, nothing loaded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints import checkpoint_folders, step_of
+from toolkit.disk import RESULT_FILE
+from toolkit.errors import ToolkitError
+from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result
+from toolkit.runs.differences import recorded
+from toolkit.runs.lock import owner_of
+from toolkit.runs.owned import RECIPE_FILE
+from toolkit.spec.plan import STAGES
+from toolkit.spec.sections import STAGE_CLASSES
+
+FINISHED, AT_WORK, STOPPED, DAMAGED = "finished", "at work", "stopped", "damaged"
+
+
+@dataclass(frozen=True)
+class StageState:
+    """How far a stage of a run is: `state` in a word, `where` with its step, and its last figures."""
+
+    stage: str
+    state: str
+    where: str
+    figures: str
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run: its stages that have begun, in order, and the command that goes on or uses it, as for a shell."""
+
+    name: str
+    stages: tuple[StageState, ...]
+    command: tuple[str, ...]
+
+
+def all_runs(runs_dir: Path) -> Iterator[RunState]:
+    """The runs of a folder by name."""
+    for path in sorted(runs_dir.glob(f"*/{RECIPE_FILE}")):
+        yield state_of(path.parent)
+
+
+def state_of(run: Path) -> RunState:
+    """How far a run is."""
+    at_work = owner_of(run) is not None
+    begun = [stage for stage in STAGES if (run / stage).is_dir() and any((run / stage).iterdir())]
+    open_ = [stage for stage in begun if not (run / stage / RESULT_FILE).is_file()]
+    newest = max(open_, key=lambda stage: (run / stage).stat().st_mtime, default=None)
+    states = tuple(_stage(run / stage, at_work=at_work and stage == newest) for stage in begun)
+    return RunState(run.name, states, _command(run, states, at_work))
+
+
+def _stage(folder: Path, *, at_work: bool) -> StageState:
+    try:
+        result, metrics = read_result(folder), last_figures(folder)
+    except ToolkitError as error:
+        return StageState(folder.name, DAMAGED, str(error.problems[0].wrong), "")
+    step = f"step {metrics['step']}" if "step" in metrics else "before its first step"
+    if result is not None:
+        after = result.get("after")
+        figures = figures_of(after) if isinstance(after, dict) else ""
+        return StageState(folder.name, FINISHED, str(result.get("date", "")), figures)
+    if at_work:
+        return StageState(folder.name, AT_WORK, step, figures_of(metrics))
+    saved = checkpoint_folders(folder)
+    where = f"saved up to step {step_of(saved[-1])}" if saved else f"{step}, nothing saved"
+    return StageState(folder.name, STOPPED, where, figures_of(metrics))
+
+
+def last_figures(folder: Path) -> dict[str, Any]:
+    """The newest value of each metric that a stage has logged; empty where it has logged none."""
+    path = folder / METRICS_FILE
+    rows = read_jsonl(path) if path.is_file() else []
+    return {name: value for row in rows for name, value in row.items()}
+
+
+def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[str, ...]:
+    if at_work:
+        return ()
+    done = {one.stage for one in states if one.state == FINISHED}
+    recipe = recorded(run)
+    aims = [stage for stage in ("ppo", "q", "reward", "sft") if stage in recipe and stage in STAGE_CLASSES]
+    elsewhere = () if run.parent == Path("runs") else ("--runs-dir", str(run.parent))
+    if {"ppo", "q"} & done:
+        return ("toolkit", "chat", run.name, *elsewhere)
+    if not aims or aims[0] in done:
+        return ()
+    return ("toolkit", aims[0], str(run / RECIPE_FILE), "--resume", *elsewhere)

@@ -1,0 +1,224 @@
+"""Signs that a run goes wrong: each is told once, with its number and what to try; and what is not finite is skipped.
+
+What is watched are the metrics of an update, which are equal in all of several processes, so that all of them decide
+the same. The thresholds are beyond what our own runs had while they learnt what they should (doubling, three seeds:
+a KL of up to 0.53 nats a token, an entropy down to 0.0025 with every response of its own, an explained variance of
+-0.002 to 0.03 in the first thirty updates, of either sign); where they are argued, the argument stands beside them.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import TrainerCallback
+
+from toolkit.data import Rollout
+from toolkit.disk import writing
+
+WARNINGS_FILE = "warnings.jsonl"
+BROKEN_ROWS, BROKEN_TENSORS = "not_finite.jsonl", "not_finite.safetensors"
+MOST_IN_A_ROW = 3
+"""What is not finite so many times in a row, on different rows, does not pass by itself. One overflow does."""
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A sign: it is there when its number has been out of bounds for some updates in a row.
+
+    Args:
+        name: of the warning.
+        number: what is watched, from the metrics of an update; None where they do not have it.
+        out_of_bounds: whether a number is a sign.
+        updates: so many in a row.
+        text: what is told, with `value` and `updates`.
+        remedy: what to try.
+    """
+
+    name: str
+    number: Callable[[Metrics], float | None]
+    out_of_bounds: Callable[[float], bool]
+    updates: int
+    text: str
+    remedy: str
+
+
+def _metric(name: str) -> Callable[[Metrics], float | None]:
+    return lambda metrics: metrics.get(name)
+
+
+def _a_token(name: str) -> Callable[[Metrics], float | None]:
+    return lambda metrics: metrics[name] / metrics["length"] if name in metrics and metrics.get("length") else None
+
+
+def _distinct_of_certain(metrics: Metrics) -> float | None:
+    """The share of different responses, of a policy that hardly ever says anything but its likeliest token.
+
+    Below 0.05 nats the likeliest token has 99 % of the probability. By itself that is no fault: a task may have one
+    right response to each prompt.
+    """
+    entropy = _a_token("entropy")(metrics)
+    return metrics.get("distinct_share") if entropy is not None and entropy < 0.05 else None
+
+
+GUARDS = (
+    Guard(
+        "kl_explosion",
+        _a_token("kl"),
+        lambda kl: kl > 1.0,  # the policy's tokens are e times as likely as the reference has them, each of them
+        3,
+        "the KL to the reference is {value:.2f} nats a token: the policy has become another model.",
+        "Raise kl_coef, lower learning_rate, or set kl_target; go on from an earlier checkpoint.",
+    ),
+    Guard(
+        "entropy_collapse",
+        _distinct_of_certain,
+        lambda share: share < 0.5,
+        3,
+        "the policy is certain of every token, and only {value:.0%} of its responses are different ones.",
+        "Raise kl_coef, set entropy_coef, or lower learning_rate; see in rollouts.jsonl what it says.",
+    ),
+    Guard(
+        "scores_equal",
+        _metric("tied_share"),
+        lambda share: share == 1.0,
+        3,
+        "all scores of an update have been the same number {updates} times in a row: there is nothing to learn from.",
+        "See in rollouts.jsonl whether the reward tells good from bad; where all are as good as can be, stop here.",
+    ),
+    Guard(
+        "scores_at_bound",
+        _metric("tied_share"),
+        lambda share: 0.9 <= share < 1.0,
+        10,
+        "{value:.0%} of the scores are one number, as at the bound of a reward: little is left to learn from.",
+        "Stop here, give harder prompts or a finer reward, or raise score_clip where it is set.",
+    ),
+    Guard(
+        "critic_explains_nothing",
+        _metric("explained_variance"),
+        lambda explained: explained <= 0.0,  # a critic that says the same of everything has 0
+        30,
+        "the critic has explained nothing of the returns for {updates} updates (explained_variance {value:.2f}).",
+        "Raise value_learning_rate, train more updates before judging, or take value_pooling or start.value.",
+    ),
+    Guard(
+        "nothing_ends",
+        _metric("eos_share"),
+        lambda share: share == 0.0,
+        5,
+        "no response has ended by itself for {updates} updates: each is cut at the limit.",
+        "Set missing_eos_penalty, or raise response_length; a base that was never taught to end needs the sft stage.",
+    ),
+    Guard(
+        "steps_skipped",
+        _metric("skipped_steps"),
+        lambda number: number >= 1,
+        1,
+        "{value:.0f} of the updates or optimizer steps were skipped, since something in them was not finite.",
+        "A few do no harm. Where they go on: a lower learning_rate, or a base in float32.",
+    ),
+)
+
+
+@dataclass
+class Watch:
+    """Guards at work over a run."""
+
+    guards: tuple[Guard, ...] = GUARDS
+    in_a_row: dict[str, int] = field(default_factory=dict)
+    given: list[dict[str, Any]] = field(default_factory=list)
+    """Warnings so far, one of each guard at most: `step`, `name`, `value`, `text`, `remedy`."""
+
+    def seen(self, step: int, metrics: Metrics) -> list[dict[str, Any]]:
+        """The warnings that the metrics of an update are reason for, and that were not given before."""
+        told = {warning["name"] for warning in self.given}
+        new = []
+        for guard in self.guards:
+            value = guard.number(metrics)
+            there = value is not None and guard.out_of_bounds(value)
+            self.in_a_row[guard.name] = self.in_a_row.get(guard.name, 0) + 1 if there else 0
+            if guard.name not in told and self.in_a_row[guard.name] >= guard.updates:
+                text = guard.text.format(value=value, updates=guard.updates)
+                about = {"step": step, "name": guard.name, "value": value, "text": text, "remedy": guard.remedy}
+                new.append(about)
+        self.given += new
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on has to know."""
+        return {"in_a_row": dict(self.in_a_row), "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+        self.in_a_row, self.given = dict(state["in_a_row"]), list(state["given"])
+
+
+@dataclass
+class Skipped:
+    """Updates and optimizer steps that were passed over, since something in them was not finite."""
+
+    total: int = 0
+    in_a_row: int = 0
+
+    def add(self) -> bool:
+        """Count another one; whether they are too many in a row to go on."""
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        return self.in_a_row >= MOST_IN_A_ROW
+
+    def passed(self) -> None:
+        """One was finite."""
+        self.in_a_row = 0
+
+
+class SkipNotFinite(TrainerCallback):
+    """Passes over optimizer steps of transformers' own loop whose gradient is not finite; in float16 its scaler does.
+
+    Args:
+        skipped: counts them.
+        skip: told why of each; may end the run.
+    """
+
+    def __init__(self, skipped: Skipped, skip: Callable[[str], None]):
+        self.skipped, self.skip = skipped, skip
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        if args.fp16 or not parameters:
+            return
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        if math.isfinite(norm):
+            self.skipped.passed()
+            return
+        for parameter in parameters:
+            parameter.grad = None  # which an optimizer passes over
+        self.skip(f"the gradient's norm is {norm}")
+
+
+def save_broken(folder: Path, *, rollout: Rollout | None = None, tensors: Mapping[str, Tensor | None]) -> str:
+    """Write a batch in which something is not finite, for a look at it; the names of the files."""
+    held = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+        if torch.is_tensor(tensor)
+    }
+    written = []
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if rollout is not None:
+            names = ("prompts", "responses", "prompt_ids", "response_ids", "ended")
+            rows = zip(*(getattr(rollout, name) for name in names), strict=True)
+            lines = (json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in rows)
+            (folder / BROKEN_ROWS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            written.append(BROKEN_ROWS)
+        if held:
+            save_file(held, folder / BROKEN_TENSORS)
+            written.append(BROKEN_TENSORS)
+    return " and ".join(str(folder / name) for name in written)
