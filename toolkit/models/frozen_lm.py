@@ -41,7 +41,7 @@ class FrozenLM(nn.Module):
         self.model: PreTrainedModel | PeftModel = causal_lm
         self._base: tuple[PreTrainedModel] = (causal_lm,)  # in a tuple, so that it is not registered twice
         # transformers gives it a slice of the states after a prompt. Where that has gaps torch copies the weight for
-        # each row before it multiplies: on a CPU 5 s for 16 prompts of SmolLM2 in bfloat16, against 0.02 s.
+        # each row before it multiplies: on a CPU 1 s for 16 prompts of SmolLM2 in bfloat16, against 0.01 s.
         head = causal_lm.get_output_embeddings()
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(lambda _, given: tuple(states.contiguous() for states in given))
