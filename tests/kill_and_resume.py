@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -203,16 +204,19 @@ def kill_one(words: list[str], log: Path, stage: Path, dice: random.Random, rank
     with log.open("w", encoding="utf-8") as said:
         launcher = psutil.Popen(words, stdout=said, stderr=said)
     step = dice.choice([0, *range(_newest(stage) + 1, UPDATES + 1)])
-    children: list[psutil.Process] = []
-    while launcher.poll() is None and len(children) <= rank:
-        children = launcher.children()
-        time.sleep(0.01)
     while launcher.poll() is None and _newest(stage) < step:
         time.sleep(0.001)
     time.sleep(dice.uniform(0, 2.0 if step else 20.0))
-    if launcher.poll() is not None:
+    victim, children = None, []
+    while launcher.poll() is None and victim is None:  # the first ones may not have been started yet
+        with suppress(psutil.Error):  # or may have ended by themselves just now
+            children = launcher.children()
+            victim = next((child for child in children if child.environ().get("RANK") == str(rank)), None)
+        time.sleep(0.01)
+    if victim is None:
         return None, launcher.wait()
-    next(child for child in children if child.environ().get("RANK") == str(rank)).kill()
+    with suppress(psutil.Error):
+        victim.kill()
     began = time.perf_counter()
     code = launcher.wait()
     psutil.wait_procs(children)
