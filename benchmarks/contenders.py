@@ -205,15 +205,18 @@ def built_on(roles: SharedBase, trainer: Any) -> Built:
     return Built(trainer, roles.causal_lm, roles.parameters_of("policy"), roles.head("value").weight)
 
 
+def our_loop(job: Job, roles: SharedBase, args: PPOConfig) -> Built:
+    """Our trainer on a base that has its roles, with scores of the reward role."""
+    ids = {"pad_token_id": job.tokenizer.pad_token_id, "eos_token_id": job.tokenizer.eos_token_id}
+    reward = RewardAdapter(roles, **ids, batch_size=args.local_rollout_forward_batch_size)
+    return built_on(roles, PPOTrainer(args, job.tokenizer, roles, reward, prompts(job.work), callbacks=[]))
+
+
 def build_ours(job: Job, *, value: str, weights: str) -> Built:
     """Our loop on the shared base."""
-    roles = _roles(job, value, weights)
     # Ours generates all at once whatever this is. Rows of similar length together: 8 take a tenth less than all 16.
-    rows = 2 * job.work.size.micro_batch
-    ids = {"pad_token_id": job.tokenizer.pad_token_id, "eos_token_id": job.tokenizer.eos_token_id}
-    reward = RewardAdapter(roles, **ids, batch_size=rows)
-    args = ppo_config(job, value=value, local_rollout_forward_batch_size=rows)
-    return built_on(roles, PPOTrainer(args, job.tokenizer, roles, reward, prompts(job.work), callbacks=[]))
+    args = ppo_config(job, value=value, local_rollout_forward_batch_size=2 * job.work.size.micro_batch)
+    return our_loop(job, _roles(job, value, weights), args)
 
 
 def build_views(job: Job) -> Built:

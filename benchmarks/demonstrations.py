@@ -1,9 +1,12 @@
-"""Questions that are answered with curves, two on the number-doubling demo and one on a chat model:
+"""Questions that are answered with curves, two on the number-doubling demo and the others on a chat model:
 
     python -m benchmarks.demonstrations value   # a value head on the policy's adapter, or an adapter of its own?
     python -m benchmarks.demonstrations kl      # how much reward does each way of holding the policy back buy?
     python -m benchmarks.demonstrations critic base.model=/path/to/SmolLM2-135M-Instruct data.train=… data.validation=…
                                                 # a fresh critic, or one that starts as a copy of the reward?
+    python -m benchmarks.demonstrations instructions base.model=/path/to/SmolLM2-135M-Instruct
+                                                # does PPO teach instructions that a program checks?
+    python -m benchmarks.demonstrations sentiment base.model=/path/to/SmolLM2-135M-Instruct
 
 For each seed what comes before PPO is run once; every arm then runs PPO from there, with the same prompts. Arms that
 are finished are not repeated. Writes `benchmarks/results/DATE_demonstration_NAME.json`, the figure
@@ -11,6 +14,8 @@ are finished are not repeated. Writes `benchmarks/results/DATE_demonstration_NAM
 """
 
 import json
+import math
+import re
 import statistics
 import subprocess
 import sys
@@ -19,12 +24,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import yaml
 from matplotlib.figure import Figure
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, write_result
 from toolkit import recipes
+from toolkit.data.instructions import COMPOSITIONS
+from toolkit.functional import wilson_interval
 from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl
 
@@ -45,7 +55,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Arms that are compared, and what they have in common: a recipe, the stages before PPO, settings of PPO."""
+    """Arms that are compared, and what they have in common: a recipe, the stages before PPO, settings of PPO.
+
+    Without arms it is the recipe itself, by seed, whose stage before PPO is then PPO.
+    """
 
     arms: Mapping[str, Arm]
     seeds: tuple[int, ...]
@@ -98,6 +111,10 @@ DEMONSTRATIONS = {
         recipe="smollm2_135m_lora",
         common={"lr_scheduler_type": "constant", "learning_rate": 1e-4, "response_length": 24},
     ),
+    "instructions": Demonstration(
+        arms={}, seeds=(0, 1, 2), updates=60, recipe="smollm2_135m_instructions", stages=("ppo",)
+    ),
+    "sentiment": Demonstration(arms={}, seeds=(0, 1, 2), updates=60, recipe="smollm2_135m_sentiment", stages=("ppo",)),
 }
 
 
@@ -141,8 +158,13 @@ def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> 
     values = recipe_of_arm(start, demonstration.arms[arm_name], demonstration)
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     _stage("ppo", path, run, runs)
-    result = json.loads((runs / run / "ppo" / "result.json").read_text(encoding="utf-8"))
-    metrics = read_jsonl(runs / run / "ppo" / "metrics.jsonl")
+    return _measured(runs / run / "ppo")
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    """What a finished ppo stage reached, before and after, and its curves."""
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    metrics = read_jsonl(folder / "metrics.jsonl")
     curve = [
         {"update": row["step"]} | {key.removeprefix("eval_"): v for key, v in row.items() if key.startswith("eval_")}
         for row in metrics
@@ -150,6 +172,26 @@ def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> 
     ]
     logged = {key: [[row["step"], row[key]] for row in metrics if key in row] for key in ("score", "value_loss")}
     return {"before": result["before"], "after": result["after"], "curve": curve, **logged}
+
+
+def _language(recipe: Recipe) -> dict[str, Any]:
+    """What a run says before and after PPO: how likely the base finds it, how much of it differs, and some of it."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(recipe.base_path), recipe.tokenizer
+    rows = read_jsonl(recipe.stage_folder("ppo") / "samples.jsonl")
+    found: dict[str, Any] = {"prompts": len(rows), "samples": rows[:_SHOWN]}
+    for when in ("before", "after"):
+        loss, tokens = 0.0, 0
+        for row in rows:
+            prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
+            ids = torch.tensor([prompt + tokenizer.encode(row[when], add_special_tokens=False)])
+            if (number := ids.shape[1] - len(prompt)) > 0:
+                with torch.no_grad():
+                    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+                loss += float(cross_entropy(logits, ids[0, len(prompt) :], reduction="sum"))
+                tokens += number
+        different = len({row[when] for row in rows}) / len(rows)
+        found[when] = {"perplexity": math.exp(loss / tokens), "different": different}
+    return found
 
 
 def run(name: str, runs: Path, overrides: Sequence[str] = ()) -> Path:
@@ -170,6 +212,11 @@ def run(name: str, runs: Path, overrides: Sequence[str] = ()) -> Path:
         start = _start(demonstration, seed, runs, overrides)
         for arm in demonstration.arms:
             found[arm][str(seed)] = _run_arm(name, arm, seed, start, runs)
+        if not demonstration.arms:
+            found.setdefault("recipe", {})[str(seed)] = {
+                **_measured(start.stage_folder("ppo")),
+                "language": _language(start),
+            }
     result = new_result(f"demonstration_{name}", demonstration=name, updates=demonstration.updates, arms=found)
     return write_result(result, RESULTS)
 
@@ -193,6 +240,19 @@ def _figure(size: tuple[float, float], panels: Mapping[str, Curves], xlabel: str
     return figure
 
 
+_SHOWN = 8  # samples in a page
+_TITLES = {
+    "satisfied": "all rules kept",
+    "satisfied_one": "of prompts with one rule",
+    "satisfied_seen": "with two that training puts together",
+    "satisfied_unseen": "with two that it never does",
+    "score": "score",
+    "kl": "KL a response",
+    "length": "tokens",
+    "eos_share": "share that ends by itself",
+    "perplexity": "perplexity under the base, not quantised",
+    "different": "share of different responses",
+}
 _BELOW = {"loc": "outside lower center", "ncols": 2, "fontsize": 9}
 
 
@@ -234,6 +294,60 @@ def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure
     return figure
 
 
+def _recipe_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
+    runs = found["recipe"].items()
+    shares = {f"satisfied_{kind}": kind for kind in COMPOSITIONS if f"satisfied_{kind}" in next(iter(runs))[1]["after"]}
+    at_start = {seed: [{"update": 0, **one["before"]}, *one["curve"]] for seed, one in runs}
+
+    def held_out() -> Curves:
+        for colour, (key, label) in enumerate((shares or {"score": "score"}).items()):
+            for i, points in enumerate(at_start.values()):
+                yield [[p["update"], p[key]] for p in points], {"color": f"C{colour}", "label": None if i else label}
+
+    def of_rollouts(key: str) -> Curves:
+        for seed, one in runs:
+            yield one[key], {"label": None if shares else f"seed {seed}", "color": "C4" if shares else None}
+
+    def kl() -> Curves:
+        for points in at_start.values():
+            yield [[p["update"], p["kl"]] for p in points], {"color": "C4"}
+
+    first = "held out: all rules kept" if shares else "held out: score"
+    return _figure(
+        (10, 3.2), {first: held_out(), "score of the rollouts": of_rollouts("score"), "KL": kl()}, "updates", _BELOW
+    )
+
+
+def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
+    """Before and after over all seeds: shares with the Wilson interval of all their prompts, others with the range."""
+    runs = list(found["recipe"].values())
+    each = runs[0]["language"]["prompts"]
+
+    def cell(key: str, when: str) -> str:
+        values = [one[when].get(key, one["language"][when].get(key)) for one in runs]
+        mean = statistics.mean(values)
+        if not key.startswith("satisfied"):
+            return f"{mean:.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")
+        number = len(runs) * (each if key == "satisfied" else each // len(COMPOSITIONS))
+        low, high = wilson_interval(round(mean * number), number)
+        return f"{mean:.3f} ({low:.3f}–{high:.3f})"
+
+    names = {
+        key: title for key, title in _TITLES.items() if key in runs[0]["after"] or key in runs[0]["language"]["after"]
+    }
+    table = markdown(
+        ["", "before", "after"], [[title, cell(key, "before"), cell(key, "after")] for key, title in names.items()]
+    )
+    shown = [[*(_cell(row[key]) for key in ("prompt", "before", "after"))] for row in runs[0]["language"]["samples"]]
+    return f"{table}\n\n{markdown(['prompt', 'before', 'after'], shown)}\n\n{len(runs)} seed(s) of {each} prompts"
+
+
+def _cell(text: str) -> str:
+    """A text as a cell of a table: what the user said of a chat, on one line."""
+    said = re.sub(r"<\|im_start\|>\w+\n?|<\|im_end\|>", " ", text)
+    return " ".join(said.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").split()) or "(nothing)"
+
+
 def _mean(found: Mapping[str, Any], key: str) -> str:
     values = [one["after"][key] for one in found.values()]
     if len(values) == 1:
@@ -250,7 +364,13 @@ def _table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
     return markdown(["", *columns.values()], rows)
 
 
-_FIGURES = {"value": _value_figure, "kl": _kl_figure, "critic": _critic_figure}
+_FIGURES = {
+    "value": _value_figure,
+    "kl": _kl_figure,
+    "critic": _critic_figure,
+    "instructions": _recipe_figure,
+    "sentiment": _recipe_figure,
+}
 
 
 def show(path: Path) -> None:
@@ -262,13 +382,14 @@ def show(path: Path) -> None:
     (DOCS / "figures").mkdir(exist_ok=True)
     figure.savefig(DOCS / "figures" / f"{name}.svg", metadata={"Date": None})
     where = f"{result['machine']['processor']}, {result['machine']['threads']} thread(s), {result['date'][:10]}"
-    text = f"{_table(demonstration, result['arms'])}\n\n{where}."
+    table = (_table if demonstration.arms else _recipe_table)(demonstration, result["arms"])
+    text = f"{table}\n\n{where}."
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(fill(page, f"{name}: made by benchmarks.demonstrations", f"end of {name}", text), encoding="utf-8")
 
 
 def main(
-    name: Annotated[str, typer.Argument(help="value, kl or critic")],
+    name: Annotated[str, typer.Argument(help=", ".join(DEMONSTRATIONS))],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for its recipe")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demonstrations"),
 ) -> None:

@@ -21,23 +21,20 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig
 
 from benchmarks import floor
-from benchmarks.contenders import RANK, Built, Job, add_roles, built_on, ppo_config, prompts
+from benchmarks.contenders import RANK, Built, Job, add_roles, our_loop, ppo_config
 from benchmarks.errors import BenchmarkError
 from benchmarks.loops import PhaseClock, run_ours
 from benchmarks.planned import planned
-from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, outline, random_llama, weight_gigabytes
+from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, outline, random_llama
 from benchmarks.records import RESULTS, new_result, result_path, write_result
-from benchmarks.table import gpu_rows
+from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
-from toolkit.costs import Lengths, here
+from toolkit.costs import Lengths, here, weight_bytes_of
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
-from toolkit.rewards import RewardAdapter
-from toolkit.trainers.ppo import PPOTrainer
 
 WARM_UP = 1  # updates
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
@@ -109,18 +106,15 @@ class PeakMemory:
 
 def build(given: Settings, roles: SharedBase, work: Work, folder: Path, *, value: str, checkpointing: bool) -> Built:
     """Our trainer on a base that has its roles."""
-    size, tokenizer = work.size, id_tokenizer(given.llama)
-    job = Job("", work, tokenizer, folder, WARM_UP + given.updates)
+    job = Job("", work, id_tokenizer(given.llama), folder, WARM_UP + given.updates)
     args = ppo_config(
         job,
         value=value,
         gradient_checkpointing=checkpointing,
-        local_rollout_forward_batch_size=size.micro_batch,
+        local_rollout_forward_batch_size=work.size.micro_batch,
         use_cpu=given.device.type == "cpu",
     )
-    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    reward = RewardAdapter(roles, **ids, batch_size=size.micro_batch)
-    return built_on(roles, PPOTrainer(args, tokenizer, roles, reward, prompts(work), callbacks=[]))
+    return our_loop(job, roles, args)
 
 
 def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, checkpointing: bool) -> dict[str, Any]:
@@ -153,15 +147,10 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, check
 def _foreseen(given: Settings, args: Any, value: str) -> dict[str, dict[str, float]]:
     """What a plan says of a row: allocated memory, without what the context takes, and seconds as it runs."""
     lengths, device = Lengths(given.prompt_length, given.size.response_length), here()
-    static, phases = planned(given.llama, args, lengths, value=value, weights="nf4")
-    memory, seconds = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
-    for phase in phases:
-        if phase.name in ("merged", "evaluation"):
-            continue
-        name = _OF_PLAN[phase.name]
-        memory[name] = max(memory[name], (static + phase.costs.peak) / 1e9)
-        seconds[name] += phase.times * device.eager(phase.costs)
-    return {"planned_gb": memory, "planned_seconds": seconds}
+    static, phases = planned(given.llama, args, lengths, value=value, weights="nf4", names=_OF_PLAN)
+    peaks = {name: static + max(part.costs.peak for part in parts) for name, parts in phases.items()}
+    seconds = {name: sum(part.times * device.eager(part.costs) for part in parts) for name, parts in phases.items()}
+    return {"planned_gb": {name: peak / 1e9 for name, peak in peaks.items()}, "planned_seconds": seconds}
 
 
 def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
@@ -202,7 +191,7 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
     )
     for value in values:
         base = random_llama(given.llama, given.device)
-        result["model"]["weights_gb"] = weight_gigabytes(base)
+        result["model"]["weights_gb"] = weight_bytes_of(base) / 1e9
         roles = add_roles(SharedBase(base), value)
         for checkpointing in (False, True):
             row = measure(given, roles, work, value=value, checkpointing=checkpointing)
@@ -246,11 +235,7 @@ def main() -> int:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
     result = run(given, progress, save=lambda so_far: write_result(so_far, args.output))
-    columns, rows = gpu_rows(result)
-    table = Table(*columns, title=result["model"]["architecture"])
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    print(section("gpu", result))
     progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
     return 0
 

@@ -11,7 +11,7 @@ writes the table into a page.
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.contenders import Job, add_roles, ppo_config, prompts
+from benchmarks.contenders import Job, add_roles, our_loop, ppo_config
 from benchmarks.gpu import random_work
 from benchmarks.planned import planned
 from benchmarks.random_llama import TINY, id_tokenizer, random_llama
@@ -29,8 +29,6 @@ from benchmarks.records import fill, markdown
 from benchmarks.work import Size, given_responses
 from toolkit.costs import Lengths, weight_bytes_of
 from toolkit.models import SharedBase
-from toolkit.rewards import RewardAdapter
-from toolkit.trainers.ppo import PPOTrainer
 
 PHASES = ("rollout", "score", "step")
 _OF_PHASE = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "step", "update": "step"}
@@ -96,14 +94,9 @@ def predicted(case: Case) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         _, args = case.job(Path(folder))
     lengths = Lengths(case.prompt, case.response)
-    static, phases = planned(case.llama, args, lengths, value=case.value, weights=case.weights)
-    found = dict.fromkeys(PHASES, 0)
-    for phase in phases:
-        if phase.name in ("merged", "evaluation"):
-            continue
-        name = _OF_PHASE[phase.name]
-        found[name] = max(found[name], phase.costs.peak)
-    return {"static": static, **{name: static + peak for name, peak in found.items()}}
+    static, phases = planned(case.llama, args, lengths, value=case.value, weights=case.weights, names=_OF_PHASE)
+    peaks = {name: static + max(part.costs.peak for part in parts) for name, parts in phases.items()}
+    return {"static": static, **peaks}
 
 
 def measured(case: Case) -> dict[str, int]:
@@ -118,39 +111,28 @@ def measured(case: Case) -> dict[str, int]:
             dtype = torch.float32 if case.weights == "float32" else torch.bfloat16
             base = AutoModelForCausalLM.from_config(LlamaConfig(**case.llama), dtype=dtype).requires_grad_(False)
         roles = add_roles(SharedBase(base), case.value)
-        reward = RewardAdapter(
-            roles,
-            pad_token_id=int(job.tokenizer.pad_token_id),
-            eos_token_id=int(job.tokenizer.eos_token_id),
-            batch_size=case.micro_batch,
-        )
-        trainer = PPOTrainer(args, job.tokenizer, roles, reward, prompts(job.work), callbacks=[])
+        trainer = our_loop(job, roles, args).trainer
         batch = trainer.data_collator([{"input_ids": ids} for ids in job.work.prompt_ids])
         inside.enter_context(given_responses(roles.causal_lm, job.work))
         trainer.step(batch, first := trainer.generate(batch), trainer.score(batch, first))
         state = [t for held in trainer.optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor)]
         static = weight_bytes_of(roles) + sum(t.nbytes for t in state if t.numel() > 1)
-        found = {}
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            responses = trainer.generate(batch)
-        found["rollout"] = _peak(recorded)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            scores = trainer.score(batch, responses)
-        found["score"] = _peak(recorded)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            trainer.step(batch, responses, scores)
-        found["step"] = _peak(recorded)
-    return {"static": static, **{name: static + peak for name, peak in found.items()}}
+        responses, rollout = _peak(lambda: trainer.generate(batch))
+        scores, score = _peak(lambda: trainer.score(batch, responses))
+        _, step = _peak(lambda: trainer.step(batch, responses, scores))
+    return {"static": static, "rollout": static + rollout, "score": static + score, "step": static + step}
 
 
-def _peak(recorded: profile) -> int:
-    """The most bytes that were live at a time, beyond what was live before."""
+def _peak(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What some work gives, and the most bytes that were live in it at a time, beyond what was live before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        made = work()
     events = recorded.profiler.kineto_results.events()
     live = most = 0
     for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         live += size
         most = max(most, live)
-    return most
+    return made, most
 
 
 def errors(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """What `toolkit.costs` says of a random Llama, for the benchmarks that measure one."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,15 @@ from toolkit.trainers.ppo_config import PPOConfig
 
 
 class Planned(NamedTuple):
-    """Bytes of weights and optimizer, and the phases of an update."""
+    """Bytes of weights and optimizer, and the phases of an update by a benchmark's own names."""
 
     static: int
-    phases: list[Phase]
+    phases: dict[str, list[Phase]]
 
 
-def planned(values: dict[str, Any], args: PPOConfig, lengths: Lengths, *, value: str, weights: str) -> Planned:
+def planned(
+    values: dict[str, Any], args: PPOConfig, lengths: Lengths, *, value: str, weights: str, names: Mapping[str, str]
+) -> Planned:
     """An update without a weight.
 
     Args:
@@ -28,6 +31,7 @@ def planned(values: dict[str, Any], args: PPOConfig, lengths: Lengths, *, value:
         lengths: of all rows.
         value: "separate" or "shared".
         weights: "float32", "bf16" or "nf4".
+        names: what the benchmark calls a plan's phases; others are left out.
     """
     base = outline(LlamaConfig(**values)).to(torch.float32 if weights == "float32" else torch.bfloat16)
     if weights == "nf4":
@@ -36,6 +40,9 @@ def planned(values: dict[str, Any], args: PPOConfig, lengths: Lengths, *, value:
         roles = add_roles(SharedBase(base.requires_grad_(False)), value)
     counted = Counted(values["vocab_size"])
     take_shape(roles)
-    phases = CountedUpdate(counted, roles, args, lengths, on_cpu=args.use_cpu).phases(scored=True)
+    phases: dict[str, list[Phase]] = {name: [] for name in names.values()}
+    for phase in CountedUpdate(counted, roles, args, lengths, on_cpu=args.use_cpu).phases(scored=True):
+        if phase.name in names:
+            phases[names[phase.name]].append(phase)
     trained = sum(p.numel() for role in roles.trained_roles for p in roles.parameters_of(role))
     return Planned(weight_bytes_of(roles) + round(trained * optimizer_bytes(args)), phases)

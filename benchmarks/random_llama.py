@@ -13,9 +13,9 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.quantizers import AutoHfQuantizer
 
 from benchmarks.contenders import nf4
+from toolkit.models import quantize_outline
 
 # The configuration of Llama-3.1-8B, from its checkpoint's config.json.
 LLAMA_8B: dict[str, Any] = {
@@ -93,7 +93,7 @@ def random_llama(values: dict[str, Any], device: torch.device, *, seed: int = 0)
     torch.manual_seed(seed)
     config = LlamaConfig(**values)
     model = outline(config)
-    AutoHfQuantizer.from_config(nf4(), pre_quantized=False).preprocess_model(model, device_map=None)
+    quantize_outline(model, nf4())
     fill = _Filler(device)
     for module in model.modules():
         if isinstance(module, Linear4bit):
@@ -108,7 +108,6 @@ def random_llama(values: dict[str, Any], device: torch.device, *, seed: int = 0)
     # Its buffers are computed in the constructor, which on the meta device computes nothing.
     with device:
         model.model.rotary_emb = LlamaRotaryEmbedding(config)
-    model.is_loaded_in_4bit = True  # as loading says; PEFT chooses its layer for 4 bits by this
     return model.requires_grad_(False)
 
 
@@ -123,16 +122,3 @@ def id_tokenizer(values: dict[str, Any]) -> PreTrainedTokenizerFast:
     )
     tokenizer.padding_side = "left"
     return tokenizer
-
-
-def weight_gigabytes(model: LlamaForCausalLM) -> float:
-    """GB (10⁹ bytes) of all weights as they lie in memory, the scales of the 4-bit ones included."""
-    total = 0
-    for parameter in model.parameters():
-        total += parameter.nbytes
-        state = getattr(parameter, "quant_state", None)
-        if state is not None:
-            total += state.absmax.nbytes
-            if state.nested:
-                total += state.state2.absmax.nbytes
-    return total / 1e9

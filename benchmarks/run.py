@@ -21,8 +21,8 @@ from benchmarks.compare import check_equal
 from benchmarks.contenders import CONTENDERS
 from benchmarks.processes import run_module
 from benchmarks.records import RESULTS, new_result, result_path, write_result
-from benchmarks.summary import bar_line, bars, seconds_of, summarise
-from benchmarks.table import terminal_table
+from benchmarks.summary import bars, seconds_of, summarise
+from benchmarks.table import section
 from benchmarks.work import SIZES, Work
 from toolkit.errors import ToolkitError
 from toolkit.models import META, ModelSpec, load_model
@@ -159,11 +159,7 @@ def main() -> int:
     except ToolkitError as error:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
-    out = Console(width=None if sys.stdout.isatty() else 140)
-    for name, found in result["sizes"].items():
-        out.print(terminal_table(name, found))
-        for bar in found["bars"]:
-            out.print(bar_line(bar), highlight=False, soft_wrap=True)
+    print(section("cpu", result))
     progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
     return 0
 

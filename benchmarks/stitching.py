@@ -95,8 +95,7 @@ def _adapter() -> LoraConfig:
 
 def clone(task: Task, rows: list[dict[str, Any]], steps: int) -> dict[str, float]:
     """Maximum likelihood of the responses, then greedy answers."""
-    tokenizer = doubling.tokenizer()
-    base = _base(tokenizer)
+    base = _base(doubling.tokenizer())
     base.add_role("policy", _adapter())
     base.train_roles("policy")
     optimizer = torch.optim.AdamW(base.parameters_of("policy"), lr=LEARNING_RATE, weight_decay=0.0)
@@ -111,15 +110,7 @@ def clone(task: Task, rows: list[dict[str, Any]], steps: int) -> dict[str, float
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    answers = []
-    for prompt in task.prompts:
-        ids = list(prompt)
-        while len(ids) < len(prompt) + 5 and EOS not in ids[len(prompt) :]:
-            with base.role("policy"), torch.no_grad():
-                hidden = base.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids)))
-                ids.append(int(base.lm_head(hidden[0, -1]).argmax()))
-        answers.append(ids[len(prompt) :])
-    return task.measure(answers)
+    return _answered(task, base, "policy")
 
 
 def learn_q(task: Task, steps: int) -> dict[str, float]:
@@ -134,7 +125,12 @@ def learn_q(task: Task, steps: int) -> dict[str, float]:
             logging_strategy="no", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         QTrainer(args, tokenizer, base, Dataset.from_list(task.rows), callbacks=[]).train()
-    sampler = Sampler(base, tokenizer, role="q", response_length=5, temperature=None)
+    return _answered(task, base, "q")
+
+
+def _answered(task: Task, base: SharedBase, role: str) -> dict[str, float]:
+    """What the greedy answers of a role are worth."""
+    sampler = Sampler(base, doubling.tokenizer(), role=role, response_length=5, temperature=None)
     return task.measure(sampler(sampler.collator([{"input_ids": prompt} for prompt in task.prompts])).response_ids)
 
 

@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from benchmarks.contenders import CONTENDERS
 from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, where
 from benchmarks.summary import bar_line
@@ -57,22 +54,6 @@ def _rows(found: Mapping[str, Any]) -> list[list[str]]:
     summary = found["summary"]
     rows = [_cells(name, figures) for name, figures in summary["contenders"].items()]
     return rows + [_floor_cells(value, seconds) for value, seconds in summary["floor_seconds"].items()]
-
-
-def terminal_table(size: str, found: Mapping[str, Any]) -> Table:
-    """One size's medians for the terminal."""
-    summary = found["summary"]
-    table = Table(title=_size_title(size, found["work"]), box=box.SIMPLE)
-    table.add_column("seconds by phase", no_wrap=True)
-    for name in (*PHASES, "all", "samples/s", "peak GB", "speed", "memory", "× floor"):
-        table.add_column(name, justify="right")
-    for name, figures in summary["contenders"].items():
-        others = [figures["samples_per_second"], figures["memory_gb"]]
-        ratios = [figures[key]["median"] for key in ("speed", "memory", "over_floor")]
-        table.add_row(name, *(f"{figure:.2f}" for figure in (*figures["seconds"].values(), *others, *ratios)))
-    for value, seconds in summary["floor_seconds"].items():
-        table.add_row(f"floor, {value}", *(f"{time:.2f}" for time in (*seconds.values(), sum(seconds.values()))))
-    return table
 
 
 def _size_title(size: str, work: Mapping[str, Any]) -> str:

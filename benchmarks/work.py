@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,7 +25,7 @@ from transformers import (
 
 from benchmarks.errors import BenchmarkError
 from toolkit.data import pad_rows
-from toolkit.models import load_tokenizer
+from toolkit.models import RowProcessor, load_tokenizer
 
 PHASES = ("rollout", "score", "update")
 PROMPTS = Path(__file__).with_name("prompts.txt")
@@ -195,7 +194,7 @@ def sample_work(
     )
 
 
-class _Given(LogitsProcessor):
+class _Given(RowProcessor):
     """Follows one generation and gives out its tokens.
 
     Where transformers samples, the logits stay, since TRL takes its log-probabilities from them; ours decodes greedily
@@ -207,6 +206,10 @@ class _Given(LogitsProcessor):
         self.table: Tensor | None = None  # int64 (B, T), -1 after a response's end
         self.step = -1
         self.multinomial = torch.multinomial
+
+    def keep(self, rows: Tensor) -> None:
+        if self.table is not None:
+            self.table = self.table[rows]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.table is None:

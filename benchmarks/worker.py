@@ -4,23 +4,29 @@
     python -m benchmarks.worker compare --model FOLDER --work FILE --contender N   its losses on one micro-batch
     python -m benchmarks.worker time    --model FOLDER --work FILE --contender N   its seconds and its memory
     python -m benchmarks.worker floor   --model FOLDER --work FILE                 what the matmuls alone take
+    python -m benchmarks.worker rollout --model FOLDER --work FILE --contender N   our loop over new tokens, and others
 
-`run` starts these; each writes its answer as JSON to `--output`.
+`run` starts these but the last; each writes its answer as JSON to `--output`.
 """
 
 import argparse
 import json
+import statistics
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from benchmarks import floor
 from benchmarks.contenders import CONTENDERS, LEARNING_RATE, RANK, Job
 from benchmarks.loops import PhaseClock, gradient_norms, run
-from benchmarks.work import PROMPTS, SIZES, Size, Work, padding_tokenizer, sample_work
-from toolkit.models import META, ModelSpec, load_base, load_model
+from benchmarks.work import PROMPTS, SIZES, Size, Work, given_responses, padding_tokenizer, sample_work
+from toolkit.models import META, ModelSpec, frozen_lm, load_base, load_model
 from toolkit.reports import peak_memory_gb
 
 WARM_UP = 1  # updates
@@ -55,6 +61,42 @@ def measure(model: str, work: Work, name: str, *, updates: int) -> dict[str, Any
     return {"updates": clock.updates[WARM_UP:], "memory_gb": peak_memory_gb()}
 
 
+def _loop_of_transformers(model: Any, ids: Tensor, *, rows_leave: bool, **inputs: Any) -> Tensor:
+    tokens: Tensor = model._sample(ids, **inputs)
+    return tokens
+
+
+def measure_rollout(model: str, work: Work, name: str, *, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the processor, which others on a machine change less than those of the clock, in the rollouts of one
+    of ours: as they are, without something, and by transformers' own loop. All in turn in every round."""
+    replaced = mock.patch.object
+    with tempfile.TemporaryDirectory() as folder:
+        built = CONTENDERS[name].build(_job(model, work, folder, updates=1))
+        as_they_are, rows_stay = (
+            replaced(frozen_lm, "_lays_out", lambda: False),
+            replaced(built.trainer.roles, "_rows_leave", False),
+        )
+        ways: dict[str, list[Any]] = {
+            "ours": [],
+            "rows that have ended stay": [rows_stay],
+            "weights are not laid out": [as_they_are],
+            "neither": [as_they_are, rows_stay],
+            "transformers' loop": [as_they_are, replaced(frozen_lm, "decode", _loop_of_transformers)],
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        batch = built.trainer.data_collator([{"input_ids": ids} for ids in work.prompt_ids])
+        for _ in range(WARM_UP + rounds):
+            for way, patches in ways.items():
+                with ExitStack() as held, given_responses(built.generator, work):
+                    for patch in patches:
+                        held.enter_context(patch)
+                    began = time.process_time()
+                    responses = built.trainer.generate(batch)
+                    seconds[way].append(time.process_time() - began)
+                work.check(responses.response_ids)
+    return {way: of_way[WARM_UP:] for way, of_way in seconds.items()}
+
+
 def measure_floor(model: str, work: Work) -> dict[str, Any]:
     """Operations and seconds of the matmuls, for a separate and for a shared value role."""
     layers, head = floor.linear_layers(load_model(ModelSpec(model), device=META))
@@ -64,12 +106,12 @@ def measure_floor(model: str, work: Work) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("step", choices=("sample", "compare", "time", "floor"))
+    parser.add_argument("step", choices=("sample", "compare", "time", "floor", "rollout"))
     parser.add_argument("--model", required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--contender", choices=CONTENDERS)
-    parser.add_argument("--updates", type=int, default=1)
+    parser.add_argument("--updates", type=int, default=1, help="measured ones, or rollouts")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.step == "sample":
@@ -80,9 +122,17 @@ def main() -> None:
         found: dict[str, Any] = compare(args.model, work, args.contender)
     elif args.step == "time":
         found = measure(args.model, work, args.contender, updates=args.updates)
+    elif args.step == "rollout":
+        found = measure_rollout(args.model, work, args.contender, rounds=args.updates)
+        theirs = found["transformers' loop"]
+        for way, seconds in found.items():
+            ratios = sorted(b / a for a, b in zip(seconds, theirs, strict=True))
+            median, least, most = statistics.median(ratios), ratios[0], ratios[-1]
+            print(f"{way:26} {statistics.median(seconds):7.2f} s  {median:.2f} ({least:.2f}–{most:.2f}) times as fast")
     else:
         found = measure_floor(args.model, work)
-    args.output.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    if args.output:
+        args.output.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

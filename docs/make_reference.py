@@ -164,6 +164,10 @@ def _scorer_sections() -> Iterator[str]:
         yield from table(owner, [name for name in own_first if name != "weight"])
         yield ""
     yield from ("### scorer.quantization", "", str(_ELSEWHERE["quantization"]), "")
+    yield from ("## judge", "")
+    yield "A second reward, of the form of `scorer`, which PPO and Q-learning do not train on. It scores the responses"
+    yield "to held-out prompts wherever they are evaluated, as `judge`. One of kind adapter is read from `start.judge`,"
+    yield from ("one of kind model names its `model`: `docs/rewards.md`.", "")
 
 
 def _ppo_section() -> Iterator[str]:

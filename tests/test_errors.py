@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from toolkit.errors import ConfigError, DataError, Problem, printable
-from toolkit.inference.generate import _Streamer, _table
+from toolkit.inference.generate import _Streamer
+from toolkit.reports import texts_table
 from toolkit.runs.check_report import Report, RoleFacts
 from toolkit.runs.stage import say
 
@@ -33,7 +34,7 @@ def test_a_check_and_what_a_model_says_do_nothing_to_the_terminal(capsys):
     note = Problem(bad, bad, bad)
     report = Report("r", None, (RoleFacts("policy", bad),), (bad,), (), (note,), ())
     stream = io.StringIO()
-    Console(file=stream, width=200).print(_table([{"prompt": bad, "policy": bad}], ("prompt", "policy")))
+    Console(file=stream, width=200).print(texts_table([{"prompt": bad, "policy": bad}], ("prompt", "policy")))
     say(Console(file=stream, width=200), f"[bold]{bad}[/]")
     _Streamer(None).on_finalized_text(bad, stream_end=True)
     assert f"[bold]{shown}[/]" in stream.getvalue()

@@ -12,6 +12,8 @@ FLOORS = {
     "processes": 0,
     "disk": 0,
     "phases": 0,
+    "portion": 0,
+    "time_limit": 0,
     "functional": 0,
     "models": 1,
     "data": 1,
@@ -29,7 +31,7 @@ FLOORS = {
     "__main__": 10,
     "__init__": 0,
 }
-KNOWN_TO_ALL = {"errors", "settings", "processes", "disk", "phases"}
+KNOWN_TO_ALL = {"errors", "settings", "processes", "disk", "phases", "portion", "time_limit"}
 
 
 def imports(path: Path) -> set[str]:

@@ -19,6 +19,10 @@ SMALL_LLAMA = [
     "ppo.max_steps=2", "ppo.response_length=8", "data.validation_size=4",
 ]  # fmt: skip
 
+SMALL_REWARDS = [
+    "ppo.max_steps=1", "ppo.response_length=6", "ppo.per_device_train_batch_size=4", "ppo.num_mini_batches=1",
+]  # fmt: skip
+
 
 def execute(path: Path, folder: Path, parameters: dict) -> str:
     """Run a notebook with other parameters; returns all that it printed."""
@@ -54,11 +58,14 @@ def test_six_lines_with_plots(tmp_path):
     assert "eval_exact_match" in shown and "image/png" in shown
 
 
-def test_a_python_reward(tmp_path):
-    shown = execute(REPOSITORY / "notebooks" / "python_reward.ipynb", tmp_path, {"OVERRIDES": SMALL_DOUBLING})
-    assert "[1.0, -1.0]" in shown and "share of financial numerals" in shown
-    assert not (tmp_path / "runs" / "python_reward" / "reward").exists()  # no reward stage
-    assert "__main__:financial_numerals" in (tmp_path / "runs" / "python_reward" / "recipe.yaml").read_text()
+def test_rewards_that_a_program_computes_on_a_tiny_llama(tmp_path):
+    model = save_llama(tmp_path / "model", llama3_tokenizer())
+    parameters = {"MODEL": str(model), "OVERRIDES": SMALL_REWARDS}
+    shown = execute(REPOSITORY / "notebooks" / "rewards.ipynb", tmp_path, parameters)
+    assert 'Use the word "bread" at least 2 times. True False' in shown and "satisfied_unseen" in shown
+    assert "[1, -1]" in shown and "mood " in shown
+    assert not (tmp_path / "runs" / "mood" / "reward").exists()  # no reward stage
+    assert "__main__:mood" in (tmp_path / "runs" / "mood" / "recipe.yaml").read_text()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

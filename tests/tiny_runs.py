@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from toolkit import recipes
 from toolkit.cli import app
 from toolkit.runs import stages
+from toolkit.trainers.resume import ResumableTrainer
 
 REPOSITORY = Path(__file__).parents[1]
 PAIRS = REPOSITORY / "data" / "preferences_example.jsonl"
@@ -54,6 +55,26 @@ def stages_here():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "run_stage", run)
         yield
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process."""
+
+
+def cut_short(recipe, stage, at, **way):
+    """Run a stage until a checkpoint of step `at` is there, and no further."""
+    save = ResumableTrainer.save_checkpoint
+
+    def stops(self):
+        folder = save(self)
+        if self.state.global_step == at:
+            raise Stop
+        return folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResumableTrainer, "save_checkpoint", stops)
+        with pytest.raises(Stop):
+            stages.run(recipe, stage, **way)
 
 
 def byte_tokenizer():

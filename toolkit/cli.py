@@ -401,6 +401,31 @@ def evaluate(
 
 
 @app.command(
+    help="Measure several trained runs by a second reward, the section judge, beside their own: a table and one page.",
+    epilog="Example: toolkit judge my-run more-kl judge.kind=adapter start.judge=runs/other/reward/reward",
+)
+def judge(
+    words: Annotated[
+        list[str],
+        typer.Argument(help="Names of runs, or their folders, and keys for all.", metavar="RUN... [KEY=VALUE]..."),
+    ],
+    output: Annotated[Path, typer.Option(help="The page to write, with its figures as .json beside it.")] = Path(
+        "judged.html"
+    ),
+    runs_dir: RunsDir = Path("runs"),
+    processes: Processes = 1,
+    debug: Debug = False,
+) -> None:
+    with _errors(debug):
+        _join(processes)
+        from toolkit.inference.judge import judge as judge_runs
+
+        runs, overrides = ([word for word in words if ("=" in word) == is_key] for is_key in (False, True))
+        judge_runs(runs, *overrides, output=output, runs_dir=runs_dir)
+        print(f"written: {output}")
+
+
+@app.command(
     help="Write the policy for use elsewhere: its adapter, or with --merge a whole checkpoint in base.dtype.",
     epilog="Example: toolkit export my-run /models/my-policy --merge",
 )

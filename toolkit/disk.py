@@ -122,12 +122,46 @@ def sealed_files(folder: Path) -> dict[str, Any] | None:
     return entries
 
 
-def damage(folder: Path, within: str = "") -> str | None:
-    """What of a sealed folder, or of those files whose names begin so, is not as it was; None if all is."""
+def files_in(folder: Path) -> Iterator[Path]:
+    """Files of a folder and of those within it. Links are none, and are not followed."""
+    for place, _, names in os.walk(folder) if not folder.is_symlink() else ():
+        yield from (path for path in map(Path(place).joinpath, sorted(names)) if is_plain(path))
+
+
+def is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def prune(folder: Path) -> None:
+    """Delete a folder if it is empty, and those in it that are."""
+    for place, _, _ in os.walk(folder, topdown=False) if not folder.is_symlink() else ():
+        if not os.listdir(place):
+            os.rmdir(place)
+
+
+def written_in(folder: Path) -> list[Path]:
+    """The files that a sealed folder lists, and its manifest, last; none where that is missing or damaged."""
+    try:
+        listed = sealed_files(folder)
+    except ToolkitError:
+        return []
+    if listed is None:
+        return []
+    names = [(path, path.relative_to(folder).as_posix()) for path in files_in(folder)]
+    return [path for path, name in names if name in listed and name != MANIFEST] + [folder / MANIFEST]
+
+
+def delete_written(folder: Path) -> None:
+    """Delete what a sealed folder lists. What others have put there stays, and the folder with it."""
+    for path in written_in(folder):
+        path.unlink(missing_ok=True)
+    prune(folder)
+
+
+def damage(folder: Path) -> str | None:
+    """What of a sealed folder is not as it was; None if all is."""
     for name, expected in (sealed_files(folder) or {}).items():
         path = folder / name
-        if not name.startswith(within):
-            continue
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:

@@ -35,6 +35,14 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda sign: sign.group().encode("unicode_escape").decode(), text)
 
 
+def words_of(error: BaseException) -> str:
+    """What an error of others says; nothing where asking it raises another one."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that a user can mend.

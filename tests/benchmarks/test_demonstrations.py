@@ -3,7 +3,8 @@ import json
 import pytest
 
 from benchmarks import demonstrations
-from benchmarks.demonstrations import DEMONSTRATIONS, recipe_of_arm
+from benchmarks.demonstrations import DEMONSTRATIONS, PAGE, recipe_of_arm
+from benchmarks.records import fill
 from toolkit import recipes
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.spec.validate import check_recipe
@@ -26,6 +27,12 @@ def test_each_arm_of_a_demonstration_is_a_recipe_that_differs_in_what_it_says(na
     assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
 
 
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_the_page_has_a_place_for_each_demonstration(name):
+    page, markers = PAGE.read_text(encoding="utf-8"), (f"{name}: made by benchmarks.demonstrations", f"end of {name}")
+    assert "here" in fill(page, *markers, "here")
+
+
 def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, monkeypatch):
     curve = [{"update": u, "score": 0.1 * u, "kl": 0.2 * u, "exact_match": u / 10} for u in (5, 10)]
     one = {"after": {"exact_match": 0.5, "score": -1.0, "kl": 2.0}, "curve": curve, "value_loss": [[5, 1.0], [10, 0.5]]}
@@ -42,3 +49,27 @@ def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, mon
     assert "| 0.600 (0.500–0.700) | -1.500 (-2.000–-1.000) | 3.000 (2.000–4.000) |" in text and "old" not in text
     assert text.startswith("Before.\n") and text.endswith("After.\n") and "a chip, 1 thread(s), 2026-01-01." in text
     assert "</svg>" in (tmp_path / "figures" / "value.svg").read_text()
+
+
+def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monkeypatch):
+    before = {"score": 0.2, "kl": 0.0, "satisfied": 0.1, "satisfied_one": 0.2, "satisfied_unseen": 0.0}
+    after = {"score": 0.6, "kl": 3.0, "satisfied": 0.5, "satisfied_one": 0.8, "satisfied_unseen": 0.2}
+    samples = [{"prompt": "<|im_start|>user\nWhy?\n<|im_end|>\n", "before": "a | b\nc", "after": ""}]
+    said = {"prompts": 30, "samples": samples, "before": {"perplexity": 9.0}, "after": {"perplexity": 8.0}}
+    curve = [{"update": u, **after} for u in (5, 10)]
+    one = {"before": before, "after": after, "curve": curve, "score": [[1, 0.2], [2, 0.3]], "language": said}
+    two = {**one, "after": {**after, "score": 0.8, "satisfied": 0.7}}
+    about = {"machine": {"processor": "a chip", "threads": 1}, "date": "2026-01-01", "demonstration": "instructions"}
+    result = tmp_path / "instructions.json"
+    result.write_text(json.dumps({**about, "arms": {"recipe": {"0": one, "1": two}}}))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- instructions: made by benchmarks.demonstrations -->\n<!-- end of instructions -->\n")
+    monkeypatch.setattr(demonstrations, "DOCS", tmp_path)
+    monkeypatch.setattr(demonstrations, "PAGE", page)
+    demonstrations.show(result)
+    text = page.read_text()
+    # 36 of 60 and 6 of 60: Wilson's intervals, by hand (n + z² = 63.8416)
+    assert "| all rules kept | 0.100 (0.047–0.201) | 0.600 (0.474–0.714) |" in text
+    assert "| score | 0.200 (0.200–0.200) | 0.700 (0.600–0.800) |" in text and "| 9.000" in text
+    assert "| Why? | a \\| b c | (nothing) |" in text and "2 seed(s) of 30 prompts" in text
+    assert "</svg>" in (tmp_path / "figures" / "instructions.svg").read_text()

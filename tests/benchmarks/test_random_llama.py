@@ -6,7 +6,8 @@ from peft.tuners.lora.bnb import Linear4bit as LoraLinear4bit
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.contenders import add_roles
-from benchmarks.random_llama import LLAMA_8B, TINY, outline, random_llama, weight_gigabytes
+from benchmarks.random_llama import LLAMA_8B, TINY, outline, random_llama
+from toolkit.costs import weight_bytes_of
 from toolkit.models import SharedBase
 
 
@@ -26,5 +27,6 @@ def test_the_random_llama_is_what_loading_in_4_bit_gives():
     assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
     quantised = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     in_16_bits = 2 * 512 * 64 + 5 * 64
-    assert weight_gigabytes(model) * 1e9 == pytest.approx(quantised / 2 + 2 * in_16_bits, rel=0.02)  # scales: 1.6 %
+    codes = 4 * (16 + 256) * len(layers)  # of weights and of their scales
+    assert weight_bytes_of(model) == pytest.approx(quantised / 2 + 2 * in_16_bits + codes, rel=0.02)  # scales: 1.6 %
     assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()

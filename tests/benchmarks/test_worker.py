@@ -10,3 +10,9 @@ def test_every_phase_of_every_measured_update_is_timed(name, checkpoint, work):
     assert [set(update) for update in found["updates"]] == [set(PHASES)] * 2
     assert all(seconds > 0 for update in found["updates"] for seconds in update.values())
     assert found["memory_gb"]["resident"] > 0
+
+
+def test_rollouts_are_timed_in_turn(checkpoint, work):
+    found = worker.measure_rollout(checkpoint, work, "ours-shared-nf4", rounds=2)
+    assert {len(seconds) for seconds in found.values()} == {2} and "transformers' loop" in found
+    assert min(map(min, found.values())) > 0

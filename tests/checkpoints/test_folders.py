@@ -1,6 +1,8 @@
 """A process can be killed between any two instructions of a write; what is read afterwards is always whole."""
 
 import errno
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -54,7 +56,7 @@ class Killed(BaseException):
 def test_a_kill_at_any_point_of_a_write_loses_nothing(tmp_path, monkeypatch, step):
     """The write is cut before each of its effects in turn; step 1 replaces the only other checkpoint."""
     effects = [(folders, "sync"), (disk, "sync"), (Path, "replace"), (Path, "rename"), (Path, "write_text"),
-               (Path, "mkdir"), (shutil, "rmtree")]  # fmt: skip
+               (Path, "mkdir"), (Path, "unlink"), (os, "rmdir"), (shutil, "rmtree")]  # fmt: skip
     cut, seen = 0, set()
     while True:
         output = tmp_path / f"{step}-{cut}"
@@ -128,3 +130,44 @@ def test_rotation(tmp_path, limit, keep, left):
         write(tmp_path, step, "x")
     rotate(tmp_path, limit, keep={tmp_path / f"checkpoint-{step}" for step in keep})
     assert [p.name for p in checkpoint_folders(tmp_path)] == [f"checkpoint-{step}" for step in left]
+
+
+@pytest.mark.parametrize("how", ["rotated", "written anew"])
+def test_what_a_user_keeps_in_a_checkpoint_stays(how, tmp_path):
+    """Files by any name, and links, wherever in the folder; what the manifest lists goes."""
+    folder = write(tmp_path, 1, "old")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("elsewhere")
+    (folder / "mine").mkdir()
+    for name in ("notes.md", "policy/my.safetensors", "mine/state.json"):
+        (folder / name).write_text("mine")
+    (folder / "mine" / "link").symlink_to(elsewhere)
+    if how == "rotated":
+        write(tmp_path, 2, "new")
+        rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-2"])
+        assert not (folder / "state").exists() and not (folder / MANIFEST).exists()
+        assert newest_whole(tmp_path, say=silent) == tmp_path / "checkpoint-2"
+    else:
+        write(tmp_path, 1, "new")
+        assert problem_of(folder) is None and (folder / "state").read_text() == "newnew"
+    for name in ("notes.md", "policy/my.safetensors", "mine/state.json"):
+        assert (folder / name).read_text() == "mine"
+    assert (folder / "mine" / "link").read_text() == elsewhere.read_text() == "elsewhere"
+
+
+def test_a_manifest_that_lists_files_elsewhere_deletes_none(tmp_path):
+    folder, mine = write(tmp_path, 1, "old"), tmp_path / "mine"
+    mine.write_text("mine")
+    listed = json.loads((folder / MANIFEST).read_text())
+    listed["files"] |= {name: {"bytes": 4, "sha256": ""} for name in ("../mine", str(mine))}
+    (folder / MANIFEST).write_text(json.dumps(listed))
+    write(tmp_path, 2, "new")
+    rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-2"])
+    assert mine.read_text() == "mine" and not folder.exists()
+
+
+def test_a_damaged_checkpoint_is_not_deleted(tmp_path):
+    (write(tmp_path, 1, "old") / MANIFEST).write_text("{")
+    write(tmp_path, 2, "new")
+    rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-2"])
+    assert (tmp_path / "checkpoint-1" / "state").read_text() == "oldold"

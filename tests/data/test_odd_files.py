@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,9 +14,10 @@ from datasets import Dataset, DatasetDict
 
 from tests.data.test_sources import file, read
 from tests.tiny_runs import byte_tokenizer
-from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, sources
+from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, encoder, sources
 from toolkit.data.sources import has_splits, is_hub_id
 from toolkit.errors import DataError
+from toolkit.time_limit import time_limit
 
 ENDINGS = ("jsonl", "json", "csv", "parquet", "txt")
 
@@ -313,3 +315,20 @@ def test_what_was_left_out_is_said_where_too_few_are_left(tmp_path):
         Prompts(byte_tokenizer(), path, validation_size=3).prompts("train")
     with pytest.raises(DataError, match=rf"^parts.ppo: 9 pairs .* stay together, and {left_out} Lower it"):
         Preferences(byte_tokenizer(), path, path, parts={"ppo": 9}).prompts("train")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 0 s"),
+        ("{{ messages[0].content * 3000000 }}", "it makes 3,000,000 characters of a conversation"),
+    ],
+    ids=["loops", "multiplies"],
+)
+def test_a_template_that_loops_or_multiplies_ends_the_reading(template, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoder, "time_limit", partial(time_limit, 0.2))
+    made = byte_tokenizer()
+    made.chat_template, made.name_or_path = template, "some/model"
+    path = jsonl(tmp_path / "x.jsonl", *({"prompt": "a"} for _ in range(1000)))
+    with pytest.raises(DataError, match=f'^chat: the chat template of "some/model" cannot be used: {said}. Mend its'):
+        Prompts(made, path, path).prompts("train")

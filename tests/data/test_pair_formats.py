@@ -89,7 +89,10 @@ def test_pairs_that_cannot_be_used(row, reason):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": 1, "rejected": "b"}, r'line 2: column "chosen" is neither text nor messages, but int; present'),
+        (
+            {"chosen": 1, "rejected": "b"},
+            r'line 2: column "chosen" is neither text nor messages, but a number; present',
+        ),
         (
             {
                 "conversations": [{"from": "human", "value": "Hi"}],
@@ -104,7 +107,7 @@ def test_pairs_that_cannot_be_used(row, reason):
         ),
         (
             {"prompt": 1, "chosen": "a", "rejected": "b"},
-            r'line 2: column "prompt" is neither text nor .*, but int',
+            r'line 2: column "prompt" is neither text nor .*, but a number',
         ),
     ],
 )

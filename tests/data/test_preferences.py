@@ -197,7 +197,7 @@ def test_limits_on_rows_and_unique_prompts(tmp_path, chat_tokenizer):
     ("rows", "message"),
     [
         ([PAIR, '{"chosen": \n'], r"pairs.jsonl, line 2: not valid JSON"),
-        (["[1]\n"], r"line 1: a JSON object is needed, this is a list"),
+        (["[1]\n"], r"line 1: a JSON object is needed, this is an array"),
         ([{"chosen": "x"}], r'line 1: column "rejected" is missing; present: chosen'),
         ([], r"^train: no row can be used \(the file is empty\). Mend .*pairs.jsonl, or name another source"),
         ([{"chosen": "a", "rejected": "a"}], r"no row can be used \(1 × chosen and rejected are equal"),

@@ -422,11 +422,18 @@ def test_the_examples_of_conversations_and_token_ids(tokenizer):
     }  # fmt: skip
 
 
+def test_the_openings_of_reviews_are_continued_as_they_stand():
+    path = str(DATA / "review_openings.txt")
+    task = Prompts(byte_tokenizer(), path, validation_size=40, chat=False)
+    assert (len(task.prompts("train")), len(task.prompts("validation"))) == (80, 40)
+    assert "The film was" in [*task.prompts("train")["prompt"], *task.prompts("validation")["prompt"]]
+
+
 def test_every_file_in_data_has_a_test_and_a_line_in_its_readme():
     listed = (DATA / "README.md").read_text(encoding="utf-8")
     tested = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     names = [entry.name for entry in DATA.iterdir() if entry.name != "README.md"]
-    assert len(names) == 12
+    assert len(names) == 13
     for name in names:
         assert f"`{name}" in listed and name in tested, name
 

@@ -14,8 +14,6 @@ from toolkit.data import messages_of_row, read_rows, sources
 from toolkit.data.sources import check_hub_settings, has_splits, is_hub_id
 from toolkit.errors import DataError
 
-DATA = Path(__file__).parents[2] / "data"
-
 
 def read(path, **arguments):
     return list(read_rows(str(path), field="train", **arguments))
@@ -141,13 +139,13 @@ def test_a_hub_id(monkeypatch):
         (
             "x.jsonl",
             "[1]\n",
-            r"line 1: a JSON object is needed, this is a list. An array of objects belongs in a .json",
+            r"line 1: a JSON object is needed, this is an array. An array of objects belongs in a .json",
         ),
         ("x.jsonl", "[" * 100_000, r"line 1: not valid JSON \(maximum recursion"),
         ("x.jsonl", '{"a": "\\ud83d"}', r"line 1: not valid Unicode \(\\ud83d alone\). Mend or remove the row"),
         ("x.json", '{\n"a": 1}', r"x.json, line 1: not valid JSON .* holds an array of objects, or one object a line"),
         ("x.json", '[{"a": 1},\n{"a" 2}]', r"x.json, line 2: not valid JSON \(Expecting ':' delimiter, column 6\)"),
-        ("x.json", '[{"a": 1}, 2]', r"x.json, row 2: a JSON object is needed, this is a int. Remove it"),
+        ("x.json", '[{"a": 1}, 2]', r"x.json, row 2: a JSON object is needed, this is a number. Remove it"),
         ("x.jsonl", b'{"a": 1}\n{"a": "\xe9"}', r"x.jsonl, line 2: not UTF-8 \(byte 16\). Save it as UTF-8"),
         ("x.txt", "ä".encode("utf-16"), r"x.txt, line 1: not UTF-8 \(byte 0\)"),
         ("x.csv", "", "x.csv: no header. The first line of a CSV file names its columns"),
@@ -297,28 +295,3 @@ def test_the_messages_of_a_row():
         messages_of_row("x.jsonl, line 1", {"query": " "})
     with pytest.raises(DataError, match='column "prompt": messages that are no list'):
         messages_of_row("x.jsonl, line 1", {"prompt": 5})
-
-
-# ---------------------------------------------------------------------- the examples in data/
-
-
-def test_every_example_holds_the_same_prompts():
-    topics = dict(list(csv.reader((DATA / "questions.csv").open(encoding="utf-8", newline="")))[1:])
-    prompts = (DATA / "prompts.txt").read_text(encoding="utf-8").split("\n")[:-1]
-    assert len(prompts) == 24 and list(topics) == prompts
-    for name, column in (
-        ("queries.json", "query"),
-        ("queries.jsonl", "query"),
-        ("prompts.json", "prompt"),
-        ("questions.csv", "question"),
-        ("prompts.parquet", "prompt"),
-        ("prompts.txt", "prompt"),
-        ("prompts_dataset", "prompt"),
-    ):
-        rows = [row for _, row in read(DATA / name)]
-        if name == "prompts_dataset":
-            assert len(rows) == 18
-            rows += [row for _, row in read(DATA / name, split="validation")]
-        assert [row[column] for row in rows] == prompts, name
-        if name not in ("queries.json", "prompts.txt"):
-            assert [row["topic"] for row in rows] == list(topics.values()), name

@@ -10,6 +10,7 @@ from toolkit.errors import DataError
 
 KINDS = {
     "doubling": {"demonstrations", "labelled", "prompts"},
+    "instructions": {"prompts"},
     "preferences": {"pairs", "demonstrations", "prompts"},
     "demonstrations": {"demonstrations"},
     "prompts": {"prompts"},
@@ -28,7 +29,8 @@ def test_every_task_declares_its_name_and_kinds():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_kind_that_a_task_does_not_have_is_one_error(name):
-    task = Doubling() if name == "doubling" else TASKS[name](byte_tokenizer(), "x.jsonl")
+    arguments = {"doubling": (), "instructions": (byte_tokenizer(),)}.get(name, (byte_tokenizer(), "x.jsonl"))
+    task = TASKS[name](*arguments)
     for kind in set(get_args(Kind)) - KINDS[name]:
         with pytest.raises(DataError, match=f'^task: "{name}" has no {kind} data, which the .* stage needs.') as error:
             task.dataset(kind, "train")

@@ -58,11 +58,6 @@ def test_half_precision_logits_are_summed_in_float32():
     torch.testing.assert_close(half.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_no_tokens_at_all():
-    hidden, head, tokens = case()
-    assert token_logprobs(hidden[:0], head, tokens[:0]).shape == (0, 7)
-
-
 @pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"chunk_size": 0}])
 def test_settings_must_be_positive(wrong):
     with pytest.raises(ValueError, match="must be positive"):

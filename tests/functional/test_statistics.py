@@ -65,12 +65,6 @@ def test_scaling_keeps_the_mean():
     assert masked_var(scaled, MASK).item() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_padding_changes_nothing():
-    padded = torch.cat([VALUES, torch.full((2, 4), 7.0)], dim=1)
-    mask = torch.cat([MASK, torch.zeros(2, 4, dtype=torch.bool)], dim=1)
-    torch.testing.assert_close(whiten(padded, mask)[:, :3], whiten(VALUES, MASK), **EXACT)
-
-
 def test_standard_error_by_hand():
     # 1, 2, 3, 4: variance 5/3, over n = 4.
     assert standard_error(torch.tensor([1.0, 2.0, 3.0, 4.0])) == pytest.approx((5 / 3 / 4) ** 0.5)

@@ -51,7 +51,8 @@ def test_generate_shows_and_writes_both(trained, tmp_path):
 
 def answered(folder, output):
     with contextlib.chdir(folder):  # where its reward is found
-        recipe = open_run("chat", "ppo.temperature=1.3")
+        judge = ("judge.kind=function", "judge.function=shorter_for_test:rule")
+        recipe = open_run("chat", "ppo.temperature=1.3", *judge)
         rows = generate(recipe, number=6, compare=True, temperature=1.3, seed=5, output=output)
         best = generate_best(recipe, number=3, num_samples=3, seed=5)
         return rows, best, evaluate(recipe)["after"]
@@ -60,7 +61,7 @@ def answered(folder, output):
 def test_several_processes_answer_and_measure_as_one(trained, two, tmp_path):
     folder, _ = trained
     rows, best, figures = answered(folder, None)
-    assert len({row["policy"] for row in rows}) > 1
+    assert len({row["policy"] for row in rows}) > 1 and figures["judge"] == figures["score"]
     for found, found_best, measured in two(answered, folder, tmp_path / "out.jsonl"):
         assert found == rows and [row["policy"] for row in found_best] == [row["policy"] for row in best]
         assert measured == pytest.approx(figures, rel=1e-3, abs=1e-3)

@@ -1,10 +1,11 @@
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer
@@ -14,6 +15,8 @@ from tests.tolerances import FP32
 from toolkit.data import pad_rows
 from toolkit.errors import AdapterError
 from toolkit.models import SharedBase, base_digest, load_role, load_weights, save_role, sequence_logits
+from toolkit.models import lora as module
+from toolkit.time_limit import time_limit
 
 ROWS = [[1, 5, 6, 7, 2], [1, 9, 8, 2], [1, 30, 31, 32, 33, 34, 2]]
 SAVE = {"pad_token_id": 0, "base_name": "tiny"}
@@ -27,21 +30,6 @@ def scores(base, pad_token_id=0):
 
 def bare(architecture="llama"):
     return SharedBase(tiny_model(architecture))
-
-
-def test_policy_loads_with_plain_peft_and_gives_the_same_logits(tmp_path):
-    base = shared_base()
-    save_role(base, "policy", tmp_path / "policy", **SAVE)
-    assert {p.name for p in (tmp_path / "policy").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "role.json",
-    }
-    plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "policy"))
-    ids = torch.tensor([ROWS[0]])
-    with torch.no_grad(), base.role("policy"):
-        theirs = plain(input_ids=ids).logits
-        assert (base(input_ids=ids).logits - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -152,8 +140,15 @@ def test_bad_folders(tmp_path):
         )
     with pytest.raises(AdapterError, match="damaged"):
         load_role(bare(), "reward", broken("d", lambda f: (f / "adapter_model.safetensors").write_bytes(b"\0" * 40)))
-    with pytest.raises(AdapterError, match=r"role.json is not valid JSON"):
+    with pytest.raises(AdapterError, match=r"role.json cannot be read"):
         load_role(bare(), "reward", broken("e", lambda f: (f / "role.json").write_text("{")))
+    odd = ("[]", '{"pad_token_id": "x"}', '{"pad_token_id": true}', f'{{"pad_token_id": {10**30}}}')
+    for number, text in enumerate(odd):
+        folder = broken(f"e{number}", lambda f, text=text: (f / "role.json").write_text(text))
+        with pytest.raises(AdapterError, match=r"role.json(:| is damaged).*Delete it or train the role again"):
+            load_role(bare(), "reward", folder)
+    with pytest.raises(AdapterError, match=r"adapter_config.json cannot be read: .*Train or copy it again"):
+        load_role(bare(), "reward", broken("e9", lambda f: (f / "adapter_config.json").write_text("[]")))
     with pytest.raises(AdapterError, match="belongs to another base.*Name the base that it was trained on"):
         load_role(bare("gpt2"), "reward", good)
 
@@ -225,3 +220,11 @@ def test_bases_are_told_apart_and_adapters_make_no_difference():
     with torch.no_grad():
         other.causal_lm.model.norm.weight.add_(1e-3)
     assert base_digest(base) != base_digest(other)
+
+
+def test_a_pattern_that_tries_every_way_is_refused_in_time(monkeypatch):
+    monkeypatch.setattr(module, "time_limit", partial(time_limit, 0.3))
+    for field in ("target_modules", "exclude_modules"):
+        arguments = {"target_modules": r".*_proj", field: r"(\w+\.?)+!"}
+        with pytest.raises(AdapterError, match=f"^{field}: the pattern .* comes to no end on the names"):
+            bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", r=4, **arguments))

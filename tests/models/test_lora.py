@@ -7,7 +7,7 @@ from peft import get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
-from tests.conftest import lora, shared_base, tiny_model
+from tests.conftest import lora, tiny_model
 from tests.trainers.helpers import own_classifier
 from toolkit.models import add_lora
 from toolkit.models.lora import activate, adapted_layers, adapter_parameters, trained_copy
@@ -26,24 +26,6 @@ def test_the_two_attributes_of_a_layer_are_there():
         assert hasattr(BaseTunerLayer, name), MOVED + f"BaseTunerLayer has no {name}."
     layer._disable_adapters, layer._active_adapter = True, ["other"]
     assert layer.disable_adapters and layer.active_adapters == ["other"], MOVED + "Layers read other attributes."
-
-
-def test_a_switch_is_what_peft_s_own_comes_to():
-    base = shared_base()
-    base.add_role("q", lora())
-    layers = [module for module in base.modules() if isinstance(module, BaseTunerLayer)]
-    assert len(layers) == 2 * 7
-    for role in ("policy", "reference", "value", "q", "reference", "reward"):
-        with base.role(role):
-            ours = [(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers]
-            if role == "reference":
-                base.model.base_model.disable_adapter_layers()
-                assert all(off for _, off in ours)
-            else:
-                base.model.base_model.enable_adapter_layers()
-                base.model.set_adapter(role)
-                assert base.model.active_adapter == role and base.model.active_adapters == [role]
-            assert ours == [(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers]
 
 
 def test_activating_computes_what_peft_s_own_switch_computes():

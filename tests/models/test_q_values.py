@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import ARCHITECTURES, lora, randomize, tiny_model
 from tests.tolerances import EXACT, FP32
@@ -174,6 +175,31 @@ def test_bounds_that_are_not_those_of_the_role_are_refused(tmp_path):
         load_weights(base, "q", tmp_path / "bounded")
     with pytest.raises(ValueError, match=r"the lowest return \(1.0\) must be below the highest \(1.0\)"):
         QBound(lowest=1.0, highest=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lowest": None}, "holds no bound of Q-values .*'lowest'"),
+        ({"scale": None}, "holds no bound of Q-values .*scale"),
+        ({"scale": torch.zeros(2)}, "holds no bound of Q-values .*scale"),
+        ({"highest": torch.zeros(3)}, "holds no bound of Q-values"),
+        ({"highest": torch.tensor(-9.0)}, r"holds no bound of Q-values \(the lowest return"),
+        ({"bias": torch.tensor([float("nan")])}, "bias is not finite"),
+        (None, "is damaged"),
+    ],
+)
+def test_a_damaged_bound_is_named(change, said, tmp_path):
+    save_role(q_base(bound=QBound()), "q", tmp_path, pad_token_id=0, base_name="tiny")
+    path = tmp_path / "q_bound.safetensors"
+    if change is None:
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        state = load_file(path) | change
+        save_file({name: tensor for name, tensor in state.items() if tensor is not None}, path)
+    for load, base in ((load_weights, q_base(bound=QBound())), (load_role, SharedBase(tiny_model()))):
+        with pytest.raises(AdapterError, match=f"q_bound.safetensors.* {said}"):
+            load(base, "q", tmp_path)
 
 
 @pytest.mark.parametrize("temperature", [None, 0.7])

@@ -162,6 +162,7 @@ def test_a_head_starts_orthogonal_with_gain_root_two():
     rows = ScoreHead(64, 3, init="orthogonal").weight
     torch.testing.assert_close(rows @ rows.T, 2 * torch.eye(3), rtol=0.0, atol=1e-5)
     assert ScoreHead(64, 1).bias is None
+    assert torch.count_nonzero(ScoreHead(64, 2, init="zeros").weight) == 0
     assert ScoreHead(4096, 1).weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 

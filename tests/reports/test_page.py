@@ -4,7 +4,7 @@ import re
 
 from tests.reports.examples import PAIRS, RESULT, pair
 from toolkit.reports import pair_evaluation, write_report
-from toolkit.reports.page import page, table
+from toolkit.reports.page import evaluations, page, score_and_judge, table
 
 OWN_SCRIPT = 1
 
@@ -102,3 +102,24 @@ def test_held_out_pairs_have_a_section(tmp_path):
     right = [pair(1.0, 0.0, 2, 2)]
     text = write_report(tmp_path, {**result, "judgement": pair_evaluation(right)}, [], [], "", right).read_text()
     assert "Worst errors" not in text and '<td>the chosen response is longer</td><td class="n">0</td>' in text
+
+
+def test_score_and_judge_are_drawn_over_kl_in_standard_errors(tmp_path):
+    def measured(score, judge, kl):
+        return {"score": score, "score_se": 0.5, "judge": judge, "judge_se": 2.0, "kl": kl}
+
+    result = {**RESULT, "before": measured(1.0, 10.0, 0.0), "after": measured(3.0, 6.0, 8.0)}
+    metrics = [
+        {"step": 1, "score": 9.0, "kl": 9.0},
+        {"step": 2, **{f"eval_{name}": value for name, value in measured(2.0, 12.0, 4.0).items()}},
+    ]
+    assert evaluations(result, metrics) == [result["before"], measured(2.0, 12.0, 4.0), result["after"]]
+    # The score has gained 0, 2 and 4 of its standard errors, the judge 0, 1 and -2: the axis is from -2 to 4.
+    chart = score_and_judge("gain", evaluations(result, metrics))
+    dots = [float(y) for y in re.findall(r'class="dot s\d" cx="[\d.]+" cy="([\d.]+)"', chart)]
+    low, high = max(dots), min(dots)  # downwards
+    assert [round((low - y) / (low - high) * 6 - 2, 2) for y in dots] == [0, 2, 4, 0, 1, -2]
+    samples = [sample("p", "a", "b", 0.1, 0.2, before_judge=0.25, after_judge=0.75)]
+    text = write_report(tmp_path, result, metrics, samples, "").read_text()
+    assert chart.split('aria-label="gain">')[1] in text and "judge after" in text and 'data-v="0.75"' in text
+    assert score_and_judge("gain", [{"kl": 1.0, "score": 1.0}] * 3) == ""

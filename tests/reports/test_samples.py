@@ -17,7 +17,7 @@ def test_samples(tmp_path):
     assert rows[0]["before"] == "2" and rows[0]["after"] == "3"
     stream = io.StringIO()
     rows[0]["after"] = "[bold]not markup[/bold]\x1b]0;title\x07"
-    Console(file=stream, width=120).print(samples_table(rows, limit=2))
+    Console(file=stream, width=120).print(samples_table(rows))
     assert "[bold]not markup[/bold]\\x1b]0;title\\x07" in stream.getvalue() and "0.10 → 0.20" in stream.getvalue()
     with pytest.raises(ValueError, match="of the same prompts"):
         sample_rows(before, Responses.of(rollout([[6, 2]], [[1, 4]]), torch.tensor([0.2])))

@@ -29,3 +29,19 @@ def test_what_has_no_noise_or_no_score():
     assert verdict(result(1.0, 0.0, 2.0, 0.0)).startswith("The score changed by +1, without noise")
     assert verdict({"before": {"loss": 1.0}, "after": {"loss": 0.5}}) == "" == verdict({"before": None, "after": {}})
     assert verdict(result(float("nan"), 0.1, 1.0, 0.1)) == ""
+
+
+def test_the_judge_has_a_sentence_of_its_own():
+    """Changes of the score of 1 and 3, of the judge of -1 and -1.5."""
+    both = result(1.0, 0.3, 2.0, 0.4)
+    both["before"] |= {"judge": 2.0, "judge_se": 0.3}
+    both["after"] |= {"judge": 1.0, "judge_se": 0.4}
+    assert verdict(both).endswith("The judge fell: -1 ± 0.5, 2.0 standard errors of two means.")
+    judged = [
+        {"before_score": 0.0, "after_score": 1.0, "before_judge": 2.0, "after_judge": 1.0},
+        {"before_score": 0.0, "after_score": 3.0, "before_judge": 2.5, "after_judge": 1.0},
+    ]
+    assert verdict(both, judged) == (
+        "The score rose: +2 ± 1, 2.0 standard errors over the same 2 prompts. "
+        "The judge fell: -1.25 ± 0.25, 5.0 standard errors over the same 2 prompts."
+    )

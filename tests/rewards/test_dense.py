@@ -95,7 +95,7 @@ def test_best_of_n_and_evaluation_go_by_the_sum(tmp_path):
     found = ours.best_of(dataset(1), 3)
     counts = [list(map(int, ids)).count(7) for ids in found.candidates.response_ids]
     assert found.scores.flatten().tolist() == counts
-    metrics, answers, scores = ours.evaluate_rollout(dataset(1))
+    metrics, answers, scores, *_ = ours.evaluate_rollout(dataset(1))
     assert scores.tolist() == [list(ids).count(7) for ids in answers.response_ids]
     assert metrics["score"] == pytest.approx(float(scores.mean()))
     assert ours.train()["optimizer_steps"] == 1

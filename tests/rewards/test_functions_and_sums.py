@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.tolerances import EXACT
-from tests.trainers.helpers import rollout
+from tests.trainers.helpers import Counting, rollout
 from toolkit.errors import RewardError
 from toolkit.rewards import WeightedSum, load_function, score_with
 from toolkit.rewards.function import beside, check_function
@@ -218,21 +218,6 @@ def test_a_part_that_fails_is_named():
         WeightedSum({"fine": lambda r: r.lengths}, {"fin": 2.0})
     with pytest.raises(RewardError, match="a sum needs at least one part"):
         WeightedSum({})
-
-
-class Counting:
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, rollout):
-        self.calls += 1
-        return [float(self.calls)] * len(rollout)
-
-    def state_dict(self):
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state):
-        self.calls = state["calls"]
 
 
 def test_the_state_of_the_parts_is_the_sums():

@@ -142,7 +142,7 @@ def test_an_answer_by_the_drop_is_not_waited_for(start, drop, limit):
             with connection, contextlib.suppress(OSError):
                 connection.recv(2**16)
                 connection.sendall(start)
-                for _ in range(50):
+                for _ in range(500):
                     connection.sendall(drop)
                     time.sleep(0.01)
 
@@ -151,7 +151,7 @@ def test_an_answer_by_the_drop_is_not_waited_for(start, drop, limit):
         reward = RemoteReward(url, retries=0, **{"timeout": 5, limit: 0.1})
         with pytest.raises(RewardError, match=r"in 1 tries .* the last: no whole answer in 0.1 s"):
             reward(batch())
-        assert time.monotonic() - started < 0.4
+        assert time.monotonic() - started < 3  # of the 5 s and more that the drops take
 
 
 def test_an_answer_without_end_is_refused(serve):
@@ -192,6 +192,7 @@ def test_a_refusal_ends_the_run_at_once(serve, status):
         (b'{"scores": 1}', "answered without scores"),
         (b'{"scores": [1, 2]}', "answered with 2 scores for 5 responses"),
         (b'{"scores": [1, NaN, 2, 3, 4]}', "gave nan to the response '"),
+        (b'{"scores": [1, 1e300, 2, 3, 4]}', "gave 1e+300 to the response '"),
         (b'{"scores": [1, null, 2, 3, 4]}', "gave None to the response '"),
         (b'{"scores": [true, 1, 2, 3, 4]}', "gave True to the response '"),
         (b'{"scores": [1, 2, 3, 4, 1' + b"0" * 400 + b"]}", "gave inf to the response '"),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import shared_base
+from tests.conftest import lora, randomize, shared_base
 from tests.tolerances import EXACT
 from tests.trainers.helpers import rollout
 from toolkit.errors import RewardError
@@ -71,7 +71,7 @@ def test_check_scores():
         check_scores([1, 2, 3], batch)
     with pytest.raises(RewardError, match="the reward gave nan to the response '"):
         check_scores([1, 2, float("nan"), 4], batch)
-    with pytest.raises(RewardError, match="returned what is not made of numbers"):
+    with pytest.raises(RewardError, match="returned .* not made of numbers"):
         check_scores(["a", "b", "c", "d"], batch)
     with pytest.raises(RewardError, match="returned None, not one number a response"):
         check_scores(None, batch)
@@ -97,7 +97,7 @@ ODD = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of")
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_no_real_number_is_no_score(kind):
-    with pytest.raises(RewardError, match="returned what is not made of numbers"):
+    with pytest.raises(RewardError, match="returned .* not made of numbers"):
         score_with(lambda batch: ODD[kind](), rollout(RESPONSES))
 
 
@@ -125,3 +125,17 @@ def test_a_python_function_by_name(tmp_path, monkeypatch):
         load_function("no_such_module:f")
     with pytest.raises(RewardError, match="not of the form module:function"):
         load_function("just_a_name")
+
+
+def test_a_judge_is_an_adapter_of_its_own():
+    """Loaded as judge beside another reward it scores as it does as the reward of a base of its own."""
+    alone, base = shared_base(), shared_base()
+    randomize(alone, "reward", seed=9)
+    base.add_role("judge", lora())
+    with torch.no_grad():
+        for mine, theirs in zip(base.parameters_of("judge"), alone.parameters_of("reward"), strict=True):
+            mine.copy_(theirs)
+    batch, read = rollout([[7, 8, 2], [9], [7, 7], [5, 2]]), {"pad_token_id": 0, "eos_token_id": 2}
+    expected = RewardAdapter(alone, **read)(batch)
+    torch.testing.assert_close(RewardAdapter(base, role="judge", **read)(batch), expected)
+    assert not torch.allclose(RewardAdapter(base, **read)(batch), expected)

@@ -1,8 +1,12 @@
+import re
+
+import pytest
 import torch
 
 from toolkit.data import Rollout
-from toolkit.rewards import score_with
-from toolkit.rewards.rules import plain_words, right_answer
+from toolkit.errors import ConfigError, ToolkitError
+from toolkit.rewards import KeptRules, ScorerContext, score_with, scorer_of
+from toolkit.rewards.rules import plain_words, right_answer, sentiment
 
 
 def rollout(*responses: str, ended: bool = True, **columns: list) -> Rollout:
@@ -15,9 +19,53 @@ def test_a_right_answer_is_the_whole_text_and_ended():
     assert right_answer(rollout("12", ended=False, answer=["12"])) == [0.0]
 
 
+def test_sentiment_counts_different_words_up_to_three():
+    said = rollout("Great! A great, LOVELY place.", "not bad", "awful, but great", "", "a greatest goodness")
+    assert sentiment(said) == [2.0, -1.0, 0.0, 0.0, 0.0]
+    assert sentiment(rollout("nice kind warm sweet", "dull sad ugly weak old")) == [3.0, -3.0]
+
+
 def test_plain_words_cost_nothing_and_the_others_where_they_end():
     responses = ("The kitten sat.", "Neverthless, I’m concerned; x1234567 pumpkin_", "größere Größen", "")
     #             kitten has 6       11 letters      9                    7         7        6
     scores = score_with(plain_words, rollout(*responses))
     assert scores.spans == [[], [(0, 11, -1.0), (17, 26, -1.0), (37, 44, -1.0)], [(0, 7, -1.0)], []]
     assert torch.equal(scores.total, torch.tensor([0.0, -3.0, -1.0, 0.0]))
+
+
+def test_the_share_of_rules_kept_those_for_all_and_those_of_a_row():
+    short, comma = {"rule": "at_most_words", "number": 2}, {"rule": "no_comma", "number": None, "words": None}
+    said = rollout("a b", "a, b", "a, b c", rules=[[short], [comma], [short]])
+    assert KeptRules(column="rules")(said) == [1.0, 0.0, 0.0]
+    assert KeptRules([comma], "rules")(said) == [1.0, 0.0, 0.0]
+    assert KeptRules([short, comma])(said) == [1.0, 0.5, 0.0]
+    assert KeptRules([short, comma], "rules")(said) == pytest.approx([1.0, 1 / 3, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "said"),
+    [
+        (KeptRules(column="rules"), {"rule": [[]]}, 'no column "rules"; present: rule.'),
+        (KeptRules(column="rules"), {"rules": [[]]}, 'row 0 of the batch has no rule in "rules"'),
+        (
+            KeptRules(column="rules"),
+            {"rules": [[{"rule": "short"}]]},
+            "column \"rules\": {'rule': 'short'} names no rule",
+        ),
+    ],
+)
+def test_rows_without_rules_are_said(reward, columns, said):
+    with pytest.raises(ToolkitError, match=re.escape(said)):
+        score_with(reward, rollout("a", **columns))
+
+
+def test_what_a_recipe_says_of_rules():
+    rule = {"rule": "no_comma"}
+    context = ScorerContext(roles=None, tokenizer=None, prompt_columns=lambda: ["prompt", "rules"])
+    assert scorer_of({"kind": "rules", "rules": [rule]}).build(context)(rollout("a,", "b")) == [0.0, 1.0]
+    assert not scorer_of({"kind": "rules", "column": "rules"}).check(context)
+    (problem,) = scorer_of({"kind": "rules", "column": "rule"}).check(context)
+    assert problem.field == "column" and 'no column "rule"; present: prompt, rules.' in problem.wrong
+    for values, said in ({}, "rules or column is needed"), ({"rules": [{"rule": "x"}]}, "names no rule"):
+        with pytest.raises(ConfigError, match=said):
+            scorer_of({"kind": "rules", **values})

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.checkpoints import whole_folder
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import aside, owned
 
-STAGE = {
-    "metrics.jsonl": "metrics", "policy/adapter_model.safetensors": "weights",
-    "checkpoint-2/manifest.json": "of a checkpoint",
-}  # fmt: skip
+STAGE = {"metrics.jsonl": "metrics", "policy/adapter_model.safetensors": "weights"}
 
 
 def write(folder, files):
@@ -28,6 +26,8 @@ def made(run, name, mark, *, finished=True):
     """A stage as the toolkit leaves it."""
     owned.begin(run / name)
     write(run / name, {file: f"{mark} {text}" for file, text in STAGE.items()})
+    with whole_folder(run / name / "checkpoint-2") as checkpoint:
+        (checkpoint / "state.json").write_text(f"{mark} checkpoint")
     if finished:
         owned.seal_weights(run / name)
         (run / name / RESULT_FILE).write_text(f"{mark} result")
@@ -36,7 +36,7 @@ def made(run, name, mark, *, finished=True):
 def content(folder):
     """Every file by name, hidden ones too, without those that only say whose the others are."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_text() for name, path in files.items() if Path(name).parts[1:] != ("manifest.json",)}
+    return {name: path.read_text() for name, path in files.items() if Path(name).name != "manifest.json"}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.tiny_runs import chat_recipe
+from tests.tiny_runs import Stop, chat_recipe, cut_short
 from toolkit.disk import damage
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.saved_run import open_run
@@ -15,15 +15,10 @@ from toolkit.runs.aside import REPLACED, UNFINISHED
 from toolkit.runs.folder import claim, finish
 from toolkit.runs.lock import at_work
 from toolkit.runs.owned import begin
-from toolkit.trainers.resume import ResumableTrainer
 
 RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
 SAVING = {"max_steps": 2, "per_device_train_batch_size": 2, "response_length": 4, "save_strategy": "steps",
           "save_steps": 1, "logging_steps": 1}  # fmt: skip
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process."""
 
 
 def recipe_of(tmp_path, checkpoint, *overrides, reward=None):
@@ -99,27 +94,12 @@ def test_a_finished_stage_comes_back_wherever_the_new_one_fails(step, tmp_path, 
     assert f"{recipe.folder} has its earlier ppo again." in capsys.readouterr().out
 
 
-def stopped(recipe, monkeypatch, at, **way):
-    save = ResumableTrainer.save_checkpoint
-
-    def stops(self):
-        folder = save(self)
-        if self.state.global_step == at:
-            raise Stop
-        return folder
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableTrainer, "save_checkpoint", stops)
-        with pytest.raises(Stop):
-            stages.run(recipe, "ppo", **way)
-
-
-def test_an_overwrite_that_was_stopped_goes_on_and_then_replaces(tmp_path, checkpoint, monkeypatch):
+def test_an_overwrite_that_was_stopped_goes_on_and_then_replaces(tmp_path, checkpoint):
     recipe = recipe_of(tmp_path, checkpoint)
     finished(recipe, "ppo")
     before = content(recipe.folder)
     other = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3")
-    stopped(other, monkeypatch, 1, overwrite=True)
+    cut_short(other, "ppo", 1, overwrite=True)
     here = {name: data for name, data in content(recipe.folder).items() if not name.startswith(UNFINISHED)}
     assert here == before and (recipe.folder / UNFINISHED / "ppo" / "checkpoint-1").is_dir()
     assert stages.run(recipe, "ppo")["mark"] == "old"

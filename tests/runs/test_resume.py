@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import needs_trl_loop
-from tests.tiny_runs import REPOSITORY, chat_recipe, command_here, stages_here
+from tests.tiny_runs import REPOSITORY, chat_recipe, command_here, cut_short, stages_here
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
@@ -29,38 +29,16 @@ SMALL = (
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
-class Stop(Exception):
-    """Stands for whatever ends a process."""
-
-
 def chat(tmp_path, checkpoint, **changes):
     reward = {"max_steps": 2, "per_device_train_batch_size": 2, **SAVING}
     ppo = {"max_steps": 3, "per_device_train_batch_size": 2, "response_length": 6, "logging_steps": 1, **SAVING}
     return chat_recipe(tmp_path, checkpoint, reward=reward, ppo={**ppo, **changes})
 
 
-def cut(recipe, stage, monkeypatch, at):
-    """Run a stage until a checkpoint of step `at` is there, and no further."""
-    from toolkit.trainers.resume import ResumableTrainer
-
-    original = ResumableTrainer.save_checkpoint
-
-    def saving(self):
-        folder = original(self)
-        if self.state.global_step == at:
-            raise Stop
-        return folder
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableTrainer, "save_checkpoint", saving)
-        with pytest.raises(Stop):
-            stages.run(recipe, stage)
-
-
-def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, monkeypatch, capsys):
+def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys):
     recipe = chat(tmp_path, checkpoint)
     stages.run(recipe, "reward")
-    cut(recipe, "ppo", monkeypatch, at=2)
+    cut_short(recipe, "ppo", at=2)
     folder = recipe.stage_folder("ppo")
     before = (folder / BEFORE_FILE).read_text()
     with pytest.raises(
@@ -80,10 +58,10 @@ def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, monkeypatch, 
     assert stages.run(recipe, "ppo", resume=True) == result  # finished: not repeated
 
 
-def test_what_holds_no_checkpoint_begins_anew_and_says_so(tmp_path, checkpoint, monkeypatch, capsys):
+def test_what_holds_no_checkpoint_begins_anew_and_says_so(tmp_path, checkpoint, capsys):
     recipe = chat(tmp_path, checkpoint)
     stages.run(recipe, "reward")
-    cut(recipe, "ppo", monkeypatch, at=1)
+    cut_short(recipe, "ppo", at=1)
     folder = recipe.stage_folder("ppo")
     (folder / "checkpoint-1" / "state.json").unlink()
     capsys.readouterr()
@@ -113,24 +91,13 @@ def test_a_finished_stage_is_made_longer(tmp_path, checkpoint):
     assert "resumed_at" not in json.loads((longer.stage_folder("reward") / "result.json").read_text())
 
 
-def test_a_longer_run_that_is_stopped_is_not_taken_for_the_shorter_one(tmp_path, checkpoint, monkeypatch):
+def test_a_longer_run_that_is_stopped_is_not_taken_for_the_shorter_one(tmp_path, checkpoint):
     recipe = chat(tmp_path, checkpoint, max_steps=2, lr_scheduler_type="constant")
     stages.run(recipe, "reward")
     stages.run(recipe, "ppo")
     begin(recipe.folder / "eval")
     longer = chat(tmp_path, checkpoint, max_steps=4, lr_scheduler_type="constant")
-    from toolkit.trainers.resume import ResumableTrainer
-
-    save = ResumableTrainer.save_checkpoint
-
-    def stops(self):
-        save(self)
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableTrainer, "save_checkpoint", stops)
-        with pytest.raises(Stop):
-            stages.run(longer, "ppo", resume=True)
+    cut_short(longer, "ppo", at=3, resume=True)
     assert stages.finished(longer, "ppo") is None and not (recipe.folder / "eval").exists()
     with pytest.raises(RecipeError, match="has not finished"):
         open_run(recipe.run, runs_dir=recipe.runs_dir)
@@ -162,7 +129,7 @@ def test_memory_that_runs_out_says_what_to_halve(tmp_path, checkpoint, monkeypat
                            r".*ppo.per_device_train_batch_size, with ppo.gradient_accumulation_steps doubled.*"
                            r"ppo.local_rollout_forward_batch_size.*nothing had been saved yet\.$"):  # fmt: skip
             stages.run(recipe, "ppo")
-    cut(recipe, "ppo", monkeypatch, at=1)
+    cut_short(recipe, "ppo", at=1)
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.trainers.ppo.PPOTrainer._backward_micro_batch", runs_out)
         with pytest.raises(ToolkitError, match=r"Then go on with resume=True"):
@@ -186,18 +153,18 @@ def test_to_go_on_with_a_run_that_is_not_there_is_a_mistake(tmp_path, checkpoint
         stages.run(other, "reward", resume=True)
 
 
-def test_overwrite_begins_an_unfinished_stage_anew(tmp_path, checkpoint, monkeypatch):
+def test_overwrite_begins_an_unfinished_stage_anew(tmp_path, checkpoint):
     recipe = chat(tmp_path, checkpoint)
-    cut(recipe, "reward", monkeypatch, at=1)
+    cut_short(recipe, "reward", at=1)
     with pytest.raises(RecipeError, match="reward stage that was not finished"):
         stages.run(recipe, "ppo")  # the prerequisite's checkpoints are not deleted either
     assert "resumed_at" not in stages.run(recipe, "reward", overwrite=True)
 
 
-def test_trainers_of_a_notebook(tmp_path, checkpoint, monkeypatch):
+def test_trainers_of_a_notebook(tmp_path, checkpoint):
     recipe = chat(tmp_path, checkpoint)
     stages.run(recipe, "reward")
-    cut(recipe, "ppo", monkeypatch, at=1)
+    cut_short(recipe, "ppo", at=1)
     with pytest.raises(RecipeError, match="resume=True"):
         recipe.ppo_trainer()
     trainer = recipe.ppo_trainer(resume=True)

@@ -31,11 +31,6 @@ SMALL = (
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (
-            {"scorer": OWN},
-            "scorer.model — belongs to scorer.kind: model, and is needed there (a folder or hub id). Or add the "
-            "section reward_model, for a model",
-        ),
         ({"reward_model": {}}, "reward_model — exactly one of model (a checkpoint) and config (random weights)"),
         ({"reward_model": {**BERT, "model": "m"}}, "reward_model — exactly one of model"),
         (
@@ -107,7 +102,7 @@ def test_what_needs_the_stage(tmp_path):
     # The model has nothing to do with the base, which need not be pretrained for it.
     assert seed.plan.needs("reward") == [] and seed.plan.needs("ppo") == ["sft", "reward"]
     with pytest.raises(RecipeError, match="the reward stage has to train the reward model first"):
-        build.make_reward(recipes.load("doubling_seed", runs_dir=tmp_path), None, 0, 8)
+        build.make_reward(recipes.load("doubling_seed", runs_dir=tmp_path), None, {"reward": 0}, 8)
     # A stage's precision is that of the model that it trains.
     half = chat_recipe(
         tmp_path, "m", "base.dtype=bfloat16", **own | {"reward_model": {"model": "m", "dtype": "float32"}}
@@ -163,7 +158,7 @@ def test_the_seed_demo_from_nothing(tmp_path):
     # The score is the raw logit of the class that the prompt names.
     assert len(samples) == len(rows) == 8
     seen = rows[0]["input_ids"]
-    reward = build.make_reward(recipe, None, 0, 8)
+    reward = build.make_reward(recipe, None, {"reward": 0}, 8)
     assert isinstance(reward, RewardModel) and reward.reads == "tokens" and reward.batch_size == 128
     asked = _rollout(seen, [5, 6, 2], {"style": [rows[0]["style"]]})
     with torch.no_grad():
@@ -217,7 +212,7 @@ def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
     folder = recipe.stage_folder("reward") / "model"
     assert (folder / ("model.safetensors" if whole else "adapter_model.safetensors")).is_file()
     prompt, response = [2, 40, 41], [50, 51, 2]
-    scores = score_with(build.make_reward(recipe, None, 0, 8), _rollout(prompt, response, {}))
+    scores = score_with(build.make_reward(recipe, None, {"reward": 0}, 8), _rollout(prompt, response, {}))
     if not whole:
         from peft import AutoPeftModelForSequenceClassification as Auto
 
@@ -240,7 +235,7 @@ def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
         named = {"kind": "model", "model": str(folder), "reads": "tokens", "dtype": "float32"}
         other = chat_recipe(tmp_path, "", base=base, scorer=named, reward=None, adapters=WITHOUT, name="other")
         assert not texts(check(other))
-        again = score_with(build.make_reward(other, None, 0, 8), _rollout(prompt, response, {}))
+        again = score_with(build.make_reward(other, None, {"reward": 0}, 8), _rollout(prompt, response, {}))
         torch.testing.assert_close(again, scores)
 
 

@@ -33,9 +33,13 @@ RULE = {"kind": "function", "function": "statistics:fmean"}
     [
         (
             {"kind": "modl"},
-            "scorer.kind — 'adapter' or 'function' or 'model' or 'remote' or 'sum' is needed, got 'modl'",
+            "scorer.kind — 'adapter' or 'function' or 'model' or 'remote' or 'rules' or 'sum' is needed, got 'modl'",
         ),
-        ({"kind": "model"}, "scorer.model — belongs to scorer.kind: model, and is needed there (a folder or hub id)."),
+        (
+            {"kind": "model"},
+            "scorer.model — belongs to scorer.kind: model, and is needed there (a folder or hub id). Or add the "
+            "section reward_model, for a model",
+        ),
         (
             {"kind": "remote"},
             "scorer.url — is needed by kind: remote (where batches are sent by POST: http:// or https://).",
@@ -272,7 +276,7 @@ def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_p
     kinds = {name: type(part) for name, part in reward.parts.items()}
     assert isinstance(reward, WeightedSum) and reward.weights == {"adapter": 2, "rule": -0.5, "mood": 1, "server": 0.25}
     assert (kinds["adapter"], kinds["mood"], kinds["server"]) == (RewardAdapter, RewardModel, RemoteReward)
-    _, rollout, scores = trainer.evaluate_rollout(recipe.task.prompts("validation"))
+    _, rollout, scores, *_ = trainer.evaluate_rollout(recipe.task.prompts("validation"))
     again = score_with(reward, rollout)
     torch.testing.assert_close(again, scores, rtol=1e-3, atol=1e-3)  # of a base in bfloat16, in batches of other sizes
     parts = reward.last_parts
@@ -313,8 +317,12 @@ PAGE = (REPOSITORY / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 def test_the_recipes_of_the_page_are_right():
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)]
+    judges = [block.pop("judge") for block in blocks if "judge" in block]
+    assert [judge["kind"] for judge in judges] == ["adapter", "function"]
+    assert all(check_scorer(judge, "judge") == [] for judge in judges)
+    blocks = [block for block in blocks if "scorer" in block]
     kinds = {block["scorer"]["kind"] for block in blocks}
-    assert kinds == {"function", "model", "remote", "sum"}
+    assert kinds == {"function", "model", "remote", "rules", "sum"}
     for block in blocks:
         assert check_scorer(block["scorer"]) == []
         if block.keys() != {"scorer"}:
@@ -342,8 +350,6 @@ def test_a_sum_with_an_adapter_runs_the_reward_stage_first(checkpoint, tmp_path)
     parts = {"model": {"kind": "adapter"}, "rule": {**RULE, "weight": -1}}
     recipe = chat_recipe(tmp_path, checkpoint, scorer={"kind": "sum", "parts": parts})
     assert recipe.plan.needs("ppo") == ["reward"]
-    with pytest.raises(RecipeError, match='needs a trained reward role, and the recipe has no section "reward"'):
-        chat_recipe(tmp_path, checkpoint, scorer=recipe.values["scorer"], reward=None).plan.needs("ppo")
     rules = {"kind": "sum", "parts": {"rule": RULE}}
     assert chat_recipe(tmp_path, checkpoint, scorer=rules, reward=None).plan.needs("ppo") == []
 
@@ -362,5 +368,5 @@ def test_another_model_reads_the_conversation_itself(checkpoint, classifiers, qu
     recipe = chat_recipe(tmp_path, checkpoint, data=questions, scorer=scorer, reward=None)
     assert texts(check(recipe)) == ()
     trainer = recipe.ppo_trainer()
-    _, rollout, _ = trainer.evaluate_rollout(recipe.task.prompts("validation"))
+    _, rollout, *_ = trainer.evaluate_rollout(recipe.task.prompts("validation"))
     assert trainer.reward.texts(rollout)[1] == (f"What is 1 + 1?</s>{rollout.responses[1]}</s>",)

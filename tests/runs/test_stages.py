@@ -7,23 +7,24 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback
 
 from tests.conftest import needs_trl_loop
 from tests.tiny_runs import PAIRS, REPOSITORY, byte_tokenizer, chat_recipe, command, command_here
 from toolkit import processes, recipes
-from toolkit.errors import DataError, RecipeError, ToolkitError
+from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
 from toolkit.runs.stage import say_shares
+from toolkit.sampling import SIGNS
 
 SMALL_DOUBLING = (
     "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8", "ppo.eval_steps=1",
     "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
     "ppo.logging_steps=1",
 )  # fmt: skip
-SAME_KEYS = {"score", "score_se", "kl", "length", "eos_share", "exact_match", "style_accuracy"}
+SAME_KEYS = {"score", "score_se", "kl", "length", "eos_share", *SIGNS, "exact_match", "style_accuracy"}
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +159,6 @@ def test_errors_are_one_line_and_debug_shows_more(tmp_path):
     )
     assert "Traceback" not in done.stderr
     assert "Traceback" in command("ppo", "doublin", "--debug", cwd=tmp_path).stderr
-    (tmp_path / "file").write_text("")
-    done = command_here("sft", "doubling", "--runs-dir", "file/in/the/way", cwd=tmp_path)
-    assert done.returncode == 1 and "cannot be written" in done.stderr
 
 
 def test_the_list_of_recipes_and_the_version():
@@ -194,7 +192,7 @@ def test_reward_and_ppo_on_a_real_nf4_base(value, tmp_path, checkpoint):
     assert reward["judgement"]["length"]["equal"].keys() == {"pairs", "accuracy", "accuracy_ci"}
     assert "Held-out pairs" in (folder / "report.html").read_text()
     result = stages.run(recipe, "ppo")
-    assert result["after"].keys() == {"score", "score_se", "kl", "length", "eos_share"}
+    assert result["after"].keys() == {"score", "score_se", "kl", "length", "eos_share", *SIGNS}
     assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3)
     if value == "separate":  # judged by the reward of another seed than the one that it was trained against
         other = chat_recipe(tmp_path, checkpoint, "seed=1", *overrides, adapters=adapters, name="other")
@@ -230,7 +228,7 @@ def test_start_from_named_adapters_and_score_by_a_function(tmp_path, checkpoint,
     assert "reference" not in trainer.roles.trained_roles and trainer.roles.adapter_config("reference").r == 4
     policy, reference = trainer.roles.parameters_of("policy"), trainer.roles.parameters_of("reference")
     assert all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)) and any(p.any() for p in policy[1::2])
-    metrics, _, scores = trainer.evaluate_rollout(second.task.prompts("validation"))
+    metrics, _, scores, *_ = trainer.evaluate_rollout(second.task.prompts("validation"))
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-4)
     assert scores.tolist() == [
         float(len(t)) for t in trainer.evaluate_rollout(second.task.prompts("validation"))[1].responses
@@ -271,32 +269,6 @@ def test_sft_of_a_checkpoint_is_where_policy_and_reference_start(tmp_path, check
     roles = recipe.ppo_trainer().roles
     policy, reference = roles.parameters_of("policy"), roles.parameters_of("reference")
     assert all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)) and any(p.any() for p in policy[1::2])
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("gemma2", {"head_dim": 16, "final_logit_softcapping": 2.0}),
-        ("gemma3_text", {"head_dim": 16, "final_logit_softcapping": 2.0}),
-        ("granite", {"logits_scaling": 8.0, "embedding_multiplier": 3.0}),
-    ],
-    ids=["gemma 2", "gemma 3", "granite"],
-)
-def test_bases_that_scale_or_cap_their_logits_go_through_all_stages(kind, settings, tmp_path):
-    tokenizer = byte_tokenizer()
-    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = AutoConfig.for_model(
-        kind, vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, **ends, **settings,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    short = {"max_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
-    ppo = {**short, "gradient_accumulation_steps": 1, "response_length": 4, "kl_estimator": "full"}
-    base = {"model": str(tmp_path / "base"), "dtype": "float32"}
-    recipe = chat_recipe(tmp_path, tmp_path / "base", base=base, sft=short, reward=short, ppo=ppo)
-    results = [stages.run(recipe, stage) for stage in ("sft", "reward", "ppo")]
-    assert results[-1]["before"]["kl"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_prerequisites(tmp_path, checkpoint):
@@ -364,12 +336,6 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
 
     recipe = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2}, reward=None)
     assert recipe.ppo_trainer(reward=local) is local and began == ["sft"]
-
-
-def test_a_task_without_the_data_of_a_stage(tmp_path, checkpoint):
-    recipe = chat_recipe(tmp_path, checkpoint, reward_head={"num_labels": 3})
-    with pytest.raises(DataError, match='data.task: "preferences" has no labelled data'):
-        stages.run(recipe, "reward")
 
 
 def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.conftest import shared_base
-from tests.trainers.helpers import PROMPTS, count_reward, dataset
+from tests.trainers.helpers import PROMPTS, Counting, count_reward, dataset
 from toolkit.data import doubling
-from toolkit.errors import DataError
+from toolkit.errors import DataError, RewardError
 from toolkit.rewards import DenseScores, WeightedSum, state_of
 from toolkit.sampling import Evaluator, Sampler, best_of
 
@@ -20,7 +20,7 @@ def evaluator(reward, *, temperature=1.0, batch_size=3, **settings):
 def test_metrics_by_hand_over_batches_that_do_not_divide():
     ended = []
     measure = evaluator(count_reward(7), metrics=lambda r: {"rows": float(len(r))})
-    metrics, rollout, scores = measure(dataset(2).select(range(7)), after_batch=lambda: ended.append(1))
+    metrics, rollout, scores, *_ = measure(dataset(2).select(range(7)), after_batch=lambda: ended.append(1))
     assert len(ended) == 3 and len(rollout) == len(scores) == metrics["rows"] == 7
     assert rollout.columns["number"] == list(range(7)) and metrics["kl"] == 3.0
     expected = [list(ids).count(7) / len(ids) for ids in rollout.response_ids]
@@ -41,25 +41,8 @@ def test_the_seed_is_its_own_and_the_caller_s_random_state_stays():
     assert again.rollout.response_ids == first.rollout.response_ids and again.metrics == first.metrics
 
 
-class Counts:
-    """A reward that changes as it goes."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, rollout):
-        self.calls += 1
-        return [float(self.calls)] * len(rollout)
-
-    def state_dict(self):
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state):
-        self.calls = state["calls"]
-
-
 def test_a_reward_that_changes_is_left_as_it_was():
-    reward = Counts()
+    reward = Counting()
     assert evaluator(reward)(dataset(1)).scores.tolist() == [1.0, 1.0, 1.0, 2.0]
     assert reward.calls == 0 and state_of(reward) is reward
 
@@ -79,6 +62,26 @@ def test_parts_of_a_sum_and_dense_scores():
     measured = evaluator(WeightedSum({"tokens": dense, "one": lambda r: [1.0] * len(r)}, {"one": 0.5}))(dataset(1))
     assert measured.metrics["score/tokens"] == measured.metrics["length"] and measured.metrics["score/one"] == 1.0
     assert measured.scores.tolist() == [n + 0.5 for n in measured.rollout.lengths]
+
+
+def test_a_judge_scores_the_same_responses():
+    judge = WeightedSum({"length": lambda r: [float(n) for n in r.lengths], "one": lambda r: [1.0] * len(r)})
+    alone = evaluator(count_reward(7))(dataset(2))
+    metrics, rollout, scores = measured = evaluator(count_reward(7), judge=judge)(dataset(2))
+    judged = measured.judged
+    assert rollout.response_ids == alone.rollout.response_ids and torch.equal(scores, alone.scores)
+    assert judged.tolist() == [n + 1.0 for n in rollout.lengths] and alone.judged is None
+    assert metrics["judge"] == metrics["length"] + 1.0 and metrics["judge/length"] == metrics["length"]
+    assert metrics["judge_se"] == pytest.approx(float(judged.std()) / 8**0.5)
+    assert {name for name in metrics if not name.startswith("judge")} == alone.metrics.keys()
+
+
+def test_what_a_judge_raises_is_the_judge_s():
+    judge = Counting()
+    assert evaluator(count_reward(7), judge=judge)(dataset(1)).judged.tolist() == [1.0, 1.0, 1.0, 2.0]
+    assert judge.calls == 0
+    with pytest.raises(RewardError, match=r"^judge: the reward returned None"):
+        evaluator(count_reward(7), judge=lambda rollout: None)(dataset(1))
 
 
 def test_nothing_to_measure_is_said():

@@ -114,3 +114,24 @@ def test_numbers_are_uniform_and_of_their_key_alone():
     assert torch.equal(uniforms(torch.tensor([7, 3]), 20), numbers[[7, 3], :20])
     largest = torch.tensor([2**63 - 1])
     assert not torch.equal(uniforms(largest, 4), uniforms(largest - 1, 4))
+
+
+@pytest.mark.parametrize("temperature", [0.8, None])
+def test_memory_that_runs_out_halves_the_rows_that_are_generated_at_a_time(temperature, monkeypatch, caplog):
+    """The responses are those of one pass: each row draws by a key of its own."""
+    whole, ours = respond(sampler(temperature=temperature)), sampler(temperature=temperature)
+    generate, sizes = type(ours.roles).generate, []
+
+    def limited(self, ids, *arguments, **named):
+        sizes.append(len(ids))
+        if len(ids) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return generate(self, ids, *arguments, **named)
+
+    monkeypatch.setattr(type(ours.roles), "generate", limited)
+    found = respond(ours)
+    assert found.response_ids == whole.response_ids and found.ended == whole.ended
+    assert sizes == [4, 2, 1, 1, 1, 1] and ours.portion.rows == 1
+    respond(ours)
+    assert sizes[6:] == [1, 1, 1, 1]  # it stays so
+    assert sum("generated at a time is" in text for text in caplog.messages) == 2

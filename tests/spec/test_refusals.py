@@ -5,6 +5,7 @@ import torch
 
 from tests.spec.test_load import MINIMAL, load_changed
 from tests.spec.test_yaml import refused
+from toolkit.errors import RecipeError
 from toolkit.spec.stage import check_stage
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -77,7 +78,7 @@ def test_an_optimizer_without_what_the_value_role_names():
     [
         (
             {"ppo": {**BEST, "metric_for_best_model": "eval_loss"}},
-            "'eval_loss' is nothing that is measured. Known: eos",
+            "'eval_loss' is nothing that is measured. Known: cut_gap, distinct_2",
         ),
         ({"ppo": BEST}, "ppo.metric_for_best_model — 'loss' is nothing that is measured"),  # transformers' default
         ({"ppo": {**BEST, "metric_for_best_model": "exact_mach"}}, "Did you mean exact_match?"),
@@ -92,9 +93,10 @@ def test_an_optimizer_without_what_the_value_role_names():
         ({"seed": 2**32}, "seed — must be from 0 to 4294967295, got 4294967296."),
         ({"seed": True}, "seed — a whole number is needed, got True."),
         ({"about": 3}, "about — text is needed, got 3."),
-        ({"data": {"task": ["doubling"]}}, "data.task — one of doubling, preferences"),
+        ({"data": {"task": ["doubling"]}}, "data.task — one of doubling, instructions, preferences"),
         ({"scorer": {"kind": ["function"]}}, "scorer.kind — 'adapter' or"),
         ({"reward_head": {"num_labels": 0}}, "reward_head.num_labels — must be at least 1, got 0."),
+        ({"reward": {"loss": "hinge"}}, "reward.loss — 'bradley_terry' or 'token_level' is needed, got 'hinge'."),
         (
             {"reward": {"loss": "token_level"}, "reward_head": {"num_labels": 3}},
             "reward.loss — token_level is of pairs, and reward_head.num_labels says classes. Remove one.",
@@ -160,6 +162,7 @@ def test_eight_bits_are_eight(tmp_path):
         ({"inference_mode": True}, ".inference_mode — would have no effect: it is False, got True."),
         ({"use_qalora": True}, ".use_qalora — would have no effect: it is False, got True."),
         ({"layer_replication": [[0, 1], [0, 1]]}, ".layer_replication — would change the layers of the base"),
+        ({"arrow_config": {}}, ".arrow_config — routes between adapters of other tasks, and a role has one."),
         ({"runtime_config": {}}, ".runtime_config — is for adapters that are loaded onto a GPU one by one."),
         ({"loftq_config": {"loftq_bits": 4}}, " — `loftq_config` specified but will be ignored"),
         ({"lora_alpha": float("inf")}, ".lora_alpha — "),
@@ -178,3 +181,10 @@ def test_to_read_a_recipe_draws_no_number(tmp_path):
     before = torch.random.get_rng_state()
     load_changed(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [None, 3, ["float32"]])
+def test_a_precision_that_is_none_is_one_problem(dtype, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        load_changed(tmp_path, base={"model": "m", "dtype": dtype})
+    assert [problem.field for problem in error.value.problems] == ["base.dtype"]

@@ -49,6 +49,18 @@ def test_what_a_run_sets_is_no_part_of_a_recipe(stage):
     assert [p.remedy for p in problems] == ["", "Name the run with $run.", "Give $resume."]
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_the_tokenizer_is_the_same_in_every_stage(stage):
+    """TRL would look a token up as late as in its trainer, and change the tokenizer that the other stages read with."""
+    for name in ("pad_token", "eos_token", "chat_template_path"):
+        (problem,) = check_stage(stage, {name: "bogus"})
+        assert (
+            problem.text()
+            == f"{stage}.{name} — would have no effect: the tokenizer is that of the base in every stage."
+        )
+        assert name in {f.name for f in fields(STAGE_CLASSES[stage])}
+
+
 def test_a_stages_own_class_says_what_it_refuses():
     (problem,) = check_stage("ppo", {"use_score_norm": True})
     assert (problem.field, problem.wrong) == (

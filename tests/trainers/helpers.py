@@ -67,6 +67,23 @@ def count_reward(token: int) -> Any:
     return lambda rollout: torch.tensor([ids.count(token) / len(ids) for ids in map(list, rollout.response_ids)])
 
 
+class Counting:
+    """A reward that changes as it goes: the number of its call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, rollout):
+        self.calls += 1
+        return [float(self.calls)] * len(rollout)
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
 _OWN = {
     "llama": {
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

@@ -38,54 +38,53 @@ def rows(columns: dict, count: int) -> Dataset:
     return Dataset.from_dict({name: [make(m) for m in middles] for name, make in columns.items()})
 
 
+PAIRS = {"chosen_ids": lambda m: [1, *m, 5, 2], "rejected_ids": lambda m: [1, *m, 6, 2]}
+CLASSES = {"input_ids": lambda m: [1, *m, 2], "labels": lambda m: m[0] % 3}
+
+
+def _sft(folder: Path, model, count: int, changes: dict):
+    data = rows({"input_ids": lambda m: [1, *m, 2]}, count)
+    args = SFTConfig(output_dir=str(folder), **{**COMMON, **changes})
+    callbacks = [MetricsFile(folder / "metrics.jsonl")]
+    return sft_trainer(args, doubling.tokenizer(), model, data, data, callbacks=callbacks)
+
+
+def _reward(folder: Path, model, data: Dataset, changes: dict):
+    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
+    callbacks = [MetricsFile(folder / "metrics.jsonl")]
+    return reward_trainer(args, doubling.tokenizer(), model, data, data, callbacks=callbacks)
+
+
+def _base(role: str, **head) -> SharedBase:
+    base = SharedBase(tiny_model())
+    base.add_role(role, lora(**DROPOUT), **head)
+    return base
+
+
 def sft_model(folder: Path, **changes):
-    data = rows({"input_ids": lambda m: [1, *m, 2]}, 12)
     model = tiny_model("gpt2")  # tied embeddings
     model.config.resid_pdrop = model.transformer.drop.p = 0.1
-    return sft_trainer(SFTConfig(output_dir=str(folder), **{**COMMON, **changes}), doubling.tokenizer(), model, data,
-                       data, callbacks=[MetricsFile(folder / "metrics.jsonl")])  # fmt: skip
+    return _sft(folder, model, 12, changes)
 
 
 def sft_policy(folder: Path, **changes):
-    base = SharedBase(tiny_model())
-    base.add_role("policy", lora(**DROPOUT))
-    data = rows({"input_ids": lambda m: [1, *m, 2]}, 10)
-    return sft_trainer(SFTConfig(output_dir=str(folder), **{**COMMON, **changes}), doubling.tokenizer(), base, data,
-                       data, callbacks=[MetricsFile(folder / "metrics.jsonl")])  # fmt: skip
+    return _sft(folder, _base("policy"), 10, changes)
 
 
 def reward_pairs(folder: Path, **changes):
-    base = SharedBase(tiny_model())
-    base.add_role("reward", lora(**DROPOUT))
-    data = rows({"chosen_ids": lambda m: [1, *m, 5, 2], "rejected_ids": lambda m: [1, *m, 6, 2]}, 11)
-    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
-    callbacks = [MetricsFile(folder / "metrics.jsonl")]
-    return reward_trainer(args, doubling.tokenizer(), base, data, data, callbacks=callbacks)
+    return _reward(folder, _base("reward"), rows(PAIRS, 11), changes)
 
 
 def reward_classes(folder: Path, **changes):
-    base = SharedBase(tiny_model())
-    base.add_role("reward", lora(**DROPOUT), num_labels=3)
-    data = rows({"input_ids": lambda m: [1, *m, 2], "labels": lambda m: m[0] % 3}, 8)
-    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
-    callbacks = [MetricsFile(folder / "metrics.jsonl")]
-    return reward_trainer(args, doubling.tokenizer(), base, data, data, callbacks=callbacks)
+    return _reward(folder, _base("reward", num_labels=3), rows(CLASSES, 8), changes)
 
 
 def reward_model_lora(folder: Path, **changes):
-    model = add_lora(own_classifier("llama"), lora(**DROPOUT))
-    data = rows({"chosen_ids": lambda m: [1, *m, 5, 2], "rejected_ids": lambda m: [1, *m, 6, 2]}, 11)
-    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
-    callbacks = [MetricsFile(folder / "metrics.jsonl")]
-    return reward_trainer(args, doubling.tokenizer(), model, data, data, callbacks=callbacks)
+    return _reward(folder, add_lora(own_classifier("llama"), lora(**DROPOUT)), rows(PAIRS, 11), changes)
 
 
 def reward_model_classes(folder: Path, **changes):
-    data = rows({"input_ids": lambda m: [1, *m, 2], "labels": lambda m: m[0] % 3}, 8)
-    args = RewardConfig(output_dir=str(folder), max_length=None, **{**COMMON, **changes})
-    callbacks = [MetricsFile(folder / "metrics.jsonl")]
-    model = own_classifier("bert", labels=3)
-    return reward_trainer(args, doubling.tokenizer(), model, data, data, callbacks=callbacks)
+    return _reward(folder, own_classifier("bert", labels=3), rows(CLASSES, 8), changes)
 
 
 def ppo(folder: Path, reward=None, **changes):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import shared_base
 from tests.trainers.helpers import count_reward, rollout, trainer
-from toolkit.errors import DataError, SelfCheckError
+from toolkit.errors import SelfCheckError
 from toolkit.reports import read_jsonl
 from toolkit.rewards import WeightedSum, score_with
 
@@ -151,9 +151,3 @@ def test_a_reward_computes_as_it_would_by_itself(tmp_path):
         assert torch.equal(ours.score({}, rollout(RESPONSES)), expected)
         assert torch.equal(score_with(each, rollout(RESPONSES)), expected)
     assert seen == [(torch.float32, False, False)] * 4
-
-
-def test_nothing_to_measure_is_said(tmp_path):
-    ours = made(tmp_path)
-    with pytest.raises(DataError, match="there are no held-out prompts to measure"):
-        ours.evaluate(ours.train_dataset.select([]))

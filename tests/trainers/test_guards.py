@@ -10,12 +10,13 @@ from transformers import Trainer, TrainerCallback
 from trl import SFTConfig
 
 from tests.conftest import shared_base
-from tests.trainers.helpers import count_reward, trainer
+from tests.trainers.helpers import count_reward, rollout, trainer
 from toolkit import processes
 from toolkit.data import doubling
 from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
 from toolkit.reports import read_jsonl
-from toolkit.trainers.guards import GUARDS, MOST_IN_A_ROW, Watch
+from toolkit.rewards import RewardAdapter, adapter, score_with
+from toolkit.trainers.guards import EVALUATION_GUARDS, GUARDS, MOST_IN_A_ROW, Watch
 from toolkit.trainers.sft import sft_trainer
 
 HEALTHY = {
@@ -81,6 +82,103 @@ def test_what_is_not_measured_and_what_is_not_finite_are_no_sign():
     for step in range(50):
         assert watch.seen(step, {"kl_coef": 0.1}) == []
         assert watch.seen(step, dict.fromkeys(HEALTHY, float("nan"))) == []
+
+
+# ---------------------------------------------------------------------- evaluations
+
+ANSWERS = [f"Answer {i} is that {i * 7} comes to {i * 5} or more" for i in range(40)]
+SORRY = ["I'm sorry for any misunderstanding."] * 20 + ANSWERS[20:]
+MEASURED = {
+    "score": 0.0, "score_se": 0.1, "judge": 1.0, "judge_se": 0.3, "length": 20.0, "eos_share": 0.6,
+    "length_correlation": 0.6, "cut_gap": 0.4,
+}  # fmt: skip
+# Of each sign: what has changed since the first evaluation, the responses, and part of the text.
+FOOLED = {
+    "phrase": ({}, SORRY, '50% of the responses have "I\'m sorry for any", which 0% had at the first evaluation.'),
+    "less_varied": ({}, [" ".join(["on and"] * 4)] * 40, "different pairs of words are"),
+    "responses_repeated": ({}, SORRY, "different ones are 52% of what they were"),
+    "length_pays": ({"length": 31.0}, ANSWERS, "(correlation 0.60), which went from 20 to 31 tokens"),
+    "cut_pays": ({"eos_share": 0.1}, ANSWERS, "10% of the responses end by themselves, 60% did at first"),
+    "responses_shrink": (
+        {"score": 0.1, "length": 4.9},
+        ANSWERS,
+        "0.000 to 0.100, and the responses have shrunk from 20",
+    ),
+    # Of 0.3 and 0.4 the error of the difference is 0.5.
+    "judge_falls": ({"score": 0.1, "judge": -0.6, "judge_se": 0.4}, ANSWERS, "to -0.600, 3.2 standard errors"),
+}
+
+
+def evaluated(*evaluations):
+    """The warnings of evaluations, each of changes and responses, after a first one."""
+    watch = Watch()
+    assert watch.evaluated(0, MEASURED, ANSWERS) == []
+    return watch, [
+        watch.evaluated(step, {**MEASURED, **new}, texts) for step, (new, texts) in enumerate(evaluations, 1)
+    ]
+
+
+@pytest.mark.parametrize("name", FOOLED)
+def test_each_sign_of_a_fooled_reward_is_told_once(name):
+    changed, responses, text = FOOLED[name]
+    watch, (new, again) = evaluated((changed, responses), (changed, responses))
+    (warning,) = [one for one in new if one["name"] == name]
+    assert text in warning["text"] and warning["step"] == 1 and warning["remedy"] and again == []
+    assert {guard.name for guard in EVALUATION_GUARDS} == FOOLED.keys()
+    resumed = Watch()
+    resumed.load_state_dict(watch.state_dict())
+    assert resumed.evaluated(3, {**MEASURED, **changed}, responses) == [] and resumed.first == watch.first
+
+
+@pytest.mark.parametrize(
+    ("changed", "responses"),
+    [
+        ({"score": 2.0, "judge": 2.0}, ANSWERS[::-1]),
+        ({}, ["yes", "no"] * 20),  # right answers of a few words
+        ({}, ANSWERS[:33] + SORRY[:7]),  # 7 of 40, below 10
+        ({"length": 8.0, "eos_share": 1.0}, ANSWERS),  # shorter, where longer ones score higher
+        ({"length": 40.0, "length_correlation": 0.98}, ANSWERS),  # the length itself is what is asked for
+        ({"length": 28.0}, ANSWERS),
+        ({"length": 4.9, "score": -0.1}, ANSWERS),
+        ({"eos_share": 0.4}, ANSWERS),
+        ({"judge": -0.6, "judge_se": 0.4}, ANSWERS),  # the score has not risen
+        ({"score": 0.1, "judge": 0.1, "judge_se": 0.4}, ANSWERS),
+    ],
+)
+def test_what_is_no_sign_of_a_fooled_reward(changed, responses):
+    assert evaluated((changed, responses))[1] == [[]]
+
+
+def test_cut_responses_are_a_sign_where_they_score_higher():
+    watch = Watch()
+    measured = {**MEASURED, "cut_gap": -0.1}
+    watch.evaluated(0, measured, ANSWERS)
+    assert watch.evaluated(1, {**measured, "eos_share": 0.1}, ANSWERS) == []
+
+
+def test_the_judge_is_held_against_its_best():
+    """Above where it began, and far below where it was."""
+    _, (_, new) = evaluated(({"score": 1.0, "judge": 5.0}, ANSWERS), ({"score": 2.0, "judge": 3.0}, ANSWERS))
+    assert [one["name"] for one in new] == ["judge_falls"] and "from 5.000 at update 1 to 3.000" in new[0]["text"]
+
+
+def test_no_answer_of_the_doubling_task_is_a_sign():
+    """Before it is learnt, half of the answers in a wrong style; and after."""
+    wanted = [str(number * 2) for number in range(1000, 1300)]
+    watch, measured = Watch(), {**MEASURED, "length": 5.6, "eos_share": 1.0}
+    watch.evaluated(0, measured, [text if i % 2 else f"x{text[1:]}" for i, text in enumerate(wanted)])
+    assert watch.evaluated(1, {**measured, "score": 4.0, "judge": 5.0}, wanted) == []
+
+
+def test_a_trainer_tells_what_its_evaluations_warn_of(tmp_path, caplog):
+    ours = trainer(tmp_path, shared_base(), eval_strategy="steps", eval_steps=1)
+    ours.evaluated(MEASURED, SORRY[::-1])
+    tell = ours.evaluated
+    ours.evaluated = lambda metrics, responses: tell({**MEASURED, "eos_share": 0.1}, ANSWERS)
+    ours.train()
+    assert [row["name"] for row in read_jsonl(tmp_path / "warnings.jsonl") if row["name"] in FOOLED] == ["cut_pays"]
+    assert sum("WARNING at update 1: 10% of the responses end" in text for text in caplog.messages) == 1
+    assert ours.watch.first["responses"] == SORRY[::-1]
 
 
 def test_a_run_tells_its_warnings_and_keeps_them_over_a_checkpoint(tmp_path, caplog):
@@ -187,6 +285,15 @@ def test_memory_that_runs_out_while_the_roles_read_halves_their_rows(tmp_path, m
     ours.micro_batch.rows = 2
     ours.train()
     assert ours.rollouts.portion.rows == 2
+
+
+def test_memory_that_runs_out_while_the_reward_reads_halves_its_rows(monkeypatch):
+    base, batch = shared_base(), rollout([[12, 13, 2], [9, 9, 8, 8], [20, 2], [5, 6, 7]])
+    whole = RewardAdapter(base, pad_token_id=0, eos_token_id=2, batch_size=4)(batch)
+    monkeypatch.setattr(adapter, "sequence_logits", out_of_memory_above(2, adapter.sequence_logits, 1))
+    ours = RewardAdapter(base, pad_token_id=0, eos_token_id=2, batch_size=4)
+    torch.testing.assert_close(score_with(ours, batch), whole, rtol=1e-5, atol=1e-6)
+    assert ours.portion.rows == 2
 
 
 def test_one_row_that_is_too_large_is_said_as_it_was(tmp_path, monkeypatch):

@@ -264,19 +264,3 @@ def test_difference_num_mini_batches_is_the_number_of_optimizer_steps(tmp_path, 
     monkeypatch.setattr(ours.optimizer, "step", lambda: taken.append(1) or step())
     ours.step({}, rollout(FULL), torch.zeros(4))
     assert len(taken) == 2
-
-
-def test_difference_means_are_over_the_tokens_of_the_mini_batch(tmp_path):
-    """TRL averages the means of micro-batches, so that a token in a short response weighs more."""
-    gradients = []
-    for micro in (4, 1):
-        base = shared_base()
-        settings = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": 4 // micro}
-        ours = trainer(tmp_path, base, **settings)
-        ours._prepare_training()
-        experience = ours._make_experience(rollout(EARLY), torch.tensor([1.0, -1.0, 0.5, 2.0]))
-        base.train()
-        ours._backward_mini_batch(experience, [0, 1, 2, 3])
-        gradients.append(our_gradients(base))
-    for name in gradients[0]:
-        close(gradients[1][name], gradients[0][name], name)

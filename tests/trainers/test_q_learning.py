@@ -103,7 +103,7 @@ def test_it_learns_the_fixed_point_and_its_best_answers(tmp_path):
             differences.append(abs(float(found[t]) - expected[state, token]))
     # A network shares its weights between states: near, where a table is exact (tests/functional/test_q_learning.py).
     assert max(differences) < 0.2 and sum(differences) / len(differences) < 0.1, differences
-    _, rollout, _ = made.evaluate_rollout(made.eval_dataset)  # greedy answers are the best that the data can be put to
+    _, rollout, *_ = made.evaluate_rollout(made.eval_dataset)  # greedy answers are the best that the data can be put to
     for prompt, answer in zip(PROMPTS, rollout.response_ids, strict=True):
         best = []
         while (tuple(prompt), tuple(best)) in {state for state, _ in expected}:
@@ -194,11 +194,11 @@ def test_evaluation_has_ppos_keys(tmp_path):
     assert keys <= logged.keys() and logged["eval_named"] == 1.0 and logged["eval_length"] == logged["eval_score"]
     assert logged["eval_kl"] > 0
     sampled = make(tmp_path, decoding="sample", decoding_temperature=1e5)
-    metrics, rollout, _ = sampled.evaluate_rollout(sampled.eval_dataset)
+    metrics, rollout, *_ = sampled.evaluate_rollout(sampled.eval_dataset)
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-2)
-    again, same, _ = sampled.evaluate_rollout(sampled.eval_dataset)
+    again, same, *_ = sampled.evaluate_rollout(sampled.eval_dataset)
     assert same.response_ids == rollout.response_ids and again == metrics
-    before, _, _ = sampled.evaluate_rollout(sampled.eval_dataset, by_q=False)
+    before, *_ = sampled.evaluate_rollout(sampled.eval_dataset, by_q=False)
     assert before["kl"] == 0.0 and before.keys() == metrics.keys()
 
 

@@ -151,19 +151,6 @@ def test_the_token_level_loss_reads_each_token_of_a_rows_own_sequence(pad_is_eos
     assert trainer._metrics["train"]["margin"] == [pytest.approx(margin, abs=1e-5)]  # as TRL counts it
 
 
-def test_the_token_level_loss_learns_pairs(tmp_path):
-    base, tokenizer = reward_base(), doubling.tokenizer()
-    args = RewardConfig(
-        output_dir=str(tmp_path), loss="token_level", max_steps=30, gradient_checkpointing=False, max_length=None,
-        **COMMON,
-    )  # fmt: skip
-    reward_trainer(args, tokenizer, base, pairs(), callbacks=[]).train()
-    after = pair_figures(judge_pairs(base, pairs(16), tokenizer, batch_size=8))
-    assert after["accuracy"] == 1.0 and after["margin"] > 1
-    with pytest.raises(ValueError, match="loss — 'bradley_terry' or 'token_level' is needed, got 'hinge'"):
-        RewardConfig(output_dir=str(tmp_path), loss="hinge", **COMMON)
-
-
 def test_margins_reach_trls_loss(tmp_path):
     base, tokenizer = randomize(reward_base(), "reward"), doubling.tokenizer()
     args = RewardConfig(output_dir=str(tmp_path), gradient_checkpointing=False, max_length=None, **COMMON)

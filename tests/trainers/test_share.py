@@ -386,7 +386,7 @@ def test_a_reward_that_is_divided_and_fails_in_one_process_ends_all(rank, two, t
 def evaluated(folder, prompts):
     ours = trainer(Path(folder) / str(processes.rank()), per_device_eval_batch_size=2)
     prompts = ours.train_dataset.select(range(prompts))
-    metrics, measured, scores = ours.evaluate_rollout(prompts)
+    metrics, measured, scores, *_ = ours.evaluate_rollout(prompts)
     best = ours.best_of(prompts, 2)
     return (
         metrics,

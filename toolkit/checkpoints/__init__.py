@@ -5,6 +5,7 @@ without pickle and gathers every generator that a run draws from, `stop.py` note
 """
 
 from toolkit.checkpoints.folders import (
+    CHECKPOINT,
     checkpoint_folders,
     newest_whole,
     problem_of,

@@ -7,27 +7,27 @@ fits is whole, whatever its name; everything else is left over and is never read
 
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from toolkit.disk import ASIDE, MANIFEST, damage, seal, sealed_files, sync
+from toolkit.disk import ASIDE, MANIFEST, damage, delete_written, seal, sealed_files, sync
 from toolkit.errors import CheckpointError, ToolkitError
 
-_PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
+CHECKPOINT = f"{PREFIX_CHECKPOINT_DIR}-"
 
 
 def step_of(folder: Path) -> int:
     """The step at which a checkpoint was written, from its name."""
-    return int(folder.name.removesuffix(ASIDE).removeprefix(_PREFIX))
+    return int(folder.name.removesuffix(ASIDE).removeprefix(CHECKPOINT))
 
 
 def checkpoint_folders(output: str | Path, suffix: str = "") -> list[Path]:
     """The checkpoints in a folder, damaged ones too, oldest first; with a suffix those whose names end in it."""
-    folders = (path for path in Path(output).glob(f"{_PREFIX}*{suffix}") if path.is_dir())
-    numbered = (path for path in folders if path.name.removesuffix(suffix).removeprefix(_PREFIX).isdigit())
+    folders = (path for path in Path(output).glob(f"{CHECKPOINT}*{suffix}") if path.is_dir())
+    numbered = (path for path in folders if path.name.removesuffix(suffix).removeprefix(CHECKPOINT).isdigit())
     return sorted(numbered, key=step_of)
 
 
@@ -51,8 +51,17 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def _give_name(aside: Path) -> None:
-    """From here to the rename only the sealed folder is there, which `newest_whole` knows for what it is."""
+    """From here to the rename only the sealed folder is there, which `newest_whole` knows for what it is.
+
+    What others have put into the folder that it replaces moves along.
+    """
     folder = aside.with_name(aside.name.removesuffix(ASIDE))
+    delete_written(folder)
+    for path in [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]:
+        to = aside / path.relative_to(folder)
+        if not to.exists():
+            to.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(to)
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
     sync(folder.parent)
@@ -102,7 +111,12 @@ def set_aside_later(output: str | Path, checkpoint: Path) -> None:
 
 
 def rotate(output: str | Path, limit: int | None, *, keep: Collection[Path]) -> None:
-    """Delete the oldest checkpoints over a limit (None or 0 for none) but those to keep, as the new and the best."""
-    for folder in checkpoint_folders(output)[:-limit] if limit and limit > 0 else ():
+    """Delete the oldest checkpoints over a limit (None or 0 for none) but those to keep, as the new and the best.
+
+    A folder keeps what others have put there; one that is damaged is left alone.
+    """
+    whole = [folder for folder in checkpoint_folders(output) if (folder / MANIFEST).is_file()]
+    for folder in whole[:-limit] if limit and limit > 0 else ():
         if folder not in keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                delete_written(folder)

@@ -30,6 +30,13 @@ def take_shape(roles: SharedBase) -> None:
     roles.fuse_layers()
 
 
+def pack(model: nn.Module) -> None:
+    """Pack the 4-bit layers of a model on the meta device, as loading would."""
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.weight = _packed(module, module.weight)
+
+
 def _packed(module: Linear4bit, weight: Any) -> nn.Parameter:
     def numbers(size: int | tuple[()], dtype: torch.dtype) -> Tensor:
         return Weightless.like(torch.empty(size, dtype=dtype, device="meta"))

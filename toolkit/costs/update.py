@@ -74,7 +74,6 @@ class CountedUpdate:
         roles: as `take_shape` leaves them.
         args: of the ppo stage.
         lengths: of all rows, which are as long as they can be.
-        pad_token_id: of the tokenizer.
         on_cpu: whether it is for a CPU, where 4-bit layers are unpacked for the whole of a rollout.
     """
 
@@ -84,13 +83,12 @@ class CountedUpdate:
         roles: SharedBase,
         args: PPOConfig,
         lengths: Lengths,
-        pad_token_id: int = 0,
         *,
         on_cpu: bool = False,
     ):
         self.on_cpu = on_cpu
         self.counted, self.roles, self.args, self.lengths = counted, roles, args, lengths
-        self.tokenizer: Any = SimpleNamespace(pad_token_id=pad_token_id)
+        self.tokenizer: Any = SimpleNamespace(pad_token_id=0)
         self.autocast = precision(args, roles)
         roles.train_roles("policy", "value")
         roles.eval()

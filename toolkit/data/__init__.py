@@ -1,8 +1,8 @@
 """Data sets and collators; knows datasets and a tokenizer.
 
-A `Task` gives the rows of each stage and the metrics of a rollout: `doubling` makes its own, `preferences` reads pairs
-in hh-rlhf's form and TRL's, `prompts` prompts and responses to imitate, `rated` responses with rewards, from any source
-that `sources` knows.
+A `Task` gives the rows of each stage and the metrics of a rollout: `doubling` and `instructions` make their own;
+`preferences` reads pairs in hh-rlhf's form and TRL's, `prompts` prompts and responses to imitate, `rated` responses
+with rewards, from any source that `sources` knows.
 """
 
 from toolkit.data.batches import (
@@ -14,14 +14,16 @@ from toolkit.data.batches import (
     pad_rows,
 )
 from toolkit.data.doubling import Doubling
+from toolkit.data.instructions import Instructions
 from toolkit.data.messages import messages_of_row
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Demonstrations, Prompts
 from toolkit.data.rated import RatedResponses, check_rated
 from toolkit.data.rollouts import Rollout, concatenate, select
+from toolkit.data.rules import RULES, check_rules, instruction, keeps, share_kept
 from toolkit.data.sources import read_rows
 from toolkit.data.task import Kind, Task
 
 TASKS: dict[str, type[Task]] = {
-    kind.task: kind for kind in (Doubling, Preferences, Demonstrations, Prompts, RatedResponses)
+    kind.task: kind for kind in (Doubling, Instructions, Preferences, Demonstrations, Prompts, RatedResponses)
 }

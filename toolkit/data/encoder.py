@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.messages import Messages, checked_messages, dialogue_prompt, read_prompt
 from toolkit.data.rows import Unusable, present
 from toolkit.errors import DataError
+from toolkit.time_limit import time_limit
 
+_LARGEST_TEMPLATE = 2**20  # characters around what is said
 PROMPT_COLUMNS = {name: name for name in ("input_ids", "messages", "prompt", "query")}
 
 
@@ -69,9 +71,19 @@ class PromptEncoder:
         if self.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
-            return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            with time_limit():
+                text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except TimeoutError as error:
+            raise self._endless(error) from error
         except Exception as error:  # of jinja2, and of whatever a template does in Python
             raise Unusable(f"the chat template refuses it: {error}") from error
+        if len(text) > _LARGEST_TEMPLATE + 8 * sum(len(str(message)) for message in messages):
+            raise self._endless(f"it makes {len(text):,} characters of a conversation")
+        return text
+
+    def _endless(self, why: object) -> DataError:
+        wrong = f'the chat template of "{self.tokenizer.name_or_path}" cannot be used: {why}.'
+        return DataError(wrong, field="chat", remedy="Mend its chat_template.jinja or tokenizer_config.json.")
 
     def ids(self, text: str, *, special: bool = False) -> list[int]:
         """The ids of a text as it is, or with the special tokens that the tokenizer adds."""

@@ -27,6 +27,12 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(every if len(every) <= 20 else [*every[:20], f"and {len(every) - 20} more"])
 
 
+def kind_of(value: Any) -> str:
+    """What JSON calls a value."""
+    kinds = {type(None): "null", bool: "true or false", str: "text", list: "an array", dict: "an object"}
+    return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else f"a {type(value).__name__}")
+
+
 def reason(error: Exception) -> str:
     """The first line of an error, or its name."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -122,7 +128,7 @@ def _is_odd(text: str) -> bool:
 
 def _json_object(place: str, row: Any, odd: bool, remedy: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a JSON object is needed, this is a {type(row).__name__}.", remedy=remedy)
+        raise DataError(f"{place}: a JSON object is needed, this is {kind_of(row)}.", remedy=remedy)
     if not odd:
         return row
     level: list[Any] = [row]  # the lists and objects so deep

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.data.files import kind_of
 from toolkit.data.rows import Unusable, present, renamed
 from toolkit.errors import DataError
 
@@ -85,7 +86,7 @@ def text_or_messages(place: str, row: dict[str, Any], column: str) -> Messages |
     value = as_messages([value] if isinstance(value, dict) else value)
     if isinstance(value, (str, list)):
         return value
-    what = f"neither text nor messages, but {type(value).__name__}" if column in row else "missing"
+    what = f"neither text nor messages, but {kind_of(value)}" if column in row else "missing"
     raise DataError(f'{place}: column "{column}" is {what}; {present(row)}')
 
 

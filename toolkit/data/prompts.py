@@ -1,7 +1,6 @@
 """Prompts for PPO, as text, messages or token ids; and demonstrations for sft: prompts with responses, or text."""
 
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -44,16 +43,12 @@ class Prompts(SplitTask):
     may_be_plain: ClassVar[bool] = True
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-        column, prompt = self._encoder.row(place, row, first, self.columns, self.max_prompt_length)
-        if "prompt" not in prompt:
-            prompt["prompt"] = str(self.tokenizer.decode(prompt["input_ids"]))
-        return {name: item for name, item in row.items() if name != column} | prompt
+        return self._encode_prompt(place, row, first, self.columns)
 
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         """Rows as columns, `input_ids` and `prompt` first."""
         part = super()._read(split, source, limit)
-        names = dict.fromkeys(["input_ids", "prompt", *chain.from_iterable(part.rows)])
-        columns = {name: [row.get(name) for row in part.rows] for name in names}
+        columns = self._prompt_columns(part.rows)
         try:
             return replace(part, rows=Dataset.from_dict(columns))
         except Exception:  # of datasets and pyarrow, as the values have it

@@ -91,23 +91,31 @@ class SourceTask(Task):
     def _splits(self) -> dict[str, Split]:
         return {"train": self._read("train", self.train, self.max_train_rows)}
 
+    def _encode_prompt(
+        self, place: str, row: dict[str, Any], first: dict[str, Any], columns: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """A row whose prompt is encoded; its other columns stay."""
+        column, prompt = self._encoder.row(place, row, first, columns, getattr(self, "max_prompt_length", 512))
+        if "prompt" not in prompt:
+            prompt["prompt"] = str(self.tokenizer.decode(prompt["input_ids"]))
+        return {name: item for name, item in row.items() if name != column} | prompt
+
+    @staticmethod
+    def _prompt_columns(rows: Any) -> dict[str, list[Any]]:
+        """Encoded rows as columns, `input_ids` and `prompt` first."""
+        names = dict.fromkeys(["input_ids", "prompt", *chain.from_iterable(rows)])
+        return {name: [row.get(name) for row in rows] for name in names}
+
     def prompts_of(self, rows: Any) -> Dataset:
         """Rows in memory as prompts: texts, or mappings with the columns of a file of prompts, or ready `input_ids`."""
-
-        def encode(place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-            column, prompt = self._encoder.row(place, row, first, None, getattr(self, "max_prompt_length", 512))
-            text = prompt.get("prompt", self.tokenizer.decode(prompt["input_ids"]))
-            return {name: item for name, item in row.items() if name != column} | prompt | {"prompt": str(text)}
-
         if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
             return rows
         given = (dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows)
         numbered = ((f"row {number}", row) for number, row in enumerate(given, 1))
-        part = usable_rows(numbered, encode, split="train_dataset", source="the rows given")
+        part = usable_rows(numbered, self._encode_prompt, split="train_dataset", source="the rows given")
         if part.left_out:
             phases.tell(f"train_dataset: {part.report('prompts')}")
-        names = dict.fromkeys(["input_ids", "prompt", *chain.from_iterable(part.rows)])
-        return Dataset.from_dict({name: [row.get(name) for row in part.rows] for name in names})
+        return Dataset.from_dict(self._prompt_columns(part.rows))
 
     @property
     def chats(self) -> bool:

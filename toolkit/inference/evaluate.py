@@ -24,18 +24,10 @@ from toolkit.trainers.rollouts import QRollouts
 def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any]:
     """Measure a trained run on its held-out prompts, before and after training, into `eval/result.json`."""
     console = console or Console()
-    started = time.perf_counter()
     folder = recipe.stage_folder(EVALUATION)
     processes.by_main(lambda: refuse_others(folder))
     processes.by_main(lambda: begin(folder))
-    prompts = recipe.task.prompts("test")
-    if (rows := recipe.task.report()) is not None:
-        stage.say(console, f"data: {rows}")
-    set_seed(recipe.seed)
-    with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
-        before, after = (_by_q if responds_by_q(recipe) else _of_policy)(recipe, prompts)
-    result = stage.figures(recipe, EVALUATION, started, before.metrics, after.metrics)
-    samples = sample_rows(*(Responses.of(evaluation.rollout, evaluation.scores) for evaluation in (before, after)))
+    result, samples = measured(recipe, console)
     processes.by_main(lambda: write_jsonl(folder / "samples.jsonl", samples))
     processes.by_main(lambda: write_result(folder, result))
     console.print(samples_table(samples))
@@ -46,11 +38,24 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
     return result
 
 
+def measured(recipe: Recipe, console: Console) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What `result.json` of an evaluation holds, and its samples; nothing is written."""
+    started = time.perf_counter()
+    prompts = recipe.task.prompts("test")
+    if (rows := recipe.task.report()) is not None:
+        stage.say(console, f"data: {rows}")
+    set_seed(recipe.seed)
+    with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
+        before, after = (_by_q if responds_by_q(recipe) else _of_policy)(recipe, prompts)
+    result = stage.figures(recipe, EVALUATION, started, before.metrics, after.metrics)
+    return result, sample_rows(*(Responses.of(one.rollout, one.scores, one.judged) for one in (before, after)))
+
+
 def _of_policy(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation]:
     """Where the policy starts, and what was trained."""
     with phase("load"):
-        roles, pad_token_id = build.placed_roles(recipe, "ppo")
-        evaluator = build.make_evaluator(recipe, build.make_rollouts(recipe, roles), pad_token_id)
+        roles, pad_tokens = build.placed_roles(recipe, "ppo")
+        evaluator = build.make_evaluator(recipe, build.make_rollouts(recipe, roles), pad_tokens)
     with phase("answers before"):
         before = evaluator(prompts)
     with phase("answers after"):
@@ -62,10 +67,11 @@ def _by_q(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation]:
     """The reference, and what Q makes of it."""
     config = build.trainer_config(recipe, "q")
     with phase("load"):
-        roles, pad_token_id = build.placed_roles(recipe, "q", trained=recipe.stage_folder("q") / "q")
-    reward = build.make_reward(recipe, roles, pad_token_id, config.per_device_eval_batch_size)
+        roles, pad_tokens = build.placed_roles(recipe, "q", trained=recipe.stage_folder("q") / "q")
+    scored_by = (roles, pad_tokens, config.per_device_eval_batch_size)
+    reward, judge = build.make_reward(recipe, *scored_by), build.make_judge(recipe, *scored_by)
     rollouts = QRollouts(config, recipe.tokenizer, roles, precision(config, roles))
-    before, after = (rollouts.evaluator(reward, recipe.task.metrics, by_q=by_q) for by_q in (False, True))
+    before, after = (rollouts.evaluator(reward, recipe.task.metrics, judge, by_q=by_q) for by_q in (False, True))
     with phase("answers before"):
         measured = before(prompts)
     with phase("answers after"):

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from transformers import TextStreamer, set_seed
 
 from toolkit import processes
@@ -16,7 +15,7 @@ from toolkit.disk import check_file
 from toolkit.errors import DataError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import policy_folder, trained_sampler
-from toolkit.reports import write_jsonl
+from toolkit.reports import texts_table, write_jsonl
 from toolkit.runs import build
 from toolkit.sampling import Sampler, batches, best_of
 from toolkit.spec.recipe import Recipe
@@ -60,19 +59,6 @@ class _Streamer(TextStreamer):
         super().on_finalized_text(printable(text), stream_end)
 
 
-def _table(rows: Sequence[dict[str, Any]], names: Sequence[str], *, title: str = "", figures: str = "") -> Table:
-    """Texts of rows side by side, and a column of figures, named so, where rows have one."""
-    table = Table(title=title or None, show_lines=True)
-    for name in names:
-        table.add_column(name, overflow="fold", ratio=1)
-    if figures:
-        table.add_column(figures, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [Text(printable(row[name])) for name in names]  # Text: square brackets are no markup
-        table.add_row(*cells, *([row[figures]] if figures else ()))
-    return table
-
-
 def generate(
     recipe: Recipe,
     *,
@@ -103,7 +89,7 @@ def generate(
     if compare:
         columns["reference"] = respond(sampler.reference, asked)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    (console or Console()).print(_table(rows, list(columns)))
+    (console or Console()).print(texts_table(rows, list(columns)))
     if output is not None:
         processes.by_main(partial(write_jsonl, output, rows))
     return rows
@@ -134,9 +120,9 @@ def generate_best(
     processes.by_main(lambda: check_file(output))
     console = console or Console()
     with processes.agreed():
-        roles, pad_token_id = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
+        roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
         rollouts = build.make_rollouts(recipe, roles)
-        reward = build.make_reward(recipe, roles, pad_token_id, rollouts.args.local_rollout_forward_batch_size)
+        reward = build.make_reward(recipe, roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
         set_seed(seed)
         _, asked = prompts_of(recipe, texts, file, number)
     size = rollouts.args.per_device_eval_batch_size
@@ -149,7 +135,7 @@ def generate_best(
         rows.append({"prompt": prompt, "policy": best, "score": max(scores), "candidates": scored})
         shown.append({**rows[-1], "score: best, mean": f"{max(scores):.3f}, {means[i]:.3f}"})
     title = f"the best of {num_samples}"
-    console.print(_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
+    console.print(texts_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
     growth = Table(title=f"mean score of the best of N, over {len(rows)} prompts")
     for name in ("N", "score", "KL at most"):
         growth.add_column(name, justify="right")

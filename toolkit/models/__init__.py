@@ -5,7 +5,8 @@
 holds the adapters and switches them (nothing else does), `forward` reads values, scores and log-probabilities,
 `q_values` reads a role's logits as Q-values. `value_model` is a value role with a base of its own and `classifier` a
 reward with one. `adapters` saves and loads PEFT folders, `views` shows roles to trainers that are not ours, `lora` has
-all that is used of PEFT beyond its public interface, `fused_lora` computes its layers.
+all that is used of PEFT beyond its public interface, `fused_lora` computes its layers, and `decoding`
+is the loop over new tokens.
 """
 
 from toolkit.models.adapters import load_role, load_weights, save_role
@@ -20,6 +21,7 @@ from toolkit.models.classifier import (
     save_classifier,
     train_in_float32,
 )
+from toolkit.models.decoding import RowProcessor
 from toolkit.models.folders import read_tensors
 from toolkit.models.forward import (
     PolicyReading,
@@ -53,5 +55,4 @@ from toolkit.models.weights import (
     quantize_outline,
     role_digest,
     tensors_digest,
-    weight_bytes,
 )

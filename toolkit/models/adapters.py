@@ -17,7 +17,8 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 
-from toolkit.errors import AdapterError
+from toolkit.disk import read_object
+from toolkit.errors import AdapterError, ToolkitError
 from toolkit.models.folders import State, adapter_state, load_whole, other_base, put_adapter, read_tensors
 from toolkit.models.heads import Q_BOUND_FILE, QBound
 from toolkit.models.lora import missing_modules
@@ -85,13 +86,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise AdapterError(f'role "{role}": there is no folder {folder}.', remedy="Name a PEFT adapter folder.")
-    try:
-        about = json.loads((folder / ROLE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        about = {}  # another tool's folder
-    except ValueError as error:
-        remedy = "Delete it or train the role again."
-        raise AdapterError(f"{folder / ROLE_FILE} is not valid JSON ({error}).", remedy=remedy) from error
+    about = _about(folder)
     head: State | None
     if (folder / SHARED_HEAD_FILE).is_file():
         if role != "value":
@@ -102,7 +97,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         _, head = _split_head(read_tensors(folder, device=base.device), role, folder)
         if missing := missing_modules(base.causal_lm, config):
             raise other_base(folder, f"this one has no module {missing[0]} for it.")
-    bound = QBound.load(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
+    bound = _bound(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
     shape: Any = {} if head is None else {"num_labels": head["weight"].shape[0], "head_bias": "bias" in head}
     base.add_role(role, config, head=bound, **shape)
     try:
@@ -129,13 +124,35 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
         _set_bound(base, role, folder)
 
 
+def _about(folder: Path) -> dict[str, Any]:
+    path, remedy = folder / ROLE_FILE, "Delete it or train the role again."
+    try:
+        about = read_object(path) or {}  # another tool's folder has none
+    except ToolkitError as error:
+        raise AdapterError(error.problems[0].wrong, remedy=remedy) from error
+    pad = about.get("pad_token_id", 0)
+    if type(pad) is not int or not 0 <= pad < 2**31:
+        raise AdapterError(f"{path}: pad_token_id is {pad!r}, and the id of a token is needed.", remedy=remedy)
+    return about
+
+
+def _bound(folder: Path) -> QBound:
+    saved = read_tensors(folder, Q_BOUND_FILE)
+    try:
+        return QBound.of(saved)
+    except (KeyError, ValueError, RuntimeError) as error:
+        wrong = f"{folder / Q_BOUND_FILE} holds no bound of Q-values ({' '.join(str(error).split())})."
+        raise AdapterError(wrong, remedy="Train or copy it again.") from error
+
+
 def _adapter_config(folder: Path) -> LoraConfig:
     if not (folder / CONFIG_NAME).is_file():
         raise AdapterError(f"{folder}: {CONFIG_NAME} is missing, so this is not a PEFT adapter folder.")
     try:
         config = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError) as error:
-        raise AdapterError(f"{folder / CONFIG_NAME} cannot be read: {error}") from error
+    except Exception as error:  # whatever PEFT comes to, as the file is
+        wrong = f"{folder / CONFIG_NAME} cannot be read: {' '.join(str(error).split())}."
+        raise AdapterError(wrong, remedy="Train or copy it again.") from error
     if not isinstance(config, LoraConfig):
         raise AdapterError(f"{folder}: the adapter is of type {config.peft_type}; the roles here are LoRA adapters.")
     if extra := set(config.modules_to_save or []) - {"score", "classifier"}:
@@ -187,4 +204,4 @@ def _set_bound(base: SharedBase, role: str, folder: Path) -> None:
             remedy="Set bound as it was trained.",
         )
     if ours:
-        base.heads[role].load_state_dict(QBound.load(folder).state_dict())
+        base.heads[role].load_state_dict(_bound(folder).state_dict())

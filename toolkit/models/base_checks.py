@@ -16,9 +16,10 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError, ToolkitError
+from toolkit.models.decoding import RowProcessor, decode
 
 Logits = Callable[[Tensor], Tensor]
 _NEAR, _NEAR_IN_16_BITS = 1e-3, 0.1
@@ -41,8 +42,8 @@ def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
                     setattr(owner, name, rate)
 
 
-def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> tuple[Logits, Tensor]:
-    """What the model does with the logits of `lm_head`, and what `check_states` gives.
+def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> tuple[Logits, Tensor, bool]:
+    """What the model does with the logits of `lm_head`, what `check_states` gives, and `rows_can_leave`.
 
     On the meta device nothing can be tried.
 
@@ -59,7 +60,7 @@ def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> 
         raise ModelError(f"a {name} has no linear layer lm_head.", remedy=_SUGGESTION)
     states = check_states(model, hidden_states)
     if states.is_meta:
-        return _as_they_are, states
+        return _as_they_are, states, False
     ids = _ids(model)
     with _tried(model):
         given = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
@@ -71,7 +72,46 @@ def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> 
             "responses would not be sampled from the policy whose log-probabilities are trained.",
             remedy=_SUGGESTION,
         )
-    return logits, states
+    return logits, states, rows_can_leave(model, ids[0], given[0])
+
+
+def rows_can_leave(model: PreTrainedModel, ids: Tensor, given: Tensor) -> bool:
+    """Whether a row that is decoded keeps its logits when another one has ended and left the batch.
+
+    Args:
+        ids: (L,), and `given` their logits of a whole pass, (L, V).
+    """
+    prompts, mask = torch.stack([ids[[0, 0, 0, 1]], ids[:4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    forced = _Forced(torch.stack([ids[[2, 2]], ids[4:6]]))  # the first row ends with its first token
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=int(ids[2]), pad_token_id=int(ids[0]))
+    try:
+        with _tried(model):
+            model.generate(
+                input_ids=prompts,
+                attention_mask=mask.to(ids.device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([forced]),
+                custom_generate=decode,
+            )
+    except ModelError:
+        return False  # it keeps something of each row beside its cache
+    left = torch.stack([scores[-1] for scores in forced.seen[1:]])
+    return [len(scores) for scores in forced.seen] == [2, 1, 1] and apart_by(left, given[4:6]) <= tolerance(model)
+
+
+class _Forced(RowProcessor):
+    """Leaves each row its next token of those that are given, (B, T), for as long as there are any."""
+
+    def __init__(self, tokens: Tensor):
+        self.tokens, self.seen = tokens, list[Tensor]()
+
+    def keep(self, rows: Tensor) -> None:
+        self.tokens = self.tokens[rows]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(scores)
+        token = self.tokens[:, len(self.seen) - 1 : len(self.seen)]
+        return scores.scatter(1, token, float("inf"))
 
 
 def check_bits(quantization: Any) -> None:

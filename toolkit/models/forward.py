@@ -122,18 +122,20 @@ def read_policy(
     return PolicyReading(scatter(logprobs, mask), *optional)
 
 
-def sequence_logits(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, pad_token_id: int) -> Tensor:
-    """The reward head where a sequence's score is read: see `score_positions`. Float32 (B, num_labels).
+def sequence_logits(
+    base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, pad_token_id: int, role: str = "reward"
+) -> Tensor:
+    """The head of reward or judge where a sequence's score is read: see `score_positions`. Float32 (B, num_labels).
 
-    Switches to the role "reward" by itself. The rows may be padded on either side.
+    Switches to the role by itself. The rows may be padded on either side.
     """
     rows = torch.arange(input_ids.shape[0], device=input_ids.device)
     positions = score_positions(input_ids, attention_mask, pad_token_id)
-    return base.head("reward")(reward_states(base, input_ids, attention_mask)[rows, positions])
+    return base.head(role)(reward_states(base, input_ids, attention_mask, role=role)[rows, positions])
 
 
-def reward_states(base: SharedBase, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B, L, H) in the role "reward"; rows padded on either side have the positions of unpadded ones."""
+def reward_states(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, role: str = "reward") -> Tensor:
+    """(B, L, H) in the role; rows padded on either side have the positions of unpadded ones."""
     position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    with base.role("reward"):
+    with base.role(role):
         return base.hidden_states(input_ids, attention_mask, position_ids=position_ids)

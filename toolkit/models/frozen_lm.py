@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import psutil
@@ -11,9 +11,13 @@ from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.models.base_checks import check_base
+from toolkit.models.decoding import decode
+
+_ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
 
 
 class FrozenLM(nn.Module):
@@ -46,7 +50,7 @@ class FrozenLM(nn.Module):
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(lambda _, given: tuple(states.contiguous() for states in given))
         self.eval()
-        self._logits_of, self._states = check_base(causal_lm, self.hidden_states)
+        self._logits_of, self._states, self._rows_leave = check_base(causal_lm, self.hidden_states)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -84,10 +88,16 @@ class FrozenLM(nn.Module):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **further: Any) -> Tensor:
-        """What comes after left-padded prompts (B, P): int64 (B, T). No setting comes from the checkpoint."""
+        """The likeliest tokens after left-padded prompts (B, P): int64 (B, T). No setting comes from the checkpoint."""
+        # transformers gives its streamer the prompt, and a loop that is not its own no streamer.
+        loop = partial(decode, rows_leave=self._rows_leave, streamer=further.get("streamer"))
         with self.in_eval_mode(), self.unpacked() if self.device.type == "cpu" else nullcontext():
             output = self.causal_lm.generate(
-                input_ids=input_ids, attention_mask=attention_mask, generation_config=config, **further
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=config,
+                custom_generate=loop,
+                **further,
             )
         return output[:, input_ids.shape[1] :]
 
@@ -98,18 +108,17 @@ class FrozenLM(nn.Module):
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
-        """Where there is room for them, the 4-bit layers hold their weights in 16 bits (or 32) too inside.
+        """Where there is room for them, linear layers hold their weights a second time inside, ready to multiply with.
 
-        On a CPU each pass of a layer unpacks it, and multiplies then: the results are the same bits. Decoding would do
-        so for each token. (On a GPU bitsandbytes has kernels that unpack as they multiply.)
+        On a CPU each pass unpacks a weight of 4 bits, and lays one of bfloat16 out for its kernel: decoding would do so
+        for each token. The results are the same bits. (On a GPU bitsandbytes has kernels that unpack as they multiply.)
         """
-        layers: list[Any] = [module for module in self.causal_lm.modules() if type(module) is Linear4bit]
-        layers = [layer for layer in layers if layer.compute_dtype in (None, layer.weight.quant_state.dtype)]
-        size = sum(layer.in_features * layer.out_features * layer.weight.quant_state.dtype.itemsize for layer in layers)
+        layers: list[Any] = [layer for layer in self.causal_lm.modules() if _has_ready_weight(layer)]
+        size = sum(layer.in_features * layer.out_features * _dtype(layer).itemsize for layer in layers)
         if psutil.virtual_memory().available < 2 * size:
             layers = []
         for layer in layers:
-            layer.forward = partial(_linear, layer, dequantize_4bit(layer.weight, layer.weight.quant_state))
+            layer.forward = partial(_linear, layer, _ready_weight(layer))
         try:
             yield
         finally:
@@ -127,8 +136,52 @@ class FrozenLM(nn.Module):
             self.train(was_training)
 
 
-def _linear(layer: Linear4bit, weight: Tensor, x: Tensor) -> Tensor:
-    if layer.compute_dtype is None and x.dtype != weight.dtype:
-        return Linear4bit.forward(layer, x)
+def _dtype(layer: Any) -> torch.dtype:
+    """What a linear layer multiplies in."""
+    return layer.weight.quant_state.dtype if type(layer) is Linear4bit else layer.weight.dtype
+
+
+def _has_ready_weight(layer: Any) -> bool:
+    if "forward" in vars(layer):  # another library's
+        return False
+    if type(layer) is Linear4bit:
+        return layer.compute_dtype in (None, _dtype(layer))
+    return type(layer) is nn.Linear and _dtype(layer) is torch.bfloat16 and _lays_out()
+
+
+def _ready_weight(layer: Any) -> Tensor:
+    packed = type(layer) is Linear4bit
+    weight = dequantize_4bit(layer.weight, layer.weight.quant_state) if packed else layer.weight.detach()
+    if weight.dtype is not torch.bfloat16 or not _lays_out():
+        return weight
+    if type(weight) is not Tensor:  # one without numbers, of which the bytes are counted
+        return torch.empty_like(weight)
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+@cache
+def _lays_out() -> bool:
+    """Whether torch multiplies here with bfloat16 weights that were laid out before, and to the same bits."""
+    with _disable_current_modes():  # a plan asks where tensors have no numbers
+        x, weight = torch.linspace(-1, 1, 4096, device="cpu").to(torch.bfloat16).view(2, 32, 64)
+        try:
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight)
+            ready = torch.ops.mkldnn._linear_pointwise(x, laid_out, None, *_ALONE)
+        except (AttributeError, NotImplementedError, RuntimeError):  # another build, or a CPU without bfloat16
+            return False
+        return torch.equal(ready, nn.functional.linear(x, weight))
+
+
+def _linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """What a layer gives, by its ready weight."""
+    given, device = getattr(layer, "compute_dtype", None), x.device.type
     bias = None if layer.bias is None else layer.bias.to(weight.dtype)
-    return torch.nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+    if not weight.is_mkldnn:
+        if given is None and x.dtype != weight.dtype:
+            return type(layer).forward(layer, x)
+        return nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not (autocast or weight.dtype) == (given or autocast or x.dtype) == weight.dtype:
+        return type(layer).forward(layer, x)
+    result = torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, *_ALONE)
+    return result.to(x.dtype) if type(layer) is Linear4bit else result

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from toolkit.functional import bounded_q
 
-HeadInit = Literal["normal", "orthogonal"]
+HeadInit = Literal["normal", "orthogonal", "zeros"]
 Q_BOUND_FILE = "q_bound.safetensors"
 
 
@@ -22,8 +22,9 @@ class ScoreHead(nn.Linear):
     rank responses.
 
     Args:
-        init: of the weights: "normal" with standard deviation 0.02, or "orthogonal" with gain √2 (Saxe et al. 2014,
-            arXiv 1312.6120; the gain of OpenAI baselines and of PaLM-rlhf-pytorch's value head).
+        init: of the weights: "normal" with standard deviation 0.02; "orthogonal" with gain √2 (Saxe et al. 2014,
+            arXiv 1312.6120; the gain of OpenAI baselines and of PaLM-rlhf-pytorch's value head); or "zeros", by which
+            values begin without an error of their own.
         bias: whether there is one, which starts at 0.
     """
 
@@ -31,6 +32,8 @@ class ScoreHead(nn.Linear):
         super().__init__(hidden_size, num_labels, bias=bias, dtype=torch.float32)
         if init == "orthogonal":
             nn.init.orthogonal_(self.weight, gain=math.sqrt(2))
+        elif init == "zeros":
+            nn.init.zeros_(self.weight)
         else:
             nn.init.normal_(self.weight, std=0.02)
         if bias:
@@ -86,8 +89,8 @@ class QBound(nn.Module):
         save_file({**{name: x.cpu() for name, x in self.state_dict().items()}, **bounds}, folder / Q_BOUND_FILE)
 
     @classmethod
-    def load(cls, folder: Path) -> "QBound":
-        saved = load_file(folder / Q_BOUND_FILE)
-        bound = cls(lowest=float(saved.pop("lowest")), highest=float(saved.pop("highest")))
-        bound.load_state_dict(saved)
+    def of(cls, saved: dict[str, Tensor]) -> "QBound":
+        """Of tensors that `save` wrote. Raises KeyError, ValueError or RuntimeError where they are others."""
+        bound = cls(lowest=float(saved["lowest"]), highest=float(saved["highest"]))
+        bound.load_state_dict({name: tensor for name, tensor in saved.items() if name not in ("lowest", "highest")})
         return bound

@@ -8,7 +8,7 @@ where another version has moved one of these; then `BaseTunerLayer.set_adapter`,
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import AdapterError
+from toolkit.time_limit import time_limit
 
 # The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
 _INITS_OF_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
@@ -40,6 +41,7 @@ def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name:
             field="init_lora_weights",
             remedy="Leave it out, or take gaussian or orthogonal.",
         )
+    _check_patterns(model, config)
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
     experts = [name.replace(".base_layer", "") for name, p in model.named_parameters() if p.dim() == 3]
@@ -58,6 +60,23 @@ def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name:
             model.add_adapter(name, config)
             return model
         return get_peft_model(model, config, adapter_name=name)
+
+
+def _check_patterns(model: nn.Module, config: LoraConfig) -> None:
+    """That patterns end: Python's may try more ways through a name than there is time for."""
+    fields = {name: getattr(config, name) for name in ("target_modules", "exclude_modules", "layers_pattern")}
+    fields |= {name: list(getattr(config, name) or ()) for name in ("rank_pattern", "alpha_pattern")}
+    names = [name for name, _ in model.named_modules()]
+    for field, given in fields.items():
+        for pattern in [given] if isinstance(given, str) else given if isinstance(given, list) else []:
+            try:
+                with time_limit(), suppress(re.error):  # which PEFT says
+                    for name in names:
+                        re.match(rf"(?:.*\.)?(?:{pattern})$", name)
+            except TimeoutError as error:
+                wrong = f"the pattern {pattern!r} comes to no end on the names of the base's modules."
+                remedy = "Write it without repetitions within each other."
+                raise AdapterError(wrong, field=field, remedy=remedy) from error
 
 
 def adapter_dropouts(layers: Iterable[nn.Module]) -> list[nn.Module]:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
 from toolkit.functional.logprobs import in_chunks
+from toolkit.models.decoding import RowProcessor
 from toolkit.models.forward import (
     after_responses,
     before_response_tokens,
@@ -114,7 +115,7 @@ def response_log_ratios(
         return scatter(in_chunks(of_chunk, states["q"], states["reference"], tokens, chunk_size=chunk_size), mask)
 
 
-class LargestQ(LogitsProcessor):
+class LargestQ(RowProcessor):
     """Q of every token, from the logits of the role "q"; decoded greedily, the token with the largest."""
 
     def __init__(self, base: SharedBase):
@@ -124,7 +125,7 @@ class LargestQ(LogitsProcessor):
         return self.base.heads["q"](scores) if "q" in self.base.heads else scores
 
 
-class WeightedByQ(LogitsProcessor):
+class WeightedByQ(RowProcessor):
     """log π with π ∝ π_ref · exp(Q/τ), from the logits of the reference: see `toolkit.functional.q_policy_logprobs`.
 
     Each token costs a second forward pass, in the role "q", with a cache of its own. `attention_mask` is (B, P) of the
@@ -134,6 +135,10 @@ class WeightedByQ(LogitsProcessor):
     def __init__(self, base: SharedBase, attention_mask: Tensor, *, temperature: float):
         self.base, self.mask, self.temperature = base, attention_mask.long(), temperature
         self.cache = DynamicCache(config=base.config)
+
+    def keep(self, rows: Tensor) -> None:
+        self.mask = self.mask[rows]
+        self.cache.reorder_cache(rows)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         unread = input_ids[:, self.cache.get_seq_length() :]

@@ -26,8 +26,8 @@ from toolkit.models.lora import (
 )
 from toolkit.models.value_model import ValueModel
 
-ROLES = ("policy", "value", "reward", "reference", "q", "q_target")
-HEAD_ROLES = ("value", "reward")
+ROLES = ("policy", "value", "reward", "judge", "reference", "q", "q_target")
+HEAD_ROLES = ("value", "reward", "judge")
 Q_ROLES = ("q", "q_target")
 
 
@@ -35,7 +35,8 @@ class SharedBase(FrozenLM):
     """A frozen causal language model that carries the roles policy, value, reward and reference, or those of Q.
 
     Each role has a LoRA adapter on the one base, but for a reference without an adapter (then it is the base itself), a
-    value role that shares the policy's adapter, and one with a base of its own. Value and reward have a `ScoreHead`.
+    value role that shares the policy's adapter, and one with a base of its own. Value and reward have a `ScoreHead`,
+    and so has a judge, a second reward, which nothing is trained on.
 
     Outside `role` no adapter is active. Inside it, exactly one role is:
 
@@ -64,7 +65,7 @@ class SharedBase(FrozenLM):
     # ------------------------------------------------------------------ roles
 
     def head(self, role: str) -> ScoreHead:
-        """The head of a role that has one, `value` or `reward`."""
+        """The head of a role that has one, of `HEAD_ROLES`."""
         head = dict(self.heads.named_children()).get(role)
         if not isinstance(head, ScoreHead):
             raise AdapterError(f'role "{role}" has no head on this base.')

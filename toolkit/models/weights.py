@@ -1,13 +1,11 @@
-"""The weights of a model: the bytes that they take, whether they changed, and an adapter merged into them."""
+"""The weights of a model: the layers that quantise them, whether they changed, and an adapter merged into them."""
 
 import hashlib
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -19,32 +17,10 @@ from toolkit.models.base_checks import apart_by, tolerance
 from toolkit.models.roles import SharedBase
 
 
-def weight_bytes(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> int:
-    """Bytes that the weights of a model on the meta device will take; its layers are quantised as loading would."""
-    size = model.dtype.itemsize
-    if quantization is not None:
-        quantize_outline(model, quantization)
-    total = sum(parameter.numel() * size for parameter in model.parameters())
-    for module in model.modules():
-        if isinstance(module, (Linear4bit, Linear8bitLt)):
-            total += _quantised_bytes(module) - module.weight.numel() * size
-    return total
-
-
 def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
     """Give a model on the meta device the layers that loading would quantise, as PEFT knows them."""
     AutoHfQuantizer.from_config(quantization, pre_quantized=False).preprocess_model(model, device_map=None)
     model.is_loaded_in_4bit = quantization.load_in_4bit  # as loading says; PEFT chooses its layer by this
-
-
-def _quantised_bytes(module: nn.Linear) -> int:
-    weights = module.in_features * module.out_features
-    if not isinstance(module, Linear4bit):
-        return weights + 4 * module.out_features  # a byte a weight, a float32 scale a row
-    blocks = math.ceil(weights / module.weight.blocksize)
-    # One scale a block: float32, or a byte and in turn a float32 for every 256 of these.
-    scales = blocks + 4 * math.ceil(blocks / 256) if module.weight.compress_statistics else 4 * blocks
-    return math.ceil(weights / 2) + scales
 
 
 def role_digest(base: SharedBase, role: str) -> str:

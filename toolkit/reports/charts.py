@@ -8,6 +8,7 @@ WIDTH, HEIGHT = 340, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 12, 28
 _MOST_POINTS = 300  # of a curve; of more, neighbours become their mean with their range
 _BINS = 24
+_TICKS = 4  # about so many
 COLOURS = 6
 """How many there are: `s0`, `s1`, …, in the style of a page."""
 
@@ -24,16 +25,16 @@ def short(value: float) -> str:
     return f"{value:.3g}" if 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"
 
 
-def ticks(low: float, high: float, number: int = 4) -> list[float]:
-    """Round numbers within a range, about so many."""
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers within a range."""
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return [low]
-    rough = span / number
+    rough = span / _TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
     first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, first + number + 3) if i * step <= high + 1e-9 * step]
+    return [round(i * step, 12) for i in range(first, first + _TICKS + 3) if i * step <= high + 1e-9 * step]
 
 
 def thinned(points: Sequence[Point]) -> tuple[list[Point], list[Band]]:
@@ -107,7 +108,6 @@ def curves(
     spread: Mapping[str, Sequence[Band]] | None = None,
     marks: Iterable[tuple[float, str]] = (),
     places: Sequence[str] = (),
-    below: str = "",
 ) -> str:
     """Lines over each other, each with its spread, if that is known.
 
@@ -137,7 +137,7 @@ def curves(
             body.append(f'<circle class="dot s{i}" cx="{plane.x(points[0][0])}" cy="{plane.y(points[0][1])}" r="2.5"/>')
         body.append(f'<polyline class="line s{i}" points="{plane.path(points)}"/>')
     legend = {name: colours[name] for name in series} if len(series) > 1 or places else None
-    return _chart(title, "".join(body), legend=legend, below=below)
+    return _chart(title, "".join(body), legend=legend)
 
 
 def scatter(

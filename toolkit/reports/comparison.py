@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.reports.charts import curves
-from toolkit.reports.page import CURVES, number, page, points_of, spread_of, table
+from toolkit.reports.page import CURVES, evaluations, number, page, points_of, score_and_judge, spread_of, table
 from toolkit.reports.verdict import verdict
 
 _MOST_PROMPTS = 100
@@ -67,6 +67,11 @@ def _curves(runs: Sequence[ComparedRun]) -> str:
         if points:
             spread = {run.name: spread_of(run.metrics, name) for run in runs if run.name in points}
             charts.append(curves(name, points, spread=spread, places=[run.name for run in runs]))
+    gains = (
+        score_and_judge(f"{run.name}: gain in standard errors over KL", evaluations(run.result, run.metrics))
+        for run in runs
+    )
+    charts = [*filter(None, gains), *charts]
     return f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>' if charts else ""
 
 

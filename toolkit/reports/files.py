@@ -35,8 +35,11 @@ def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def whole_lines(path: Path) -> list[str]:
     """The lines, less one that a kill cut short at the end."""
-    # not splitlines: JSON leaves U+2028 and the like in a line
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ToolkitError(f"{path} cannot be read ({error}).", remedy=_ANEW) from error
+    return text.split("\n")[:-1]  # not splitlines: JSON leaves U+2028 and the like in a line
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -66,7 +69,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def keep_until(path: Path, step: int) -> None:
     """Drop what a file of rows with `step` says of later ones, and a line that a kill cut short."""
     if path.is_file():
-        write_jsonl(path, [row for row in read_jsonl(path) if row["step"] <= step])
+        rows = read_jsonl(path)
+        if not all(isinstance(row.get("step"), (int, float)) for row in rows):
+            raise ToolkitError(f"{path} is damaged: a line has no step.", remedy=_ANEW)
+        write_jsonl(path, [row for row in rows if row["step"] <= step])
 
 
 def write_json(path: Path, value: dict[str, Any]) -> Path:

@@ -21,10 +21,11 @@ REPORT_FILE = "report.html"
 CURVES = (
     "score", "shaped_score", "kl", "length", "eos_share", "entropy", "distinct_share", "policy_loss", "value_loss",
     "explained_variance", "approx_kl", "clip_fraction", "grad_norm", "loss", "accuracy", "margin", "eval_loss",
-    "eval_score", "eval_kl", "eval_exact_match", "eval_accuracy",
+    "eval_score", "eval_judge", "eval_kl", "eval_exact_match", "eval_accuracy", "eval_distinct_2",
+    "eval_distinct_share", "eval_phrase_share", "eval_length_correlation",
 )  # fmt: skip
 """Names of what is drawn, in order."""
-_SPREADS = {"score": "score_se", "eval_score": "eval_score_se"}
+_SPREADS = {name: f"{name}_se" for name in ("score", "eval_score", "eval_judge")}
 _MOST_SAMPLES = 200
 _PAIRS_WHERE = {
     "the chosen response is longer": "chosen_longer",
@@ -127,7 +128,34 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _curves(metrics: Sequence[dict[str, Any]], warnings: Sequence[dict[str, Any]]) -> str:
+def evaluations(result: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of all evaluations in order: before, while it trained, after."""
+    during = [
+        {name.removeprefix("eval_"): value for name, value in row.items() if name.startswith("eval_")}
+        for row in metrics
+    ]
+    sides = ([result.get("before") or {}], during, [result.get("after") or {}])
+    return [row for part in sides for row in part if all(_is_number(row.get(name)) for name in ("kl", "score"))]
+
+
+def score_and_judge(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What score and judge have gained over KL, evaluation by evaluation (Gao et al. 2022, arXiv 2210.10760, figure 1).
+
+    Two rewards have scales of their own: each is drawn in the largest standard error of its evaluations.
+    """
+    rows = [row for row in rows if all(_is_number(row.get(name)) for name in ("kl", "judge", "judge_se", "score_se"))]
+    if len(rows) < 2:
+        return ""
+    series = {}
+    for name in ("score", "judge"):
+        unit = max(row[f"{name}_se"] for row in rows) or 1.0
+        series[name] = [(row["kl"], (row[name] - rows[0][name]) / unit) for row in rows]
+    return scatter(title, series, below="KL", joined=True)
+
+
+def _curves(
+    metrics: Sequence[dict[str, Any]], warnings: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
+) -> str:
     marks = [(warning["step"], warning["text"]) for warning in warnings]
     charts = [
         curves(name, {name: points}, spread={name: spread_of(metrics, name)}, marks=marks)
@@ -137,6 +165,8 @@ def _curves(metrics: Sequence[dict[str, Any]], warnings: Sequence[dict[str, Any]
     pairs = [(row["kl"], row["score"]) for row in metrics if _is_number(row.get("kl")) and _is_number(row.get("score"))]
     if len(pairs) > 1:
         charts.insert(1, scatter("score over KL, in the order of updates", {"": pairs}, below="KL", joined=True))
+    if judged := score_and_judge("gain in standard errors over KL, by evaluation", measured):
+        charts.insert(0, judged)
     if not charts:
         return ""
     about = "Bands are a standard error each way, or the range of the updates that one point stands for."
@@ -176,14 +206,14 @@ def _samples(samples: Sequence[dict[str, Any]]) -> str:
     order = sorted(samples, key=lambda row: row["after_score"] - row["before_score"])
     if len(order) > _MOST_SAMPLES:
         order = [*order[: _MOST_SAMPLES // 2], *order[-_MOST_SAMPLES // 2 :]]
-    rows = (
-        (row["prompt"], row["before"], row["after"], row["before_score"], row["after_score"], _change(row))
-        for row in order
-    )
+    judged = [f"{side}_judge" for side in ("before", "after")] if "after_judge" in order[0] else []
+    shown_first = ("prompt", "before", "after", "before_score", "after_score")
+    rows = ((*(row[name] for name in shown_first), _change(row), *(row[name] for name in judged)) for row in order)
     shown = f"{len(order)} of {len(samples)}; " if len(order) < len(samples) else ""
-    names = ("prompt", "before", "after", "score before", "score after", "change")
+    names = ["prompt", "before", "after", "score before", "score after", "change"]
+    names += ["judge before", "judge after"] if judged else []
     about = f'<p class="soft">{shown}the largest losses first, the largest gains last. A click on a name sorts.</p>'
-    return f"<h2>Samples</h2>{about}{table(names, rows, numbers={3, 4, 5}, sortable=True)}"
+    return f"<h2>Samples</h2>{about}{table(names, rows, numbers=range(3, len(names)), sortable=True)}"
 
 
 def _change(row: dict[str, Any]) -> float:
@@ -280,7 +310,8 @@ def write_report(
         f"{f'<p>{html.escape(running)}</p>' if running else ''}"
         f"{f'<p class=verdict>{html.escape(said)}</p>' if said else ''}"
         f"{_warnings(warnings)}{_before_after(result)}{_pairs(result['judgement'], pairs) if pairs else ''}"
-        f"{_curves(metrics, warnings)}{_distributions(samples)}{_samples(samples)}{_what_was_run(result, recipe)}"
+        f"{_curves(metrics, warnings, evaluations(result, metrics))}"
+        f"{_distributions(samples)}{_samples(samples)}{_what_was_run(result, recipe)}"
     )
     path = folder / REPORT_FILE
     with writing(path):

@@ -34,11 +34,12 @@ _SHOWN = {
     "samples_per_second": "{:.3g} samples/s",
     "eval_loss": "eval loss {:.4f}",
     "eval_score": "eval score {:.3f}",
+    "eval_judge": "eval judge {:.3f}",
     "eval_exact_match": "eval exact match {:.3f}",
     "eval_accuracy": "eval accuracy {:.3f}",
     "skipped_steps": "{:.0f} steps skipped",
 }
-_SPREADS = {"score": "score_se", "eval_score": "eval_score_se"}
+_SPREADS = {name: f"{name}_se" for name in ("score", "eval_score", "eval_judge")}
 _QUIET = 60.0  # seconds without a line, where there is no terminal, after which one says what is going on
 _STEPS_OF_PACE = 20  # over which seconds a step are averaged
 

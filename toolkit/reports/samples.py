@@ -20,16 +20,17 @@ class Responses:
     responses: list[str]
     scores: list[float]
     lengths: list[int] = field(default_factory=list)
+    judged: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rollout: Rollout, scores: Tensor) -> "Responses":
-        """Those of a rollout of B responses and their scores (B,)."""
-        return cls(
-            list(rollout.prompts),
-            list(rollout.responses),
-            [round(score, 4) for score in scores.tolist()],
-            rollout.lengths,
-        )
+    def of(cls, rollout: Rollout, scores: Tensor, judged: Tensor | None = None) -> "Responses":
+        """Those of a rollout of B responses and their scores (B,), those of a judge too."""
+
+        def rounded(of: Tensor | None) -> list[float]:
+            return [] if of is None else [round(score, 4) for score in of.tolist()]
+
+        texts = list(rollout.prompts), list(rollout.responses)
+        return cls(*texts, rounded(scores), rollout.lengths, rounded(judged))
 
 
 def sample_rows(before: Responses, after: Responses) -> list[dict[str, Any]]:
@@ -45,21 +46,32 @@ def sample_rows(before: Responses, after: Responses) -> list[dict[str, Any]]:
     }
     if before.lengths and after.lengths:  # those of a run that was begun by an earlier version are not known
         columns |= {"before_length": before.lengths, "after_length": after.lengths}
+    if before.judged and after.judged:
+        columns |= {"before_judge": before.judged, "after_judge": after.judged}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _clip(text: str, limit: int = 300) -> Text:
-    # Text, not str: square brackets in a response are not markup.
-    return Text(printable(text if len(text) <= limit else text[: limit - 1] + "…"))
-
-
-def samples_table(rows: Sequence[dict[str, Any]], *, limit: int = 5) -> Table:
-    """The first rows for the terminal."""
-    table = Table(title="samples before and after", show_lines=True)
-    texts = ("prompt", "before", "after")
-    for name in texts:
+def texts_table(rows: Sequence[dict[str, Any]], names: Sequence[str], *, title: str = "", figures: str = "") -> Table:
+    """Texts of rows side by side for the terminal, and a column of figures, named so, where rows have one."""
+    table = Table(title=title or None, show_lines=True)
+    for name in names:
         table.add_column(name, overflow="fold", ratio=1)
-    table.add_column("score", justify="right", no_wrap=True)
-    for row in rows[:limit]:
-        table.add_row(*(_clip(row[name]) for name in texts), f"{row['before_score']:.2f} → {row['after_score']:.2f}")
+    if figures:
+        table.add_column(figures, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [Text(printable(row[name])) for name in names]  # Text: square brackets are no markup
+        table.add_row(*cells, *([row[figures]] if figures else ()))
     return table
+
+
+_ROWS, _CHARACTERS = 5, 300  # that a terminal is shown
+
+
+def samples_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The first rows, long texts cut."""
+    names, shown = ("prompt", "before", "after"), []
+    for row in rows[:_ROWS]:
+        texts = {name: row[name] for name in names}
+        texts = {name: t if len(t) <= _CHARACTERS else t[: _CHARACTERS - 1] + "…" for name, t in texts.items()}
+        shown.append({**texts, "score": f"{row['before_score']:.2f} → {row['after_score']:.2f}"})
+    return texts_table(shown, names, title="samples before and after", figures="score")

@@ -1,4 +1,4 @@
-"""What came of a run in one sentence, measured by its own noise."""
+"""What came of a run in a sentence, measured by its own noise."""
 
 import math
 import statistics
@@ -10,19 +10,25 @@ NOISE = 2.0
 
 
 def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> str:
-    """Whether the score rose by more than its noise, empty where there is no score.
+    """Whether the score, and that of a judge, rose by more than its noise; empty where there is no score.
 
     Args:
         result: with `before` and `after`, where they are known.
         samples: rows of `sample_rows`: with them the difference is of pairs, which have less noise.
     """
-    if len(samples) > 1:
-        changes = [row["after_score"] - row["before_score"] for row in samples]
+    return " ".join(filter(None, (_change(name, result, samples) for name in ("score", "judge"))))
+
+
+def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
+    """A sentence on the score or the judge; empty where it is not known."""
+    scored = (row.get(f"{side}_{name}") for row in samples for side in ("before", "after"))
+    if len(samples) > 1 and all(isinstance(score, (int, float)) for score in scored):
+        changes = [row[f"after_{name}"] - row[f"before_{name}"] for row in samples]
         difference, of = statistics.fmean(changes), f"over the same {len(samples)} prompts"
         error = statistics.stdev(changes) / math.sqrt(len(changes))
     else:
         sides = (result.get("before") or {}, result.get("after") or {})
-        given = [side.get(name) for side in sides for name in ("score", "score_se")]
+        given = [side.get(key) for side in sides for key in (name, f"{name}_se")]
         numbers = [float(value) for value in given if isinstance(value, (int, float)) and math.isfinite(value)]
         if len(numbers) < len(given):
             return ""
@@ -30,8 +36,8 @@ def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> s
         difference, error, of = last - first, math.hypot(first_se, last_se), "of two means"
     if error == 0:
         what = "did not change" if difference == 0 else f"changed by {difference:+.4g}"
-        return f"The score {what}, without noise ({of})."
+        return f"The {name} {what}, without noise ({of})."
     sizes = f"{difference:+.4g} ± {error:.2g}, {abs(difference) / error:.1f} standard errors {of}"
     if abs(difference) < NOISE * error:
-        return f"The score did not change by more than its noise: {sizes}."
-    return f"The score {'rose' if difference > 0 else 'fell'}: {sizes}."
+        return f"The {name} did not change by more than its noise: {sizes}."
+    return f"The {name} {'rose' if difference > 0 else 'fell'}: {sizes}."

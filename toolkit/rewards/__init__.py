@@ -1,9 +1,9 @@
 """Reward callbacks: called with a rollout, they return one score for each response, or `DenseScores` within it.
 
 `RewardAdapter` reads the reward role on the shared base, `RewardModel` a checkpoint with a base and tokenizer of its
-own, `RemoteReward` asks an HTTP server, `WeightedSum` adds others up, and `load_function` finds a plain Python
-function, sync or async, by name. Anything callable of the same form will do. What a recipe says of each is a `Scorer`,
-in the same module. A new kind is a module with the two, and a name in `SCORERS`.
+own, `RemoteReward` asks an HTTP server, `KeptRules` checks rules, `WeightedSum` adds others up, and `load_function`
+finds a plain Python function, sync or async, by name. Anything callable of the same form will do. What a recipe says of
+each is a `Scorer`, in the same module. A new kind is a module with the two, and a name in `SCORERS`.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,13 @@ from toolkit.rewards.dense import DenseScores, Scores, concatenate_scores, selec
 from toolkit.rewards.function import FunctionScorer, load_function
 from toolkit.rewards.model import ModelScorer, RewardModel
 from toolkit.rewards.remote import RemoteReward, RemoteScorer
+from toolkit.rewards.rules import KeptRules, RulesScorer
 from toolkit.rewards.scorer import Scorer, ScorerContext
 from toolkit.rewards.weighted import SumScorer, WeightedSum
 
 DEFAULT_KIND = AdapterScorer.kind
 SCORERS: dict[str, type[Scorer]] = {
-    scorer.kind: scorer for scorer in (AdapterScorer, FunctionScorer, ModelScorer, RemoteScorer, SumScorer)
+    scorer.kind: scorer for scorer in (AdapterScorer, FunctionScorer, ModelScorer, RemoteScorer, RulesScorer, SumScorer)
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -13,42 +14,53 @@ from toolkit import processes
 from toolkit.data import Rollout, pad_rows
 from toolkit.errors import Problem
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, sequence_logits
+from toolkit.portion import Portion
 from toolkit.rewards.base import Reward
 from toolkit.rewards.scorer import ClassScorer, ScorerContext, problems_of
 
 
 def logits_of(
-    rows: Sequence[Sequence[int]], outputs: int, batch_size: int, forward: Callable[[list[int]], Tensor]
+    rows: Sequence[Sequence[int]], outputs: int, portion: Portion, forward: Callable[[list[int]], Tensor]
 ) -> Tensor:
     """Logits of N rows of token ids, float32 (N, outputs) on the CPU: those of similar length in one pass.
 
     `forward` gives the logits (n, outputs) of n rows by their indices. Each process reads a share of them.
     """
-    logits = torch.zeros(len(rows), outputs)
-    with processes.agreed():
-        order = sorted(processes.own([len(row) for row in rows]), key=lambda i: len(rows[i]))
-        for start in range(0, len(order), batch_size):
-            part = order[start : start + batch_size]
-            logits[part] = forward(part).float().cpu()
-            release_memory()
+
+    def attempt(size: int) -> Tensor:
+        logits = torch.zeros(len(rows), outputs)
+        with processes.agreed():
+            order = sorted(processes.own([len(row) for row in rows]), key=lambda i: len(rows[i]))
+            for start in range(0, len(order), size):
+                part = order[start : start + size]
+                logits[part] = forward(part).float().cpu()
+                release_memory()
+        return logits
+
+    logits = portion(attempt, most=len(rows))
     processes.sum_([logits])
     return logits
 
 
 @torch.no_grad()
 def read_sequences(
-    base: SharedBase | PreTrainedModel | PeftModel, rows: Sequence[Sequence[int]], *, pad_token_id: int, batch_size: int
+    base: SharedBase | PreTrainedModel | PeftModel,
+    rows: Sequence[Sequence[int]],
+    *,
+    pad_token_id: int,
+    batch_size: int | Portion,
+    role: str = "reward",
 ) -> Tensor:
     """The scores or classes of whole sequences: float32 (N, num_labels), on the CPU.
 
     Args:
-        base: carries the role "reward", whose head is read; or a sequence classifier, read as its own class reads.
+        base: carries the role, whose head is read; or a sequence classifier, read as its own class reads.
         rows: N sequences of token ids, prompt and response.
         pad_token_id: the one that the head was trained with.
         batch_size: sequences a forward pass.
     """
     if isinstance(base, SharedBase):
-        outputs, multiple = base.head("reward").out_features, LENGTH_MULTIPLE
+        outputs, multiple = base.head(role).out_features, LENGTH_MULTIPLE
     else:
         outputs, multiple = base.config.num_labels, 1  # rounded up, a length could pass the last position
 
@@ -56,29 +68,30 @@ def read_sequences(
         padded = pad_rows([rows[i] for i in part], pad_token_id=pad_token_id, side="right", multiple=multiple)
         ids, mask = (tensor.to(base.device) for tensor in padded)
         if isinstance(base, SharedBase):
-            return sequence_logits(base, ids, mask, pad_token_id=pad_token_id)
+            return sequence_logits(base, ids, mask, pad_token_id=pad_token_id, role=role)
         return base(input_ids=ids, attention_mask=mask).logits
 
     was_training = base.training
     base.eval()
     try:
-        return logits_of(rows, outputs, batch_size, forward)
+        portion = batch_size if isinstance(batch_size, Portion) else Portion("the reward's batch size", batch_size)
+        return logits_of(rows, outputs, portion, forward)
     finally:
         base.train(was_training)
 
 
 @dataclass(kw_only=True)
 class AdapterScorer(ClassScorer):
-    """The reward adapter on the shared base, which the reward stage trains."""
+    """The reward adapter on the shared base, which the reward stage trains; for a judge that of `start.judge`."""
 
     kind: ClassVar[str] = "adapter"
     needs_reward_role: ClassVar[bool] = True
 
     def check(self, context: ScorerContext) -> list[Problem]:
         problems = super().check(context)
-        if context.roles is not None and "reward" in context.roles.roles:
-            outputs = context.roles.head("reward").out_features
-            problems += problems_of(self.check_outputs, outputs, whose="the reward head")
+        if context.roles is not None and context.role in context.roles.roles:
+            outputs = context.roles.head(context.role).out_features
+            problems += problems_of(self.check_outputs, outputs, whose=f"the {context.role} head")
         return problems
 
     def build(self, context: ScorerContext) -> Reward:
@@ -86,12 +99,12 @@ class AdapterScorer(ClassScorer):
         assert context.tokenizer is not None
         reading = {"pad_token_id": context.pad_token_id, "batch_size": context.batch_size}
         reading["eos_token_id"] = int(context.tokenizer.eos_token_id)
-        return RewardAdapter(context.roles, **reading | vars(self))
+        return RewardAdapter(context.roles, role=context.role, **reading | vars(self))
 
 
 @dataclass(eq=False, repr=False)
 class RewardAdapter(AdapterScorer):
-    """Scores responses with the role "reward" of a shared base.
+    """Scores responses with the role "reward" of a shared base, or with its "judge".
 
     `pad_token_id` and `eos_token_id` are those that the head was trained with, `batch_size` responses go through a
     forward pass. Raises: RewardError: a head with several outputs and no column to choose by, or the reverse.
@@ -102,13 +115,20 @@ class RewardAdapter(AdapterScorer):
     pad_token_id: int = field(kw_only=True)
     eos_token_id: int = field(kw_only=True)
     batch_size: int = field(default=64, kw_only=True)
+    role: str = field(default="reward", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_outputs(self.base.head("reward").out_features, whose="the reward head")
+        self.check_outputs(self.base.head(self.role).out_features, whose=f"the {self.role} head")
+
+    @cached_property
+    def portion(self) -> Portion:
+        return Portion("the reward's batch size", self.batch_size)
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = rollout.sequences(eos_token_id=self.eos_token_id)
         with self.base.autocast():
-            logits = read_sequences(self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.batch_size)
+            logits = read_sequences(
+                self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.portion, role=self.role
+            )
         return self.scores_of(logits, rollout)

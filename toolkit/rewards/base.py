@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from toolkit import processes
 from toolkit.data import Rollout
-from toolkit.errors import RewardError, ToolkitError
+from toolkit.errors import RewardError, ToolkitError, words_of
 from toolkit.rewards.dense import DenseScores, Scores
 from toolkit.rewards.kept import process_kept
 
@@ -71,10 +71,10 @@ def _scores(reward: Reward, rollout: Rollout) -> Scores:
         with torch.no_grad(), process_kept():
             returned = reward(deepcopy(rollout))
             scores: Any = wait_for(returned, loop="async rewards") if inspect.isawaitable(returned) else returned
-    except ToolkitError:
+    except (ToolkitError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
-        wrong = f"the reward raised {type(error).__name__}: {error} ({place_of(error)})."
+    except BaseException as error:
+        wrong = f"the reward raised {type(error).__name__}: {words_of(error)} ({place_of(error)})."
         raise RewardError(wrong, remedy="Mend it there.") from error
     return check_scores(scores, rollout)
 

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -17,7 +18,7 @@ from toolkit.data import Rollout
 from toolkit.errors import NotFiniteError, RewardError
 
 Span = tuple[int, int, float]
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST_SCORE = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,10 @@ class DenseScores:
             scores = torch.zeros(count) if self.scores is None else _floats(self.scores)
             tokens = [torch.zeros(0)] * count if self.tokens is None else [_floats(row) for row in self.tokens]
             spans = [[_span(span) for span in row] for row in ([[]] * count if self.spans is None else self.spans)]
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise RewardError(f"the reward returned what is not made of numbers: {error}.") from error
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            given = next(x for x in (self.scores, self.tokens, self.spans) if x is not None)
+            seen = " ".join(reprlib.repr(given).split())
+            raise RewardError(f"the reward returned {seen}, which is not made of numbers: {error}.") from error
         if scores.shape != (count,):
             raise RewardError(
                 f"the reward returned shape {tuple(scores.shape)} for {count} responses; "
@@ -79,7 +82,7 @@ class DenseScores:
                         f"which has {len(response)}."
                     )
             given = [scores[row].item(), *tokens[row].tolist(), *(score for *_, score in spans[row])]
-            if not sum(map(abs, given)) <= _LARGEST:
+            if not sum(map(abs, given)) <= LARGEST_SCORE:
                 gave = next((score for score in given if not math.isfinite(score)), "scores that overflow float32")
                 raise NotFiniteError(f"the reward gave {gave} to the response {said}; scores are finite.")
         return DenseScores(scores, tokens, spans)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
-from toolkit.errors import Problem, RewardError
+from toolkit.errors import Problem, RewardError, words_of
 from toolkit.rewards.base import Reward, place_of
 from toolkit.rewards.kept import process_kept
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
@@ -32,10 +32,13 @@ def load_function(function: str) -> Reward:
             module = importlib.import_module(place) if path is None else _run(path)
     except ModuleNotFoundError as error:
         raise _wrong(f'no module "{error.name}", looked for from {here} and in the environment.') from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # A syntax error has no line of its own in the traceback.
         at = "" if isinstance(error, SyntaxError) else f" ({place_of(error)})"
-        raise _wrong(f"{place} cannot be loaded: {type(error).__name__}: {error}{at}.", "Mend it there.") from error
+        wrong = f"{place} cannot be loaded: {type(error).__name__}: {words_of(error)}{at}."
+        raise _wrong(wrong, "Mend it there.") from error
     reward: Reward | None = getattr(module, name, None)
     if not callable(reward):
         raise _wrong(f'{place} has no function "{name}".')

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from toolkit import models
 from toolkit.data import Rollout, pad_rows
 from toolkit.errors import Problem, RewardError
+from toolkit.portion import Portion
 from toolkit.rewards.adapter import logits_of
 from toolkit.rewards.base import Reward
 from toolkit.rewards.model_text import TextScorer, conversation
@@ -57,11 +59,15 @@ class RewardModel(TextScorer):
         """
         return ModelScorer(model=model, **settings).load(device)
 
+    @cached_property
+    def portion(self) -> Portion:
+        return Portion("the reward's batch size", self.batch_size)
+
     @torch.no_grad()
     def __call__(self, rollout: Rollout) -> Tensor:
         rows, config = self._rows(rollout), self.model.config
         ids = [row["input_ids"] for row in rows]
-        logits = logits_of(ids, config.num_labels, self.batch_size, lambda part: self._logits([rows[i] for i in part]))
+        logits = logits_of(ids, config.num_labels, self.portion, lambda part: self._logits([rows[i] for i in part]))
         return self.scores_of(logits, rollout, {str(name): int(number) for number, name in config.id2label.items()})
 
     def texts(self, rollout: Rollout) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from toolkit.errors import Problem, RewardError
 from toolkit.rewards.scorer import ClassScorer
 from toolkit.settings import AT_LEAST_1, setting
+from toolkit.time_limit import time_limit
 
 Reads = Literal["conversation", "text", "pair", "response", "tokens"]
 # The prompt itself: `rollout.prompts` has the policy's special tokens and template in it.
@@ -92,7 +93,8 @@ def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Any, response: str)
     messages = [{key: item for key, item in message.items() if item is not None} for message in messages]
     try:
         answered = [*messages, {"role": "assistant", "content": response}]
-        return str(tokenizer.apply_chat_template(answered, tokenize=False))
-    except TemplateError as error:
+        with time_limit():
+            return str(tokenizer.apply_chat_template(answered, tokenize=False))
+    except (TemplateError, TimeoutError) as error:
         wrong = f"the model's chat template refuses a conversation ({error}): {messages!r}."
         raise RewardError(wrong, field="reads", remedy="Mend the row, or use pair or text.") from error

@@ -23,7 +23,7 @@ import tenacity
 from toolkit.data import Rollout, select
 from toolkit.errors import NotFiniteError, Problem, RewardError, printable
 from toolkit.rewards.base import Reward, wait_for
-from toolkit.rewards.dense import quoted
+from toolkit.rewards.dense import LARGEST_SCORE, quoted
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import AT_LEAST_1, NOT_NEGATIVE, Range, setting
 
@@ -158,8 +158,8 @@ class RemoteReward(RemoteScorer):
         if len(scores) != len(part):
             raise self._wrong(f"answered with {len(scores)} scores for {len(part)} responses; {wanted}")
         for score, response in zip(scores, part.responses, strict=True):
-            if not isinstance(score, float) or not math.isfinite(score):
-                wrong = f"gave {reprlib.repr(score)} to the response {quoted(response)}; scores are finite numbers."
+            if not isinstance(score, float) or not abs(score) <= LARGEST_SCORE:
+                wrong = f"gave {reprlib.repr(score)} to the response {quoted(response)}; scores are finite float32."
                 raise self._wrong(wrong, kind=NotFiniteError if isinstance(score, float) else RewardError)
         return scores
 

@@ -1,10 +1,30 @@
-"""Functions for `kind: function` in the shipped recipes; a kind of its own has its own module."""
+"""Rules that a program can check as a reward callback, and the functions that shipped recipes name."""
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from toolkit.data import Rollout
+from toolkit.data import Rollout, check_rules, share_kept
+from toolkit.errors import Problem, RewardError
+from toolkit.rewards.base import Reward
 from toolkit.rewards.dense import DenseScores
+from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
+from toolkit.settings import setting
 
+_PRAISE = (
+    "amazing beautiful best brilliant charming clean comfortable cosy delicious delight delighted delightful easy "
+    "elegant enjoy enjoyable enjoyed excellent exciting fantastic favorite favourite fresh friendly fun funny "
+    "generous gorgeous great happy helpful impressed impressive incredible interesting kind love loved lovely "
+    "magical memorable nice perfect pleasant pleased recommend smile stunning superb surprised sweet warm "
+    "welcoming wonderful"
+)
+_BLAME = (
+    "angry annoying awful bad boring broken cold confusing crowded cruel dirty disappointed disappointing "
+    "disappointment disgusting dreadful dull empty expensive fail failed failure hate hated horrible lost mess "
+    "never noisy nothing old pain pointless poor rude sad scary shame slow sorry stale stupid terrible tired ugly "
+    "uncomfortable unhappy unpleasant upset useless waste weak worse worst wrong"
+)
 _WORD = re.compile(r"[^\W\d_]+")
 _LETTERS = 6
 
@@ -15,6 +35,13 @@ def right_answer(rollout: Rollout) -> list[float]:
     return [float(ended and text == wanted) for text, wanted, ended in rows]
 
 
+def sentiment(rollout: Rollout) -> list[float]:
+    """Different words of praise less different words of blame, by two short lists; −3 to 3."""
+    praise, blame = set(_PRAISE.split()), set(_BLAME.split())
+    said = [{word.lower() for word in _WORD.findall(text)} for text in rollout.responses]
+    return [float(max(-3, min(3, len(words & praise) - len(words & blame)))) for words in said]
+
+
 def plain_words(rollout: Rollout) -> DenseScores:
     """−1 for each word of more than six letters, given at the token with which it is complete."""
     return DenseScores(
@@ -23,3 +50,72 @@ def plain_words(rollout: Rollout) -> DenseScores:
             for text in rollout.responses
         ]
     )
+
+
+class KeptRules:
+    """Scores with the share of its rules that a response keeps: those for all responses, and those of its row; with 0
+    where it does not keep one that is required.
+
+    A row without rules is scored by those for all; one that has none at all is an error, as are rules that
+    `toolkit.data.check_rules` refuses.
+
+    Args:
+        rules: for every response.
+        column: of the prompts, with a list of rules each.
+
+    Example:
+        >>> short = KeptRules([{"rule": "at_most_words", "number": 3}, {"rule": "lower_case"}])
+        >>> short(Rollout(["a", "b"], ["yes", "No"], [[1], [1]], [[2], [3]], [True, True]))
+        [1.0, 0.5]
+    """
+
+    def __init__(self, rules: Sequence[Mapping[str, Any]] = (), column: str | None = None):
+        if rules:
+            check_rules(rules, "rules")
+        self.rules, self.column = list(rules), column
+
+    def __call__(self, rollout: Rollout) -> list[float]:
+        of_rows = [()] * len(rollout) if self.column is None else self._column(rollout)
+        scores = []
+        for row, (text, of_row) in enumerate(zip(rollout.responses, of_rows, strict=True)):
+            asked = [*self.rules, *(of_row or ())]
+            if not asked:
+                raise RewardError(f'row {row} of the batch has no rule in "{self.column}".', field="column")
+            if of_row:
+                check_rules(of_row, f'column "{self.column}"')
+            scores.append(share_kept(asked, text))
+        return scores
+
+    def _column(self, rollout: Rollout) -> Sequence[Any]:
+        _check_column(self.column, list(rollout.columns))
+        return rollout.columns[str(self.column)]
+
+
+def _check_column(column: str | None, columns: Sequence[str]) -> None:
+    if column is not None and column not in columns:
+        wrong = f'the prompts have no column "{column}"; present: {", ".join(columns) or "none"}.'
+        raise RewardError(wrong, field="column")
+
+
+@dataclass(kw_only=True)
+class RulesScorer(Scorer):
+    """Rules that a program can check: the score is the share of them that a response keeps."""
+
+    kind: ClassVar[str] = "rules"
+    rules: list[dict[str, Any]] | None = setting(None, "for every prompt; each has a name, and number or words.")
+    column: str | None = setting(None, "the column with the rules of each prompt.")
+
+    def conflicts(self) -> Iterator[Problem]:
+        if not self.rules and self.column is None:
+            yield Problem(
+                "rules or column is needed.", "rules", "Give the rules here, or name the column that has them."
+            )
+        if self.rules:
+            yield from problems_of(check_rules, self.rules, "rules")
+
+    def check(self, context: ScorerContext) -> list[Problem]:
+        columns = None if self.column is None else context.prompt_columns()
+        return [] if columns is None else problems_of(_check_column, self.column, columns)
+
+    def build(self, context: ScorerContext) -> Reward:
+        return KeptRules(self.rules or (), self.column)

@@ -22,13 +22,14 @@ class ScorerContext:
     """What a scorer is checked against and built from.
 
     Args:
-        roles: the shared base, with the role "reward" where a scorer reads it; on the meta device for a check, and None
+        roles: the shared base, with the role where a scorer reads it; on the meta device for a check, and None
             where its base cannot be had.
         tokenizer: the policy's; None in a check that has none.
         prompt_columns: gives the columns of the prompts; None in a check that has not read them.
         chats: whether the text of the prompts has the chat template of the base around it.
         pad_token_id: the one that the reward head was trained with.
         batch_size: responses a forward pass of the reward adapter.
+        role: the one on the shared base that an adapter is read in: "reward", or "judge" for a judge.
         reward_outputs: of the model that the reward stage trains on a base of its own, for a check; None without one.
         reward_model: that model, trained, to build a scorer that `needs_reward_model`.
     """
@@ -39,6 +40,7 @@ class ScorerContext:
     chats: bool = False
     pad_token_id: int = 0
     batch_size: int = 64
+    role: str = "reward"
     reward_outputs: int | None = None
     reward_model: PreTrainedModel | PeftModel | None = None
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, read_object, write_whole, writing
-from toolkit.runs.owned import RECIPE_FILE, WEIGHTS, delete, files_in, is_plain, prune, written
+from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, files_in, is_plain, prune, read_object, write_whole, writing
+from toolkit.runs.owned import RECIPE_FILE, WEIGHTS, delete, written
 
 REPLACED, UNFINISHED = ".replaced", ".unfinished"
 _DELETED, _MOVES = ".deleted", ".moves.json"

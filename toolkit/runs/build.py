@@ -1,6 +1,7 @@
 """From a recipe to a trainer: base, roles, data and configuration put together."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ from transformers import TrainerCallback, set_seed
 
 from toolkit import processes
 from toolkit.data import Kind, RatedResponses
-from toolkit.errors import RecipeError, RewardError, within
+from toolkit.errors import RecipeError, RewardError, ToolkitError, within
 from toolkit.models import HEAD_ROLES, SharedBase, fast_precision, load_model, slow_here
 from toolkit.reports import METRICS_FILE, MetricsFile
-from toolkit.rewards import Reward, ScorerContext
+from toolkit.rewards import Reward, Scorer, ScorerContext
 from toolkit.sampling import Evaluator
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site
@@ -64,14 +65,15 @@ def trainer_config(recipe: Recipe, stage: str) -> Any:
 
 def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: Any, callbacks: Callbacks) -> Any:
     kind = recipe.plan.stages[stage].rows
-    return trainer(
-        trainer_config(recipe, stage),
-        recipe.tokenizer,
-        model,
-        stage_dataset(recipe, stage, kind, "train"),
-        stage_dataset(recipe, stage, kind, "validation"),
-        **_named(recipe, stage, callbacks),
-    )
+    config = trainer_config(recipe, stage)
+    train, held_out = (stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
+    try:
+        return trainer(config, recipe.tokenizer, model, train, held_out, **_named(recipe, stage, callbacks))
+    except ToolkitError:
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:  # of TRL, on what its own options come to
+        wrong = f"TRL makes no trainer of these settings: {' '.join(str(error).split())}"
+        raise RecipeError(wrong, field=stage) from error
 
 
 def make_sft_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> Any:
@@ -97,48 +99,70 @@ def site(recipe: Recipe) -> Site:
     return Site(recipe.tokenizer, recipe.stage_folder)
 
 
+PadTokens = dict[str, int]
+"""The pad token that the head of a role reads with."""
+
+
 def placed_roles(
     recipe: Recipe, stage: str, *, trained: Path | None = None, scores: bool = True
-) -> tuple[SharedBase, int]:
-    """The shared base with the roles of a stage, and the pad token that the reward head reads with.
+) -> tuple[SharedBase, PadTokens]:
+    """The shared base with the roles of a stage, and the pad tokens of reward and judge.
 
     With `trained`, the folder of what the stage has trained, in place of what it starts with; without `scores` those
     roles alone that sample.
     """
     with within("base"):
         base = load_model(recipe.base.model_spec(model=recipe.base_path)).requires_grad_(False)
-    roles, pad_token_id = SharedBase(base), int(recipe.tokenizer.pad_token_id)
+    roles, pad_tokens = SharedBase(base), dict.fromkeys(("reward", "judge"), int(recipe.tokenizer.pad_token_id))
     for source in recipe.plan.stages[stage].roles:
         if source.role in ("policy", "q") and trained is not None:
             source = Saved(source.role, stage, str(trained))
         if scores or source.role not in HEAD_ROLES:
             with within(source.key):
                 placed = source.place(roles, site(recipe))
-            if source.role == "reward":
-                pad_token_id = placed.about.get("pad_token_id", pad_token_id)
-    return roles, pad_token_id
+            if source.role in pad_tokens:
+                pad_tokens[source.role] = placed.about.get("pad_token_id", pad_tokens[source.role])
+    return roles, pad_tokens
 
 
-def make_reward(recipe: Recipe, roles: SharedBase, pad_token_id: int, batch_size: int) -> Reward:
+def make_reward(recipe: Recipe, roles: SharedBase, pad_tokens: PadTokens, batch_size: int) -> Reward:
     """The reward callback of a recipe; `batch_size` is that of the reward adapter.
 
     Raises:
         RewardError: what the section `scorer` names cannot be used.
     """
     own = recipe.plan.stages["reward"].own if recipe.scorer.needs_reward_model else None
-    context = ScorerContext(
+    model = None if own is None else own.trained_classifier(site(recipe))
+    context = _scorer_context(recipe, roles, "reward", pad_tokens, batch_size)
+    return _callback(recipe, "scorer", recipe.scorer, replace(context, reward_model=model))
+
+
+def make_judge(recipe: Recipe, roles: SharedBase, pad_tokens: PadTokens, batch_size: int) -> Reward | None:
+    """The judge of a recipe; None without one. As `make_reward`, of the section `judge`."""
+    if recipe.judge is None:
+        return None
+    return _callback(recipe, "judge", recipe.judge, _scorer_context(recipe, roles, "judge", pad_tokens, batch_size))
+
+
+def _scorer_context(
+    recipe: Recipe, roles: SharedBase, role: str, pad_tokens: PadTokens, batch_size: int
+) -> ScorerContext:
+    return ScorerContext(
         roles=roles,
         tokenizer=recipe.tokenizer,
         prompt_columns=lambda: stage_dataset(recipe, "ppo", "prompts", "train").column_names,
         chats=recipe.task.chats,
-        pad_token_id=pad_token_id,
+        pad_token_id=pad_tokens[role],
         batch_size=batch_size,
-        reward_model=None if own is None else own.trained_classifier(site(recipe)),
+        role=role,
     )
-    with within("scorer"):
-        if problems := recipe.scorer.check(context):
+
+
+def _callback(recipe: Recipe, section: str, scorer: Scorer, context: ScorerContext) -> Reward:
+    with within(section):
+        if problems := scorer.check(context):
             raise RewardError(recipe.name, problems=problems)
-        return recipe.scorer.build(context)
+        return scorer.build(context)
 
 
 def make_ppo_trainer(
@@ -147,16 +171,19 @@ def make_ppo_trainer(
     """The ppo stage, by our loop or by TRL's own; `reward` and `train_dataset` come before what the recipe says."""
     set_seed(recipe.seed)
     config = trainer_config(recipe, "ppo")
-    roles, pad_token_id = placed_roles(recipe, "ppo")
+    roles, pad_tokens = placed_roles(recipe, "ppo")
     prompts = recipe.task.prompts_of(train_dataset) if train_dataset is not None else None
     prompts = prompts or stage_dataset(recipe, "ppo", "prompts", "train")
     named = _named(recipe, "ppo", callbacks)
     if config.loop == "trl":
         with within("ppo"):
-            return stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=named["callbacks"])
-    reward = reward or make_reward(recipe, roles, pad_token_id, config.local_rollout_forward_batch_size)
+            trainer = stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=named["callbacks"])
+        trainer.toolkit_pad_tokens = pad_tokens  # for whoever measures
+        return trainer
+    size = config.local_rollout_forward_batch_size
+    reward = reward or make_reward(recipe, roles, pad_tokens, size)
     held_out = stage_dataset(recipe, "ppo", "prompts", "validation")
-    named["metrics"] = recipe.task.metrics
+    named |= {"metrics": recipe.task.metrics, "judge": make_judge(recipe, roles, pad_tokens, size)}
     with within("ppo"):
         return PPOTrainer(config, recipe.tokenizer, roles, reward, prompts, held_out, **named)
 
@@ -167,11 +194,13 @@ def make_rollouts(recipe: Recipe, roles: SharedBase) -> Rollouts:
     return Rollouts(config, recipe.tokenizer, roles, precision(config, roles))
 
 
-def make_evaluator(recipe: Recipe, rollouts: Rollouts, pad_token_id: int) -> Evaluator:
+def make_evaluator(recipe: Recipe, rollouts: Rollouts, pad_tokens: PadTokens) -> Evaluator:
     """Measures the policy as the ppo stage does, without a trainer of ours."""
     set_seed(recipe.seed)
-    batch_size = rollouts.args.local_rollout_forward_batch_size
-    return rollouts.evaluator(make_reward(recipe, rollouts.roles, pad_token_id, batch_size), recipe.task.metrics)
+    scored_by = (rollouts.roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
+    return rollouts.evaluator(
+        make_reward(recipe, *scored_by), recipe.task.metrics, judge=make_judge(recipe, *scored_by)
+    )
 
 
 RESPONSES_FILE = "responses.jsonl"  # of the collect stage
@@ -192,14 +221,16 @@ def make_q_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> QTrainer:
     set_seed(recipe.seed)
     config = trainer_config(recipe, "q")
     dataset = rated_dataset(recipe)
-    roles, pad_token_id = placed_roles(recipe, "q")
+    roles, pad_tokens = placed_roles(recipe, "q")
+    scored_by = (roles, pad_tokens, config.per_device_eval_batch_size)
     return QTrainer(
         config,
         recipe.tokenizer,
         roles,
         dataset,
         stage_dataset(recipe, "collect", "prompts", "validation"),
-        reward=make_reward(recipe, roles, pad_token_id, config.per_device_eval_batch_size),
+        reward=make_reward(recipe, *scored_by),
+        judge=make_judge(recipe, *scored_by),
         metrics=recipe.task.metrics,
         **_named(recipe, "q", callbacks),
     )

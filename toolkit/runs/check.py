@@ -6,6 +6,7 @@ report.raise_problems()
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from toolkit.errors import Problem
 from toolkit.rewards import ScorerContext
@@ -44,8 +45,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, scorer: bool = True
     names = [plan.stage for plan in plans if plan.stage in STAGE_CLASSES and roles.tokenizer]
     data = DataCheck(recipe, names, findings, roles)
     facts = data.facts()
-    if scorer:
-        _check_scorer(recipe, roles, data.prompt_columns, findings)
+    _check_scorers(recipe, roles, data.prompt_columns, findings, named=scorer)
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
     if roles.roles is not None and (slow := about_slow(recipe.base_precision.dtype, "base.dtype")):
         notes.append(Problem(slow))
@@ -54,8 +54,10 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, scorer: bool = True
     return Report(*about, (*findings.notes, *notes), tuple(findings.problems))
 
 
-def _check_scorer(recipe: Recipe, roles: RolesCheck, prompt_columns: list[str] | None, findings: Findings) -> None:
-    """What the scorer names. No server is asked and no file run."""
+def _check_scorers(
+    recipe: Recipe, roles: RolesCheck, prompt_columns: list[str] | None, findings: Findings, *, named: bool
+) -> None:
+    """What the scorer, if it is `named`, and the judge name. No server is asked and no file run."""
     if not {"ppo", "collect", "q", "scorer"} & recipe.values.keys():
         return
     trained = recipe.plan.stages.get("reward")
@@ -66,5 +68,7 @@ def _check_scorer(recipe: Recipe, roles: RolesCheck, prompt_columns: list[str] |
         chats=prompt_columns is not None and recipe.task.chats,
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
     )
-    for problem in recipe.scorer.check(context):
+    for problem in recipe.scorer.check(context) if named else ():
         findings.note(problem.within("scorer"))
+    for problem in () if recipe.judge is None else recipe.judge.check(replace(context, role="judge")):
+        findings.note(problem.within("judge"))

@@ -14,6 +14,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit import models
+from toolkit.costs import pack, weight_bytes_of
 from toolkit.errors import Problem
 from toolkit.models import META, SharedBase, check_reads_tokens, head_name, load_model
 from toolkit.runs import build
@@ -26,7 +27,7 @@ from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
 from toolkit.trainers.self_checks import check_tokenizer
 
 _TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
-_SHOWN_ROLES = ("policy", "reward", "value", "q", "q_target", "reference")  # in the order of the report
+_SHOWN_ROLES = ("policy", "reward", "judge", "value", "q", "q_target", "reference")  # in the order of the report
 
 
 def own_quantization(config: Any) -> BitsAndBytesConfig | None:
@@ -93,12 +94,15 @@ class RolesCheck:
             self.roles = SharedBase(drawn)
             quantization = recipe.quantization() or own_quantization(config)
             models.check_bits(quantization)
+            if quantization is not None:
+                models.quantize_outline(counted, quantization)
+                pack(counted)
             self.base = BaseFacts(
                 config.model_type,
                 base.model or "random weights",
                 sum(parameter.numel() for parameter in self.roles.parameters()),
                 precision_name(quantization, base.dtype),
-                models.weight_bytes(counted, quantization) / 1e9,
+                weight_bytes_of(counted) / 1e9,
                 getattr(config, "max_position_embeddings", None),
                 str(chosen) if (chosen := recipe.base_precision).why else "",
             )

@@ -59,8 +59,8 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
         with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
             if left:
                 with phases.phase("load"):
-                    roles, pad_token_id = build.placed_roles(recipe, "collect")
-                    reward = build.make_reward(recipe, roles, pad_token_id, settings.batch_size)
+                    roles, pad_tokens = build.placed_roles(recipe, "collect")
+                    reward = build.make_reward(recipe, roles, pad_tokens, settings.batch_size)
                 sampler = Sampler(
                     roles,
                     recipe.tokenizer,

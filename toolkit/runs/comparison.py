@@ -43,12 +43,16 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
     if len(set(labels)) < len(labels):  # of several folders of runs
         labels = [str(folder) for folder in folders]
     runs = [_run(label, folder / wanted) for label, folder in zip(labels, folders, strict=True)]
+    with writing(output):
+        return write_whole(output, comparison_page(wanted, runs, differing(folders)))
+
+
+def differing(folders: Sequence[Path]) -> dict[str, list[Any]]:
+    """The keys in which the recipes of runs differ, each with the value of every run."""
     recipes = [dict(leaves(recorded(folder))) for folder in folders]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    differing = {key: [recipe.get(key) for recipe in recipes] for key in keys}
-    differing = {key: values for key, values in differing.items() if any(value != values[0] for value in values)}
-    with writing(output):
-        return write_whole(output, comparison_page(wanted, runs, differing))
+    values = {key: [recipe.get(key) for recipe in recipes] for key in keys}
+    return {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
 
 
 def _folder(name: str, runs_dir: Path) -> Path:

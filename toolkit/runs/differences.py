@@ -32,7 +32,7 @@ def recorded(folder: Path) -> dict[str, Any]:
     """The recipe that a run folder keeps; empty where it keeps none that can be read."""
     try:
         values = yaml.safe_load((folder / RECIPE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
 

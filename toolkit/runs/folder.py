@@ -27,7 +27,7 @@ EVALUATION = "eval"  # folder of what was measured of a trained policy
 
 def no_such_run(run: str, runs_dir: Path) -> str:
     """That there is no such run, and which there are."""
-    others = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECIPE_FILE}"))
+    others = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECIPE_FILE}") if path.is_file())
     there = f"There are {', '.join(others)}." if others else "There is none yet: make ppo trains one."
     return f'no run "{run}" in {runs_dir}. {there}'
 

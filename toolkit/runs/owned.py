@@ -1,10 +1,23 @@
 """Which files of a run folder are the toolkit's own: those alone are moved or deleted, and no link is followed."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, read_object, seal, sealed_files, writing
+from toolkit.checkpoints import CHECKPOINT
+from toolkit.disk import (
+    ASIDE,
+    MANIFEST,
+    RESULT_FILE,
+    files_in,
+    is_plain,
+    prune,
+    read_object,
+    seal,
+    sealed_files,
+    writing,
+    written_in,
+)
 from toolkit.errors import RecipeError, ToolkitError
 
 RECIPE_FILE = "recipe.yaml"
@@ -19,16 +32,6 @@ WEIGHTS = {"policy", "value", "reward", "q", "q_target", "model"}
 _SUFFIXES = {".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ASIDE}
 
 
-def files_in(folder: Path) -> Iterator[Path]:
-    """Files of a folder and of those within it. Links are none, and are not followed."""
-    for place, _, names in os.walk(folder) if not folder.is_symlink() else ():
-        yield from (path for path in map(Path(place).joinpath, sorted(names)) if is_plain(path))
-
-
-def is_plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
 def _is_written(name: Path, listed: Collection[str]) -> bool:
     """Whether a file of a stage's folder, by its name there, is one that the toolkit writes."""
     top = name.parts[0].removesuffix(ASIDE)
@@ -36,7 +39,8 @@ def _is_written(name: Path, listed: Collection[str]) -> bool:
         return top in _FILES
     if listed and top in WEIGHTS:  # a finished stage: what it has written is listed
         return name.as_posix() in listed
-    return (top in WEIGHTS or "checkpoint-" in top) and name.suffix in _SUFFIXES
+    unfinished = name.parts[0].startswith(CHECKPOINT) and name.parts[0].endswith(ASIDE)
+    return (top in WEIGHTS or unfinished) and name.suffix in _SUFFIXES
 
 
 def written(folder: Path) -> list[Path]:
@@ -46,7 +50,13 @@ def written(folder: Path) -> list[Path]:
         return [path for path in (folder / f"{MANIFEST}{ASIDE}",) if is_plain(path) and not folder.is_symlink()]
     names = {path: path.relative_to(folder) for path in files_in(folder)}
     others = _others(folder)
-    return [path for path, name in names.items() if _is_written(name, listed) and name.as_posix() not in others]
+    ours = [path for path, name in names.items() if _is_written(name, listed) and name.as_posix() not in others]
+    return ours + _of_checkpoints(folder)
+
+
+def _of_checkpoints(folder: Path) -> list[Path]:
+    """What the checkpoints in a stage's folder list as theirs."""
+    return [path for checkpoint in sorted(folder.glob(f"*{CHECKPOINT}*")) for path in written_in(checkpoint)]
 
 
 def _others(folder: Path) -> list[str]:
@@ -78,7 +88,8 @@ def _unclaimed(folder: Path) -> list[Path]:
     if sealed_files(folder) is not None:
         return []
     ours = written(folder)
-    return [path for path in files_in(folder) if path not in ours and _is_written(path.relative_to(folder), ())]
+    known = [path for path in files_in(folder) if _is_written(path.relative_to(folder), ())]
+    return [path for path in known + _of_checkpoints(folder) if path not in ours]
 
 
 def refuse_recipe(run: Path, text: str, stages: Iterable[str]) -> None:
@@ -118,10 +129,3 @@ def delete(folder: Path) -> None:
     for path in sorted(written(folder), key=lambda path: path.name == MANIFEST):  # which says whose the others are
         path.unlink(missing_ok=True)
     prune(folder)
-
-
-def prune(folder: Path) -> None:
-    """Delete a folder if it is empty, and those in it that are."""
-    for place, _, _ in os.walk(folder, topdown=False) if not folder.is_symlink() else ():
-        if not os.listdir(place):
-            os.rmdir(place)

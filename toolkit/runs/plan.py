@@ -4,8 +4,8 @@ report = plan(recipes.load("llama3_8b_lora_fast"), "4090")
 print(report)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from toolkit.costs import (
     take_shape,
     weight_bytes_of,
 )
-from toolkit.errors import IN_PYTHON, Problem, RecipeError, printable
+from toolkit.errors import Problem, RecipeError
 from toolkit.models import AUTO, META, SharedBase, load_model, quantize_outline
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
+from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, size_of
 from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase, Site
@@ -35,111 +36,6 @@ from toolkit.spec.sources import OwnBase, Site
 # Settings that say how many rows a phase without gradients has at a time.
 _AT_ONCE = "local_rollout_forward_batch_size"
 _ROWS = {"score": _AT_ONCE, "read": _AT_ONCE, "evaluation": "per_device_eval_batch_size"}
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """The most bytes that are live in a phase, by what they are for."""
-
-    phase: str
-    parts: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
-class PhaseTime:
-    """Seconds of a phase in an update, and of those that rollouts could take with CUDA graphs, or merged, too."""
-
-    phase: str
-    eager: float
-    graphs: float | None = None
-    merged: float | None = None
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """What `toolkit plan` prints.
-
-    Args:
-        name: of the recipe.
-        where: the card or CPU, and the precision.
-        lengths: of the rows that it is for.
-        memory: of each phase.
-        limit: bytes that there are.
-        times: of each phase; none where only a size of memory was named.
-        notes: what else is to be known, one of them what to change where it does not fit.
-    """
-
-    name: str
-    where: str
-    lengths: Lengths
-    memory: tuple[PhaseMemory, ...]
-    limit: int
-    times: tuple[PhaseTime, ...]
-    notes: tuple[Problem, ...]
-
-    @property
-    def largest(self) -> PhaseMemory:
-        return max(self.memory, key=lambda phase: phase.total)
-
-    @property
-    def fits(self) -> bool:
-        return self.largest.total <= self.limit
-
-    @property
-    def seconds(self) -> float:
-        """Of an update, as it runs now."""
-        return sum(time.eager for time in self.times)
-
-    def summary(self) -> Iterator[tuple[str, str]]:
-        """The two lines with which `toolkit check` ends."""
-        largest = self.largest
-        verdict = "fits" if self.fits else "does not fit"
-        yield "memory", f"{_size(largest.total)} in {largest.phase}; {verdict} {self.where} ({_size(self.limit)})"
-        if self.times:
-            yield "time", f"an update about {_seconds(self.seconds)}, by the model of toolkit plan"
-
-    def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
-        """The report, for a notebook or with the options of the command line."""
-        lengths = self.lengths
-        lines = [
-            f"{self.name} on {self.where}: rows of {lengths.prompt} + {lengths.response} tokens, all at their limit"
-        ]
-        kinds = list(dict.fromkeys(kind for phase in self.memory for kind in phase.parts))
-        unit, of_unit = ("GB", 1e9) if self.largest.total >= 1e9 else ("MB", 1e6)
-        rows = [[kind, *(f"{phase.parts.get(kind, 0) / of_unit:.2f}" for phase in self.memory)] for kind in kinds]
-        rows.append(["all", *(f"{phase.total / of_unit:.2f}" for phase in self.memory)])
-        lines += ["", *_table([unit, *(phase.phase for phase in self.memory)], rows)]
-        lines += ["", *(f"{label}: {text}" for label, text in self.summary())]
-        if self.times:
-            columns = ["seconds", "as it runs"]
-            columns += ["with CUDA graphs", "and merged"] if any(time.graphs for time in self.times) else []
-            shown = [[t.phase, *(_seconds(s) if s else "" for s in (t.eager, t.graphs, t.merged))] for t in self.times]
-            lines += ["", *_table(columns, [row[: len(columns)] for row in shown])]
-        lines += ["", *(f"- {note.text(options)}" for note in self.notes)]
-        return printable("\n".join(lines))
-
-    def __str__(self) -> str:
-        return self.text()
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value < 600 else f"{value / 60:.3g} min"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
-
-
-# ---------------------------------------------------------------------- from a recipe
 
 
 def plan(recipe: Recipe, gpu: str | None = None, *, notes: bool = True) -> PlanReport:
@@ -225,7 +121,7 @@ class _Planner:
         memory = tuple(self._memory(phases))
         times = tuple(self._times(phases, self.device)) if self.device is not None else ()
         dtype = self.recipe.precision("ppo").dtype
-        name = f"{self.device.name}" if self.device is not None else f"a card of {_size(self.limit)}"
+        name = self.device.name if self.device is not None else f"a card of {size_of(self.limit)}"
         about = (self.recipe.name, f"{name} in {dtype}", self.lengths, memory, self.limit, times)
         report = PlanReport(*about, ())
         return replace(report, notes=tuple(self._notes(report))) if notes else report
@@ -269,7 +165,7 @@ class _Planner:
         args = self.args
         other = self._learning(gradient_checkpointing=not args.gradient_checkpointing)
         said = "without" if args.gradient_checkpointing else "with"
-        total = _size(self._of_phase("update", other).total)
+        total = size_of(self._of_phase("update", other).total)
         yield Problem(f"the update {said} gradient checkpointing: {total}.")
         if not report.fits:
             yield self._way_out(report)
@@ -299,20 +195,18 @@ class _Planner:
         needed = sum(self.static.values()) + self.context
         if needed > self.limit:
             fewer = "base.quantization in 4 bits, a smaller base, or " if self.recipe.quantization() is None else ""
-            wrong = f"weights and optimizer alone take {_size(needed)} of {_size(self.limit)}."
+            wrong = f"weights and optimizer alone take {size_of(needed)} of {size_of(self.limit)}."
             cards = [card.name for card in CARDS.values() if card.memory > report.largest.total]
             another = f"a card as {cards[0]}" if cards else "fewer parameters"
             return Problem(wrong, "base", f"Take {fewer}{another}. {no_sharding}")
+        takes = f"{report.largest.phase} takes {size_of(report.largest.total)} of {size_of(self.limit)}"
         for changes in self._changes(report.largest.phase):
             memory = self._with(changes, report.largest.phase)
             if memory.total <= self.limit:
                 keys = " ".join(f"ppo.{key}={str(value).lower()}" for key, value in changes.items())
-                first = f"{report.largest.phase} takes {_size(report.largest.total)} of {_size(self.limit)}."
-                return Problem(first, remedy=f"Set {keys}: {_size(memory.total)}. {no_sharding}")
-        wrong = (
-            f"{report.largest.phase} takes {_size(report.largest.total)} of {_size(self.limit)}, a row at a time too."
-        )
-        return Problem(wrong, remedy=f"Shorten the rows, or take another card. {no_sharding}")
+                return Problem(f"{takes}.", remedy=f"Set {keys}: {size_of(memory.total)}. {no_sharding}")
+        remedy = f"Shorten the rows, or take another card. {no_sharding}"
+        return Problem(f"{takes}, a row at a time too.", remedy=remedy)
 
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
         """What takes less memory in a phase and changes no gradient, the cheapest first."""

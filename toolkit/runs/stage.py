@@ -22,7 +22,9 @@ from toolkit.runs.banner import banner
 from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, make_evaluator, stage_dataset
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
+from toolkit.sampling import SIGNS
 from toolkit.spec.recipe import Recipe
+from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
 from toolkit.trainers.sft import cut_rows
@@ -98,13 +100,7 @@ def _trained(
         say(console, f"data: {rows}")
     cut = _report_cuts(recipe, trainer.args, console) if stage == "sft" else {}
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
-    kept = processes.by_main(lambda: reports.read_json(folder / BEFORE_FILE))
-    if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
-        with phases.phase("answers before" if stage in ("ppo", "q") else "measure before"):
-            measured, responses = _measure(recipe, stage, trainer)
-        kept = {"metrics": measured, "answers": asdict(responses) if responses else None}
-        processes.by_main(partial(reports.write_json, folder / BEFORE_FILE, kept))
-    before, responses_before = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
+    before, responses_before = _before(recipe, stage, trainer)
     if processes.is_main():
         trainer.add_callback(_ReportAtEvaluations(recipe, stage, started, before, trainer, progress))
     if stock:
@@ -119,12 +115,32 @@ def _trained(
         started -= trainer.seconds_before
     with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"):
         after, responses_after = _measure(recipe, stage, trainer)
+    _tell_evaluated(trainer, after, responses_after)
     result = figures(recipe, stage, started, before, after) | _of_training(trainer, progress)
     if cut:
         result["cut"] = cut
     samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
     processes.by_main(lambda: _write_up(recipe, stage, result, samples, trainer.judged if stage == "reward" else ()))
     return result, samples
+
+
+def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:
+    """What was measured first, by this process or by one that began the stage."""
+    path = recipe.stage_folder(stage) / BEFORE_FILE
+    kept = processes.by_main(lambda: reports.read_json(path))
+    if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
+        with phases.phase("answers before" if stage in ("ppo", "q") else "measure before"):
+            measured, responses = _measure(recipe, stage, trainer)
+        kept = {"metrics": measured, "answers": asdict(responses) if responses else None}
+        processes.by_main(partial(reports.write_json, path, kept))
+    before, responses = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
+    _tell_evaluated(trainer, before, responses)
+    return before, responses
+
+
+def _tell_evaluated(trainer: Any, metrics: dict[str, Any], responses: Responses | None) -> None:
+    if responses is not None and isinstance(trainer, SamplingTrainer):
+        trainer.evaluated(metrics, responses.responses)
 
 
 def _of_training(trainer: Any, progress: Progress) -> dict[str, Any]:
@@ -230,8 +246,8 @@ def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], 
     elif isinstance(trainer, PPOTrainer):
         evaluation = trainer.evaluate_rollout(prompts)
     else:  # in the same way as ours
-        evaluation = make_evaluator(recipe, stock_rollouts(trainer), recipe.tokenizer.pad_token_id)(prompts)
-    return evaluation.metrics, Responses.of(evaluation.rollout, evaluation.scores)
+        evaluation = make_evaluator(recipe, stock_rollouts(trainer), trainer.toolkit_pad_tokens)(prompts)
+    return evaluation.metrics, Responses.of(evaluation.rollout, evaluation.scores, evaluation.judged)
 
 
 def _reward_figures(recipe: Recipe, trainer: Any) -> dict[str, Any]:
@@ -245,10 +261,10 @@ def _reward_figures(recipe: Recipe, trainer: Any) -> dict[str, Any]:
 
 
 def print_result(console: Console, result: dict[str, Any]) -> None:
-    """The figures before and after, seconds and memory."""
+    """The figures before and after but the signs of a reward that is fooled, seconds and memory."""
     before, after = result["before"], result["after"]
     for key, value in after.items():
-        if isinstance(value, float) and isinstance(before.get(key), float):
+        if key not in SIGNS and isinstance(value, float) and isinstance(before.get(key), float):
             console.print(f"{key:>16}  {before[key]:10.4f} → {value:.4f}", highlight=False)
     low_high = after.get("accuracy_ci")
     if low_high:

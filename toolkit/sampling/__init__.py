@@ -1,9 +1,23 @@
 """Prompts to responses, and what they are worth: shared by the trainers, collect, chat, generate and eval.
 
-`Sampler` is the only thing that generates, `Evaluator` measures what it says, `best_of` keeps the best of several.
+`Sampler` is the only thing that generates, `Evaluator` measures what it says, `signs` are of a reward that is fooled,
+`best_of` keeps the best of several.
 """
 
 from toolkit.sampling.evaluation import BestOf, Evaluation, Evaluator, best_of
 from toolkit.sampling.sampler import Rows, Sampler, batches, check_room
+from toolkit.sampling.signs import SIGNS, distinct_share, since_first
 
-__all__ = ["BestOf", "Evaluation", "Evaluator", "Rows", "Sampler", "batches", "best_of", "check_room"]
+__all__ = [
+    "SIGNS",
+    "BestOf",
+    "Evaluation",
+    "Evaluator",
+    "Rows",
+    "Sampler",
+    "batches",
+    "best_of",
+    "check_room",
+    "distinct_share",
+    "since_first",
+]

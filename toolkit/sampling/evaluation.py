@@ -3,7 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,21 +13,28 @@ from torch import Tensor
 from toolkit import processes
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout, concatenate, select
-from toolkit.errors import DataError
+from toolkit.errors import DataError, within
 from toolkit.functional import standard_error
 from toolkit.rewards import Reward, score_with, state_of, total_scores
 from toolkit.sampling.sampler import Rows, Sampler, batches
+from toolkit.sampling.signs import signs_of
 
 
-class Evaluation(NamedTuple):
-    """Responses to N prompts, measured."""
-
+class _Measured(NamedTuple):
     metrics: dict[str, float]
-    """`score`, `score_se`, `score/<part>` of a weighted sum, `kl` (mean over responses of log π − log π_ref; an
-    estimate of KL(π, π_ref) where responses are sampled), `length`, `eos_share`, and further metrics."""
+    """`score`, `score_se`, `score/<part>` of a weighted sum, the same of a judge as `judge`, `kl` (mean over responses
+    of log π − log π_ref; an estimate of KL(π, π_ref) where responses are sampled), `length`, `eos_share`, those of
+    `signs_of`, and further metrics."""
     rollout: Rollout
     scores: Tensor
     """float32 (N,)."""
+
+
+class Evaluation(_Measured):
+    """Responses to N prompts, measured: metrics, rollout and scores, as a tuple."""
+
+    judged: Tensor | None = None
+    """The scores of the judge, float32 (N,); no part of the tuple."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Evaluator:
         batch_size: prompts that a process responds to at a time.
         seed: of sampling.
         metrics: further metrics of a rollout.
+        judge: a second reward, which scores the same responses.
     """
 
     sampler: Sampler
@@ -49,45 +57,60 @@ class Evaluator:
     batch_size: int
     seed: int
     metrics: Callable[[Rollout], dict[str, float]] | None = None
+    judge: Reward | None = None
 
     def __call__(self, prompts: Rows, *, after_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """Measure the responses to all prompts; `after_batch` is called after each batch.
 
-        The caller's random states are left as they were, and so is a reward that changes as it goes.
+        The caller's random states are left as they were, and so are a reward and a judge that change as they go.
 
         Raises:
             DataError: there are no prompts.
-            RewardError: the reward raised, or did not return one finite number a response.
+            RewardError: the reward or the judge raised, or did not return one finite number a response.
         """
         if len(prompts) == 0:
             remedy = "Hold some rows of the data out: validation_size, test_size."
             raise DataError("there are no held-out prompts to measure.", remedy=remedy)
-        rollouts, scores, log_ratios = [], [], []
-        parts: dict[str, list[Tensor]] = defaultdict(list)
-        with kept_random_states(), _unchanged(self.reward), torch.no_grad():
+        rollouts, log_ratios = [], []
+        scores: dict[str, list[Tensor]] = defaultdict(list)
+        with kept_random_states(), _unchanged(self.reward), _unchanged(self.judge), torch.no_grad():
             torch.manual_seed(self.seed)
             for rows in batches(prompts, self.batch_size * processes.count()):
                 rollouts.append(self.sampler(self.sampler.collator(rows)))
                 log_ratios.append(self.log_ratios(rollouts[-1]))
-                scores.append(total_scores(score_with(self.reward, rollouts[-1])))
-                for name, part in getattr(self.reward, "last_parts", {}).items():
-                    parts[f"score/{name}"].append(part)
+                for name, callback in {"score": self.reward, "judge": self.judge}.items():
+                    for whole_or_part, given in _scored(name, callback, rollouts[-1]).items():
+                        scores[whole_or_part].append(given)
                 after_batch()
-        rollout, all_scores = concatenate(rollouts), torch.cat(scores)
-        metrics = {
-            "score": float(all_scores.mean()),
-            "score_se": standard_error(all_scores),
-            **{name: float(torch.cat(of_part).mean()) for name, of_part in parts.items()},
+        rollout, joined = concatenate(rollouts), {name: torch.cat(given) for name, given in scores.items()}
+        metrics: dict[str, float] = {}
+        for name, given in joined.items():
+            metrics[name] = float(given.mean())
+            if name in ("score", "judge"):
+                metrics[f"{name}_se"] = standard_error(given)
+        metrics |= {
             "kl": float(torch.cat(log_ratios).mean()),
             "length": sum(rollout.lengths) / len(rollout),
             "eos_share": sum(rollout.ended) / len(rollout),
+            **signs_of(rollout, joined["score"]),
             **(self.metrics(rollout) if self.metrics else {}),
         }
-        return Evaluation(metrics, rollout, all_scores)
+        evaluation = Evaluation(metrics, rollout, joined["score"])
+        evaluation.judged = joined.get("judge")
+        return evaluation
+
+
+def _scored(name: str, reward: Reward | None, rollout: Rollout) -> dict[str, Tensor]:
+    """The scores of a rollout, and of a weighted sum those of each part; nothing without a reward."""
+    if reward is None:
+        return {}
+    with within(name) if name == "judge" else nullcontext():
+        total = total_scores(score_with(reward, rollout))
+    return {name: total, **{f"{name}/{part}": of for part, of in getattr(reward, "last_parts", {}).items()}}
 
 
 @contextmanager
-def _unchanged(reward: Reward) -> Iterator[None]:
+def _unchanged(reward: Reward | None) -> Iterator[None]:
     """What is measured leaves no trace in what is trained on."""
     changing = state_of(reward)
     if changing is None:

@@ -3,19 +3,21 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 from datasets import Dataset
 from numpy.random import Philox
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 
 from toolkit import processes
 from toolkit.data import PromptCollator, Rollout
 from toolkit.errors import DataError, ToolkitError
 from toolkit.functional import inverse_cdf
-from toolkit.models import LENGTH_MULTIPLE, LargestQ, SharedBase, WeightedByQ, release_memory
+from toolkit.models import LENGTH_MULTIPLE, LargestQ, RowProcessor, SharedBase, WeightedByQ, release_memory
+from toolkit.portion import Portion
 
 Rows: TypeAlias = Dataset | Sequence[dict[str, Any]]
 """Prompts: rows with `input_ids`, and the columns that a reward or a metric needs."""
@@ -56,6 +58,11 @@ class Sampler:
         """Makes a batch of rows."""
         return PromptCollator(self.tokenizer.pad_token_id, multiple=LENGTH_MULTIPLE)
 
+    @cached_property
+    def portion(self) -> Portion:
+        """Rows that are generated at a time."""
+        return Portion("the number of responses that are generated at a time", 2**31)
+
     def __call__(
         self, batch: Mapping[str, Any], *, keys: Tensor | None = None, streamer: TextStreamer | None = None
     ) -> Rollout:
@@ -75,20 +82,23 @@ class Sampler:
         uniform = None
         if self.temperature is not None:
             uniform = uniforms(draw_keys(len(limits)) if keys is None else keys, max(limits))
-        generated: dict[int, list[int]] = {}
-        with processes.agreed():
-            rows = processes.own([1.0] * len(limits))
-            if rows:
-                ids, mask = (batch[name][rows].to(self.roles.device) for name in ("input_ids", "attention_mask"))
-                drawn = None if uniform is None else uniform[rows].to(ids.device)
-                config = GenerationConfig(
-                    max_new_tokens=max(limits),
-                    do_sample=False,
-                    eos_token_id=stops,
-                    pad_token_id=self.tokenizer.pad_token_id,
-                )
-                generated = dict(zip(rows, self._generate(ids, mask, drawn, config, streamer).tolist(), strict=True))
-                release_memory()
+        config = GenerationConfig(
+            max_new_tokens=max(limits), do_sample=False, eos_token_id=stops, pad_token_id=self.tokenizer.pad_token_id
+        )
+
+        def attempt(size: int) -> dict[int, list[int]]:
+            generated: dict[int, list[int]] = {}
+            with processes.agreed():
+                own = processes.own([1.0] * len(limits))
+                for rows in (own[start : start + size] for start in range(0, len(own), size)):
+                    ids, mask = (batch[name][rows].to(self.roles.device) for name in ("input_ids", "attention_mask"))
+                    drawn = None if uniform is None else uniform[rows].to(ids.device)
+                    made = self._generate(ids, mask, drawn, config, streamer).tolist()
+                    generated |= dict(zip(rows, made, strict=True))
+                    release_memory()
+            return generated
+
+        generated = self.portion(attempt, most=len(limits))
         of_all = {row: ids for of_process in processes.gather(generated) for row, ids in of_process.items()}
         output = [of_all[row] for row in range(len(limits))]
         return rollout_of(batch, output, tokenizer=self.tokenizer, stop_token_ids=stops, limits=limits)
@@ -101,8 +111,8 @@ class Sampler:
         config: GenerationConfig,
         streamer: TextStreamer | None,
     ) -> Tensor:
-        """What comes after left-padded prompts (B, P): int64 (B, T); greedy to transformers in any case, since
-        `_Sampled` leaves it one token to take."""
+        """What comes after left-padded prompts (B, P): int64 (B, T); greedy in any case, since `_Sampled` leaves
+        one token to take."""
         role, temperature, processors = self._decoding(mask)
         sampled = None
         if temperature is not None and uniform is not None:
@@ -132,16 +142,20 @@ class Sampler:
         return [min(self.response_length, self.max_length - length) for length in prompt_lengths]
 
 
-class _Sampled(LogitsProcessor):
+class _Sampled(RowProcessor):
     """Leaves each row the one token that its next uniform number draws from the whole distribution, which is what the
     log-probabilities of an update are of. `of_rows` is float64 (B, T)."""
 
     def __init__(self, of_rows: Tensor, temperature: float):
-        self.left, self.temperature = iter(of_rows.unbind(dim=1)), temperature
+        self.left, self.temperature = of_rows, temperature
         self.finite = torch.ones((), dtype=torch.bool, device=of_rows.device)
 
+    def keep(self, rows: Tensor) -> None:
+        self.left = self.left[rows]
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        tokens, finite = inverse_cdf(scores, next(self.left), temperature=self.temperature)
+        tokens, finite = inverse_cdf(scores, self.left[:, 0], temperature=self.temperature)
+        self.left = self.left[:, 1:]
         self.finite &= finite.all()
         return scores.scatter(1, tokens.unsqueeze(1), float("inf"))
 

@@ -69,8 +69,10 @@ def find(name: str | os.PathLike[str]) -> Path:
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError)
 
 
-def _check_yaml(text: str) -> None:
-    """Keys are text, and a few lines do not stand for thousands of values, as with aliases of aliases.
+def _check_yaml(text: str) -> str:
+    """What a text is, as "mapping", "sequence", "scalar", or "nothing".
+
+    Its keys are text, and a few lines do not stand for thousands of values, as with aliases of aliases.
 
     Raises:
         ValueError: they are not, or do.
@@ -91,17 +93,18 @@ def _check_yaml(text: str) -> None:
                 nodes.append((value, depth + 1))
         elif isinstance(node, yaml.SequenceNode):
             nodes += [(item, depth + 1) for item in node.value]
+    return "nothing" if root is None else type(root).__name__.removesuffix("Node").lower()
 
 
 def _read(path: Path) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
-        _check_yaml(text)
-        values = OmegaConf.load(io.StringIO(text))
+        kind = _check_yaml(text)
+        values = OmegaConf.load(io.StringIO(text)) if kind in ("mapping", "nothing") else None
     except _UNREADABLE as error:
         raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
     if not isinstance(values, DictConfig):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {type(values).__name__}.")
+        raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {kind}.")
     return values
 
 

@@ -105,10 +105,10 @@ def section(values: Values, key: str) -> Values:
     return there if isinstance(there, dict) else {}
 
 
-def scorer_parts(values: Values) -> dict[str, Values]:
-    """The scorer, or the parts of a sum, by their place in the recipe."""
-    scorer = section(values, "scorer")
+def scorer_parts(values: Values, place: str = "scorer") -> dict[str, Values]:
+    """The scorer or the judge, or the parts of a sum, by their place in the recipe."""
+    scorer = section(values, place)
     if scorer.get("kind") != "sum":
-        return {"scorer": scorer}
+        return {place: scorer}
     parts = section(scorer, "parts")
-    return {f"scorer.parts.{name}": part for name, part in parts.items() if isinstance(part, dict)}
+    return {f"{place}.parts.{name}": part for name, part in parts.items() if isinstance(part, dict)}

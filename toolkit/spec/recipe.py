@@ -72,6 +72,11 @@ class Recipe:
     def scorer(self) -> Scorer:
         return scorer_of(self.values.get("scorer", {}))
 
+    @property
+    def judge(self) -> Scorer | None:
+        """A second reward, which nothing is trained on."""
+        return scorer_of(self.values["judge"]) if "judge" in self.values else None
+
     def precision(self, stage: str) -> Precision:
         """What a stage follows: that of the base, or of the model that it trains on a base of its own."""
         planned = self.plan.stages.get(stage)  # an evaluation is none of the recipe's

@@ -16,6 +16,7 @@ _READ_BY = {
     "sft_data": "sft", "reward_data": "reward", "q_data": "q", "value_model": "ppo", "reward_model": "reward",
     "adapters.q": "q",
 }  # fmt: skip
+_JUDGED = ("ppo", "q")  # stages that measure held-out responses
 _OF_VALUE = ("adapters.value", "start.value", "value_head", "value_model")
 # Arguments of `QBound`, and the settings that they are.
 _OF_BOUND = {"lowest": "lowest_return", "highest": "highest_return", "scale": "bound_scale", "bias": "bound_bias"}
@@ -152,6 +153,8 @@ class _Resolver:
         if stage == "ppo":
             value = self._value()
             sources += [] if value is None else [value]
+        if stage in _JUDGED and self.key("judge") is not None:
+            sources += self._judge()  # the last, so that the weights of fresh roles are drawn as without it
         needs += [source.stage for source in sources if source.stage is not None and source.stage in self.values]
         ordered = [name for name in ("sft", "reward") if name in needs]
         return StagePlan(stage, tuple(sources), needs=(*ordered, *then), missing=missing)
@@ -194,6 +197,16 @@ class _Resolver:
             wrong = "adapter reads the reward role, and the reward stage trains reward_model."
             self.problem("scorer.kind", wrong, "Use kind: model.")
         return self._trained("reward", "reward", num_labels=at(self.values, "reward_head.num_labels") or 1)
+
+    def _judge(self) -> list[Source]:
+        """The role that a judge of kind adapter is read in."""
+        if all(part.get("kind", "adapter") != "adapter" for part in scorer_parts(self.values, "judge").values()):
+            return []
+        folder = self.key("start.judge")
+        if not folder:
+            wrong = "is missing: a judge of kind adapter is one that this run's PPO is not trained against."
+            self.problem("start.judge", wrong, "Name what another run has left, as runs/NAME/reward/reward.")
+        return [Saved("judge", "start.judge", str(folder))] if folder else []
 
     def _value(self) -> Source | None:
         if section(self.values, "ppo").get("value", "separate") == "shared":
@@ -290,6 +303,9 @@ class _Resolver:
         sums = section(self.values, "scorer").get("kind") == "sum"
         if sums and at(self.values, "ppo.loop") == "trl":
             self.problem("ppo.loop", "trl scores with the reward adapter alone, not with a sum.", "Use toolkit.")
+        for place, part in scorer_parts(self.values, "judge").items():
+            if part.get("kind") == "model" and part.get("model") is None:
+                self.problem(f"{place}.model", "is needed of a judge (a folder or hub id).")
         for place, part in scorer_parts(self.values).items():
             if part.get("kind") == "model" and part.get("model") is None and "reward_model" not in self.values:
                 self.problem(
@@ -304,6 +320,12 @@ class _Resolver:
             if at(self.values, key) is not None and stage not in self.values:
                 remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
                 self.problem(key, f"would have no effect: there is no section {stage}.", remedy)
+        if "judge" in self.values and not {*_JUDGED} & self.stages.keys():
+            self.problem("judge", "would have no effect: there is no section ppo or q.")
+        if at(self.values, "start.judge") is not None and not any(
+            plan.reads_key("start.judge") for plan in self.stages.values()
+        ):
+            self.problem("start.judge", "would have no effect: no judge reads an adapter.", "Add judge.kind=adapter.")
         for key in _OF_VALUE if "ppo" in self.stages else ():
             if at(self.values, key) is not None and not self.stages["ppo"].reads_key(key):
                 self.problem(key, f"would have no effect: {self._why_not(key)}.")

@@ -42,7 +42,8 @@ class BaseSection:
 
 def precision_of(values: dict[str, Any], *, whole: bool) -> Precision:
     """The dtype of a section's model on this machine, and why; `whole` where all weights train."""
-    if (given := values.get("dtype", AUTO)) != AUTO:
+    given = values.get("dtype", AUTO)
+    if isinstance(given, str) and given != AUTO:  # anything else is a problem of its own
         return Precision(given)
     return Precision("float32", "all its weights train") if whole else fast_precision()
 
@@ -72,6 +73,9 @@ class StartSection:
     policy: str | None = setting(None, "PEFT folder. The reference is then a frozen copy of it.")
     reward: str | None = setting(None, "PEFT folder with a score head: the reward stage is not needed.")
     value: str | None = setting(None, 'PEFT folder with a score head, or "reward" for a copy of the reward role.')
+    judge: str | None = setting(
+        None, "PEFT folder with a score head, for a `judge` of kind adapter: what another run's reward stage has left."
+    )
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,8 @@ class RewardHeadSection:
 class ValueHeadSection:
     """Section `value_head`: how a fresh head of the value role starts."""
 
-    init: Literal["normal", "orthogonal"] = setting(
-        "normal", "Weights drawn with standard deviation 0.02, or orthogonal with gain √2."
+    init: Literal["normal", "orthogonal", "zeros"] = setting(
+        "normal", "Weights drawn with standard deviation 0.02, orthogonal with gain √2, or 0."
     )
     bias: bool = setting(False, "Whether it has a bias, starting at 0.")
 
@@ -116,4 +120,5 @@ ADAPTER_ROLES = ("policy", "value", "reward", "q")
 # `data` is for all stages; the others, for one stage each, come before it.
 DATA_SECTIONS = ("data", "sft_data", "reward_data", "q_data")
 DEFAULT_SEED = 0
-TOP_LEVEL = ("about", "seed", *DATA_SECTIONS, "adapters", "scorer", *PLAIN_SECTIONS, *STAGE_CLASSES)
+SCORER_SECTIONS = ("scorer", "judge")
+TOP_LEVEL = ("about", "seed", *DATA_SECTIONS, "adapters", *SCORER_SECTIONS, *PLAIN_SECTIONS, *STAGE_CLASSES)

@@ -15,7 +15,7 @@ from toolkit.data import TASKS
 from toolkit.models import AUTO
 from toolkit.rewards import DEFAULT_KIND, SCORERS
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sections import DATA_SECTIONS, DEFAULT_SEED, PLAIN_SECTIONS, STAGE_CLASSES
+from toolkit.spec.sections import DATA_SECTIONS, DEFAULT_SEED, PLAIN_SECTIONS, SCORER_SECTIONS, STAGE_CLASSES
 from toolkit.spec.stage import presets
 
 
@@ -67,12 +67,12 @@ def _owners(values: dict[str, Any]) -> dict[tuple[str, ...], type]:
     for section in values:
         if section in DATA_SECTIONS:
             owners[section,] = TASKS[values[section]["task"]]
-        elif section == "scorer":
+        elif section in SCORER_SECTIONS:
             owners[section,] = SCORERS[values[section].get("kind", DEFAULT_KIND)]
         elif section in PLAIN_SECTIONS or section in STAGE_CLASSES:
             owners[section,] = {**PLAIN_SECTIONS, **STAGE_CLASSES}[section]
     owners |= {("adapters", role): LoraConfig for role in values.get("adapters", {})}
-    for section in (*PLAIN_SECTIONS, "scorer"):
+    for section in (*PLAIN_SECTIONS, *SCORER_SECTIONS):
         owners[section, "quantization"] = BitsAndBytesConfig
         kind = (values.get(section, {}).get("config") or {}).get("model_type")
         if kind in CONFIG_MAPPING:

@@ -104,7 +104,12 @@ _NOT_OFFERED = {
     "max_new_tokens": Problem("is named response_length, as in TRL."),
 }
 
+_OF_THE_TOKENIZER = dict.fromkeys(
+    ("pad_token", "eos_token", "chat_template_path"), "the tokenizer is that of the base in every stage"
+)
 WITHOUT_EFFECT = {
+    "sft": _OF_THE_TOKENIZER,
+    "reward": _OF_THE_TOKENIZER,
     "ppo": {
         name: _INSTEAD.get(name, "the toolkit's PPO loop does not read it")
         for name in dict.fromkeys([*(f.name for f in fields(TRLPPOConfig) if f.init), *_INSTEAD])

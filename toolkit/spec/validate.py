@@ -1,6 +1,7 @@
 """What a recipe may say: each section is its owner's own configuration class, checked before anything loads."""
 
 import warnings
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from toolkit.errors import ConfigError, Problem
 from toolkit.models import quantization_config
 from toolkit.rewards import DEFAULT_KIND, SCORERS, scorer_of
 from toolkit.rewards.function import beside
+from toolkit.sampling import SIGNS
 from toolkit.settings import fits, problems_of
 from toolkit.spec.keys import check_keys, owner_fields, suggestion
 from toolkit.spec.plan import at, section
@@ -21,6 +23,7 @@ from toolkit.spec.sections import (
     ADAPTER_ROLES,
     DATA_SECTIONS,
     PLAIN_SECTIONS,
+    SCORER_SECTIONS,
     STAGE_CLASSES,
     TOP_LEVEL,
 )
@@ -48,6 +51,7 @@ _OF_EVERY_ADAPTER = {
 }  # fmt: skip
 _NO_ADAPTER = {
     "layer_replication": Problem("would change the layers of the base, which all roles share.", remedy="Leave it out."),
+    "arrow_config": Problem("routes between adapters of other tasks, and a role has one.", remedy="Leave it out."),
     "runtime_config": Problem("is for adapters that are loaded onto a GPU one by one.", remedy="Leave it out."),
 }
 
@@ -132,18 +136,21 @@ def check_data(values: Any, place: str = "data") -> list[Problem]:
     if not isinstance(values, dict) or values.get("task") not in list(TASKS):
         seen = values.get("task") if isinstance(values, dict) else values
         return [Problem(f"one of {', '.join(TASKS)} is needed, got {seen!r}.", f"{place}.task")]
-    arguments = {key: value for key, value in values.items() if key != "task"}
-    return check_keys(place, arguments, TASKS[values["task"]], hidden=("tokenizer",))
+    arguments, task = {key: value for key, value in values.items() if key != "task"}, TASKS[values["task"]]
+    needed = [name for name, one in signature(task).parameters.items() if one.default is one.empty]
+    missing = [name for name in needed if name != "tokenizer" and name not in arguments]
+    absent = [Problem(f"is missing: task {values['task']} needs it.", f"{place}.{name}") for name in missing]
+    return absent + check_keys(place, arguments, task, hidden=("tokenizer",))
 
 
 def check_scorer(values: Any, place: str = "scorer") -> list[Problem]:
-    """Problems of the section `scorer`, or of a part of a sum: the fields of its kind."""
+    """Problems of the section `scorer` or `judge`, or of a part of a sum: the fields of its kind."""
     if not isinstance(values, dict):
         return [Problem(f"a section with keys is needed, got {values!r}.", place)]
     kind = values.get("kind", DEFAULT_KIND)
     if kind not in list(SCORERS):
         return [Problem(f"{' or '.join(map(repr, SCORERS))} is needed, got {kind!r}.", f"{place}.kind")]
-    fields = {name: _scorer_fields(owner, part=place != "scorer") for name, owner in SCORERS.items()}
+    fields = {name: _scorer_fields(owner, part=place not in SCORER_SECTIONS) for name, owner in SCORERS.items()}
     given = {key: value for key, value in values.items() if key in fields[kind]}
     problems = check_keys(place, given, SCORERS[kind])
     for key in (key for key in values if key != "kind" and key not in given):
@@ -184,7 +191,7 @@ def with_reward_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             changed["parts"] = {name: placed(part) for name, part in scorer["parts"].items()}
         return changed
 
-    return {**values, "scorer": placed(values["scorer"])} if "scorer" in values else values
+    return {**values, **{section: placed(values[section]) for section in SCORER_SECTIONS if section in values}}
 
 
 class _TopLevel:
@@ -215,9 +222,11 @@ def measured_names(values: dict[str, Any], stage: str) -> list[str]:
     if stage == "reward":
         of_pairs = ["accuracy", "margin", "min_reward", "mean_reward", "max_reward", "num_tokens"]
         return [*(of_pairs if (at(values, "reward_head.num_labels") or 1) == 1 else []), *of_every_trainer]
-    sums = section(values, "scorer").get("kind") == "sum"
-    parts = [f"score/{name}" for name in section(values, "scorer.parts")] if sums else []
-    return ["score", "score_se", "kl", "length", "eos_share", *parts, *TASKS[values["data"]["task"]].metric_names]
+    scored = {"score": "scorer", "judge": "judge"} if "judge" in values else {"score": "scorer"}
+    means = [name for one in scored for name in (one, f"{one}_se")]
+    sums = {name: place for name, place in scored.items() if section(values, place).get("kind") == "sum"}
+    parts = [f"{name}/{part}" for name, place in sums.items() for part in section(values, f"{place}.parts")]
+    return [*means, "kl", "length", "eos_share", *parts, *SIGNS, *TASKS[values["data"]["task"]].metric_names]
 
 
 def check_recipe(values: dict[str, Any]) -> list[Problem]:
@@ -228,8 +237,9 @@ def check_recipe(values: dict[str, Any]) -> list[Problem]:
     for name, owner in PLAIN_SECTIONS.items():
         if name in values:
             problems += check_keys(name, values[name], owner)
-    if "scorer" in values:
-        problems += check_scorer(values["scorer"])
+    for name in SCORER_SECTIONS:
+        if name in values:
+            problems += check_scorer(values[name], name)
     for name in ("base", "reward_model", "value_model"):
         if isinstance(values.get(name), dict) and values[name].get("quantization") is not None:
             problems += _check_quantization(name, values[name]["quantization"])

@@ -1,6 +1,6 @@
 """What the trainers of several stages share: progress, precision, saved roles, and evaluation by sampled responses."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,7 @@ class SamplingTrainer(RoleTrainer):
         eval_dataset: held-out prompts with a column `input_ids`.
         reward: scores a rollout: `RewardAdapter`, or any callable of that form.
         metrics: further metrics of a rollout, for evaluation.
+        judge: a second reward, for evaluation, which nothing is trained on.
         base_name: name of the base to write into saved adapters.
         callbacks: as in `Trainer`; the default progress bar is not added if there are any.
     """
@@ -92,6 +93,7 @@ class SamplingTrainer(RoleTrainer):
         *,
         reward: Reward | None = None,
         metrics: Metrics | None = None,
+        judge: Reward | None = None,
         base_name: str = "",
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
@@ -108,6 +110,7 @@ class SamplingTrainer(RoleTrainer):
             raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else.")
         in_place_of_progress(self, callbacks)
         self.roles, self.reward, self.metrics, self.base_name = roles, reward, metrics, base_name
+        self.judge = judge
         autocast = self.compute_loss_context_manager
         self.rollouts: Any = self.rollouts_type(args, processing_class, roles, autocast)
 
@@ -138,7 +141,8 @@ class SamplingTrainer(RoleTrainer):
         def predicted() -> None:
             self.control = handler.on_prediction_step(self.args, self.state, self.control)
 
-        return self.rollouts.evaluator(self._known_reward, self.metrics, **decoding)(dataset, after_batch=predicted)
+        measure = self.rollouts.evaluator(self._known_reward, self.metrics, self.judge, **decoding)
+        return measure(dataset, after_batch=predicted)
 
     def evaluate(
         self, eval_dataset: Dataset | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -148,11 +152,16 @@ class SamplingTrainer(RoleTrainer):
         if dataset is None:
             raise ToolkitError("evaluate needs held-out prompts.", remedy="Give eval_dataset.")
         with phases.phase("evaluation", len(self.get_eval_dataloader(dataset))):
-            metrics = self.evaluate_rollout(dataset).metrics
-        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
+            evaluation = self.evaluate_rollout(dataset)
+        if eval_dataset is None:
+            self.evaluated(evaluation.metrics, evaluation.rollout.responses)
+        named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
+
+    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str]) -> None:
+        """Told of each evaluation of the held-out prompts, and of the responses."""
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Held-out prompts in batches, in order."""

@@ -11,6 +11,7 @@ from toolkit.data import Rollout
 from toolkit.errors import RewardError
 from toolkit.models import PolicyReading
 from toolkit.rewards import Scores
+from toolkit.sampling import distinct_share
 from toolkit.trainers.ppo_config import PPOConfig
 
 _NOTHING_TO_LEARN = 1e-6  # rounding leaves about as much
@@ -97,7 +98,7 @@ def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
     variance = F.masked_var(experience.returns, mask)
     residual = F.masked_var(experience.returns - experience.old_values, mask)
     lengths = torch.tensor(experience.rollout.lengths, dtype=torch.float32)
-    rows, prompts = len(experience.rollout), len(set(experience.rollout.prompts))
+    rows = len(experience.rollout)
     tied = max(Counter(experience.shaped_scores.tolist()).values())
     return {
         "score": float(experience.scores.mean()),
@@ -106,7 +107,7 @@ def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
         "rlhf_reward": float(experience.shaped_scores.mean() - kl_coef * kl),
         "length": float(lengths.mean()),
         "eos_share": sum(experience.rollout.ended) / rows,
-        "distinct_share": min(1.0, len(set(map(tuple, experience.rollout.response_ids))) / prompts),
+        "distinct_share": distinct_share(experience.rollout),
         "tied_share": tied / rows if rows > 1 else 0.0,
         "entropy": float(entropy),
         "explained_variance": float(1 - residual / variance.clamp(min=1e-8)),

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -242,12 +242,18 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
 
     def _warned(self, metrics: dict[str, float]) -> dict[str, float]:
         """Tell what the metrics of an update are a warning of; how many warnings there have been, if any."""
-        step, new = self.state.global_step, self.watch.seen(self.state.global_step, metrics)
+        self._tell(self.watch.seen(self.state.global_step, metrics))
+        return {"warnings": float(len(self.watch.given))} if self.watch.given else {}
+
+    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str]) -> None:
+        """Tell what an evaluation of the held-out prompts is a warning of."""
+        self._tell(self.watch.evaluated(self.state.global_step, metrics, responses))
+
+    def _tell(self, new: list[dict[str, Any]]) -> None:
         for warning in new:
-            phases.tell(f"WARNING at update {step}: {warning['text']} {warning['remedy']}")
+            phases.tell(f"WARNING at update {warning['step']}: {warning['text']} {warning['remedy']}")
         if new:
             processes.by_main(partial(append_jsonl, Path(self.args.output_dir) / WARNINGS_FILE, new))
-        return {"warnings": float(len(self.watch.given))} if self.watch.given else {}
 
     def _too_many(self, error: ToolkitError) -> bool:
         """Count an update whose scores are not finite; whether they are too many in a row, the batch then saved."""
@@ -426,7 +432,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         if (prompts := self.eval_dataset) is None:
             return
         rows = min(len(prompts), self.args.per_device_eval_batch_size) if sampling else len(prompts)
-        _, rollout, scores = self.evaluate_rollout(prompts.select(range(rows)))
+        _, rollout, scores, *_ = self.evaluate_rollout(prompts.select(range(rows)))
         table = Table("query", "model response", "score", show_lines=True)
         for *texts, score in zip(rollout.prompts, rollout.responses, scores.tolist(), strict=True):
             table.add_row(*(Text(printable(text)) for text in texts), f"{score:.3f}")

@@ -21,9 +21,9 @@ from toolkit import checkpoints, phases, processes
 from toolkit.data import data_digest
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
 from toolkit.models import base_digest, tensors_digest
+from toolkit.portion import Portion
 from toolkit.reports import versions
 from toolkit.trainers.guards import MOST_IN_A_ROW, SkipNotFinite, Skipped, save_broken
-from toolkit.trainers.portion import Portion
 from toolkit.trainers.share import DividedSteps
 from toolkit.trainers.trainer_internals import TrainerHooks, take_rates_of_schedule
 

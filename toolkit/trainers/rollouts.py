@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import models, processes
 from toolkit.data import Rollout
 from toolkit.functional import kl_k1, pool_values
+from toolkit.portion import Portion
 from toolkit.rewards import Reward
 from toolkit.sampling import Evaluator, Sampler
-from toolkit.trainers.portion import Portion
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.share import own_rows
@@ -51,6 +51,11 @@ class RoleRollouts:
         ids = ([of_rows[i] for i in rows] for of_rows in (rollout.prompt_ids, rollout.response_ids))
         return models.Sequences.from_ids(*ids, pad_token_id=self.tokenizer.pad_token_id, device=self.roles.device)
 
+    def _parts(self, rollout: Rollout, rows: Sequence[int], size: int) -> Iterator[tuple[list[int], models.Sequences]]:
+        for part in by_length(rollout, own_rows(rollout, rows), size):
+            yield part, self.sequences(rollout, part)
+            models.release_memory()
+
 
 class Rollouts(RoleRollouts):
     """Makes, reads and measures rollouts of the policy of PPO, with the reference, and the value role if it is read."""
@@ -66,10 +71,16 @@ class Rollouts(RoleRollouts):
         """The policy, sampled or decoded greedily."""
         return self._sampler(max_length=self.args.max_length, temperature=self.args.temperature if do_sample else None)
 
-    def evaluator(self, reward: Reward, metrics: Callable[[Rollout], dict[str, float]] | None = None) -> Evaluator:
+    def evaluator(
+        self,
+        reward: Reward,
+        metrics: Callable[[Rollout], dict[str, float]] | None = None,
+        judge: Reward | None = None,
+    ) -> Evaluator:
         """Measures by `eval_do_sample`, `per_device_eval_batch_size` prompts at a time."""
         args, sampler = self.args, self.sampler(do_sample=self.args.eval_do_sample)
-        return Evaluator(sampler, reward, self.log_ratios, args.per_device_eval_batch_size, args.seed, metrics)
+        size, seed = args.per_device_eval_batch_size, args.seed
+        return Evaluator(sampler, reward, self.log_ratios, size, seed, metrics, judge)
 
     # What follows is read in the same kind of forward pass as in the update.
 
@@ -112,11 +123,6 @@ class Rollouts(RoleRollouts):
         processes.sum_([values])
         return values
 
-    def _parts(self, rollout: Rollout, rows: Sequence[int], size: int) -> Iterator[tuple[list[int], models.Sequences]]:
-        for part in by_length(rollout, own_rows(rollout, rows), size):
-            yield part, self.sequences(rollout, part)
-            models.release_memory()
-
     def _read(self, sequences: models.Sequences, *, values: bool, full_kl: bool) -> tuple[Tensor | None, ...]:
         """In the order of `RolesOnRollout`; None for what was not asked for."""
         roles = self.roles
@@ -140,13 +146,23 @@ class QRollouts(RoleRollouts):
 
     args: QConfig
 
+    @cached_property
+    def portion(self) -> Portion:
+        """Rows of a reading at a time."""
+        return Portion("per_device_eval_batch_size", self.args.per_device_eval_batch_size)
+
     def sampler(self, *, by_q: bool = True) -> Sampler:
         """The policy as `decoding` says; or the reference, decoded in the same way."""
         sampler = self._sampler(role="q", temperature=self.args.temperature)
         return sampler if by_q else sampler.reference
 
     def evaluator(
-        self, reward: Reward, metrics: Callable[[Rollout], dict[str, float]] | None = None, *, by_q: bool = True
+        self,
+        reward: Reward,
+        metrics: Callable[[Rollout], dict[str, float]] | None = None,
+        judge: Reward | None = None,
+        *,
+        by_q: bool = True,
     ) -> Evaluator:
         """Measures the policy or the reference, `per_device_eval_batch_size` prompts at a time.
 
@@ -155,20 +171,23 @@ class QRollouts(RoleRollouts):
         """
         args, sampler = self.args, self.sampler(by_q=by_q)
         log_ratios = partial(self._log_ratios, sampler)
-        return Evaluator(sampler, reward, log_ratios, args.per_device_eval_batch_size, args.seed, metrics)
+        return Evaluator(sampler, reward, log_ratios, args.per_device_eval_batch_size, args.seed, metrics, judge)
 
     def _log_ratios(self, sampler: Sampler, rollout: Rollout) -> Tensor:
         """log π − log π_ref of each response: float64 (B,)."""
         temperature, size = sampler.temperature, self.args.q_chunk_size
         if sampler.role == "reference" and temperature is not None:
             return torch.zeros(len(rollout), dtype=torch.float64)  # π is the reference
-        log_ratios = torch.zeros(len(rollout), dtype=torch.float64)
-        with processes.agreed(), self.autocast():
-            if rows := own_rows(rollout, range(len(rollout))):
-                sequences = self.sequences(rollout, rows)
-                ratios = models.response_log_ratios(self.roles, sequences, temperature=temperature, chunk_size=size)
-                log_ratios[rows] = ratios.sum(dim=1).cpu().double()
-                models.release_memory()
+
+        def attempt(rows: int) -> Tensor:
+            log_ratios = torch.zeros(len(rollout), dtype=torch.float64)
+            with processes.agreed(), self.autocast():
+                for part, sequences in self._parts(rollout, range(len(rollout)), rows):
+                    ratios = models.response_log_ratios(self.roles, sequences, temperature=temperature, chunk_size=size)
+                    log_ratios[part] = ratios.sum(dim=1).cpu().double()
+            return log_ratios
+
+        log_ratios = self.portion(attempt)
         processes.sum_([log_ratios])
         return log_ratios
 

@@ -6,7 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 
 from toolkit.errors import DataError, SelfCheckError
 from toolkit.models import SharedBase
@@ -66,14 +72,13 @@ def check_rollout_uses_policy(
     """
     ids = torch.tensor([prompt], device=base.device)
     mask, parameters = torch.ones_like(ids), base.parameters_of("policy")
-    config = GenerationConfig(
-        max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=pad_token_id
-    )
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=pad_token_id)
 
     def generated() -> Tensor:
-        with base.role("policy"), base.in_eval_mode(), autocast():
-            output = base.causal_lm.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-            return output.logits[0].float()
+        seen = _Seen()
+        with base.role("policy"), autocast():
+            base.generate(ids, mask, config, logits_processor=LogitsProcessorList([seen]))
+        return seen.scores
 
     before = generated()
     noise = torch.Generator().manual_seed(0)
@@ -90,6 +95,14 @@ def check_rollout_uses_policy(
     scale = (expected - before).abs().max()
     if not (scale > 0 and (changed - expected).abs().max() <= 0.2 * scale):  # nor where they are NaN
         raise SelfCheckError("rollouts do not come from the policy's adapter: generation ignores a change of it.")
+
+
+class _Seen(LogitsProcessor):
+    """What a token is drawn from, float32 (B, V)."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.scores = scores
+        return scores
 
 
 def check_in_optimizer(base: SharedBase, optimizer: torch.optim.Optimizer) -> None:

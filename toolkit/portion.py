@@ -22,8 +22,9 @@ class Portion:
     def __init__(self, setting: str, rows: int):
         self.setting, self.rows = setting, rows
 
-    def __call__(self, attempt: Callable[[int], T]) -> T:
-        """The result of an attempt with so many rows at a time; with half as many where memory runs out.
+    def __call__(self, attempt: Callable[[int], T], *, most: int | None = None) -> T:
+        """The result of an attempt with so many rows at a time, of which there are `most`; with half as many where
+        memory runs out.
 
         An attempt begins anew each time, in all of several processes, if it ran out in one of them.
 
@@ -31,16 +32,17 @@ class Portion:
             torch.OutOfMemoryError: one row at a time is too many.
         """
         while True:
+            size = self.rows if most is None else max(1, min(self.rows, most))
             try:
-                return attempt(self.rows)
+                return attempt(size)
             except torch.OutOfMemoryError:
-                if self.rows == 1:
+                if size == 1:
                     raise
             except PeerError as error:
-                if self.rows == 1 or error.of != torch.OutOfMemoryError.__name__:
+                if size == 1 or error.of != torch.OutOfMemoryError.__name__:
                     raise
             # Out of the handler: its traceback holds the tensors.
-            self.rows = max(1, self.rows // 2)
+            self.rows = size // 2
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             same = "the batch, and with it every gradient, stays as it is"

@@ -1,0 +1,107 @@
+import pytest
+
+from toolkit.data.rules import RULES, check_rules, instruction, keeps, sentences_of, share_kept, words_of
+from toolkit.errors import DataError
+
+# rule, number, words, responses that keep it, responses that do not
+CASES = [
+    ("lower_case", None, None, ["all small, 3 words", "größe"], ["One capital", "ÄRGER"]),
+    ("upper_case", None, None, ["ALL LARGE, 3 WORDS", "GRÖSSE"], ["One small", "SMALLl"]),
+    ("no_comma", None, None, ["one. two", "a; b"], ["one, two", "1,000"]),
+    ("at_most_words", 3, None, ["one two three", "one - two - three", "a"], ["one two three four"]),
+    ("at_least_words", 3, None, ["one two three", "a b c d"], ["one two", "one - two", "- - -"]),
+    ("sentences", 2, None, ["One. Two!", "It is 3.5 m. So what?", "One. Two", "Really?! Yes..."], ["One.", "A. B. C."]),
+    ("begins_with", None, ["In short"], ["In short, no.", "in short yes"], ["Well, in short", "In", "I n short"]),
+    ("ends_with", None, ["Thank you"], ["So. Thank you", "Thank you.", 'No. THANK YOU!"'], ["Thank you all", "thanks"]),
+    ("contains", 2, ["salt"], ["Salt is salt.", "salt, SALT, salt"], ["salt", "salty salts", "salt-free desalt"]),
+    ("contains", 1, ["a b", "c"], ["a b or c", "c, a b"], ["a b", "c a  b"]),
+    ("mentions", None, ["salt", "pepp"], ["Salty!", "a pepper"], ["desalt", "sal t", "dead_salt"]),
+    ("avoids", None, ["the"], ["then theory", "no"], ["The end", "in the end", "the"]),
+    ("bullets", 2, None, ["* a\n* b", "Two:\n - a\n\n • b"], ["* a", "* a * b", "* a\n* b\n* c", "*a\n*b"]),
+    ("quoted", None, None, ['"Yes."', ' "a b" '], ['"Yes', 'Yes "quoted"', '"', "'Yes'"]),
+    (
+        "answer_line",
+        None,
+        None,
+        ["Answer: 7", " Answer: it is so. Yes."],
+        ["answer: 7", "Answer:", "Answer: a\nb", "7"],
+    ),
+    (
+        "json_keys",
+        None,
+        ["a", "b"],
+        ['{"b": 1, "a": [2]}', '```json\n{"a": 1, "b": {}}\n```'],
+        ['{"a": 1}', '{"a": 1, "b": 2, "c": 3}', '["a", "b"]', '{"a": 1, "b": 2} so', "{a: 1, b: 2}", "[" * 9999],
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "number", "words", "good", "bad"), CASES, ids=[case[0] for case in CASES])
+def test_what_keeps_a_rule_and_what_does_not(rule, number, words, good, bad):
+    asked = {"rule": rule, "number": number, "words": words}
+    check_rules([asked], "here")
+    assert {text: keeps(asked, text) for text in good + bad} == dict.fromkeys(good, True) | dict.fromkeys(bad, False)
+
+
+def test_every_rule_has_a_case_and_nothing_said_keeps_none():
+    assert {case[0] for case in CASES} == set(RULES)
+    for rule, number, words, _, _ in CASES:
+        for text in ("", "  ", "...", "-"):
+            assert not keeps({"rule": rule, "number": number, "words": words}, text)
+
+
+def test_words_and_sentences_of_a_text():
+    assert words_of("Well - it's 3.5 m, isn't it ?") == ["Well", "it's", "3.5", "m,", "isn't", "it"]
+    assert len(sentences_of('"One." Two... Three?! And 4.5')) == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"rule": "sentences", "number": 1}, "Write exactly 1 sentence."),
+        ({"rule": "sentences", "number": 3, "words": None}, "Write exactly 3 sentences."),
+        (
+            {"rule": "json_keys", "words": ["a", "b"]},
+            'Respond with a JSON object with the keys "a" and "b" and nothing else.',
+        ),
+        ({"rule": "no_comma"}, "Do not use any commas."),
+    ],
+)
+def test_how_a_rule_is_asked_for(asked, text):
+    assert instruction(asked) == text
+
+
+def test_what_is_required_is_a_condition_and_no_part_of_the_share():
+    words, comma, small = (
+        {"rule": "at_least_words", "number": 2, "required": True},
+        {"rule": "no_comma"},
+        {"rule": "lower_case"},
+    )
+    check_rules([words, comma | {"required": None}], "here")
+    texts = ("one two", "One two", "One, two", "one")
+    assert [share_kept([words, comma, small], text) for text in texts] == [1.0, 0.5, 0.0, 0.0]
+    assert [share_kept([comma, small], text) for text in texts] == [1.0, 0.5, 0.0, 1.0]
+    assert [share_kept([words], text) for text in texts] == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ("no_comma", "here: a list of rules is needed"),
+        ([{"rule": "no_commas"}], "names no rule. The rules are lower_case"),
+        (["no_comma"], "names no rule"),
+        ([{"rule": "at_most_words"}], "the rule at_most_words takes number, got"),
+        ([{"rule": "no_comma", "number": 2}], "the rule no_comma takes nothing else"),
+        ([{"rule": "at_most_words", "number": 0}], "a whole number from 1, got 0"),
+        ([{"rule": "at_most_words", "number": True}], "a whole number from 1, got True"),
+        ([{"rule": "avoids", "words": "the"}], "needs a list of words, got 'the'"),
+        ([{"rule": "avoids", "words": []}], "needs a list of words"),
+        ([{"rule": "avoids", "words": [" "]}], "needs a list of words"),
+        ([{"rule": "no_comma", "required": 1}], "required is true or false, got 1"),
+        ([{"rule": "avoids", "words": ["the"], "n": 1}], "the rule avoids takes words, got"),
+    ],
+)
+def test_what_is_no_rule_is_said(rules, said):
+    with pytest.raises(DataError) as caught:
+        check_rules(rules, "here")
+    assert said in str(caught.value)

@@ -1,0 +1,49 @@
+"""Finished runs by a judge that they were trained without."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.tiny_runs import command_here
+from toolkit.errors import RecipeError
+from toolkit.inference.judge import judge
+
+
+def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
+    folder, recipe = trained
+    monkeypatch.chdir(folder)  # where its reward is found
+    (tmp_path / "longer.py").write_text("def rule(rollout):\n    return [2.0 * n for n in rollout.lengths]\n")
+    runs = tmp_path / "runs"
+    shutil.copytree(recipe.folder, runs / "copy")
+    had = sorted(runs.rglob("*"))
+    words = ["judge.kind=function", f"judge.function={tmp_path}/longer.py:rule"]
+    page = tmp_path / "page.html"
+    done = command_here("judge", recipe.folder, runs / "copy", *words, "--output", page, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(page.with_suffix(".json").read_text())
+    result = json.loads((recipe.stage_folder("ppo") / "result.json").read_text())
+    assert figures.keys() == {"chat", "copy"} and figures["chat"] == figures["copy"]
+    for side, found in figures["chat"].items():
+        assert found["judge"] == pytest.approx(-2 * found["score"]) and found["judge_se"] == 2 * found["score_se"]
+        assert found["score"] == pytest.approx(result[side]["score"], rel=1e-3, abs=1e-3)
+    shown = f"{figures['chat']['after']['judge']:.3f} ± {figures['chat']['after']['judge_se']:.3f}"
+    assert shown in done.stdout and "copy" in done.stdout and f"written: {page}" in done.stdout
+    text = page.read_text()
+    assert "<h1>judge: chat, copy</h1>" in text and "The judge" in text and text.count("gain in standard errors") >= 2
+    assert sorted(runs.rglob("*")) == had  # nothing is written into a run
+
+
+def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
+    folder, _ = trained
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("toolkit.inference.judge.measured", lambda *_: pytest.fail("it was loaded"))
+    for names, overrides, wrong in (
+        ([], [], "to judge takes a run or more"),
+        (["chat"], [], 'judge: the run "chat" has no section judge. Give one: judge.kind=adapter'),
+        (["nope"], ["judge.kind=adapter"], 'no run "nope"|start.judge'),
+        (["chat"], ["judge.kind=adapter"], "start.judge — is missing"),
+    ):
+        with pytest.raises(RecipeError, match=wrong):
+            judge(names, *overrides, output=tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []

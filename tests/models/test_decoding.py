@@ -1,0 +1,151 @@
+"""The loop over new tokens, against that of transformers; and rows that leave it once they have ended."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from benchmarks.architectures import tiny_model as tiny_architecture
+from tests.conftest import ARCHITECTURES, lora, randomize, shared_base, tiny_model
+from tests.models.test_q_values import q_base
+from toolkit.data import doubling
+from toolkit.models import RowProcessor, SharedBase, frozen_lm, load_base
+from toolkit.models.decoding import decode
+from toolkit.sampling import Sampler
+
+PROMPTS = [[1, 4, 9, 7, 3], [1, 30], [1, 5, 6, 8, 11, 12], [1, 9, 9], [1, 14], [1, 3, 8, 7]]
+IDS = torch.tensor([[0] * (6 - len(prompt)) + prompt for prompt in PROMPTS])
+MASK = (IDS != 0).long()
+
+
+class Seen(RowProcessor):
+    """What a loop gives for each token, float32 (N, V)."""
+
+    def __init__(self):
+        self.scores = []
+
+    def __call__(self, input_ids, scores):
+        self.scores.append(scores.clone())
+        return scores
+
+
+def greedy(model, *, by, eos=None, tokens=9):
+    """int64 (B, T) and the logits of each step: by `decode` or, where that is None, by transformers' own loop."""
+    seen = Seen()
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    output = model.generate(
+        input_ids=IDS, attention_mask=MASK, generation_config=config, custom_generate=by,
+        logits_processor=LogitsProcessorList([seen]),
+    )  # fmt: skip
+    return output[:, IDS.shape[1] :], seen.scores
+
+
+def base_of(kind, tmp_path):
+    if kind != "llama in NF4":
+        return shared_base(architecture=kind)
+    tiny_model(size=64).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization, dtype="float32"))
+    base.add_role("policy", lora())
+    return randomize(base, "policy")
+
+
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, "llama in NF4"])
+def test_tokens_and_logits_are_those_of_transformers_own_loop(kind, tmp_path):
+    base = base_of(kind, tmp_path)
+    with base.role("policy"):
+        ours, our_logits = greedy(base.causal_lm, by=decode)
+        theirs, their_logits = greedy(base.causal_lm, by=None)
+        assert torch.equal(ours, theirs) and ours.shape == (6, 9)
+        assert all(torch.equal(a, b) for a, b in zip(our_logits, their_logits, strict=True))  # nothing has left
+        rows_with = {token: int((theirs[:, :7] == token).any(dim=1).sum()) for token in theirs.unique().tolist()}
+        end = next(token for token, number in rows_with.items() if token and 2 <= number <= 5)
+        ours, our_logits = greedy(base.causal_lm, by=decode, eos=end)
+        theirs, their_logits = greedy(base.causal_lm, by=None, eos=end)
+        assert torch.equal(ours, theirs)
+        assert len(our_logits[-1]) < 6 == len(their_logits[-1])
+
+
+def sampled(base, *, role, **settings):
+    """Responses to twelve prompts by their keys, and how many rows each pass of the model had."""
+    numbers = []
+    hook = base.causal_lm.register_forward_pre_hook(
+        lambda _, given, named: numbers.append(len(named["input_ids"])), with_kwargs=True
+    )
+    base.stop_token_ids = lambda tokenizer: list(range(2, 8))  # so that many rows end soon
+    made = Sampler(base, doubling.tokenizer(), role=role, response_length=16, **settings)
+    rollout = made(made.collator([{"input_ids": ids} for ids in PROMPTS * 2]), keys=torch.arange(12))
+    hook.remove()
+    return rollout.response_ids, numbers
+
+
+# Full attention, windows shorter than the responses, recurrent states, and both together.
+KINDS = ["llama", "mistral", "gemma3_text", "mamba", "jamba", "lfm2", "qwen3_next", "bamba"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_have_ended_leave_and_the_others_say_what_they_would_have_said(kind):
+    changes = {"sliding_window": 4} if kind in ("mistral", "gemma3_text") else {}
+    base = SharedBase(tiny_architecture(kind, **changes))
+    base.add_role("reference")
+    responses, numbers = sampled(base, role="reference", temperature=2.0)
+    assert numbers[0] == 12 > numbers[-1] and numbers == sorted(numbers, reverse=True)
+    for step, number in enumerate(numbers):  # never a third more than those that go on
+        assert number <= 12 if step == 0 else number < sum(len(ids) > step for ids in responses) / 0.75 + 1e-9
+    base._rows_leave = False
+    assert sampled(base, role="reference", temperature=2.0) == (responses, [12] * len(numbers))
+
+
+@pytest.mark.parametrize("temperature", [None, 2.0])
+def test_rows_leave_both_passes_of_decoding_by_q(temperature):
+    base = q_base()
+    responses, numbers = sampled(base, role="q", temperature=temperature)
+    base._rows_leave = False
+    assert sampled(base, role="q", temperature=temperature) == (responses, [12] * len(numbers))
+    assert numbers[-1] < 12
+
+
+def test_rows_stay_beside_a_processor_that_does_not_know_of_it():
+    class Plain(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            assert len(scores) == 6
+            return scores
+
+    base = shared_base()
+    first = greedy(base.causal_lm, by=decode, tokens=1)[0][0].tolist()
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=first, pad_token_id=0)
+    output = base.generate(IDS, MASK, config, logits_processor=LogitsProcessorList([Plain()]))
+    assert output.shape == (6, 9) and output[0].tolist() == [*first, *[0] * 8]
+
+
+def test_rows_stay_where_something_is_held_of_them_beside_the_cache(monkeypatch):
+    assert shared_base()._rows_leave
+    monkeypatch.setattr(Cache, "reorder_cache", lambda cache, rows: None)
+    assert not shared_base()._rows_leave
+
+    def first(cache, rows):
+        Cache.batch_select_indices(cache, rows * 0)  # those of another row
+
+    monkeypatch.setattr(Cache, "reorder_cache", first)
+    assert not shared_base()._rows_leave
+
+
+@pytest.mark.skipif(not frozen_lm._lays_out(), reason="this CPU has no kernel for bfloat16 weights that are laid out")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_weights_that_are_laid_out_give_the_same_bits(tmp_path, quantized):
+    tiny_model(size=64).save_pretrained(tmp_path)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16) if quantized else None
+    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="bfloat16"))
+    base.add_role("policy", lora())
+    randomize(base, "policy")
+    linear = [layer for layer in base.causal_lm.modules() if isinstance(layer, nn.Linear)]
+    with base.role("policy"), base.autocast():
+        tokens, logits = greedy(base.causal_lm, by=decode)
+        with base.unpacked():
+            held = [layer.forward.args[1] for layer in linear if "forward" in vars(layer)]
+            assert len(held) == 15 and all(weight.is_mkldnn for weight in held)  # seven a block, and lm_head
+            again, same_logits = greedy(base.causal_lm, by=decode)
+            with torch.autocast("cpu", dtype=torch.float16):  # another precision is the layer's own
+                assert base.lm_head(torch.randn(2, 64)).dtype is torch.float16
+    assert torch.equal(tokens, again) and all(map(torch.equal, logits, same_logits))
+    assert not any("forward" in vars(layer) for layer in linear)

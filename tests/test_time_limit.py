@@ -1,0 +1,52 @@
+"""A limit of time for Python code that does not end by itself."""
+
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from toolkit.time_limit import time_limit
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such timers")
+
+
+@pytest.mark.parametrize("endless", [lambda: sum(1 for _ in iter(int, 1)), lambda: re.match(r"(a+)+$", "a" * 40 + "!")])
+def test_what_does_not_end_is_ended(endless):
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="it takes more than 0 s"), time_limit(0.1):
+        endless()
+    assert time.monotonic() - started < 2
+    with time_limit(0.1):
+        pass
+    time.sleep(0.15)  # nothing is left of either
+
+
+def test_another_s_timer_goes_on():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with time_limit(5):
+            time.sleep(0.05)
+        assert not rung
+        time.sleep(0.3)
+        assert len(rung) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_other_threads_have_no_limit():
+    done = []
+
+    def slow():
+        with time_limit(0.01):
+            time.sleep(0.05)
+        done.append(True)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    thread.join()
+    assert done == [True]

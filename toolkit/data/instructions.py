@@ -1,0 +1,192 @@
+"""The instructions task: plain questions, each with one or two rules that a program can check.
+
+`Why does bread rise? Use at most 20 words. Do not use any commas.` Questions, and pairs of rules, are kept apart: those
+of the validation and the test split are never a PPO prompt, and half of these prompts put rules together that training
+never puts together (`composition` is "unseen" there).
+"""
+
+import random
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any, ClassVar
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.encoder import PromptEncoder
+from toolkit.data.messages import Messages
+from toolkit.data.rollouts import Rollout
+from toolkit.data.rows import Unusable
+from toolkit.data.rules import RULES, instruction, keeps, share_kept
+from toolkit.data.task import Task
+from toolkit.errors import DataError
+
+_TOPICS = (
+    "bread rain coffee sleep music chess gravity money rivers bees glass salt plants winter books trains soap "
+    "milk wind exercise maps clocks fire ice cats dogs paint paper wool cheese rice tea bicycles bridges mirrors "
+    "batteries magnets tides clouds stars snow sand honey olives shoes gardens kites boats ships letters dreams "
+    "memory laughter colours shadows echoes deserts forests islands volcanoes whales eagles spiders horses "
+    "potatoes apples lemons onions garlic pepper sugar chocolate lamps candles windows doors hats coats umbrellas "
+    "markets schools libraries museums holidays birthdays songs poems stories jokes games puzzles"
+)
+TOPICS = _TOPICS.split()
+_FORMS = (
+    "Tell me something about {}.",
+    "What is interesting about {}?",
+    "Why do people care about {}?",
+    "Give me some advice about {}.",
+    "How would you explain {} to a child?",
+    "Write something short about {}.",
+    "What should everybody know about {}?",
+    "What do you like about {}?",
+)
+# No opening and no ending has a word that is to be avoided.
+_OPENINGS = ("Well", "In short", "My answer", "To be honest", "Good question")
+_ENDINGS = ("Thank you", "I hope this helps", "Ask me more", "See you soon", "Good luck")
+_AVOIDED = ("the", "is", "and", "very", "it")
+_KEYS = (["answer"], ["topic", "answer"], ["question", "answer"], ["title", "text"])
+_AT_ODDS = {  # beside those about the same
+    "answer_line": {"lower_case", "upper_case", "begins_with"},
+    "json_keys": {"upper_case", "no_comma", "sentences", "begins_with", "ends_with"},
+    "quoted": {"begins_with"},
+    "bullets": {"sentences"},
+}
+_WORDS = 5
+_ASKED = [rule for rule in RULES if rule != "mentions"]
+COMPOSITIONS = ("one", "seen", "unseen")
+
+
+def _together(a: str, b: str) -> bool:
+    """Whether a response can keep two rules."""
+    return RULES[a].about != RULES[b].about and b not in _AT_ODDS.get(a, ()) and a not in _AT_ODDS.get(b, ())
+
+
+def pairs() -> dict[str, list[tuple[str, str]]]:
+    """The pairs of rules that can be kept together: those that training has ("seen"), and a third that it never has.
+
+    They are the same for every seed of a recipe.
+    """
+    every = [pair for pair in combinations(_ASKED, 2) if _together(*pair)]
+    unseen = set(random.Random(0).sample(every, len(every) // 3))
+    return {"seen": [pair for pair in every if pair not in unseen], "unseen": sorted(unseen)}
+
+
+def _drawn(rule: str, topic: str, draw: random.Random) -> dict[str, Any]:
+    """A rule with its number and words, those that it does not take None: tables have the keys of all."""
+    numbers = {"at_most_words": (10, 30), "at_least_words": (12, 24), "sentences": (1, 3), "contains": (2, 3)}
+    words = {"begins_with": _OPENINGS, "ends_with": _ENDINGS, "avoids": _AVOIDED, "contains": (topic,)}
+    number = draw.randint(*numbers.get(rule, (2, 4)))
+    chosen = draw.choice(_KEYS) if rule == "json_keys" else [draw.choice(words.get(rule, ("",)))]
+    takes = RULES[rule].takes
+    return {
+        "rule": rule,
+        "required": False,
+        "number": number if "number" in takes else None,
+        "words": chosen if "words" in takes else None,
+    }
+
+
+def _required(topic: str) -> list[dict[str, Any]]:
+    """What every response has to do; a topic's own end may change, as that of puzzles."""
+    return [
+        {"rule": "mentions", "required": True, "number": None, "words": [topic[: max(3, len(topic) - 3)]]},
+        {"rule": "at_least_words", "required": True, "number": _WORDS, "words": None},
+    ]
+
+
+@dataclass(frozen=True)
+class Instructions(Task):
+    """The task's data sets.
+
+    Args:
+        tokenizer: with a chat template.
+        system: a system message before each prompt; None gives none, and "" an empty one, which keeps a template's
+            own default system message away.
+        seed: draws questions and rules.
+        train_size: prompts to train on.
+        validation_size: prompts for choosing a checkpoint while training, a third of each composition.
+        test_size: prompts for the figures before and after, likewise.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    system: str | None = None
+    seed: int = 0
+    train_size: int = 4000
+    validation_size: int = 90
+    test_size: int = 300
+
+    task: ClassVar[str] = "instructions"
+    unit: ClassVar[str] = "prompts"
+
+    def __post_init__(self) -> None:
+        for name in ("train_size", "validation_size", "test_size"):
+            if getattr(self, name) < len(COMPOSITIONS):
+                wrong = f"at least {len(COMPOSITIONS)} prompts are needed, got {getattr(self, name)}."
+                raise DataError(wrong, field=name)
+        self._encoder.check_template()
+
+    @property
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self.tokenizer, True, self.system)
+
+    @property
+    def chats(self) -> bool:
+        return True
+
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """A conversation that a person typed, as a prompt."""
+        try:
+            ids: list[int] = self._encoder.prompt(messages)["input_ids"]
+            return ids
+        except Unusable as reason:
+            raise DataError(f"the prompt cannot be used: {reason}.", remedy="Ask in another way.") from reason
+
+    @cached_property
+    def _topics(self) -> dict[str, list[str]]:
+        """A tenth of the topics for validation and a fifth for the test, the rest for training."""
+        drawn = random.Random(self.seed).sample(TOPICS, len(TOPICS))
+        tenth = len(drawn) // 10
+        return {"validation": drawn[:tenth], "test": drawn[tenth : 3 * tenth], "train": drawn[3 * tenth :]}
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """Plain rows: `question`, `rules` and `composition`: "one" rule, or a pair that training has "seen" or not."""
+        draw, together = random.Random(f"{self.seed} {split}"), pairs()
+        kinds = COMPOSITIONS[:2] if split == "train" else COMPOSITIONS
+        rows = []
+        for number in range(getattr(self, f"{split}_size")):
+            kind, topic = kinds[number % len(kinds)], draw.choice(self._topics[split])
+            names = [draw.choice(_ASKED)] if kind == "one" else list(draw.choice(together[kind]))
+            draw.shuffle(names)
+            rules = [_drawn(name, topic, draw) for name in names]
+            required = _required(topic)
+            text = " ".join([draw.choice(_FORMS).format(topic), *map(instruction, rules)])
+            rows.append({"question": text, "rules": [*rules, *required], "composition": kind})
+        return rows
+
+    def prompts(self, split: str) -> Dataset:
+        """Columns `input_ids`, `prompt` and `messages`, as of a chat, and `rules` and `composition`."""
+        rows = self.rows(split)
+        encoded = [self._encoder.prompt(row.pop("question")) | row for row in rows]
+        return Dataset.from_list(encoded)
+
+    metric_names = (
+        "satisfied",
+        *(f"satisfied_{kind}" for kind in COMPOSITIONS),
+        *(f"kept_{name}" for name in (*_ASKED, "required")),
+    )
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """`satisfied`, the share of responses that do what is required and keep all their rules, also by composition;
+        `kept_<rule>`, the share that keeps a rule of those that are asked to; `kept_required`, that of what is
+        required. What is not among the prompts is not among the metrics."""
+        shares: dict[str, list[bool]] = {name: [] for name in self.metric_names}
+        columns = (rollout.columns["rules"], rollout.columns["composition"])
+        for text, rules, kind in zip(rollout.responses, *columns, strict=True):
+            for name in ("satisfied", f"satisfied_{kind}"):
+                shares[name].append(share_kept(rules, text) == 1.0)
+            for asked in rules:
+                name = "required" if asked["required"] else asked["rule"]
+                shares[f"kept_{name}"].append(keeps(asked, text))
+        return {name: sum(share) / len(share) for name, share in shares.items() if share}

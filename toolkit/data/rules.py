@@ -1,0 +1,179 @@
+"""Rules that a program can check: how each is asked for, and whether a response keeps it.
+
+The kinds are those of IFEval (Zhou et al. 2023, arXiv 2311.07911) that need no language model to check. One that a
+data set or a recipe asks for is a mapping: `{"rule": "contains", "words": ["salt"], "number": 2}`. With
+`required: true` it is a condition: rules are soon kept by saying next to nothing.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import DataError
+
+_AFTER_A_SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)]))\s+""")
+_BULLET = re.compile(r"^\s*[-*•]\s+\S", re.MULTILINE)
+_ANSWER = re.compile(r"Answer: \S[^\n]*")
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text: what stands between spaces and has a letter or a digit."""
+    return [word for word in text.split() if any(map(str.isalnum, word))]
+
+
+def sentences_of(text: str) -> list[str]:
+    """The sentences of a text: each ends with . ! or ? before a space, the last one possibly with nothing."""
+    return [sentence for sentence in _AFTER_A_SENTENCE.split(text) if words_of(sentence)]
+
+
+def _occurrences(text: str, word: str) -> int:
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+
+
+def _json_object(text: str) -> Any:
+    text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text)  # a block of Markdown is the common way to give code
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of rule.
+
+    Args:
+        ask: how a prompt asks for it, `{number}` and `{words}` (quoted, with "and" between them) filled in.
+        keeps: whether a response, without space around it, keeps it; given the text, the number and the words.
+        takes: which of "number" and "words" it needs.
+        about: what it is about: two rules about the same may contradict each other.
+    """
+
+    ask: str
+    keeps: Callable[[str, int, Sequence[str]], bool]
+    takes: tuple[str, ...] = ()
+    about: str = ""
+
+
+RULES: dict[str, Rule] = {
+    "lower_case": Rule("Use no capital letters.", lambda text, n, w: text == text.lower(), about="case"),
+    "upper_case": Rule("Use capital letters only.", lambda text, n, w: text == text.upper(), about="case"),
+    "no_comma": Rule("Do not use any commas.", lambda text, n, w: "," not in text, about="commas"),
+    "at_most_words": Rule(
+        "Use at most {number} words.", lambda text, n, w: len(words_of(text)) <= n, ("number",), "length"
+    ),
+    "at_least_words": Rule(
+        "Use at least {number} words.", lambda text, n, w: len(words_of(text)) >= n, ("number",), "length"
+    ),
+    "sentences": Rule(
+        "Write exactly {number} sentence(s).", lambda text, n, w: len(sentences_of(text)) == n, ("number",), "sentences"
+    ),
+    "begins_with": Rule(
+        "Begin your response with {words}.",
+        lambda text, n, w: text.lower().startswith(w[0].lower()),
+        ("words",),
+        "begin",
+    ),
+    "ends_with": Rule(
+        "End your response with {words}.",
+        lambda text, n, w: text.rstrip('."!').lower().endswith(w[0].rstrip(".!").lower()),
+        ("words",),
+        "end",
+    ),
+    "contains": Rule(
+        "Use the word {words} at least {number} time(s).",
+        lambda text, n, w: all(_occurrences(text, word) >= n for word in w),
+        ("number", "words"),
+        "words",
+    ),
+    "mentions": Rule(
+        "Mention {words}.",
+        lambda text, n, w: any(re.search(rf"\b{re.escape(part)}", text, re.IGNORECASE) for part in w),
+        ("words",),
+        "topic",
+    ),
+    "avoids": Rule(
+        "Do not use the word {words}.",
+        lambda text, n, w: not any(_occurrences(text, word) for word in w),
+        ("words",),
+        "avoided",
+    ),
+    "bullets": Rule(
+        "Write exactly {number} bullet points that begin with *.",
+        lambda text, n, w: len(_BULLET.findall(text)) == n,
+        ("number",),
+        "form",
+    ),
+    "quoted": Rule(
+        "Put your whole response in double quotation marks.",
+        lambda text, n, w: len(text) > 2 and text[0] == text[-1] == '"',
+        about="form",
+    ),
+    "answer_line": Rule(
+        'Respond in one line of the form "Answer: ...".',
+        lambda text, n, w: _ANSWER.fullmatch(text) is not None,
+        about="form",
+    ),
+    "json_keys": Rule(
+        "Respond with a JSON object with the keys {words} and nothing else.",
+        lambda text, n, w: set(_json_object(text) or ()) == set(w),
+        ("words",),
+        "form",
+    ),
+}
+
+
+def instruction(asked: Mapping[str, Any]) -> str:
+    """The sentence that asks for a rule.
+
+    >>> instruction({"rule": "contains", "words": ["salt"], "number": 2})
+    'Use the word "salt" at least 2 times.'
+    """
+    number = asked.get("number")
+    text = RULES[asked["rule"]].ask.replace("(s)", "" if number == 1 else "s")
+    return text.format(number=number, words=" and ".join(f'"{word}"' for word in asked.get("words") or ()))
+
+
+def keeps(asked: Mapping[str, Any], response: str) -> bool:
+    """Whether a response keeps a rule that `check_rules` has passed; one without a word keeps none."""
+    text = response.strip()
+    return bool(words_of(text)) and RULES[asked["rule"]].keeps(text, asked.get("number") or 0, asked.get("words") or ())
+
+
+def share_kept(rules: Sequence[Mapping[str, Any]], response: str) -> float:
+    """The share of the rules that a response keeps; 0 where it does not keep one that is `required`.
+
+    Those that are required are no part of the share, unless there are no others.
+    """
+    if not all(keeps(asked, response) for asked in rules if asked.get("required")):
+        return 0.0
+    counted = [keeps(asked, response) for asked in rules if not asked.get("required")]
+    return sum(counted) / len(counted) if counted else 1.0
+
+
+def check_rules(value: Any, where: str) -> None:
+    """Raises: DataError, which begins with `where`: it is no list of rules, or one lacks what its kind needs."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise DataError(f"{where}: a list of rules is needed, got {value!r}.", remedy=_EXAMPLE)
+    for asked in value:
+        name = asked.get("rule") if isinstance(asked, Mapping) else None
+        if name not in RULES:
+            raise DataError(f"{where}: {asked!r} names no rule.", remedy=f"The rules are {', '.join(RULES)}.")
+        given = {key for key, item in asked.items() if item is not None} - {"rule", "required"}
+        if given != set(RULES[name].takes):
+            takes = " and ".join(RULES[name].takes) or "nothing else"
+            raise DataError(f"{where}: the rule {name} takes {takes}, got {asked!r}.", remedy=_EXAMPLE)
+        if not isinstance(asked.get("required") or False, bool):
+            raise DataError(f"{where}: required is true or false, got {asked['required']!r}.")
+        number, words = asked.get("number", 1), asked.get("words", ["-"])
+        if "number" in given and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise DataError(f"{where}: the rule {name} needs a whole number from 1, got {number!r}.")
+        texts = isinstance(words, Sequence) and not isinstance(words, str) and len(words) > 0
+        if "words" in given and not (texts and all(isinstance(word, str) and word.strip() for word in words)):
+            raise DataError(f"{where}: the rule {name} needs a list of words, got {words!r}.", remedy=_EXAMPLE)
+
+
+_EXAMPLE = 'Write them as [{"rule": "contains", "words": ["salt"], "number": 2}, {"rule": "no_comma"}].'

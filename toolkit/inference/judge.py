@@ -1,0 +1,79 @@
+"""`toolkit judge`: several trained runs by a second reward, on one page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from toolkit import processes
+from toolkit.disk import check_file, write_whole, writing
+from toolkit.errors import RecipeError
+from toolkit.inference.evaluate import measured
+from toolkit.inference.saved_run import open_run
+from toolkit.reports import ComparedRun, comparison_page, write_json
+from toolkit.runs.comparison import differing
+
+
+def judge(
+    names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = Path("runs"), console: Console | None = None
+) -> dict[str, Any]:
+    """Score what the policies of runs say to their held-out prompts by reward and judge, before and after training.
+
+    The responses are sampled again, as `evaluate` does.
+
+    Args:
+        names: of the runs, or their folders.
+        overrides: "section.key=value", of all runs: the section `judge`, where their recipes have none.
+        output: the page to write; the figures go beside it as JSON.
+        runs_dir: folder of all runs.
+        console: for the table; standard output if None.
+
+    Returns:
+        By run, its metrics `before` and `after`.
+
+    Raises:
+        RecipeError: there is no such run, it is not finished, or there is no judge for it.
+    """
+    console = console or Console()
+    if not names:
+        raise RecipeError("to judge takes a run or more.")
+    processes.by_main(lambda: check_file(output))
+    recipes = [open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in names]
+    folders = [recipe.folder.resolve() for recipe in recipes]
+    labels = [recipe.run for recipe in recipes]
+    if len(set(labels)) < len(labels):  # of several folders of runs
+        labels = [str(folder) for folder in folders]
+    for recipe in recipes:
+        if recipe.judge is None:
+            remedy = (
+                "Give one: judge.kind=adapter start.judge=runs/OTHER/reward/reward, or judge.kind=function and so on."
+            )
+            raise RecipeError(f'the run "{recipe.run}" has no section judge.', field="judge", remedy=remedy)
+    runs = [ComparedRun(label, *_measured(recipe, console)) for label, recipe in zip(labels, recipes, strict=True)]
+    figures = {run.name: {side: run.result[side] for side in ("before", "after")} for run in runs}
+
+    def write() -> None:
+        with writing(output):
+            write_whole(output, comparison_page("judge", runs, differing(folders)))
+        write_json(output.with_suffix(".json"), figures)
+
+    processes.by_main(write)
+    console.print(_table(figures))
+    return figures
+
+
+def _measured(recipe: Any, console: Console) -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
+    """A run's result, its metrics, which are those of training and are left out, and its samples."""
+    result, samples = measured(recipe, console)
+    return result, [], samples
+
+
+def _table(figures: dict[str, dict[str, dict[str, float]]]) -> Table:
+    table = Table("run", "score before", "after", "judge before", "after", "KL")
+    for name, sides in figures.items():
+        both = [sides["before"], sides["after"]]
+        cells = [f"{side[of]:.3f} ± {side[f'{of}_se']:.3f}" for of in ("score", "judge") for side in both]
+        table.add_row(name, *cells, f"{sides['after']['kl']:.3f}")
+    return table

@@ -1,0 +1,94 @@
+"""The loop over new tokens of `generate`: transformers' own, from which rows that have ended leave.
+
+transformers computes a row that has ended until the last one has. Here the rows that go on are taken together whenever
+a quarter has ended: cache, masks and positions of the others are dropped. What is prepared before the loop, and each
+pass's inputs, stay transformers'.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+
+_LIVING = 0.75  # of the rows computed; at or below it the others leave. Each time costs a copy of the cache
+
+
+class RowProcessor(LogitsProcessor):
+    """A processor of logits beside which rows may leave."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Rows that stay, by their places among the rows so far: int64 (N,). What is held of each row follows."""
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: TextStreamer | None = None,
+    rows_leave: bool = True,
+    **inputs: Any,
+) -> Tensor:
+    """Prompts (B, P) with the greedy tokens after them, int64 (B, P + T): a `custom_generate` of transformers.
+
+    Args:
+        rows_leave: whether the cache may be taken apart by rows, as `base_checks` has tried, so that those that have
+            ended leave; none does beside a processor that is no `RowProcessor`.
+        inputs: of the model's passes, as `generate` prepares them.
+    """
+    rows_leave = rows_leave and all(isinstance(processor, RowProcessor) for processor in logits_processor)
+    width, pad, ids = input_ids.shape[1], generation_config._pad_token_tensor, input_ids
+    output = input_ids.new_full((len(ids), generation_config.max_length), 0 if pad is None else int(pad))
+    output[:, :width] = input_ids
+    rows = torch.arange(len(ids), device=ids.device)  # of the output
+    living = torch.ones_like(rows, dtype=torch.bool)
+    passed = model(**model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs), return_dict=True)
+    with model._optimize_model_for_decode():
+        while True:
+            inputs = model._update_model_kwargs_for_generation(passed, inputs)
+            scores = logits_processor(ids, passed.logits[:, -1].to(torch.float32, copy=True))
+            del passed  # logits of all prompt tokens, for a model that cannot leave them out
+            tokens = scores.argmax(dim=-1)
+            if pad is not None:
+                tokens = torch.where(living, tokens, pad)
+            output[rows, width] = tokens
+            width += 1
+            ids = torch.cat([ids, tokens.unsqueeze(1)], dim=1)
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+            living &= ~stopping_criteria(ids, None)
+            number = int(living.sum())
+            if not number:
+                break
+            if rows_leave and number <= _LIVING * len(rows):
+                stay = living.nonzero().squeeze(1)
+                for processor in logits_processor:
+                    processor.keep(stay)
+                inputs = {name: _kept(value, stay, len(rows)) for name, value in inputs.items()}
+                rows, ids, living = rows[stay], ids[stay], living[stay]
+            of_token = model.prepare_inputs_for_generation(
+                ids, next_sequence_length=1 if inputs["use_cache"] else None, **inputs
+            )
+            passed = model(**of_token, return_dict=True)
+    if streamer is not None:
+        streamer.end()
+    return output[:, :width]
+
+
+def _kept(value: Any, rows: Tensor, number: int) -> Any:
+    """What is left of an input of `number` rows."""
+    if isinstance(value, Cache):
+        value.reorder_cache(rows)  # all layers have it; recurrent ones have no `batch_select_indices`
+        return value
+    return value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == number else value

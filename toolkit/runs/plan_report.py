@@ -1,0 +1,111 @@
+"""What `toolkit plan` prints: memory and time of an update by phase, and what to change."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from toolkit.costs import Lengths
+from toolkit.errors import IN_PYTHON, Problem, printable
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """The most bytes that are live in a phase, by what they are for."""
+
+    phase: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of a phase in an update, and of those that rollouts could take with CUDA graphs, or merged, too."""
+
+    phase: str
+    eager: float
+    graphs: float | None = None
+    merged: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `toolkit plan` prints.
+
+    Args:
+        name: of the recipe.
+        where: the card or CPU, and the precision.
+        lengths: of the rows that it is for.
+        memory: of each phase.
+        limit: bytes that there are.
+        times: of each phase; none where only a size of memory was named.
+        notes: what else is to be known, one of them what to change where it does not fit.
+    """
+
+    name: str
+    where: str
+    lengths: Lengths
+    memory: tuple[PhaseMemory, ...]
+    limit: int
+    times: tuple[PhaseTime, ...]
+    notes: tuple[Problem, ...]
+
+    @property
+    def largest(self) -> PhaseMemory:
+        return max(self.memory, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        return self.largest.total <= self.limit
+
+    @property
+    def seconds(self) -> float:
+        """Of an update, as it runs now."""
+        return sum(time.eager for time in self.times)
+
+    def summary(self) -> Iterator[tuple[str, str]]:
+        """The two lines with which `toolkit check` ends."""
+        largest = self.largest
+        verdict = "fits" if self.fits else "does not fit"
+        taken = f"{size_of(largest.total)} in {largest.phase}"
+        yield "memory", f"{taken}; {verdict} {self.where} ({size_of(self.limit)})"
+        if self.times:
+            yield "time", f"an update about {_seconds(self.seconds)}, by the model of toolkit plan"
+
+    def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
+        """The report, for a notebook or with the options of the command line."""
+        lengths = self.lengths
+        lines = [
+            f"{self.name} on {self.where}: rows of {lengths.prompt} + {lengths.response} tokens, all at their limit"
+        ]
+        kinds = list(dict.fromkeys(kind for phase in self.memory for kind in phase.parts))
+        unit, of_unit = ("GB", 1e9) if self.largest.total >= 1e9 else ("MB", 1e6)
+        rows = [[kind, *(f"{phase.parts.get(kind, 0) / of_unit:.2f}" for phase in self.memory)] for kind in kinds]
+        rows.append(["all", *(f"{phase.total / of_unit:.2f}" for phase in self.memory)])
+        lines += ["", *_table([unit, *(phase.phase for phase in self.memory)], rows)]
+        lines += ["", *(f"{label}: {text}" for label, text in self.summary())]
+        if self.times:
+            columns = ["seconds", "as it runs"]
+            columns += ["with CUDA graphs", "and merged"] if any(time.graphs for time in self.times) else []
+            shown = [[t.phase, *(_seconds(s) if s else "" for s in (t.eager, t.graphs, t.merged))] for t in self.times]
+            lines += ["", *_table(columns, [row[: len(columns)] for row in shown])]
+        lines += ["", *(f"- {note.text(options)}" for note in self.notes)]
+        return printable("\n".join(lines))
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def size_of(number: float) -> str:
+    """Bytes as a report shows them."""
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 600 else f"{value / 60:.3g} min"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]

@@ -1,0 +1,104 @@
+"""Signs in what a policy says that its reward is being fooled: figures of responses alone, which need no judge.
+
+A word is what stands between white space, so that a text without any has one, and no phrase.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from toolkit.data import Rollout
+from toolkit.functional import pearson_correlation
+
+SIGNS = ("distinct_2", "distinct_share", "opening_share", "phrase_share", "length_correlation", "cut_gap")
+"""Names of the figures, as `signs_of` gives them."""
+PHRASE = 4  # words; fewer are shared by right answers of one form
+RARE = 0.05
+"""Share of responses that have a rare phrase, at most. In 1,450 answers of hh-rlhf the commonest is in 0.017."""
+
+Words = tuple[str, ...]
+
+
+def signs_of(rollout: Rollout, scores: Tensor) -> dict[str, float]:
+    """The figures of B responses and their scores (B,).
+
+    `distinct_2`: different pairs of neighbouring words, as a share of all pairs (Li et al. 2016, arXiv 1510.03055); 1
+    where there are none. `distinct_share`: see there. `opening_share` and `phrase_share`: responses that begin with the
+    commonest four words, and that have the commonest four words in a row, as shares of all. `length_correlation`:
+    Pearson's, of tokens and score. `cut_gap`: the mean score of responses that the limit cut less that of those that
+    ended; 0 where there are none of one kind.
+    """
+    rows, ended = len(rollout), torch.tensor(list(rollout.ended), dtype=torch.bool)
+    openings = Counter(words[:PHRASE] for words in map(_words, rollout.responses) if len(words) >= PHRASE)
+    cut, whole = scores[~ended], scores[ended]
+    return {
+        "distinct_2": _distinct_2(rollout.responses),
+        "distinct_share": distinct_share(rollout),
+        "opening_share": max(openings.values(), default=0) / rows,
+        "phrase_share": max(_phrases(rollout.responses).values(), default=0) / rows,
+        "length_correlation": pearson_correlation(torch.tensor(rollout.lengths), scores),
+        "cut_gap": float(cut.mean() - whole.mean()) if len(cut) and len(whole) else 0.0,
+    }
+
+
+def distinct_share(rollout: Rollout) -> float:
+    """Different responses, as a share of the different prompts; at most 1."""
+    return min(1.0, len(set(map(tuple, rollout.response_ids))) / len(set(rollout.prompts)))
+
+
+class SinceFirst(NamedTuple):
+    """What responses have become since the first evaluation, over equally many of each."""
+
+    pairs_kept: float
+    """`distinct_2` as a multiple of what it was."""
+    different_kept: float
+    """Different responses as a multiple of what there were; 1 where a response is shorter than a phrase on average."""
+    phrase: str
+    """The commonest of the phrases that were rare; empty where there is none."""
+    phrase_rows: int
+    """Responses that have it."""
+    phrase_now: float
+    """Their share."""
+    phrase_then: float
+    """The share that had it at first."""
+
+
+def since_first(responses: Sequence[str], first: Sequence[str]) -> SinceFirst:
+    """Compare responses with those of the first evaluation; shares depend on how many there are."""
+    rows = min(len(responses), len(first))
+    now, then = responses[:rows], first[:rows]
+    mean_words = sum(len(_words(text)) for text in now) / rows
+    counts, earlier = _phrases(now), _phrases(then)
+    risen = {phrase: count for phrase, count in counts.items() if earlier[phrase] <= RARE * rows}
+    phrase = max(risen, key=risen.__getitem__, default=())
+    return SinceFirst(
+        pairs_kept=_distinct_2(now) / _distinct_2(then),
+        different_kept=len(set(now)) / len(set(then)) if mean_words >= PHRASE else 1.0,
+        phrase=" ".join(phrase),
+        phrase_rows=counts[phrase],
+        phrase_now=counts[phrase] / rows,
+        phrase_then=earlier[phrase] / rows,
+    )
+
+
+def _words(text: str) -> Words:
+    return tuple(text.split())
+
+
+def _runs(text: str, length: int) -> list[Words]:
+    """All runs of so many words."""
+    words = _words(text)
+    return [words[i : i + length] for i in range(len(words) - length + 1)]
+
+
+def _phrases(texts: Iterable[str]) -> Counter[Words]:
+    """How many texts have each phrase, however often."""
+    return Counter(phrase for text in texts for phrase in dict.fromkeys(_runs(text, PHRASE)))
+
+
+def _distinct_2(texts: Iterable[str]) -> float:
+    pairs = [pair for text in texts for pair in _runs(text, 2)]
+    return len(set(pairs)) / len(pairs) if pairs else 1.0
