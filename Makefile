@@ -8,6 +8,7 @@
 # make show | validate RECIPE=name           the recipe as resolved | checked without loading weights (toolkit check)
 # make plan RECIPE=name GPU=4090             its memory and time by phase, there or (without GPU) here; GPU=24GB
 # make chat | generate | eval RUN=my-run     talk to a trained policy | its answers to held-out prompts | its figures
+# make judge RUN="run-a run-b" SET="judge.kind=…"   finished runs by a second reward, on one page (OUTPUT=judged.html)
 # make export RUN=my-run OUTPUT=folder       its adapter; MERGE=1 for a whole checkpoint
 # make recipes                               the list of recipes
 # make test · make check                     the tests · lint, types and tests, as CI runs them
@@ -52,7 +53,7 @@ arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRIT
 divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
 run = "$(or $(RUN),$(RECIPE))"
 
-.PHONY: help env sft reward ppo collect q show validate plan chat generate eval export recipes test smoke test-gpu lint types check format docs wheel \
+.PHONY: help env sft reward ppo collect q show validate plan chat generate eval judge export recipes test smoke test-gpu lint types check format docs wheel \
         bench bench-gpu clean
 
 help:
@@ -82,6 +83,9 @@ generate: $(BIN)/.installed
 
 eval: $(BIN)/.installed
 	@$(BIN)/toolkit eval $(run) $(SET) $(divided)
+
+judge: $(BIN)/.installed
+	@$(BIN)/toolkit judge $(or $(RUN),$(RECIPE)) $(SET) $(if $(OUTPUT),--output "$(OUTPUT)") $(divided)
 
 export: $(BIN)/.installed
 	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge)

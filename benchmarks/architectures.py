@@ -190,7 +190,7 @@ def with_roles(model: PreTrainedModel) -> SharedBase:
 
 
 def _compared(base: SharedBase, alone: PreTrainedModel) -> Iterator[tuple[str, float]]:
-    sequences = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
+    sequences = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0, pack=base.packs_rows)
     policy = stock(base, alone, "policy")
     with torch.no_grad():
         with base.role("policy"):
@@ -249,8 +249,8 @@ def _rewards_apart(base: SharedBase, alone: PeftModel) -> float:
 
 
 def _gradients_apart(base: SharedBase, alone: PreTrainedModel) -> float:
-    """Of policy and value, in training mode with padding, against eval mode without."""
-    sequences, apart = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0), 0.0
+    """Of policy and value, in training mode with rows packed or padded, against eval mode with one at a time."""
+    sequences, apart = Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0, pack=base.packs_rows), 0.0
     readings: dict[str, Callable[[SharedBase, Sequences], Tensor]] = {
         "policy": partial(response_logprobs, chunk_size=2), "value": response_values,
     }  # fmt: skip

@@ -19,6 +19,8 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +36,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, write_result
 from toolkit import recipes
 from toolkit.data.instructions import COMPOSITIONS
-from toolkit.functional import wilson_interval
+from toolkit.functional import best_of_kl_bound, expected_best, wilson_interval
 from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl
 
@@ -57,7 +59,7 @@ class Arm:
 class Demonstration:
     """Arms that are compared, and what they have in common: a recipe, the stages before PPO, settings of PPO.
 
-    Without arms it is the recipe itself, by seed, whose stage before PPO is then PPO.
+    Without arms it is the recipe itself, by seed: all its stages.
     """
 
     arms: Mapping[str, Arm]
@@ -112,7 +114,7 @@ DEMONSTRATIONS = {
         common={"lr_scheduler_type": "constant", "learning_rate": 1e-4, "response_length": 24},
     ),
     "instructions": Demonstration(
-        arms={}, seeds=(0, 1, 2), updates=60, recipe="smollm2_135m_instructions", stages=("ppo",)
+        arms={}, seeds=(0, 1, 2), updates=50, recipe="smollm2_135m_instructions", stages=("sft", "ppo")
     ),
     "sentiment": Demonstration(arms={}, seeds=(0, 1, 2), updates=60, recipe="smollm2_135m_sentiment", stages=("ppo",)),
 }
@@ -174,12 +176,48 @@ def _measured(folder: Path) -> dict[str, Any]:
     return {"before": result["before"], "after": result["after"], "curve": curve, **logged}
 
 
-def _language(recipe: Recipe) -> dict[str, Any]:
-    """What a run says before and after PPO: how likely the base finds it, how much of it differs, and some of it."""
+def _asked(recipe: Recipe) -> dict[str, int]:
+    """How many of the test prompts ask for each rule."""
+    rows = recipe.task.prompts("test")
+    if "rules" not in rows.column_names:
+        return {}
+    return dict(Counter(rule["rule"] for rules in rows["rules"] for rule in rules if not rule["required"]))
+
+
+def _untrained(recipe: Recipe, folder: str, **start: str) -> Any:
+    """The recipe's PPO trainer before its first update, from the base or from what `start` names."""
+    values = {key: value for key, value in recipe.values.items() if key != "sft"} | ({"start": start} if start else {})
+    return recipes.load(values, run="untrained", runs_dir=folder).ppo_trainer()
+
+
+def _before_ppo(recipe: Recipe, best_of: bool) -> dict[str, Any]:
+    """What the base alone reaches on the test prompts, and says, where something is trained before PPO; and by N the
+    score of the best of N responses from where PPO starts, with the bound of its KL."""
+    found, prompts = {}, recipe.task.prompts("test")
+    trained = {"policy": str(recipe.stage_folder("sft") / "policy")} if "sft" in recipe.values else {}
+    with tempfile.TemporaryDirectory() as folder:
+        if trained:
+            evaluation = _untrained(recipe, f"{folder}/base").evaluate_rollout(prompts)
+            found |= {"base": evaluation.metrics, "said": evaluation.rollout.responses}
+        if best_of:
+            few = prompts.select(range(min(_BEST_OF_PROMPTS, len(prompts))))
+            scores = _untrained(recipe, f"{folder}/start", **trained).best_of(few, _BEST_OF).scores
+            best = expected_best(scores).tolist()
+            found["best_of"] = [[n, best_of_kl_bound(n), score] for n, score in enumerate(best, 1)]
+    return found
+
+
+def _language(recipe: Recipe, of_base: Sequence[str]) -> dict[str, Any]:
+    """What is said by the base, before PPO if something else is trained first, and after: how likely the base finds it,
+    how much of it differs, and some of it."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(recipe.base_path), recipe.tokenizer
-    rows = read_jsonl(recipe.stage_folder("ppo") / "samples.jsonl")
+    rows = [
+        {"prompt": row["prompt"], "before": row["before"], "after": row["after"]}
+        | ({"base": of_base[i]} if of_base else {})
+        for i, row in enumerate(read_jsonl(recipe.stage_folder("ppo") / "samples.jsonl"))
+    ]
     found: dict[str, Any] = {"prompts": len(rows), "samples": rows[:_SHOWN]}
-    for when in ("before", "after"):
+    for when in [when for when in _WHEN if when in rows[0]]:
         loss, tokens = 0.0, 0
         for row in rows:
             prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
@@ -194,13 +232,14 @@ def _language(recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def run(name: str, runs: Path, overrides: Sequence[str] = ()) -> Path:
+def run(name: str, runs: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = ()) -> Path:
     """Run all arms of a demonstration and write its result.
 
     Args:
         name: of the demonstration.
         runs: folder of the runs.
         overrides: "section.key=value" for its recipe.
+        seeds: those to run; its own if none are given.
 
     Returns:
         The result's path.
@@ -208,15 +247,15 @@ def run(name: str, runs: Path, overrides: Sequence[str] = ()) -> Path:
     demonstration = DEMONSTRATIONS[name]
     runs.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {arm: {} for arm in demonstration.arms}
-    for seed in demonstration.seeds:
+    seeds = seeds or demonstration.seeds
+    for seed in seeds:
         start = _start(demonstration, seed, runs, overrides)
         for arm in demonstration.arms:
             found[arm][str(seed)] = _run_arm(name, arm, seed, start, runs)
         if not demonstration.arms:
-            found.setdefault("recipe", {})[str(seed)] = {
-                **_measured(start.stage_folder("ppo")),
-                "language": _language(start),
-            }
+            measured = _measured(start.stage_folder("ppo")) | _before_ppo(start, seed == seeds[0])
+            measured |= {"asked": _asked(start), "language": _language(start, measured.pop("said", ()))}
+            found.setdefault("recipe", {})[str(seed)] = measured
     result = new_result(f"demonstration_{name}", demonstration=name, updates=demonstration.updates, arms=found)
     return write_result(result, RESULTS)
 
@@ -241,6 +280,8 @@ def _figure(size: tuple[float, float], panels: Mapping[str, Curves], xlabel: str
 
 
 _SHOWN = 8  # samples in a page
+_BEST_OF, _BEST_OF_PROMPTS = 16, 80
+_WHEN = {"base": "base", "before": "before PPO", "after": "after PPO"}
 _TITLES = {
     "satisfied": "all rules kept",
     "satisfied_one": "of prompts with one rule",
@@ -308,38 +349,55 @@ def _recipe_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Fi
         for seed, one in runs:
             yield one[key], {"label": None if shares else f"seed {seed}", "color": "C4" if shares else None}
 
-    def kl() -> Curves:
+    def by_kl() -> Curves:
         for points in at_start.values():
-            yield [[p["update"], p["kl"]] for p in points], {"color": "C4"}
+            yield [[p["kl"], p["score"]] for p in points], {"color": "C4", "marker": "."}
+        for _, one in runs:
+            if "best_of" in one:
+                yield [[kl, score] for _, kl, score in one["best_of"]], {"color": "k", "linestyle": ":"}
 
-    first = "held out: all rules kept" if shares else "held out: score"
-    return _figure(
-        (10, 3.2), {first: held_out(), "score of the rollouts": of_rollouts("score"), "KL": kl()}, "updates", _BELOW
-    )
+    panels = {
+        "held out: all rules kept" if shares else "held out: score": held_out(),
+        "score of the rollouts": of_rollouts("score"),
+        f"held out: PPO, and (dotted) the best of 1 to {_BEST_OF}": by_kl(),
+    }
+    figure = _figure((11, 3.2), panels, "updates", _BELOW)
+    figure.axes[2].set_xlabel("KL a response", fontsize=9)
+    figure.axes[2].set_ylabel("score", fontsize=9)
+    return figure
 
 
 def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
-    """Before and after over all seeds: shares with the Wilson interval of all their prompts, others with the range."""
+    """All stages over all seeds: shares with the Wilson interval of all their prompts, others with the range."""
     runs = list(found["recipe"].values())
-    each = runs[0]["language"]["prompts"]
+    each, whens = runs[0]["language"]["prompts"], [when for when in _WHEN if when in runs[0]]
+
+    def share(values: Sequence[float], numbers: Sequence[int]) -> str:
+        kept = round(sum(value * number for value, number in zip(values, numbers, strict=True)))
+        low, high = wilson_interval(kept, sum(numbers))
+        return f"{kept / sum(numbers):.3f} ({low:.3f}–{high:.3f})"
 
     def cell(key: str, when: str) -> str:
         values = [one[when].get(key, one["language"][when].get(key)) for one in runs]
-        mean = statistics.mean(values)
-        if not key.startswith("satisfied"):
-            return f"{mean:.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")
-        number = len(runs) * (each if key == "satisfied" else each // len(COMPOSITIONS))
-        low, high = wilson_interval(round(mean * number), number)
-        return f"{mean:.3f} ({low:.3f}–{high:.3f})"
+        if key.startswith("satisfied"):
+            return share(values, [each if key == "satisfied" else each // len(COMPOSITIONS)] * len(runs))
+        return f"{statistics.mean(values):.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")
+
+    def by_rule(rule: str, when: str) -> str:
+        asked = [one for one in runs if rule in one["asked"]]
+        return share([one[when][f"kept_{rule}"] for one in asked], [one["asked"][rule] for one in asked])
 
     names = {
         key: title for key, title in _TITLES.items() if key in runs[0]["after"] or key in runs[0]["language"]["after"]
     }
-    table = markdown(
-        ["", "before", "after"], [[title, cell(key, "before"), cell(key, "after")] for key, title in names.items()]
-    )
-    shown = [[*(_cell(row[key]) for key in ("prompt", "before", "after"))] for row in runs[0]["language"]["samples"]]
-    return f"{table}\n\n{markdown(['prompt', 'before', 'after'], shown)}\n\n{len(runs)} seed(s) of {each} prompts"
+    columns = [_WHEN[when] for when in whens]
+    tables = [markdown(["", *columns], [[title, *(cell(key, when) for when in whens)] for key, title in names.items()])]
+    if rules := sorted({rule for one in runs for rule in one["asked"]}):
+        lines = [[f"`{rule}`", *(by_rule(rule, when) for when in whens)] for rule in rules]
+        tables.append(markdown(["prompts that ask for it: kept", *columns], lines))
+    shown = [[_cell(row[key]) for key in ("prompt", *whens)] for row in runs[0]["language"]["samples"]]
+    tables.append(markdown(["prompt", *columns], shown, texts=True))
+    return "\n\n".join([*tables, f"{len(runs)} seed(s) of {each} prompts"])
 
 
 def _cell(text: str) -> str:
@@ -392,11 +450,12 @@ def main(
     name: Annotated[str, typer.Argument(help=", ".join(DEMONSTRATIONS))],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for its recipe")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demonstrations"),
+    seed: Annotated[list[int] | None, typer.Option(help="Only this one; may be given several times.")] = None,
 ) -> None:
     """Run a demonstration, draw its figure and fill its table."""
     if name not in DEMONSTRATIONS:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(DEMONSTRATIONS)}")
-    show(run(name, runs_dir, overrides or ()))
+    show(run(name, runs_dir, overrides or (), seed or ()))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def planned(
     counted = Counted(values["vocab_size"])
     take_shape(roles)
     phases: dict[str, list[Phase]] = {name: [] for name in names.values()}
-    for phase in CountedUpdate(counted, roles, args, lengths, on_cpu=args.use_cpu).phases(scored=True):
+    for phase in CountedUpdate(counted, roles, args, lengths, on_cpu=args.use_cpu).phases():
         if phase.name in names:
             phases[names[phase.name]].append(phase)
-    trained = sum(p.numel() for role in roles.trained_roles for p in roles.parameters_of(role))
+    trained = sum(p.numel() for p in roles.trained_parameters)
     return Planned(weight_bytes_of(roles) + round(trained * optimizer_bytes(args)), phases)

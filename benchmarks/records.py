@@ -56,9 +56,9 @@ def where(result: Mapping[str, Any]) -> str:
     )
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, its columns but the first aligned to the right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], *, texts: bool = False) -> str:
+    """A table, its columns but the first aligned to the right, unless they are texts."""
+    lines = [columns, ["---", *["---" if texts else "---:"] * (len(columns) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -1,6 +1,10 @@
-"""Tiny models, built in memory: no test needs a hub."""
+"""What the tests share. Libraries are imported where they are needed: one of several processes only hands out tests."""
 
+import gc
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tests compare numbers with those of a CPU; the few that are for a GPU ask for it (make test-gpu).
@@ -9,34 +13,6 @@ if os.environ.get("TOOLKIT_TESTS_ON_GPU") != "1":
 # On models this small a second thread costs several times what it gives. Read by torch when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from pathlib import Path
-
-import pytest
-import torch
-from peft import LoraConfig
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
-
-from tests import tiny_runs
-from tests.several import Several
-from toolkit.data import doubling
-from toolkit.models import SharedBase
-from toolkit.trainers.trl_compat import HAS_PPO
-
-needs_trl_loop = pytest.mark.skipif(not HAS_PPO, reason="the loop of TRL is in its releases up to 1.12")
-collect_ignore = [] if HAS_PPO else ["benchmarks"]  # they compare with that loop
 LONGEST = (
     "test_resume.py",
     "test_docs.py",
@@ -45,17 +21,19 @@ LONGEST = (
     "test_kill_and_resume.py",
     "test_share.py",
 )
-VOCABULARY = len(doubling.VOCABULARY)
-SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA_LIKE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # large, so that adapters and positions matter
-}
+
+
+def pytest_collection(session):
+    gc.disable()  # it would walk all that the imports make, again and again, for a quarter of their time
+
+
+def pytest_ignore_collect(collection_path):
+    """The benchmarks compare with TRL's own loop."""
+    if collection_path == Path(__file__).parent / "benchmarks":
+        from toolkit.trainers.trl_compat import HAS_PPO
+
+        return None if HAS_PPO else True
+    return None
 
 
 def pytest_collection_modifyitems(items):
@@ -63,72 +41,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
-def tiny_model(architecture: str = "llama", *, size: int = 32) -> PreTrainedModel:
-    """A random float32 model of a few thousand weights. NF4 needs a size of 64 or more, the length of its blocks."""
-    torch.manual_seed(0)
-    if architecture == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**{**_LLAMA_LIKE, "hidden_size": size}, **SPECIAL))
-    elif architecture == "mistral":
-        model = MistralForCausalLM(MistralConfig(**_LLAMA_LIKE, sliding_window=32, **SPECIAL))
-    elif architecture == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**_LLAMA_LIKE, **SPECIAL))
-    elif architecture == "gpt2":
-        model = GPT2LMHeadModel(
-            GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3, **SPECIAL)
-        )
-    elif architecture == "opt":
-        # As OPT-350M: the hidden states are projected to another size before lm_head.
-        config = OPTConfig(
-            hidden_size=size,
-            word_embed_proj_dim=size // 2,
-            ffn_dim=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            init_std=0.3,
-            do_layer_norm_before=False,
-            **SPECIAL,
-        )
-        model = OPTForCausalLM(config)
-    else:
-        raise ValueError(architecture)
-    return model.eval()
-
-
-ARCHITECTURES = ("llama", "mistral", "qwen2", "gpt2", "opt")
-
-
-def lora(r: int = 4, **arguments: object) -> LoraConfig:
-    return LoraConfig(task_type="CAUSAL_LM", r=r, lora_alpha=2 * r, target_modules="all-linear", **arguments)
-
-
-def randomize(base: SharedBase, *roles: str, seed: int = 1) -> SharedBase:
-    """Give adapters and heads non-zero weights: a fresh LoRA changes nothing, and so would hide everything."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for role in roles:
-            for parameter in base.parameters_of(role):
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return base
-
-
-def shared_base(
-    *, value: str = "separate", labels: int = 1, architecture: str = "llama", fresh: bool = False
-) -> SharedBase:
-    """All four roles on a tiny model, with non-zero weights unless `fresh`."""
-    base = SharedBase(tiny_model(architecture))
-    base.add_role("policy", lora())
-    base.add_role("reference")
-    base.add_role("value", lora() if value == "separate" else None)
-    base.add_role("reward", lora(), num_labels=labels)
-    if not fresh:
-        randomize(base, "policy", "value", "reward")
-    base.train_roles("policy", "value")
-    return base
+def pytest_collection_finish(session):
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
+def tokenizer():
+    from toolkit.data import doubling
+
     return doubling.tokenizer()
 
 
@@ -144,12 +65,16 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
     """A random Llama with a byte tokenizer and a chat template; pad == eos, as Llama checkpoints ship."""
+    from tests import tiny_runs
+
     return tiny_runs.save_llama(tmp_path_factory.mktemp("checkpoint"), tiny_runs.byte_tokenizer())
 
 
 @pytest.fixture(scope="session")
 def llama3_checkpoint(tmp_path_factory) -> Path:
     """A random Llama with a tokenizer of Llama 3's shape; the configuration has several ends, as Llama 3.1's."""
+    from tests import tiny_runs
+
     tokenizer = tiny_runs.llama3_tokenizer()
     ends = tokenizer.convert_tokens_to_ids(["<|end_of_text|>", "<|eot_id|>"])
     return tiny_runs.save_llama(tmp_path_factory.mktemp("llama3"), tokenizer, eos_token_id=ends)
@@ -157,6 +82,8 @@ def llama3_checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stages_here():
+    from tests import tiny_runs
+
     with tiny_runs.stages_here():
         yield
 
@@ -164,6 +91,8 @@ def stages_here():
 @pytest.fixture(scope="session")
 def two():
     """Two processes over gloo."""
+    from tests.several import Several
+
     several = Several(2)
     yield several
     several.close()
@@ -172,6 +101,8 @@ def two():
 @pytest.fixture(scope="module")
 def four():
     """Four processes over gloo, more than there are rows of anything small."""
+    from tests.several import Several
+
     several = Several(4)
     yield several
     several.close()

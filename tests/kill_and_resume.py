@@ -35,6 +35,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from tests.several import context
 from toolkit.checkpoints import checkpoint_folders, problem_of
 
 UPDATES = 8
@@ -64,8 +65,7 @@ class Runs:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["toolkit.runs.stages"])
+        self.context = context()
         self.seconds = 0.0
 
     def start(self, name: str, stage: str = "ppo", **way: bool) -> multiprocessing.process.BaseProcess:

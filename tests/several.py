@@ -1,4 +1,6 @@
-"""Several processes over gloo that each call the same function, for the tests; started once for all of them."""
+"""Processes for the tests, which import the toolkit once for all of them; and several over gloo that each call the same
+function.
+"""
 
 import multiprocessing
 import os
@@ -7,9 +9,19 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
 
 SECONDS = 60  # that the slowest call may take
+
+
+def context() -> BaseContext:
+    """Where processes come from: forked from a server that has imported the toolkit, where there is fork."""
+    if sys.platform == "win32":
+        return multiprocessing.get_context("spawn")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.tiny_runs", "tests.trainers.resumable"])
+    return server
 
 
 def _serve(connection: Connection, environment: dict[str, str]) -> None:
@@ -35,17 +47,13 @@ class Several:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        if sys.platform == "win32":
-            context: Any = multiprocessing.get_context("spawn")
-        else:  # the toolkit is imported once for all of them
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["tests.trainers.resumable"])
+        made = context()
         self.ends, self.processes = [], []
         for rank in range(number):
-            here, there = context.Pipe()
+            here, there = made.Pipe()
             shared = {"WORLD_SIZE": number, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
             environment = {name: str(value) for name, value in shared.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            process = context.Process(target=_serve, args=(there, environment), daemon=True)
+            process: Any = made.Process(target=_serve, args=(there, environment), daemon=True)
             process.start()
             self.ends.append(here)
             self.processes.append(process)

@@ -13,7 +13,7 @@ import yaml
 from transformers import T5Config
 from typer.testing import CliRunner
 
-from tests.conftest import lora, tiny_model
+from tests.tiny_models import lora, tiny_model
 from tests.tiny_runs import PAIRS, QUERIES, byte_tokenizer, save_llama
 from toolkit.cli import app
 from toolkit.models import SharedBase, save_role
@@ -192,6 +192,12 @@ CASES = {
         'override "seed" is not of the form section.key=value',
     ),
     "an unwritable folder": (["sft", "doubling", "--runs-dir", "in_the_way/runs"], "runs/doubling: cannot be written"),
+    "more processes than anybody has use for": (
+        ["ppo", "doubling", "--processes", "1000000"],
+        r"ToolkitError: 1000000 processes are asked for, and this machine has \d+ cores",
+    ),
+    "a card without end": (["plan", "doubling", "--gpu", "9" * 400 + "GB"], "is no card that is known, and no size"),
+    "a card of nothing": (["plan", "doubling", "--gpu", "0GB"], "'0GB' is no card that is known, and no size"),
     "no such run": (["chat", "nothing"], 'no run "nothing" in runs'),
     "no such run to measure": (["eval", "nothing"], 'no run "nothing" in runs'),
     "no such run to export": (["export", "nothing", "out"], 'no run "nothing" in runs'),
@@ -215,8 +221,40 @@ def test_processes_that_others_have_started_are_not_started_again(monkeypatch):
     assert (done.exit_code, done.stderr) == (1, said)
 
 
-def test_an_argument_that_does_not_exist_ends_with_2():
-    assert CliRunner().invoke(app, ["ppo", "--nonsense"]).exit_code == 2
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ppo", "--nonsense"),
+        ("generate", "run", "--temperature", "nan"),
+        ("chat", "run", "--temperature", "inf"),
+        ("generate", "run", "--seed", "-1"),
+        ("generate", "run", "--seed", str(2**32)),
+    ],
+)
+def test_an_argument_that_does_not_exist_or_cannot_be_ends_with_2(words):
+    assert CliRunner().invoke(app, words).exit_code == 2
+
+
+def test_memory_that_does_not_suffice_is_said(monkeypatch):
+    def asked(*_):
+        torch.empty(10**13)
+
+    monkeypatch.setattr("toolkit.reports.environment", asked)
+    done = CliRunner().invoke(app, ["env"])
+    said = "ToolkitError: this machine's memory does not suffice for 40000000000000 bytes at once. Ask for less: "
+    assert done.exit_code == 1 and done.stderr.startswith(said)
+    monkeypatch.setattr("toolkit.reports.environment", lambda: raised(RuntimeError("another")))
+    assert isinstance(CliRunner().invoke(app, ["env"]).exception, RuntimeError)
+
+
+def raised(error):
+    raise error
+
+
+def test_a_terminal_that_lacks_a_sign_is_told_all_the_same(monkeypatch):
+    monkeypatch.setattr("toolkit.spec.load.about", lambda name: "before → after")
+    done = CliRunner(charset="cp1252").invoke(app, ["recipes"])
+    assert done.exit_code == 0 and r"before \u2192 after" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ FLOORS = {
     "processes": 0,
     "disk": 0,
     "phases": 0,
+    "hub": 0,
     "portion": 0,
     "time_limit": 0,
     "functional": 0,
@@ -31,7 +32,7 @@ FLOORS = {
     "__main__": 10,
     "__init__": 0,
 }
-KNOWN_TO_ALL = {"errors", "settings", "processes", "disk", "phases", "portion", "time_limit"}
+KNOWN_TO_ALL = {"errors", "settings", "processes", "disk", "phases", "hub", "portion", "time_limit"}
 
 
 def imports(path: Path) -> set[str]:

@@ -24,7 +24,27 @@ SMALL_REWARDS = [
 ]  # fmt: skip
 
 
-def execute(path: Path, folder: Path, parameters: dict) -> str:
+# As in a kernel of its own, and the stages before ppo in the same process.
+BEFORE = """
+%reset -f
+import os, sys
+os.chdir({folder!r})
+sys.path.insert(0, {repository!r})
+from tests.tiny_runs import stages_here
+here = stages_here()
+here.__enter__()
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """One for all notebooks, since most of its time it would import the toolkit."""
+    client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3")
+    with client.setup_kernel():
+        yield client.km
+
+
+def execute(kernel, path: Path, folder: Path, parameters: dict) -> str:
     """Run a notebook with other parameters; returns all that it printed."""
     notebook = nbformat.read(path, as_version=4)
     tagged = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
@@ -33,17 +53,17 @@ def execute(path: Path, folder: Path, parameters: dict) -> str:
     names = {line.split(" = ")[0] for line in notebook.cells[tagged[0]].source.splitlines() if line}
     assert set(parameters) <= names
     notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(source))
-    NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(BEFORE.format(folder=str(folder), repository=str(REPOSITORY))))
+    NotebookClient(notebook, km=kernel, timeout=600).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     return "".join(output.get("text", "") + str(output.get("data", {})) for output in outputs)
 
 
-def test_the_custom_loop_on_a_tiny_llama(tmp_path):
+def test_the_custom_loop_on_a_tiny_llama(kernel, tmp_path):
     model = save_llama(tmp_path / "model", llama3_tokenizer())
     shown = execute(
+        kernel,
         REPOSITORY / "notebooks" / "llama3_custom_loop.ipynb",
         tmp_path,
         {"MODEL": str(model), "QUERIES": str(QUERIES), "OVERRIDES": SMALL_LLAMA},
@@ -53,15 +73,15 @@ def test_the_custom_loop_on_a_tiny_llama(tmp_path):
     assert (tmp_path / "rl_model" / "value" / "value_head.safetensors").is_file()
 
 
-def test_six_lines_with_plots(tmp_path):
-    shown = execute(REPOSITORY / "notebooks" / "six_lines.ipynb", tmp_path, {"OVERRIDES": SMALL_DOUBLING})
+def test_six_lines_with_plots(kernel, tmp_path):
+    shown = execute(kernel, REPOSITORY / "notebooks" / "six_lines.ipynb", tmp_path, {"OVERRIDES": SMALL_DOUBLING})
     assert "eval_exact_match" in shown and "image/png" in shown
 
 
-def test_rewards_that_a_program_computes_on_a_tiny_llama(tmp_path):
+def test_rewards_that_a_program_computes_on_a_tiny_llama(kernel, tmp_path):
     model = save_llama(tmp_path / "model", llama3_tokenizer())
-    parameters = {"MODEL": str(model), "OVERRIDES": SMALL_REWARDS}
-    shown = execute(REPOSITORY / "notebooks" / "rewards.ipynb", tmp_path, parameters)
+    parameters = {"MODEL": str(model), "SFT_STEPS": 1, "OVERRIDES": SMALL_REWARDS}
+    shown = execute(kernel, REPOSITORY / "notebooks" / "rewards.ipynb", tmp_path, parameters)
     assert 'Use the word "bread" at least 2 times. True False' in shown and "satisfied_unseen" in shown
     assert "[1, -1]" in shown and "mood " in shown
     assert not (tmp_path / "runs" / "mood" / "reward").exists()  # no reward stage

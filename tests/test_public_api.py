@@ -19,7 +19,7 @@ def test_recipes():
     for stage in ("sft", "reward", "q"):
         found = parameters(getattr(recipes.Recipe, f"{stage}_trainer"))
         assert found == ["self", "callbacks", "resume", "overwrite", "from_run"]
-    given = ["reward", "train_dataset", "callbacks"]
+    given = ["reward", "judge", "train_dataset", "callbacks"]
     assert parameters(recipes.Recipe.ppo_trainer) == ["self", *given, "resume", "overwrite", "from_run"]
     assert parameters(recipes.check) == parameters(recipes.show) == ["recipe"]
     assert parameters(recipes.plan)[:2] == ["recipe", "gpu"]

@@ -1,4 +1,4 @@
-"""A limit of time for Python code that does not end by itself."""
+"""A limit of time and memory for Python code that does not end by itself."""
 
 import re
 import signal
@@ -22,6 +22,22 @@ def test_what_does_not_end_is_ended(endless):
     with time_limit(0.1):
         pass
     time.sleep(0.15)  # nothing is left of either
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is Linux's")
+@pytest.mark.parametrize(
+    "much", [lambda: "x" * 10**10, lambda: [str(number) for number in range(10**9)], lambda: "x".ljust(10**10)]
+)
+def test_what_takes_gigabytes_is_ended(much):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(MemoryError, match="it takes more than 64 MB of memory"), time_limit(10, 64):
+        much()
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    with time_limit(10, 64):
+        assert len(bytes(2**24)) == 2**24  # what is less may be had
+    assert len(bytes(2**27)) == 2**27
 
 
 def test_another_s_timer_goes_on():

@@ -4,7 +4,9 @@ import contextlib
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from tests.several import context
 from toolkit import recipes
 from toolkit.cli import app
-from toolkit.runs import stages
+from toolkit.runs import process, stages
 from toolkit.trainers.resume import ResumableTrainer
 
 REPOSITORY = Path(__file__).parents[1]
@@ -23,37 +26,59 @@ PAIRS = REPOSITORY / "data" / "preferences_example.jsonl"
 QUERIES = REPOSITORY / "data" / "queries.json"
 
 
-def command(*arguments, cwd=None):
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "toolkit", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=cwd,
-        check=False,
-    )
+def _typed(arguments, cwd):
+    """What a shell does with `toolkit …`; what is said goes to files."""
+    if sys.platform != "win32":
+        os.setsid()
+    os.chdir(cwd)
+    os.environ["COLUMNS"] = "200"
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        with open(f"{name}.txt", "wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv = ["toolkit", *arguments]
+    app(prog_name="toolkit")
+
+
+def begun(*arguments, cwd):
+    """A command in a process of its own, the leader of its group."""
+    process = context().Process(target=_typed, args=(arguments, cwd))
+    process.start()
+    return process
+
+
+def ended(process, cwd):
+    """What it comes to."""
+    process.join()
+    said = [(cwd / f"{name}.txt").read_text(encoding="utf-8") for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess("toolkit", process.exitcode, *said)
 
 
 def command_here(*arguments, cwd="."):
     """The same in this process, seconds faster: for what does not depend on a process of its own."""
     with contextlib.chdir(cwd):
         done = CliRunner().invoke(app, [str(word) for word in arguments], env={"COLUMNS": "200"})
-    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+    escaped = isinstance(done.exception, Exception)  # Python ends with a traceback
+    said = done.stderr + ("".join(traceback.format_exception(done.exception)) if escaped else "")
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, said)
+
+
+class _Here:
+    """Stands for the process of `python -m toolkit …`, which this one does in its place."""
+
+    def __init__(self, command, env=None):
+        with pytest.MonkeyPatch.context() as patch:  # the folder is the one's that needs it, as it is to a child
+            patch.setattr(stages, "at_work", lambda folder: contextlib.nullcontext(False))
+            self.code = app(command[3:], standalone_mode=False) or 0
+
+    def poll(self):
+        return self.code
 
 
 @contextlib.contextmanager
 def stages_here():
     """Inside, what a stage needs runs in this process, seconds faster: for what does not depend on one of its own."""
-
-    def run(command, stage, needed_by):
-        with pytest.MonkeyPatch.context() as nested:  # the folder is the one's that needs it, as it is to a child
-            nested.setattr(stages, "at_work", lambda folder: contextlib.nullcontext(False))
-            app(command[3:], standalone_mode=False)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "run_stage", run)
+        patch.setattr(process, "subprocess", SimpleNamespace(Popen=_Here))
         yield
 
 

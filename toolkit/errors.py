@@ -67,8 +67,7 @@ class Problem:
         remedy = _shown(Template(self.remedy).safe_substitute(options), 1000)
         return f"{field}{separator if field else ''}{wrong} {remedy}".rstrip()
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
 
 def _shown(text: str, most: int) -> str:
@@ -92,6 +91,10 @@ class ToolkitError(Exception):
         self.problems = tuple(problem.within(section) for problem in self.problems)
         return self
 
+    def add_remedy(self, more: str) -> None:
+        """Add a sentence to the remedy of each problem."""
+        self.problems = tuple(replace(one, remedy=f"{one.remedy} {more}".lstrip()) for one in self.problems)
+
     def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
         """The message, for a notebook or with the options of another language."""
         if self._whose is None:
@@ -99,8 +102,7 @@ class ToolkitError(Exception):
         head = f"{_shown(self._whose, 200)} has {len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         return "\n  ".join([head, *(problem.text(options) for problem in self.problems)])
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
 
 class PeerError(ToolkitError, RuntimeError):

@@ -22,6 +22,13 @@ class Portion:
     def __init__(self, setting: str, rows: int):
         self.setting, self.rows = setting, rows
 
+    def lower(self, rows: int) -> None:
+        """From here on no more than so many, which a person is told."""
+        if rows < self.rows:
+            self.rows = rows
+            same = "the batch, and with it every gradient, stays as it is"
+            phases.tell(f"The GPU's memory ran out: from here on {self.setting} is {rows} ({same}).")
+
     def __call__(self, attempt: Callable[[int], T], *, most: int | None = None) -> T:
         """The result of an attempt with so many rows at a time, of which there are `most`; with half as many where
         memory runs out.
@@ -42,8 +49,6 @@ class Portion:
                 if size == 1 or error.of != torch.OutOfMemoryError.__name__:
                     raise
             # Out of the handler: its traceback holds the tensors.
-            self.rows = size // 2
+            self.lower(size // 2)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            same = "the batch, and with it every gradient, stays as it is"
-            phases.tell(f"The GPU's memory ran out: from here on {self.setting} is {self.rows} ({same}).")

@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from toolkit import spec
 from toolkit.errors import RecipeError
 from toolkit.rewards import Reward
 from toolkit.runs import stages
@@ -22,13 +21,14 @@ from toolkit.runs.check import check
 from toolkit.runs.plan import plan
 from toolkit.spec.load import find, names
 from toolkit.spec.load import load as load_spec
+from toolkit.spec.recipe import Recipe as WhatItSays
 from toolkit.spec.show import show
 from toolkit.spec.validate import check_recipe
 
 __all__ = ["Recipe", "check", "find", "load", "names", "plan", "show"]
 
 
-class Recipe(spec.Recipe):
+class Recipe(WhatItSays):
     """A resolved recipe, bound to a run folder, that makes trainers. Made by `load`; for the arguments see there."""
 
     def sft_trainer(
@@ -40,8 +40,7 @@ class Recipe(spec.Recipe):
         from_run: str | None = None,
     ) -> Trainer:
         """A TRL `SFTTrainer`. For the arguments see `ppo_trainer`."""
-        way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run}
-        return stages.prepared(self, "sft", callbacks=callbacks, **way)
+        return stages.prepared(self, "sft", callbacks=callbacks, resume=resume, overwrite=overwrite, from_run=from_run)
 
     def reward_trainer(
         self,
@@ -52,13 +51,15 @@ class Recipe(spec.Recipe):
         from_run: str | None = None,
     ) -> Trainer:
         """A TRL `RewardTrainer`, or transformers' `Trainer` for classes. For the arguments see `ppo_trainer`."""
-        way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run}
-        return stages.prepared(self, "reward", callbacks=callbacks, **way)
+        return stages.prepared(
+            self, "reward", callbacks=callbacks, resume=resume, overwrite=overwrite, from_run=from_run
+        )
 
     def ppo_trainer(
         self,
         reward: Reward | None = None,
         *,
+        judge: Reward | None = None,
         train_dataset: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
         resume: bool = False,
@@ -69,6 +70,8 @@ class Recipe(spec.Recipe):
 
         Args:
             reward: scores a rollout, in place of what the section `scorer` says; a reward stage is then not needed.
+            judge: scores the responses of each evaluation, in place of what the section `judge` says; nothing is
+                trained on it.
             train_dataset: prompts, in place of what the section `data` trains on: texts, rows with the columns of a
                 file of prompts, or a `datasets.Dataset` with `input_ids`.
             callbacks: of transformers, beside those that show and record the run.
@@ -78,12 +81,15 @@ class Recipe(spec.Recipe):
             from_run: name of another run, to take finished stages from where their settings agree.
 
         Raises:
-            RecipeError: the recipe cannot do with another reward, the run folder holds an earlier try, or the other
-                run has nothing to take.
+            RecipeError: the recipe cannot do with another reward or a judge, the run folder holds an earlier try, or
+                the other run has nothing to take.
         """
-        made_for = self if reward is None else self._scored_by(reward)
+        if judge is not None and self.values.get("ppo", {}).get("loop") == "trl":
+            wrong = "trl is TRL's own loop, which evaluates nothing, so that a judge has no effect."
+            raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit.")
+        made_for = self._scored_by(scorer=reward, judge=judge)
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
-        given = {"reward": reward, "train_dataset": train_dataset}
+        given = {"reward": reward, "judge": judge, "train_dataset": train_dataset}
         return stages.prepared(made_for, "ppo", given=given, **way)
 
     def q_trainer(
@@ -95,18 +101,22 @@ class Recipe(spec.Recipe):
         from_run: str | None = None,
     ) -> Trainer:
         """A `QTrainer`, which is transformers' `Trainer`. For the arguments see `ppo_trainer`."""
-        way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run}
-        return stages.prepared(self, "q", callbacks=callbacks, **way)
+        return stages.prepared(self, "q", callbacks=callbacks, resume=resume, overwrite=overwrite, from_run=from_run)
 
-    def _scored_by(self, reward: Reward) -> "Recipe":
-        """The same recipe with a scorer of kind "function"; the run records the function's name."""
-        owner = reward if hasattr(reward, "__qualname__") else type(reward)
-        scorer = {"kind": "function", "function": f"{owner.__module__}:{getattr(owner, '__qualname__', '')}"}
-        values = {**self.values, "scorer": scorer}
-        problems = check_recipe(values)
+    def _scored_by(self, **given: Reward | None) -> "Recipe":
+        """The same recipe with a scorer, a judge or both of kind "function"; the run records the functions' names."""
+        named = {section: _function(reward) for section, reward in given.items() if reward is not None}
+        values = {**self.values, **named}
+        problems = check_recipe(values) if named else []
         if problems:
-            raise RecipeError(f"{self.name}, scored by a function of its own,", problems=problems)
+            raise RecipeError(f"{self.name}, with a {' and a '.join(named)} of its own,", problems=problems)
         return replace(self, values=values)
+
+
+def _function(reward: Reward) -> dict[str, str]:
+    """A function or callable of Python as the settings of a scorer, by its name."""
+    owner = reward if hasattr(reward, "__qualname__") else type(reward)
+    return {"kind": "function", "function": f"{owner.__module__}:{getattr(owner, '__qualname__', '')}"}
 
 
 def load(

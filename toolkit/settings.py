@@ -68,6 +68,12 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
+@cache
+def hints_of(owner: Any) -> Mapping[str, Any]:
+    """The types of a class's fields, evaluated once."""
+    return get_type_hints(owner)
+
+
 def declared(owner: type) -> dict[str, Field[Any]]:
     """The fields of a class that were declared by `setting`."""
     return {f.name: f for f in fields(owner) if "allowed" in f.metadata} if is_dataclass(owner) else {}
@@ -110,7 +116,7 @@ def type_name(hint: Any) -> str:
 
 def problems_of(owner: type, values: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with values that are given for settings of a class: type, words, numbers, and what they need."""
-    hints, ours = get_type_hints(owner), declared(owner)
+    hints, ours = hints_of(owner), declared(owner)
     # What TRL and transformers list where the type is any text.
     listed = {f.name: f.metadata.get("choices") for f in fields(owner)} if is_dataclass(owner) else {}
     problems = []

@@ -1,4 +1,5 @@
-"""A limit of time for what others have written: a template that loops, a pattern that tries every way."""
+"""A limit of time and of memory for what others have written: a template that loops or multiplies, a pattern that tries
+every way."""
 
 import signal
 import threading
@@ -7,29 +8,64 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
 SECONDS = 10.0
 """For what takes milliseconds."""
+MEGABYTES = 1024
+"""For what takes kilobytes."""
 
 
 @contextmanager
-def time_limit(seconds: float = SECONDS) -> Iterator[None]:
-    """Inside, Python code ends in a TimeoutError after so many seconds.
+def time_limit(seconds: float = SECONDS, megabytes: int = MEGABYTES) -> Iterator[None]:
+    """Inside, Python code ends in a TimeoutError after so many seconds, and in a MemoryError where it takes so many
+    megabytes more.
 
-    By a timer of the system, so that it holds in the main thread alone, and not on Windows.
+    By a timer and a limit of the system: the time in the main thread alone and not on Windows, the memory on Linux.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    with _memory_limit(megabytes):
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+            yield
+            return
+
+        def stop(*_: Any) -> None:
+            raise TimeoutError(f"it takes more than {seconds:.0f} s")
+
+        handler, started = signal.signal(signal.SIGALRM, stop), time.monotonic()
+        left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            if left:  # of somebody else's timer
+                signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-3))
+
+
+@contextmanager
+def _memory_limit(megabytes: int) -> Iterator[None]:
+    taken = _address_space()
+    if taken is None:
         yield
         return
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {seconds:.0f} s")
-
-    handler, started = signal.signal(signal.SIGALRM, stop), time.monotonic()
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [taken + megabytes * 2**20, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
+    except MemoryError as error:
+        raise MemoryError(f"it takes more than {megabytes} MB of memory") from error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if left:  # of somebody else's timer
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-3))
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _address_space() -> int | None:
+    """Bytes of this process's addresses; None where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as sizes:
+            return int(sizes.read().split()[0]) * resource.getpagesize()
+    except (OSError, AttributeError):
+        return None

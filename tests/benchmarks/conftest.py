@@ -9,7 +9,7 @@ from benchmarks import run as driver
 from benchmarks import worker
 from benchmarks.reward_arms import Job
 from tests.benchmarks.examples import BY_HAND, SIZE, one_round
-from tests.conftest import tiny_model
+from tests.tiny_models import tiny_model
 from tests.tiny_runs import byte_tokenizer, save_llama
 
 

@@ -52,13 +52,17 @@ def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, mon
 
 
 def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monkeypatch):
-    before = {"score": 0.2, "kl": 0.0, "satisfied": 0.1, "satisfied_one": 0.2, "satisfied_unseen": 0.0}
+    base = {"score": 0.2, "kl": 0.0, "satisfied": 0.1, "satisfied_one": 0.2, "satisfied_unseen": 0.0}
+    base |= {"kept_no_comma": 0.25}
+    before = {**base, "kept_no_comma": 0.5}
     after = {"score": 0.6, "kl": 3.0, "satisfied": 0.5, "satisfied_one": 0.8, "satisfied_unseen": 0.2}
-    samples = [{"prompt": "<|im_start|>user\nWhy?\n<|im_end|>\n", "before": "a | b\nc", "after": ""}]
-    said = {"prompts": 30, "samples": samples, "before": {"perplexity": 9.0}, "after": {"perplexity": 8.0}}
+    after |= {"kept_no_comma": 1.0}
+    samples = [{"prompt": "<|im_start|>user\nWhy?\n<|im_end|>\n", "base": "b", "before": "a | b\nc", "after": ""}]
+    said = {"prompts": 30, "samples": samples, **{when: {"perplexity": 9.0} for when in ("base", "before", "after")}}
     curve = [{"update": u, **after} for u in (5, 10)]
-    one = {"before": before, "after": after, "curve": curve, "score": [[1, 0.2], [2, 0.3]], "language": said}
-    two = {**one, "after": {**after, "score": 0.8, "satisfied": 0.7}}
+    one = {"base": base, "before": before, "after": after, "curve": curve, "score": [[1, 0.2], [2, 0.3]]}
+    one |= {"language": said, "asked": {"no_comma": 8}, "best_of": [[1, 0.0, 0.2], [2, 0.19, 0.3]]}
+    two = {**one, "after": {**after, "score": 0.8, "satisfied": 0.7, "kept_no_comma": 0.5}, "asked": {"no_comma": 4}}
     about = {"machine": {"processor": "a chip", "threads": 1}, "date": "2026-01-01", "demonstration": "instructions"}
     result = tmp_path / "instructions.json"
     result.write_text(json.dumps({**about, "arms": {"recipe": {"0": one, "1": two}}}))
@@ -69,7 +73,10 @@ def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monk
     demonstrations.show(result)
     text = page.read_text()
     # 36 of 60 and 6 of 60: Wilson's intervals, by hand (n + z² = 63.8416)
-    assert "| all rules kept | 0.100 (0.047–0.201) | 0.600 (0.474–0.714) |" in text
-    assert "| score | 0.200 (0.200–0.200) | 0.700 (0.600–0.800) |" in text and "| 9.000" in text
-    assert "| Why? | a \\| b c | (nothing) |" in text and "2 seed(s) of 30 prompts" in text
+    assert "| all rules kept | 0.100 (0.047–0.201) | 0.100 (0.047–0.201) | 0.600 (0.474–0.714) |" in text
+    # 8 + 2 of 12 (n + z² = 15.8416)
+    kept = next(line for line in text.splitlines() if line.startswith("| `no_comma` |"))
+    assert kept.endswith("| 0.833 (0.552–0.953) |") and kept.startswith("| `no_comma` | 0.250 (")
+    assert "| score | 0.200 (0.200–0.200) | 0.200 (0.200–0.200) | 0.700 (0.600–0.800) |" in text and "| 9.000" in text
+    assert "| Why? | b | a \\| b c | (nothing) |" in text and "2 seed(s) of 30 prompts" in text
     assert "</svg>" in (tmp_path / "figures" / "instructions.svg").read_text()

@@ -117,7 +117,8 @@ def test_damage_is_recognised_and_said(tmp_path):
 def test_folders_are_ordered_by_step_and_others_left_alone(tmp_path):
     for step in (2, 10, 9):
         write(tmp_path, step, "x")
-    (tmp_path / "checkpoint-best").mkdir()
+    for name in ("best", "²", "٣", "-5", "1_0", " 4"):  # of which int() takes some, and str.isdigit() others
+        (tmp_path / f"checkpoint-{name}").mkdir()
     (tmp_path / "checkpoint-11").write_text("a file")
     assert [p.name for p in checkpoint_folders(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
 

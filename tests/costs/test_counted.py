@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import lora
+from tests.tiny_models import lora
 from toolkit.costs import (
     Counted,
     CountedUpdate,
@@ -179,17 +179,24 @@ def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, m
             vocab_size=77, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4
         )
         roles = SharedBase(LlamaForCausalLM(config).requires_grad_(False))
-        for role in ("policy", "value", "reward"):
+        for role in ("policy", "value", "reward", "judge"):
             roles.add_role(role, lora())
         roles.add_role("reference")
     counted = Counted(77)
     take_shape(roles)
     assert alike(roles) == 5
     update = CountedUpdate(counted, roles, args, Lengths(16, 8))
-    told = update.phases(scored=True)
+    told = update.phases()
     monkeypatch.setattr("toolkit.costs.update.alike", lambda roles: None)
-    whole = update.phases(scored=True)
+    whole = update.phases()
     assert [phase.name for phase in told] == [phase.name for phase in whole]
     for ours, theirs in zip(told, whole, strict=True):
         assert ours.costs.kernels == theirs.costs.kernels, ours.name
         assert (ours.costs.peak, ours.costs.of_peak) == (theirs.costs.peak, theirs.costs.of_peak), ours.name
+    assert [phase.name for phase in told].count("evaluation") == 3  # prompts, the last token, the judge
+    # AdamW, of each number in float32: the gradient for its norm, clipped and read again, weight and state there and
+    # back.
+    (step,) = [phase for phase in told if phase.name == "optimizer"]
+    trained = sum(p.numel() for role in ("policy", "value") for p in roles.parameters_of(role))
+    (kernel,) = step.costs.kernels
+    assert step.times == 1 and kernel.bytes == 4 * trained * (1 + 2 + 1 + 2 + 2 * 2)

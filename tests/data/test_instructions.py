@@ -1,4 +1,6 @@
 import copy
+import json
+import random
 import re
 
 import pytest
@@ -6,7 +8,8 @@ import pytest
 from tests.data.test_prompts import TEMPLATE
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Instructions, Rollout, check_rules, instruction, keeps
-from toolkit.data.instructions import TOPICS, pairs
+from toolkit.data.instructions import FACTS, TOPICS, pairs, written
+from toolkit.data.rules import sentences_of
 from toolkit.errors import DataError
 
 
@@ -65,6 +68,45 @@ def test_a_seed_draws_the_rows_and_not_the_pairs(tokenizer):
     assert Instructions(tokenizer, seed=1, train_size=50).rows("train") == one != other
     assert len(set(pairs()["seen"]) | set(pairs()["unseen"])) == len(pairs()["seen"]) + len(pairs()["unseen"])
     assert 0.3 < len(pairs()["unseen"]) / len(pairs()["seen"] + pairs()["unseen"]) <= 1 / 3
+
+
+def test_demonstrations_keep_the_rules_of_their_prompts_and_show_no_unseen_pair(tokenizer):
+    task = Instructions(tokenizer, train_size=300, validation_size=90)
+    shown = {name for row in task.demonstrations("train") for name in row}
+    assert shown == {"input_ids", "labels"}
+    for split in ("train", "validation"):
+        by_prompt = {prompt["prompt"]: row for prompt, row in zip(task.prompts(split), task.rows(split), strict=True)}
+        rows = task.demonstrations(split)
+        unseen = [row for row in by_prompt.values() if row["composition"] == "unseen"]
+        assert 0.8 * (len(by_prompt) - len(unseen)) < len(rows) <= len(by_prompt) - len(unseen)
+        for row in rows:
+            start = row["labels"].count(-100)
+            assert row["labels"] == [-100] * start + row["input_ids"][start:]
+            asked = by_prompt[tokenizer.decode(row["input_ids"][:start])]
+            response = tokenizer.decode(row["input_ids"][start:-1])
+            assert row["input_ids"][-1] == tokenizer.eos_token_id and asked["composition"] != "unseen"
+            assert all(keeps(rule, response) for rule in asked["rules"]), (asked, response)
+
+
+def test_responses_are_written_in_the_form_that_is_asked_for():
+    def asked(*rules):
+        required = [{"rule": "mentions", "words": ["sal"], "required": True}]
+        rules = [{"words": None, "number": None, "required": False} | rule for rule in rules]
+        row = {"question": "Why salt?", "topic": "salt", "rules": [*rules, *required]}
+        return written(row, random.Random(0))
+
+    end = {"rule": "ends_with", "words": ["Good luck"]}
+    one = {"rule": "at_most_words", "number": 9}
+    assert asked({"rule": "quoted"}, end)[-12:] == ' Good luck."'
+    assert asked({"rule": "lower_case"}, one) in {
+        "a pinch of salt makes soup taste better.",
+        "too much salt makes us thirsty.",
+        "sea water leaves salt behind as it dries.",
+    }
+    assert asked({"rule": "bullets", "number": 2}, end).count("\n") == 2
+    keyed = json.loads(asked({"rule": "json_keys", "words": ["question", "answer"]}))
+    assert keyed["question"] == "Why salt?" and set(sentences_of(keyed["answer"])) <= set(FACTS["salt"])
+    assert asked({"rule": "at_least_words", "number": 99}) is None
 
 
 def test_metrics_by_hand(tokenizer):

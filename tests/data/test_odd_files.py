@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -322,11 +323,18 @@ def test_what_was_left_out_is_said_where_too_few_are_left(tmp_path):
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 0 s"),
         ("{{ messages[0].content * 3000000 }}", "it makes 3,000,000 characters of a conversation"),
+        ("{{ messages[0].content * 3000000000 }}", "it takes more than 64 MB of memory"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * (9999 + j) }}{% endfor %}{% endfor %}",
+            "it takes more than 64 MB of memory",
+        ),
     ],
-    ids=["loops", "multiplies"],
+    ids=["loops", "multiplies", "multiplies to gigabytes", "writes gigabytes"],
 )
 def test_a_template_that_loops_or_multiplies_ends_the_reading(template, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoder, "time_limit", partial(time_limit, 0.2))
+    monkeypatch.setattr(encoder, "time_limit", partial(time_limit, 0.2 if "0 s" in said else 10, 64))
+    if "64 MB" in said and sys.platform != "linux":
+        pytest.skip("the limit of memory is Linux's")
     made = byte_tokenizer()
     made.chat_template, made.name_or_path = template, "some/model"
     path = jsonl(tmp_path / "x.jsonl", *({"prompt": "a"} for _ in range(1000)))

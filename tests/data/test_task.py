@@ -10,7 +10,7 @@ from toolkit.errors import DataError
 
 KINDS = {
     "doubling": {"demonstrations", "labelled", "prompts"},
-    "instructions": {"prompts"},
+    "instructions": {"demonstrations", "prompts"},
     "preferences": {"pairs", "demonstrations", "prompts"},
     "demonstrations": {"demonstrations"},
     "prompts": {"prompts"},

@@ -9,7 +9,7 @@ from transformers import TextStreamer
 
 from tests.tiny_runs import command_here
 from toolkit import recipes
-from toolkit.errors import printable
+from toolkit.errors import ToolkitError, printable
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, prompts_of, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
@@ -90,6 +90,16 @@ def test_a_file_of_prompts_has_the_columns_of_the_recipe_s_data(trained, tmp_pat
     assert texts == ["Capital?"] and rows == [{"input_ids": list(ids)}]
     path.write_text("prompt,topic\nRiver?,towns\n")  # and those that every file may have
     assert prompts_of(recipe, (), path, 5)[0] == ["River?"]
+
+
+def test_prompts_are_not_written_over(trained, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("5x2=\n")
+    (tmp_path / "same.txt").symlink_to(file)
+    for output in (file, tmp_path / "same.txt"):
+        with pytest.raises(ToolkitError, match="is the file of the prompts, which would be gone. Name another one"):
+            generate(trained[1], file=file, output=output)
+    assert file.read_text() == "5x2=\n"
 
 
 def test_a_streamed_response_is_the_response(trained):

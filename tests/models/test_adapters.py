@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 from functools import partial
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
-from tests.conftest import ARCHITECTURES, lora, shared_base, tiny_model
+from tests.tiny_models import ARCHITECTURES, lora, shared_base, tiny_model
 from tests.tolerances import FP32
 from toolkit.data import pad_rows
 from toolkit.errors import AdapterError
@@ -186,6 +187,19 @@ def test_bad_folders(tmp_path):
 
     with pytest.raises(AdapterError, match="the roles here are LoRA adapters"):
         load_role(bare(), "reward", broken("i", other_kind))
+    for number, (changes, message) in enumerate({
+        ("lora_alpha", math.nan): r"adapter_config.json: lora_alpha is nan, and finite numbers are needed\. Train",
+        ("alpha_pattern", "q_proj"): r"adapter_config.json: alpha_pattern is 'q_proj', and finite numbers are needed",
+        ("target_modules", "(q_proj"): r"adapter_config.json: target_modules: '\(q_proj' is no pattern of module n",
+    }.items()):  # fmt: skip
+        name, value = changes
+
+        def other_setting(folder, name=name, value=value):
+            path = folder / "adapter_config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+
+        with pytest.raises(AdapterError, match=message):
+            load_role(bare(), "reward", broken(f"j{number}", other_setting))
     shared = shared_base(value="shared")
     save_role(shared, "value", tmp_path / "shared", **SAVE)
     with pytest.raises(AdapterError, match='cannot be the role "reward"'):

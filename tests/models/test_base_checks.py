@@ -8,7 +8,7 @@ from peft import KasaConfig, LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from benchmarks.architectures import tiny_model as tiny_architecture
-from tests.conftest import SPECIAL, lora, randomize, tiny_model
+from tests.tiny_models import SPECIAL, lora, randomize, tiny_model
 from tests.tolerances import FP32, RELATIVE
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models import (

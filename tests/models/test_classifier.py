@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.conftest import lora
+from tests.tiny_models import lora
 from tests.trainers.helpers import own_classifier
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models import add_lora, check_reads_tokens, head_name

@@ -6,8 +6,8 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from benchmarks.architectures import tiny_model as tiny_architecture
-from tests.conftest import ARCHITECTURES, lora, randomize, shared_base, tiny_model
 from tests.models.test_q_values import q_base
+from tests.tiny_models import ARCHITECTURES, lora, randomize, shared_base, tiny_model
 from toolkit.data import doubling
 from toolkit.models import RowProcessor, SharedBase, frozen_lm, load_base
 from toolkit.models.decoding import decode

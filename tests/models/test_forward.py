@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.conftest import ARCHITECTURES, lora, shared_base, tiny_model
+from tests.tiny_models import ARCHITECTURES, lora, shared_base, tiny_model
 from tests.tolerances import EXACT, FP32
 from toolkit.data import pad_rows
 from toolkit.models import (

@@ -8,7 +8,7 @@ from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, GenerationConfig
 
-from tests.conftest import lora, randomize, shared_base, tiny_model
+from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import FP32
 from toolkit.models import SharedBase, load_base
 

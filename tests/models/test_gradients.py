@@ -5,7 +5,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from tests.conftest import shared_base, tiny_model
+from tests.tiny_models import shared_base, tiny_model
 from tests.tolerances import RELATIVE
 from toolkit.models import (
     Sequences,

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
 
-from tests.conftest import ARCHITECTURES, lora, randomize, tiny_model
+from tests.tiny_models import ARCHITECTURES, lora, randomize, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers.helpers import own_classifier
 from toolkit.data import doubling
@@ -107,6 +108,14 @@ def test_other_kinds_of_models_are_refused(tmp_path):
     with pytest.raises(ModelError, match="of type t5, which is not a decoder-only language model"):
         load_base(str(tmp_path / "t5"))
     assert BertModel and BertConfig  # an encoder has a causal class in transformers, so that it is not refused here
+
+
+def test_layers_without_end_are_refused_at_once(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
+    with pytest.raises(ModelError, match=r"num_hidden_layers: 1000000000, and no model has more than 1000\. Mend"):
+        load_model(ModelSpec(str(tmp_path)), device=META)
 
 
 def test_random_weights(tokenizer):

@@ -7,7 +7,7 @@ from peft import get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
-from tests.conftest import lora, tiny_model
+from tests.tiny_models import lora, tiny_model
 from tests.trainers.helpers import own_classifier
 from toolkit.models import add_lora
 from toolkit.models.lora import activate, adapted_layers, adapter_parameters, trained_copy

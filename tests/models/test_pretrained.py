@@ -1,9 +1,15 @@
+import contextlib
 import socket
+import threading
+import time
 
 import pytest
+from datasets import config as datasets_config
 from huggingface_hub import constants
 
-from toolkit.errors import ModelError
+from toolkit import hub
+from toolkit.data import read_rows
+from toolkit.errors import DataError, ModelError, ToolkitError
 from toolkit.models import ModelSpec, load_tokenizer, model_config, pretrained
 
 
@@ -21,16 +27,22 @@ def test_tokenizer_without_eos_is_refused(tmp_path, tokenizer):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_hub_that_does_not_answer_is_said_at_once(monkeypatch, tmp_path):
-    """transformers asks for each file again and again: 94 s for a model that is not here."""
-    with socket.socket() as closed:  # a port at which nobody listens
+@pytest.fixture
+def silent(monkeypatch):
+    """A hub at a port at which nobody listens."""
+    with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets_config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
-    monkeypatch.setattr(pretrained, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub, "_silent", {})
+
+
+def test_a_hub_that_does_not_answer_is_said_at_once(silent, monkeypatch, tmp_path, caplog):
+    """transformers asks for each file again and again: 94 s for a model that is not here."""
     monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", lambda *a, **k: pytest.fail("it was asked for"))
-    pretrained._answers.cache_clear()
     for load in (load_tokenizer, lambda name: model_config(ModelSpec(name))):
         with pytest.raises(ModelError, match='"nobody/nothing" is no folder here.*127.0.0.1 does not answer') as error:
             load("nobody/nothing")
@@ -38,3 +50,46 @@ def test_a_hub_that_does_not_answer_is_said_at_once(monkeypatch, tmp_path):
     pretrained.check_there(str(tmp_path))  # a folder needs no hub
     monkeypatch.setattr(pretrained, "try_to_load_from_cache", lambda *a, **k: "/cache/config.json")
     pretrained.check_there("nobody/nothing")
+    assert constants.is_offline_mode() and datasets_config.HF_HUB_OFFLINE  # the cache is read without asking
+    assert len([text for text in caplog.messages if "does not answer: of models and data" in text]) == 1
+
+
+def test_data_of_a_hub_that_does_not_answer_too(silent, monkeypatch):
+    """datasets waits for 24 s between its tries."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it waits for {seconds} s"))
+    with pytest.raises(DataError, match='"nobody/nothing" is no file here and not in the cache.*127.0.0.1 does not an'):
+        list(read_rows("nobody/nothing", field="train"))
+
+
+@pytest.mark.parametrize("address", ["bogus", "http://[", "http://hub:99999999"])
+def test_a_hub_without_an_address_is_named(address, silent, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    with pytest.raises(
+        ToolkitError, match="is no address, by which the hub could be asked.* Mend HF_ENDPOINT"
+    ) as error:
+        load_tokenizer("nobody/nothing")
+    assert repr(address) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "answers"),
+    [(["10.255.255.1", "127.0.0.1"], True), (["10.255.255.1"], False), ([], False)],
+    ids=["one address is dropped", "all are", "no such name"],
+)
+def test_a_hub_is_asked_at_all_of_its_addresses_and_not_for_ever(addresses, answers, monkeypatch):
+    released = threading.Event()
+
+    def connect(address, timeout):
+        if address[0].startswith("10."):  # neither taken nor refused
+            released.wait(5)
+            raise TimeoutError
+        return contextlib.nullcontext()
+
+    entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 443)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries or (released.wait(5) and []))
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(hub, "SECONDS", 0.3)
+    started = time.monotonic()
+    assert hub._answers("some.hub", 443) is answers
+    assert time.monotonic() - started < 3
+    released.set()

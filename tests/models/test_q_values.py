@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import ARCHITECTURES, lora, randomize, tiny_model
+from tests.tiny_models import ARCHITECTURES, lora, randomize, tiny_model
 from tests.tolerances import EXACT, FP32
 from toolkit.errors import AdapterError
 from toolkit.models import (

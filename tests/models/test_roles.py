@@ -2,7 +2,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 
-from tests.conftest import ARCHITECTURES, lora, randomize, shared_base, tiny_model
+from tests.tiny_models import ARCHITECTURES, lora, randomize, shared_base, tiny_model
 from tests.tolerances import EXACT, FP32
 from toolkit.errors import AdapterError
 from toolkit.models import SharedBase, save_role

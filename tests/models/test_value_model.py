@@ -5,7 +5,7 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
-from tests.conftest import ARCHITECTURES, SPECIAL, lora, shared_base, tiny_model
+from tests.tiny_models import ARCHITECTURES, SPECIAL, lora, shared_base, tiny_model
 from tests.tolerances import EXACT
 from toolkit.data import doubling
 from toolkit.errors import AdapterError, ModelError

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import _LLAMA_LIKE, SPECIAL, randomize, tiny_model
+from tests.tiny_models import _LLAMA_LIKE, SPECIAL, randomize, tiny_model
 from tests.tolerances import FP32
 from toolkit.errors import AdapterError
 from toolkit.models import SharedBase, merge_adapter, save_role, weights

@@ -75,6 +75,15 @@ def test_samples_stand_by_their_change_and_of_many_the_ends(tmp_path):
     assert "The score rose: +149.5" in text
 
 
+def test_figures_of_single_rules_are_folded(tmp_path):
+    side = {"score": 1.0, "satisfied": 0.5, "kept_bullets": 0.25, "kept_words": 0.75}
+    text = write_report(tmp_path, {**RESULT, "before": side, "after": side}, [], [], "").read_text()
+    before, folded = text.split("<details><summary>2 of single rules</summary>")
+    assert "<td>satisfied</td>" in before and "kept_" not in before
+    assert "<td>kept_bullets</td>" in folded.split("</details>")[0] and folded.split("</details>")[0].count("<tr>") == 3
+    assert "<details>" not in write_report(tmp_path, RESULT, [], [], "").read_text()
+
+
 def test_warnings_stand_at_their_updates(tmp_path):
     warning = {"step": 7, "name": "n", "text": "the KL is 2.", "remedy": "Raise it."}
     metrics = [{"step": step, "score": 1.0 + step} for step in (1, 7, 9)]

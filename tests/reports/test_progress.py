@@ -60,6 +60,22 @@ def test_within_an_update_its_phase_and_parts_are_named():
     assert progress._doing() == "train" and list(progress.seconds) == ["update"]
 
 
+def test_what_is_between_the_phases_has_a_name_too(tmp_path):
+    progress, state, control = shown(False), TrainerState(), TrainerControl()
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    state.max_steps = 1
+    with progress:
+        between = [progress._doing()]
+        with phases.phase("load"):
+            pass
+        between.append(progress._doing())
+        progress.on_train_begin(args, state, control)
+        between.append(progress._doing())
+        progress.on_train_end(args, state, control)
+        between.append(progress._doing())
+    assert between == ["prepare, 0 s", "prepare, 0 s", "train", "write, 0 s"]
+
+
 def test_time_left_of_updates_that_take_minutes():
     """Of rich's own column, whose window is 30 s, it would never come."""
     pace = Pace(10, 16, now=0.0)

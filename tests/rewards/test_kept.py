@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import signal
 from copy import deepcopy
 
 import numpy as np
@@ -18,6 +19,7 @@ CHANGES = {
     "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
     "torch's default device": lambda: torch.set_default_device("meta"),
     "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "how Ctrl-C or SIGTERM is met": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     "the random state of Python, NumPy or torch": lambda: torch.rand(3),
     "the random state of Python, .*": lambda: np.random.seed(3),
     "the random state of .*": random.random,
@@ -31,6 +33,7 @@ def process():
         np.random.get_state()[2:],
         torch.get_rng_state().tolist(),
     )
+    draws += (signal.getsignal(signal.SIGINT),)
     return os.getcwd(), torch.get_default_dtype(), torch.empty(0).device, torch.get_num_threads(), draws
 
 
@@ -46,8 +49,9 @@ def test_the_process_is_as_it_was(what, kind, tmp_path, monkeypatch):
         await asyncio.sleep(0)
         return change(batch)
 
-    if kind == "async" and what in ("torch's number of threads", "torch's default device"):
-        pytest.skip("a thread has its own")
+    of_threads = ("torch's number of threads", "torch's default device", "how Ctrl-C or SIGTERM is met")
+    if kind == "async" and what in of_threads:
+        pytest.skip("a thread has its own, or none")
     before = process()
     with pytest.warns(UserWarning, match=f"^the reward changed {what}, which is the run's: it was put back"):
         if kind == "file":

@@ -149,7 +149,8 @@ def test_an_answer_by_the_drop_is_not_waited_for(start, drop, limit):
         threading.Thread(target=drip, daemon=True).start()
         url, started = f"http://127.0.0.1:{listener.getsockname()[1]}/", time.monotonic()
         reward = RemoteReward(url, retries=0, **{"timeout": 5, limit: 0.1})
-        with pytest.raises(RewardError, match=r"in 1 tries .* the last: no whole answer in 0.1 s"):
+        # Of a deadline a try has what is left, a little less than the whole on a busy machine.
+        with pytest.raises(RewardError, match=r"in 1 tries .* the last: no whole answer in 0\.(1|0\d+) s"):
             reward(batch())
         assert time.monotonic() - started < 3  # of the 5 s and more that the drops take
 

@@ -1,3 +1,4 @@
+import re
 import sys
 from dataclasses import replace
 
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import lora, randomize, shared_base
+from tests.tiny_models import lora, randomize, shared_base
 from tests.tolerances import EXACT
 from tests.trainers.helpers import rollout
 from toolkit.errors import RewardError
@@ -125,6 +126,29 @@ def test_a_python_function_by_name(tmp_path, monkeypatch):
         load_function("no_such_module:f")
     with pytest.raises(RewardError, match="not of the form module:function"):
         load_function("just_a_name")
+
+
+def test_a_function_that_is_called_in_vain_is_named_by_its_own_place():
+    def reward(rollout, more):
+        return rollout.lengths
+
+    here = rf"{re.escape(__file__)}, line {reward.__code__.co_firstlineno}\)\. Mend it there"
+    with pytest.raises(RewardError, match=rf"TypeError: .*missing 1 required positional argument: 'more' \({here}"):
+        score_with(reward, rollout([[5, 2]]))
+
+
+def test_inference_mode_that_is_left_on_is_said():
+    def reward(rollout):
+        mode.__enter__()
+        return rollout.lengths
+
+    mode = torch.inference_mode()
+    try:
+        with pytest.raises(RewardError, match="has left torch's inference mode on, in which nothing is learnt"):
+            score_with(reward, rollout([[5, 2]]))
+    finally:
+        mode.__exit__(None, None, None)
+        torch.set_grad_enabled(True)  # the mode was entered without gradients, and goes back to that
 
 
 def test_a_judge_is_an_adapter_of_its_own():

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from tests.tiny_runs import chat_recipe
 from toolkit.runs.banner import banner
 

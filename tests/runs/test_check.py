@@ -11,7 +11,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, LlamaConfig
 
-from tests.conftest import lora, needs_trl_loop, tiny_model
+from tests.tiny_models import lora, needs_trl_loop, tiny_model
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, save_llama, texts
 from toolkit import recipes
 from toolkit.errors import ModelError, RecipeError
@@ -272,7 +272,7 @@ def problems_of(tmp_path, checkpoint, *overrides, **sections):
             "adapters.policy — target_parameters=['no.weight'] were set",
         ),
         (["adapters.policy.layers_to_transform=[77]", "adapters.policy.target_modules=[q_proj]"], "adapters.policy — "),
-        (["adapters.policy.target_modules=(["], "adapters.policy — "),
+        (["adapters.policy.target_modules=(["], "adapters.policy.target_modules — '([' is no pattern of module names"),
     ],
 )
 def test_problems(overrides, message, checkpoint, tmp_path, monkeypatch):

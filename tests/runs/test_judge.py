@@ -6,10 +6,10 @@ import shutil
 import pytest
 import yaml
 
-from tests.conftest import lora, randomize
 from tests.runs.test_resume import SAVING
 from tests.spec.test_load import load_changed
 from tests.spec.test_refusals import BEST
+from tests.tiny_models import lora, randomize
 from tests.tiny_runs import chat_recipe, command_here, cut_short, texts
 from toolkit.errors import CheckpointError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
@@ -121,6 +121,23 @@ def test_a_resumed_run_keeps_its_judge_and_its_first_answers(tmp_path, checkpoin
     result = stages.run(recipe, "ppo", resume=True)
     rows = read_jsonl(recipe.stage_folder("ppo") / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_judge" in row] == [1, 2, 3] and "judge" in result["after"]
+
+
+def test_a_judge_of_python_s_own(tmp_path, checkpoint):
+    """It comes before that of the recipe, is written into the run's recipe, and is not looked for by its name."""
+    seen = []
+
+    def judge(rollout):
+        seen.append(len(rollout))
+        return [7.0] * len(rollout)
+
+    recipe = by_adapter(tmp_path, checkpoint, None, "by-hand")
+    trainer = recipe.ppo_trainer(judge=judge)
+    assert trainer.evaluate()["eval_judge"] == 7.0 and sum(seen) == len(trainer.eval_dataset)
+    assert yaml.safe_load((recipe.folder / "recipe.yaml").read_text())["judge"]["function"].endswith("<locals>.judge")
+    del trainer
+    with pytest.raises(RecipeError, match="ppo.loop: trl is TRL's own loop, which evaluates nothing"):
+        load_changed(tmp_path, ppo={"loop": "trl"}).ppo_trainer(judge=judge)
 
 
 def test_another_judge_is_no_way_on(tmp_path, checkpoint, other_reward):

@@ -1,11 +1,15 @@
 """Plans of recipes on a tiny checkpoint."""
 
+import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tests.tiny_runs import chat_recipe, command_here
+from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here
 from toolkit import recipes
 from toolkit.costs import CARDS
 from toolkit.errors import RecipeError, ToolkitError
@@ -20,7 +24,7 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     report = plan(chat_recipe(tmp_path, checkpoint), "4090")
     found = phases(report)
     assert list(found) == ["rollout", "score", "read", "update", "evaluation"]
-    assert [time.phase for time in report.times] == ["prefill", "decode", "score", "read", "update"]
+    assert [time.phase for time in report.times] == ["prefill", "decode", "score", "read", "update", "optimizer"]
     decode = report.times[1]
     assert decode.eager > decode.graphs > decode.merged > 0 and report.times[0].graphs is None
     kinds = {kind for memory in report.memory for kind in memory.parts}
@@ -35,6 +39,50 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     assert found["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
     assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
     assert report.seconds == sum(time.eager for time in report.times)
+
+
+def test_a_checkpoint_that_is_quantised_already_takes_what_one_does_that_loading_quantises(checkpoint, tmp_path):
+    quantised = Path(shutil.copytree(checkpoint, tmp_path / "quantised"))
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
+    }  # fmt: skip
+    (quantised / "config.json").write_text(json.dumps(config))
+    asked = plan(chat_recipe(tmp_path, checkpoint), "4090", notes=False)
+    found = plan(chat_recipe(tmp_path, quantised, "base.quantization=null"), "4090", notes=False)
+    assert {memory.parts["base"] for memory in found.memory} == {memory.parts["base"] for memory in asked.memory}
+
+
+CLASSIFIER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
+
+
+def bytes_of_classifier(*, vocabulary, labels):
+    """In float32: embeddings, the layer, three norms, the head, and the frequencies of rotary embeddings twice."""
+    return 4 * (vocabulary * 32 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32 + labels * 32 + 2 * 8)
+
+
+def test_models_that_reward_and_judge_load_are_counted(checkpoint, tmp_path):
+    config = LlamaConfig(vocab_size=50, pad_token_id=0, num_labels=2, **CLASSIFIER)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    own = {"kind": "model", "model": str(tmp_path / "classifier"), "dtype": "float32"}
+    rule = {"kind": "function", "function": "rules:rule"}
+    sections = {"scorer": {"kind": "sum", "parts": {"a": own, "b": rule}}, "judge": own, "adapters": ADAPTERS}
+    report = plan(chat_recipe(tmp_path, checkpoint, reward=None, **sections), "4090", notes=False)
+    expected = 2 * bytes_of_classifier(vocabulary=50, labels=2)
+    assert {memory.parts["reward models"] for memory in report.memory} == {expected}
+    alone = {"scorer": rule, "adapters": ADAPTERS}
+    without = plan(chat_recipe(tmp_path, checkpoint, reward=None, **alone), "4090", notes=False)
+    assert report.largest.total - without.largest.total == expected
+
+
+def test_a_model_that_the_reward_stage_trains_is_counted(checkpoint, tmp_path):
+    own = {"config": {"model_type": "llama", **CLASSIFIER}}
+    sections = {"scorer": {"kind": "model"}, "reward_model": own, "adapters": ADAPTERS}
+    report = plan(chat_recipe(tmp_path, checkpoint, **sections), "4090", notes=False)
+    expected = bytes_of_classifier(vocabulary=len(byte_tokenizer()), labels=1)
+    assert report.largest.parts["reward models"] == expected
 
 
 def test_on_a_card_without_bfloat16_it_is_float16(checkpoint, tmp_path):

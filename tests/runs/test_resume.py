@@ -4,15 +4,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
-from tests.conftest import needs_trl_loop
-from tests.tiny_runs import REPOSITORY, chat_recipe, command_here, cut_short, stages_here
+from tests.tiny_models import needs_trl_loop
+from tests.tiny_runs import begun, chat_recipe, command_here, cut_short, ended, stages_here
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
@@ -204,19 +202,17 @@ def test_trl_s_own_loop_saves_no_checkpoints_and_says_so(tmp_path, checkpoint):
 def test_a_signal_to_the_command_reaches_the_stage_that_runs(number, tmp_path):
     """The stage is a child of the command: SIGTERM goes to the parent alone, Ctrl-C to both."""
     arguments = ("reward", "doubling", *SMALL, "--run", "cut")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "toolkit", *arguments], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, start_new_session=True,
-    )  # fmt: skip
+    process = begun(*arguments, cwd=tmp_path)
     while not checkpoint_folders(tmp_path / "runs" / "cut" / "sft"):
-        assert process.poll() is None, process.communicate()
+        assert process.is_alive(), ended(process, tmp_path)
         time.sleep(0.01)
     if number == signal.SIGTERM:
         process.terminate()
     else:
         os.killpg(process.pid, number)
-    _, said = process.communicate()
-    assert process.returncode == 128 + number, said
+    done = ended(process, tmp_path)
+    said = done.stderr
+    assert done.returncode == 128 + number, said
     assert f"sft stopped by {number.name} after step" in said and "everything is saved in" in said
     assert f"To go on: toolkit {' '.join(arguments)} --resume (make: RESUME=1)" in said
     assert said.count("To go on") == 1 and "Traceback" not in said

@@ -11,9 +11,9 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tests.conftest import lora
 from tests.rewards.server import Server, lengths
 from tests.spec.test_load import load_changed
+from tests.tiny_models import lora
 from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, texts
 from toolkit.data import Rollout
 from toolkit.errors import RecipeError, RewardError
@@ -22,7 +22,8 @@ from toolkit.rewards import RemoteReward, RewardAdapter, RewardModel, WeightedSu
 from toolkit.rewards.model import ModelScorer
 from toolkit.runs import stages
 from toolkit.runs.check import check
-from toolkit.spec.validate import check_recipe, check_scorer, with_reward_files
+from toolkit.spec.load import with_reward_files
+from toolkit.spec.validate import check_recipe, check_scorer
 
 REMOTE = {"kind": "remote", "url": "http://127.0.0.1:1/"}
 RULE = {"kind": "function", "function": "statistics:fmean"}

@@ -9,8 +9,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from tests.conftest import needs_trl_loop
-from tests.tiny_runs import PAIRS, REPOSITORY, byte_tokenizer, chat_recipe, command, command_here
+from tests.tiny_models import needs_trl_loop
+from tests.tiny_runs import PAIRS, REPOSITORY, begun, byte_tokenizer, chat_recipe, command_here, ended
 from toolkit import processes, recipes
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.evaluate import evaluate
@@ -29,9 +29,9 @@ SAME_KEYS = {"score", "score_se", "kl", "length", "eos_share", *SIGNS, "exact_ma
 
 @pytest.fixture(scope="module")
 def doubling_run(tmp_path_factory):
-    """One command from nothing: pretraining, reward, PPO."""
+    """One command from nothing: pretraining, reward, PPO, each in a process of its own."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    done = command("ppo", "doubling", *SMALL_DOUBLING, cwd=folder)
+    done = ended(begun("ppo", "doubling", *SMALL_DOUBLING, cwd=folder), folder)
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, done
 
@@ -63,7 +63,7 @@ def test_one_command_runs_all_stages_and_leaves_what_it_says(doubling_run):
 def test_a_run_says_what_it_does_from_its_first_second_to_its_last(doubling_run):
     folder, done = doubling_run
     first, *_, last = (line for line in done.stderr.splitlines() if line.startswith("doubling "))
-    assert (first, last) == ("doubling sft: load …", "doubling ppo: answers after …")
+    assert (first, last) == ("doubling ppo: check …", "doubling ppo: write …")
     for stage in ("sft", "reward", "ppo"):
         begin, end = ("answers before", "answers after") if stage == "ppo" else ("measure before", "measure after")
         assert f"doubling {stage}: {begin} …" in done.stderr and f"doubling {stage}: {end} …" in done.stderr
@@ -158,7 +158,7 @@ def test_errors_are_one_line_and_debug_shows_more(tmp_path):
         'RecipeError: no recipe "doublin". Did you mean doubling or doubling_q or doubling_seed?'
     )
     assert "Traceback" not in done.stderr
-    assert "Traceback" in command("ppo", "doublin", "--debug", cwd=tmp_path).stderr
+    assert "Traceback" in command_here("ppo", "doublin", "--debug", cwd=tmp_path).stderr
 
 
 def test_the_list_of_recipes_and_the_version():
@@ -236,7 +236,7 @@ def test_start_from_named_adapters_and_score_by_a_function(tmp_path, checkpoint,
 
 
 @needs_trl_loop
-def test_trls_own_loop_from_a_recipe(tmp_path, checkpoint):
+def test_trls_own_loop_from_a_recipe(tmp_path, checkpoint, stages_here):
     with_pad = tmp_path / "with_pad"
     LlamaForCausalLM.from_pretrained(checkpoint).save_pretrained(with_pad)
     tokenizer = byte_tokenizer()
@@ -306,7 +306,7 @@ def test_processes_that_do_not_come_out_even_are_told_of(rows, said, monkeypatch
     assert found.endswith(said) and bool(found) == bool(said)
 
 
-def test_a_failing_prerequisite_is_named(tmp_path, checkpoint, capfd):
+def test_a_failing_prerequisite_is_named(tmp_path, checkpoint, stages_here, capsys):
     """By what no check before it can see: a checkpoint without one of its weights."""
     shutil.copytree(checkpoint, tmp_path / "cut")
     weights = load_file(checkpoint / "model.safetensors")
@@ -314,7 +314,9 @@ def test_a_failing_prerequisite_is_named(tmp_path, checkpoint, capfd):
     save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ToolkitError, match='stage "reward", which "ppo" needs, failed'):
         stages.run(chat_recipe(tmp_path, tmp_path / "cut"), "ppo")
-    assert f'"{tmp_path / "cut"}" has no weights for model.layers.1.mlp.up_proj.weight, where' in capfd.readouterr().err
+    assert (
+        f'"{tmp_path / "cut"}" has no weights for model.layers.1.mlp.up_proj.weight, where' in capsys.readouterr().err
+    )
 
 
 def test_a_mistake_of_the_last_stage_is_found_before_the_first_one_runs(tmp_path, checkpoint, monkeypatch):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.conftest import ARCHITECTURES, VOCABULARY
 from tests.models.test_q_values import PROMPTS, logits, q_base
+from tests.tiny_models import ARCHITECTURES, VOCABULARY
 from toolkit.data import doubling
 from toolkit.models import QBound
 from toolkit.sampling import Sampler

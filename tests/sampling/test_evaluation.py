@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from tests.trainers.helpers import PROMPTS, Counting, count_reward, dataset
 from toolkit.data import doubling
 from toolkit.errors import DataError, RewardError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from tests.tiny_runs import llama2_tokenizer
 from tests.trainers.helpers import PROMPTS
 from toolkit.data import concatenate, doubling, select

@@ -368,15 +368,13 @@ def test_a_stage_may_have_data_of_its_own(tmp_path):
 
 def test_a_function_in_place_of_the_scorer(tmp_path):
     recipe = load_changed(tmp_path)
-    scored = recipe._scored_by(test_only_plain_values_of_the_recipe_are_inserted)
+    scored = recipe._scored_by(scorer=test_only_plain_values_of_the_recipe_are_inserted)
     assert scored.values["scorer"] == {
         "kind": "function",
         "function": f"{__name__}:test_only_plain_values_of_the_recipe_are_inserted",
     }
-    with pytest.raises(
-        RecipeError, match=r"mine, scored by a function of its own, has 1 problem\n  start.value — is reward"
-    ):
-        load_changed(tmp_path, start={"value": "reward"})._scored_by(test_only_plain_values_of_the_recipe_are_inserted)
+    with pytest.raises(RecipeError, match=r"mine, with a scorer of its own, has 1 problem\n  start.value — is reward"):
+        load_changed(tmp_path, start={"value": "reward"})._scored_by(scorer=print)
 
 
 def test_null_takes_a_section_or_an_adapter_away():

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from toolkit.data import Rollout, doubling
 from toolkit.models import ModelSpec, SharedBase, load_model
 from toolkit.rewards import RewardAdapter

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, SFTConfig
 
-from tests.conftest import lora, randomize, tiny_model
+from tests.tiny_models import lora, randomize, tiny_model
 from tests.trainers.helpers import count_reward, own_classifier
 from tests.trainers.helpers import trainer as ppo_trainer
 from toolkit.data import doubling

@@ -5,7 +5,7 @@ import torch
 from accelerate.state import GradientState
 from safetensors.torch import load_file
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from tests.trainers.helpers import count_reward, rollout, trainer
 from toolkit.errors import SelfCheckError
 from toolkit.reports import read_jsonl

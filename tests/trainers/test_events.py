@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from tests.trainers.helpers import count_reward, trainer
 from toolkit.errors import ToolkitError
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
-from tests.conftest import lora, randomize, tiny_model
+from tests.tiny_models import lora, randomize, tiny_model
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from toolkit.data import doubling
 from toolkit.models import SharedBase, add_q_roles, load_base

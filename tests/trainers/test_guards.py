@@ -9,15 +9,21 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 from trl import SFTConfig
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
+from tests.trainers import resumable
 from tests.trainers.helpers import count_reward, rollout, trainer
+from tests.trainers.resumable import TIMING
 from toolkit import processes
 from toolkit.data import doubling
 from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
 from toolkit.reports import read_jsonl
 from toolkit.rewards import RewardAdapter, adapter, score_with
-from toolkit.trainers.guards import EVALUATION_GUARDS, GUARDS, MOST_IN_A_ROW, Watch
+from toolkit.trainers.evaluation_guards import EVALUATION_GUARDS
+from toolkit.trainers.guards import GUARDS
+from toolkit.trainers.not_finite import MOST_IN_A_ROW
+from toolkit.trainers.reward import RewardTrainer
 from toolkit.trainers.sft import sft_trainer
+from toolkit.trainers.watch import Watch
 
 HEALTHY = {
     "kl": 2.9, "length": 5.5, "entropy": 0.1, "distinct_share": 1.0, "tied_share": 0.2, "explained_variance": 0.002,
@@ -316,7 +322,7 @@ def supervised(folder, **changes):
     ids = [[1, *range(5, 5 + length), 2] for length in (3, 6, 9, 4)] * 4
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
     torch.manual_seed(0)
-    return sft_trainer(args, doubling.tokenizer(), base, rows, callbacks=[])
+    return sft_trainer(args, doubling.tokenizer(), base, rows, rows.select(range(7)), callbacks=[])
 
 
 def policy(ours):
@@ -375,7 +381,43 @@ def test_memory_that_runs_out_in_sft_halves_the_micro_batch_and_no_gradient(tmp_
     assert calls[:4] == [4, 4, 2, 2] and set(calls[2:]) == {2} and ours.micro_batch.rows == 2
     for one, other in zip(policy(whole), policy(ours), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for one, other in zip(logged(whole), logged(ours), strict=True):  # tokens of the attempt that failed count once
+        assert other == pytest.approx(one, rel=1e-4)
     assert sum("per_device_train_batch_size is 2" in text for text in caplog.messages) == 1
+
+
+def logged(ours):
+    timing = (*TIMING, "time")
+    return [{k: v for k, v in row.items() if not any(t in k for t in timing)} for row in ours.state.log_history]
+
+
+@pytest.mark.parametrize("stage", ["sft of unequal lengths", "reward_pairs", "reward_classes", "reward_model_lora"])
+def test_memory_that_runs_out_in_an_evaluation_halves_its_rows_and_moves_no_figure(
+    stage, tmp_path, monkeypatch, caplog
+):
+    """7 rows of 3 to 9 tokens, 11 pairs or 8 rows of classes, 4 at a time or 2: the last batch is no whole one."""
+
+    def made(folder):
+        if stage == "sft of unequal lengths":
+            return supervised(folder, per_device_eval_batch_size=4)
+        return resumable.make(getattr(resumable, stage), folder, per_device_eval_batch_size=4)
+
+    whole, ours = made(tmp_path / "a"), made(tmp_path / "b")
+    whole.evaluate()
+    step, sizes = Trainer.prediction_step, []
+
+    def limited(self, model, inputs, *arguments, **named):
+        sizes.append(len(inputs["input_ids"]) // (2 if isinstance(self, RewardTrainer) else 1))
+        given = step(self, model, inputs, *arguments, **named)  # TRL's metrics are there already
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return given
+
+    monkeypatch.setattr(Trainer, "prediction_step", limited)
+    ours.evaluate()
+    assert sizes[:3] == [4, 2, 2] and set(sizes[3:]) <= {1, 2}
+    assert len(logged(whole)[-1]) >= 2 and logged(ours)[-1] == pytest.approx(logged(whole)[-1], rel=1e-4)
+    assert sum("per_device_eval_batch_size is 2" in text for text in caplog.messages) == 1
 
 
 class Recorder(TrainerCallback):

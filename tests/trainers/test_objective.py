@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from torch.distributions import Categorical, kl_divergence
 
-from tests.conftest import lora, needs_trl_loop, randomize, shared_base, tiny_model
+from tests.tiny_models import lora, needs_trl_loop, randomize, shared_base, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
 from toolkit.data import PromptCollator, doubling

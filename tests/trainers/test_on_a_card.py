@@ -6,8 +6,8 @@ import textwrap
 import pytest
 import torch
 
-from tests.conftest import shared_base
 from tests.on_a_card import CARD, OnCard, a_card
+from tests.tiny_models import shared_base
 from tests.trainers.helpers import trainer
 from toolkit.errors import RewardError
 from toolkit.models import Sequences

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
 
-from tests.conftest import shared_base, tiny_model
+from tests.tiny_models import shared_base, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, config, dataset, rollout, trainer
 from toolkit.data import doubling

@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import TrainerCallback, set_seed
 
-from tests.conftest import lora, shared_base, tiny_model
+from tests.tiny_models import lora, shared_base, tiny_model
 from tests.tolerances import EXACT
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, concatenate, doubling
@@ -178,8 +178,12 @@ def test_padding_order_and_micro_batches_change_no_gradient(architecture, tmp_pa
     def made(**changes):
         return trainer(tmp_path, shared_base(architecture=architecture), **changes)
 
-    expected = gradients(made(), [0, 1, 2, 3])
-    found = [gradients(made(local_rollout_forward_batch_size=1), [3, 1, 0, 2])]
+    padded = made()
+    assert padded.rollouts.sequences(rollout([[5] * 8, [6]], PROMPTS[:2]), [0, 1]).packed
+    padded.roles._packs_rows = False
+    expected = gradients(padded, [0, 1, 2, 3])
+    found = [gradients(made(gradient_checkpointing=checkpointing), [0, 1, 2, 3]) for checkpointing in (False, True)]
+    found += [gradients(made(local_rollout_forward_batch_size=1), [3, 1, 0, 2])]
     found += [
         gradients(made(per_device_train_batch_size=size, gradient_accumulation_steps=4 // size), [2, 0, 3, 1])
         for size in (1, 2)

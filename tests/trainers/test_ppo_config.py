@@ -2,7 +2,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from tests.conftest import needs_trl_loop
+from tests.tiny_models import needs_trl_loop
 from tests.trainers.helpers import config
 from toolkit.errors import ConfigError
 from toolkit.functional import KL_ESTIMATORS, VALUE_POOLINGS

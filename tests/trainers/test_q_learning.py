@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from tests.conftest import VOCABULARY, lora, tiny_model
+from tests.tiny_models import VOCABULARY, lora, tiny_model
 from toolkit.data import Rollout, doubling
 from toolkit.errors import DataError, ToolkitError
 from toolkit.models import QBound, Sequences, SharedBase, add_q_roles, load_role, response_q, role_digest

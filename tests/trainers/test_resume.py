@@ -20,6 +20,7 @@ from tests.trainers.resumable import (
     ppo,
     ppo_gathered,
     ppo_shared_adaptive,
+    q,
     reward_pairs,
     sft_model,
     sft_policy,
@@ -40,7 +41,7 @@ def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
     assert any(not torch.equal(start[name], final[name]) for name in final)
     written = {path.suffix for path in (tmp_path / "whole" / "checkpoint-1").rglob("*") if path.is_file()}
     assert {".json", ".safetensors"} <= written <= {".json", ".safetensors", ".jinja", ".md"}  # no pickle
-    for step in (1, 3, 5):  # within a pass, and at its end
+    for step in (3, 5):  # within a pass, and at its end
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "whole", folder)  # moved, and with what was written after that step
         for later in range(step + 1, STEPS + 1):
@@ -56,7 +57,7 @@ def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
         assert_same(*last)
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize("stage", [sft_policy, reward_pairs, ppo, q], ids=lambda stage: stage.__name__)
 def test_a_run_that_is_done_is_not_trained_further(stage, tmp_path):
     """The last step lies in the middle of a pass; transformers by itself would train one more."""
     whole = make(stage, tmp_path, max_steps=5)
@@ -128,8 +129,10 @@ def test_a_signal_saves_where_only_the_best_would_be_saved(tmp_path):
     assert (tmp_path / "checkpoint-3").is_dir() and made.state.best_global_step == 1
 
 
-@pytest.mark.parametrize("stage", (sft_policy, reward_pairs, ppo), ids=lambda stage: stage.__name__)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("stage", "number"), [(sft_policy, signal.SIGINT), (reward_pairs, signal.SIGTERM), (ppo, signal.SIGINT)],
+    ids=lambda given: getattr(given, "__name__", given),
+)  # fmt: skip
 def test_a_signal_finishes_the_step_saves_and_says_where(stage, number, tmp_path):
     whole = make(stage, tmp_path / "whole", save_strategy="no", eval_strategy="epoch")
     whole.train()
@@ -172,7 +175,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_sentence(tmp_path):
         make(ppo, tmp_path / "empty").train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("stage", [sft_policy, reward_pairs, ppo], ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize("stage", [sft_policy, ppo], ids=lambda stage: stage.__name__)
 @pytest.mark.parametrize(
     "length", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 2}, {"max_steps": -1, "num_train_epochs": 1.8}],
     ids=str,
@@ -299,8 +302,7 @@ def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
     assert not any("reward" in name for name in load_file(tmp_path / "module" / "checkpoint-1" / "state.safetensors"))
 
 
-@pytest.mark.parametrize("rollouts", [1, 2])
-@pytest.mark.parametrize("good_calls", [0, 3, 4])
+@pytest.mark.parametrize(("rollouts", "good_calls"), [(1, 0), (1, 3), (2, 3), (2, 4)])
 def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp_path):
     """Nothing had been saved; a part that changes had already seen the rollout that it failed on."""
     calls = 0

@@ -9,8 +9,8 @@ from trl import RewardTrainer as TRLRewardTrainer
 from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
-from tests.conftest import lora, randomize, tiny_model
 from tests.models.test_load import NF4
+from tests.tiny_models import lora, randomize, tiny_model
 from tests.tolerances import EXACT, FP32
 from toolkit.data import doubling
 from toolkit.errors import DataError

@@ -7,7 +7,7 @@ from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
-from tests.conftest import lora
+from tests.tiny_models import lora
 from tests.tolerances import FP32
 from tests.trainers.helpers import own_classifier, rollout
 from toolkit.data import doubling

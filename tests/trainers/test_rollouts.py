@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import set_seed
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import DataError

@@ -17,7 +17,7 @@ def test_other_data_weights_alone_and_other_versions(tmp_path, monkeypatch):
     make(reward_pairs, tmp_path / "b", max_steps=1, save_only_model=True).train()
     with pytest.raises(CheckpointError, match=r"holds weights alone and no state\.json"):
         make(reward_pairs, tmp_path / "b", max_steps=1).train(resume_from_checkpoint=True)
-    monkeypatch.setattr("toolkit.trainers.resume.versions", lambda: {"torch": "9.9", "transformers": "9", "trl": "9",
+    monkeypatch.setattr("toolkit.trainers.same_run.versions", lambda: {"torch": "9.9", "transformers": "9", "trl": "9",
                                                                      "peft": "9", "bitsandbytes": "9"})  # fmt: skip
     with pytest.warns(UserWarning, match=r"other versions \(torch .* → 9.9, .*not exact to the last bit"):
         make(reward_pairs, tmp_path / "a", max_steps=1).train(resume_from_checkpoint=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tests.conftest import lora, randomize, tiny_model
+from tests.tiny_models import lora, randomize, tiny_model
 from tests.trainers.helpers import PROMPTS, count_reward, trainer
 from toolkit.data import PromptCollator
 from toolkit.models import SharedBase

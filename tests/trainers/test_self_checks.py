@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.conftest import lora, shared_base, tiny_model
+from tests.tiny_models import lora, shared_base, tiny_model
 from tests.trainers.helpers import PROMPTS, rollout, trainer
 from toolkit.data import doubling
 from toolkit.errors import SelfCheckError

@@ -10,19 +10,20 @@ import warnings
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from transformers import BitsAndBytesConfig, TrainerCallback
+from transformers import BitsAndBytesConfig, Trainer, TrainerCallback
 
-from tests.conftest import lora, randomize, tiny_model
+from tests.tiny_models import lora, randomize, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers import resumable
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from tests.trainers.resumable import TIMING
 from tests.trainers.test_value_options import base_with, classifier
-from toolkit import processes
+from toolkit import phases, processes
 from toolkit.checkpoints import newest_whole, problem_of
 from toolkit.errors import RunInterrupted, ToolkitError
 from toolkit.models import SharedBase, ValueModel, load_base
@@ -151,11 +152,11 @@ SGD = {"optim": "sgd", "learning_rate": 1e-2, "max_steps": 3, "save_strategy": "
 
 def test_the_best_model_is_put_back_in_every_process(two, tmp_path):
     best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3, "save_steps": 1}
-    best |= {"metric_for_best_model": "eval_score", "greater_is_better": False, "learning_rate": 0.3}
+    best |= {"metric_for_best_model": "eval_score", "greater_is_better": True, "learning_rate": 0.3}
     (history, weights, one), (_, others, other) = two(trained_together, tmp_path / "two", "ppo", best)
     assert one == other
     scores = [row["eval_score"] for row in history if "eval_score" in row]
-    assert len(scores) == 3 and scores.index(min(scores)) < 2  # so that another one than the last is put back
+    assert len(scores) == 3 and scores.index(max(scores)) < 2  # so that another one than the last is put back
     for name, value in weights.items():
         assert (value == others[name]).all(), name
 
@@ -233,6 +234,36 @@ def test_held_out_batches_are_divided(stage, size, four, tmp_path):
     assert sum(read for _, read in found) == batches and max(read for _, read in found) == -(-batches // 4)
     for divided, _ in found:
         assert divided == pytest.approx(metrics, rel=1e-6)
+
+
+def trained_short_of_memory(folder, stage):
+    """As `trained`, where the last process has no room for two rows; what each then computes at a time, and is told."""
+    step, told = Trainer.training_step, []
+
+    def limited(self, model, inputs, *arguments, **named):
+        if processes.rank() == processes.count() - 1 and self.rows_of(inputs) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return step(self, model, inputs, *arguments, **named)
+
+    with mock.patch.object(Trainer, "training_step", limited), mock.patch.object(phases, "tell", told.append):
+        rows, weights, digest = trained(folder, stage, WIDE)
+    return rows, weights, digest, told
+
+
+WIDE = {**SGD, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize("stage", ["sft_policy", "reward_pairs", "q"])
+def test_one_process_that_runs_out_of_memory_halves_its_rows_and_no_gradient(stage, two, tmp_path):
+    """It goes on by itself within the step, and from the next one on so do the others."""
+    history, weights, _ = trained(tmp_path, stage, WIDE)
+    (rows, found, digest, told), (*_, other, told_other) = two(trained_short_of_memory, tmp_path, stage)
+    assert digest == other
+    for row, divided in zip(history, rows, strict=True):
+        assert divided == pytest.approx(row, rel=1e-4, abs=1e-5)
+    for name, value in weights.items():
+        assert abs(value - found[name]).max() < 1e-6, name
+    assert ["per_device_train_batch_size is 1" in text for text in told] == [True] == [True for _ in told_other]
 
 
 class _Signal(TrainerCallback):
@@ -338,7 +369,7 @@ def scored_by(folder, rank):
         return count_reward(7)(rollout)
 
     ours = trainer(Path(folder) / str(processes.rank()), reward=reward)
-    batch = ours.next_batch()
+    batch = ours.dataloader.next_batch()
     responses = ours.generate(batch)
     try:
         return responses.response_ids, ours.score(batch, responses).tolist(), calls
@@ -360,7 +391,7 @@ def test_a_function_scores_once_and_its_error_reaches_all(two, tmp_path):
 def scored_by_adapter(folder, rank):
     """By the reward adapter, whose rows are divided, and which fails in one process."""
     ours = trainer(Path(folder) / str(processes.rank()))
-    batch = ours.next_batch()
+    batch = ours.dataloader.next_batch()
     responses = ours.generate(batch)
 
     def fails(*_):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from tests.trainers.helpers import config, count_reward, dataset
 from toolkit.data import doubling
 from toolkit.errors import ConfigError

@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from tests.conftest import shared_base
+from tests.tiny_models import shared_base
 from tests.trainers.helpers import PROMPTS, count_reward, dataset, rollout, trainer
 from toolkit.errors import ToolkitError
 from toolkit.models import LENGTH_MULTIPLE
-from toolkit.trainers import ppo_base
+from toolkit.trainers import ppo_loop
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
 SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
@@ -117,7 +117,7 @@ def test_no_row_is_computed_beyond_its_own_end(tmp_path):
 def test_slow_updates_have_a_speed(tmp_path, monkeypatch):
     """F33: TRL's episodes a second are whole numbers, 0 for anything that takes long."""
     clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(ppo_base.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(ppo_loop.time, "perf_counter", lambda: next(clock))
     metrics = trainer(tmp_path, shared_base(), count_reward(7), max_steps=1).train()
     assert metrics["rollout_seconds"] == metrics["score_seconds"] == metrics["step_seconds"] == 10.0
     assert metrics["samples_per_second"] == pytest.approx(4 / 30)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.conftest import lora, randomize, tiny_model
+from tests.tiny_models import lora, randomize, tiny_model
 from tests.tolerances import FP32, RELATIVE
 from tests.trainers.helpers import PROMPTS, config, rollout, trainer
 from toolkit.errors import SelfCheckError

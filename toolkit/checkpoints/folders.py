@@ -5,6 +5,7 @@ SHA-256 of each, and only then is it renamed. A process may be killed at any ins
 fits is whole, whatever its name; everything else is left over and is never read.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -26,8 +27,9 @@ def step_of(folder: Path) -> int:
 
 def checkpoint_folders(output: str | Path, suffix: str = "") -> list[Path]:
     """The checkpoints in a folder, damaged ones too, oldest first; with a suffix those whose names end in it."""
+    named = re.compile(rf"{CHECKPOINT}[0-9]+{re.escape(suffix)}")  # and no other digits, which int() or str() may know
     folders = (path for path in Path(output).glob(f"{CHECKPOINT}*{suffix}") if path.is_dir())
-    numbered = (path for path in folders if path.name.removesuffix(suffix).removeprefix(CHECKPOINT).isdigit())
+    numbered = (path for path in folders if named.fullmatch(path.name))
     return sorted(numbered, key=step_of)
 
 

@@ -7,4 +7,4 @@
 from toolkit.costs.counted import Costs, Counted, Kernel, Weightless
 from toolkit.costs.devices import CARDS, Device, here, named
 from toolkit.costs.outline import pack, take_shape, weight_bytes_of
-from toolkit.costs.update import CountedUpdate, Lengths, Phase, optimizer_bytes
+from toolkit.costs.update import PHASES, CountedUpdate, Lengths, Phase, optimizer_bytes

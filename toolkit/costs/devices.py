@@ -97,6 +97,7 @@ CARDS = {
     "H100": _card("H100 SXM", 79.1, 3350, 989, 66.9),
     "H100-PCIE": _card("H100 PCIe", 79.1, 2000, 756, 51.2),
 }
+_MOST_GB = 1e6
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GIB)", re.IGNORECASE)
 
 
@@ -106,13 +107,14 @@ def named(text: str) -> Device | int:
     Raises:
         ToolkitError: neither.
     """
-    if size := _SIZE.fullmatch(text.strip()):
+    size = _SIZE.fullmatch(text.strip())
+    if size and 0 < float(size[1]) < _MOST_GB:
         return int(float(size[1]) * (_GB if size[2].upper() == "GB" else 2**30))
-    asked = re.sub(r"[\s_-]", "", text).upper()
+    asked = "" if size else re.sub(r"[\s_-]", "", text).upper()
     found = [card for name, card in CARDS.items() if asked and asked in name.replace("-", "")]
     if not found:
         remedy = f"Name one of {', '.join(CARDS)}, or its memory as 24GB."
-        raise ToolkitError(f"{text!r} is no card that is known, and no size of memory.", remedy=remedy)
+        raise ToolkitError(f"{text[:60]!r} is no card that is known, and no size of memory.", remedy=remedy)
     return found[0]
 
 

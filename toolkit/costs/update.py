@@ -1,6 +1,7 @@
 """One update of PPO, phase by phase, by the code that does it: what is counted is what runs."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, Trainer
 
-from toolkit.costs.counted import Costs, Counted
+from toolkit.costs.counted import Costs, Counted, Kernel
 from toolkit.costs.outline import alike, truncated
 from toolkit.data import Rollout
 from toolkit.functional import inverse_cdf
@@ -24,7 +25,7 @@ from toolkit.trainers.rollouts import Rollouts
 
 _TOKEN = 1  # any
 _FEW = 2  # layers from which those of a deep model are told
-_ROWS = {"rollout": "rollout_batch_size", "evaluation": "per_device_eval_batch_size"}
+PHASES = ("rollout", "score", "read", "update", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,7 @@ class CountedUpdate:
         on_cpu: whether it is for a CPU, where 4-bit layers are unpacked for the whole of a rollout.
     """
 
-    def __init__(
-        self,
-        counted: Counted,
-        roles: SharedBase,
-        args: PPOConfig,
-        lengths: Lengths,
-        *,
-        on_cpu: bool = False,
-    ):
+    def __init__(self, counted: Counted, roles: SharedBase, args: PPOConfig, lengths: Lengths, *, on_cpu: bool = False):
         self.on_cpu = on_cpu
         self.counted, self.roles, self.args, self.lengths = counted, roles, args, lengths
         self.tokenizer: Any = SimpleNamespace(pad_token_id=0)
@@ -105,18 +98,12 @@ class CountedUpdate:
 
     # ------------------------------------------------------------------ the phases
 
-    def phases(self, *, scored: bool) -> list[Phase]:
-        """All of them, of all layers: see `_phases`."""
-        return self._of_all_layers(partial(self._phases, scored=scored))
+    def phases(self, *names: str) -> list[Phase]:
+        """Those of these names of all layers, in their order; all of an update, and an evaluation, if none is named.
 
-    def learning(self) -> Costs:
-        """A micro-batch of the update."""
-        (phase,) = self._of_all_layers(lambda: [Phase("update", self._learning(), 1)])
-        return phase.costs
-
-    def without_gradients(self, name: str) -> list[Costs]:
-        """What one of the other phases costs, in its parts."""
-        return [phase.costs for phase in self._of_all_layers(partial(self._parts, name))]
+        A "rollout" is prefill, decode, and what its tokens would be by the base alone, "merged".
+        """
+        return self._of_all_layers(lambda: [phase for name in names or PHASES for phase in self._parts(name)])
 
     def _of_all_layers(self, count: Callable[[], list[Phase]]) -> list[Phase]:
         """Layers that are all alike are counted two and three at a time: what the third one adds, the others do."""
@@ -130,33 +117,26 @@ class CountedUpdate:
         pairs = zip(few, more, strict=True)
         return [replace(a, costs=a.costs.with_more_layers(b.costs, number - _FEW)) for a, b in pairs]
 
-    def _phases(self, *, scored: bool) -> list[Phase]:
-        """All of them, in their order; `scored` by the reward role.
-
-        Two are no part of an update: `merged`, tokens by the base alone, and an evaluation.
-        """
-        args = self.args
-        batch, at_once = args.update_batch_size, min(args.local_rollout_forward_batch_size, args.update_batch_size)
-        rollouts, passes = args.rollouts_per_update, batch / at_once
-        decoding, tokens = self.decoding(args.rollout_batch_size), rollouts * (self.lengths.response - 1)
-        found = [Phase("prefill", decoding.prefill, rollouts)]
-        # A token costs more the further on it is: half of them as the first, half as the last.
-        found += [Phase("decode", costs, tokens / 2) for costs in (decoding.first, decoding.last)]
-        found.append(Phase("merged", decoding.merged, tokens))
-        if scored:
-            found.append(Phase("score", self._scoring(at_once), passes))
-        found.append(Phase("read", self._reading(at_once), passes))
-        micro_batches = args.num_ppo_epochs * batch / args.per_device_train_batch_size
-        found.append(Phase("update", self._learning(), micro_batches))
-        evaluation = self.decoding(args.per_device_eval_batch_size)
-        return [*found, *(Phase("evaluation", costs, 0) for costs in (evaluation.prefill, evaluation.last))]
-
     def _parts(self, name: str) -> list[Phase]:
-        rows = min(self.args.local_rollout_forward_batch_size, self.args.update_batch_size)
-        if name in ("rollout", "evaluation"):
-            decoding = self.decoding(getattr(self.args, _ROWS[name]))
-            return [Phase(name, decoding.prefill, 1), Phase(name, decoding.last, 1)]
-        return [Phase(name, self._scoring(rows) if name == "score" else self._reading(rows), 1)]
+        args, batch = self.args, self.args.update_batch_size
+        rows = min(args.local_rollout_forward_batch_size, batch)
+        if name == "rollout":
+            decoding = self.decoding(args.rollout_batch_size)
+            tokens = args.rollouts_per_update * (self.lengths.response - 1)
+            # A token costs more the further on it is: half of them as the first, half as the last.
+            decode = [Phase("decode", costs, tokens / 2) for costs in (decoding.first, decoding.last)]
+            prefill = Phase("prefill", decoding.prefill, args.rollouts_per_update)
+            return [prefill, *decode, Phase("merged", decoding.merged, tokens)]
+        if name == "evaluation":  # no part of an update
+            decoding = self.decoding(args.per_device_eval_batch_size)
+            parts = [decoding.prefill, decoding.last]
+            parts += [self._scoring(rows, role="judge")] if "judge" in self.roles.roles else []
+            return [Phase(name, costs, 0) for costs in parts]
+        if name == "update":
+            micro_batches, steps = batch / args.per_device_train_batch_size, min(args.num_mini_batches, batch)
+            update = Phase(name, self._learning(), args.num_ppo_epochs * micro_batches)
+            return [update, Phase("optimizer", self._stepping(), args.num_ppo_epochs * steps)]
+        return [Phase(name, self._scoring(rows) if name == "score" else self._reading(rows), batch / rows)]
 
     @torch.no_grad()
     def decoding(self, rows: int) -> Decoding:
@@ -174,16 +154,14 @@ class CountedUpdate:
             self._fill(cache)
             with self._phase() as last:
                 self._forward(rows, 1, cache)
-            return Decoding(prefill, first, last, self._merged(rows, cache))
-
-    def _merged(self, rows: int, cache: DynamicCache) -> Costs:
-        with InRole(self.roles, None), self._phase() as costs:
-            self._forward(rows, 1, cache)
-        return costs
+            with InRole(self.roles, None), self._phase() as merged:
+                self._forward(rows, 1, cache)
+            return Decoding(prefill, first, last, merged)
 
     def _forward(self, rows: int, tokens: int, cache: DynamicCache) -> None:
         """A step of generation, and the draw from the logits of its last token."""
-        last_alone = {"logits_to_keep": 1} if _keeps_logits(self.roles.causal_lm) else {}
+        known = inspect.signature(self.roles.causal_lm.forward).parameters
+        last_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         ids, mask = torch.ones(rows, tokens).long(), torch.ones(rows, cache.get_seq_length() + tokens).long()
         output = self.roles(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **last_alone)
         uniform = torch.zeros(rows, dtype=torch.float64)
@@ -202,10 +180,10 @@ class CountedUpdate:
                 )
 
     @torch.no_grad()
-    def _scoring(self, rows: int) -> Costs:
+    def _scoring(self, rows: int, role: str = "reward") -> Costs:
         ids = torch.ones(rows, self.lengths.prompt + self.lengths.response).long()
         with self._phase() as costs, self.autocast():
-            sequence_logits(self.roles, ids, torch.ones_like(ids), pad_token_id=self.tokenizer.pad_token_id)
+            sequence_logits(self.roles, ids, torch.ones_like(ids), pad_token_id=self.tokenizer.pad_token_id, role=role)
         return costs
 
     def _reading(self, rows: int) -> Costs:
@@ -229,13 +207,17 @@ class CountedUpdate:
             _ratio_checked=True,
         )
         step = partial(trainer._backward_micro_batch, self._experience(rows), list(range(rows)), 1.0)
-        trained = [p for role in roles.trained_roles for p in roles.parameters_of(role)]
+        trained = roles.trained_parameters
         if args.update_batch_size // args.num_mini_batches > rows:
             with self.counted:
                 for parameter in trained:
                     parameter.grad = torch.empty_like(parameter)
                     self.counted.keep(parameter.grad, "gradients")
-        hooks = [p.register_post_accumulate_grad_hook(self._name_gradient) for p in trained]
+
+        def named(parameter: Any) -> None:
+            self.counted.keep(parameter.grad, "gradients")
+
+        hooks = [parameter.register_post_accumulate_grad_hook(named) for parameter in trained]
         roles.train()
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
@@ -251,19 +233,19 @@ class CountedUpdate:
                 hook.remove()
         return costs
 
-    def _name_gradient(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad is not None:
-            self.counted.keep(parameter.grad, "gradients")
+    def _stepping(self) -> Costs:
+        """An optimizer's step: gradients are read for their norm, read and written where they are clipped, and read
+        again by the optimizer, which reads and writes weights and state."""
+        trained = list(self.roles.trained_parameters)
+        state = optimizer_bytes(self.args) * sum(p.numel() for p in trained)
+        moved = 6 * sum(p.nbytes for p in trained) + 2 * state
+        return Costs(Counter({Kernel(0.0, moved, torch.float32): 1}))
 
     def _experience(self, rows: int) -> Experience:
         per_token, per_row = torch.zeros(rows, self.lengths.response), torch.zeros(rows)
         read, rest = (per_token,) * 3, (per_token,) * 4
         mask = torch.ones(rows, self.lengths.response, dtype=torch.bool)
         return Experience(self._rollout(rows), mask, *read, per_row, per_row, *rest)
-
-
-def _keeps_logits(model: Any) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def optimizer_bytes(args: PPOConfig) -> float:

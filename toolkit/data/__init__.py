@@ -14,7 +14,7 @@ from toolkit.data.batches import (
     pad_rows,
 )
 from toolkit.data.doubling import Doubling
-from toolkit.data.instructions import Instructions
+from toolkit.data.instructions import PER_RULE, Instructions
 from toolkit.data.messages import messages_of_row
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Demonstrations, Prompts

@@ -92,6 +92,9 @@ class PlacedDataLoader(DataLoader):
     """
 
     generator: torch.Generator
+    pass_is_over = False
+    """Whether `next_batch` gave the last batch of a pass. To be set back when what is due at its end is done."""
+    _pass: Iterator[Any]  # the one that `next_batch` draws from
     _pass_began: torch.Tensor | None  # None between passes
 
     def __init__(self, dataset: Any, *, generator: torch.Generator, **named: Any):
@@ -108,13 +111,18 @@ class PlacedDataLoader(DataLoader):
                 yield batch
         self.end_pass()
 
-    @property
-    def is_drawn(self) -> bool:
-        """Whether the pass has given its last batch."""
-        return self._pass_began is not None and self._drawn == len(self)
+    def next_batch(self) -> Any:
+        """The next batch, of the next pass where one ends."""
+        while (batch := next(self._pass, None)) is None:
+            self._pass = iter(self)
+        if self._drawn == len(self):
+            next(self._pass, None)  # ends the pass
+            self.pass_is_over = True
+        return batch
 
     def end_pass(self) -> None:
         """Leave the rest of the pass out: the place is the beginning of the next one."""
+        self._pass = iter(())
         self._pass_began, self._drawn = None, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,8 +133,8 @@ class PlacedDataLoader(DataLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place in the next pass."""
         self.generator.set_state(state["generator"])
+        self._pass, self._to_skip = iter(()), state["batches"]
         self._pass_began, self._drawn = state["generator"], state["batches"]
-        self._to_skip = state["batches"]
 
 
 def data_digest(dataset: Dataset) -> str:

@@ -73,7 +73,7 @@ class PromptEncoder:
         try:
             with time_limit():
                 text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except TimeoutError as error:
+        except (TimeoutError, MemoryError) as error:
             raise self._endless(error) from error
         except Exception as error:  # of jinja2, and of whatever a template does in Python
             raise Unusable(f"the chat template refuses it: {error}") from error

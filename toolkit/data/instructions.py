@@ -1,13 +1,16 @@
 """The instructions task: plain questions, each with one or two rules that a program can check.
 
 `Why does bread rise? Use at most 20 words. Do not use any commas.` Questions, and pairs of rules, are kept apart: those
-of the validation and the test split are never a PPO prompt, and half of these prompts put rules together that training
-never puts together (`composition` is "unseen" there).
+of the validation and the test split are never a PPO prompt, and a third of these prompts put rules together that
+training never puts together (`composition` is "unseen" there). Demonstrations are written by a program.
 """
 
+import json
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from importlib.resources import files
 from itertools import combinations
 from typing import Any, ClassVar
 
@@ -18,19 +21,19 @@ from toolkit.data.encoder import PromptEncoder
 from toolkit.data.messages import Messages
 from toolkit.data.rollouts import Rollout
 from toolkit.data.rows import Unusable
-from toolkit.data.rules import RULES, instruction, keeps, share_kept
+from toolkit.data.rules import RULES, instruction, keeps, sentences_of, share_kept
 from toolkit.data.task import Task
 from toolkit.errors import DataError
 
-_TOPICS = (
-    "bread rain coffee sleep music chess gravity money rivers bees glass salt plants winter books trains soap "
-    "milk wind exercise maps clocks fire ice cats dogs paint paper wool cheese rice tea bicycles bridges mirrors "
-    "batteries magnets tides clouds stars snow sand honey olives shoes gardens kites boats ships letters dreams "
-    "memory laughter colours shadows echoes deserts forests islands volcanoes whales eagles spiders horses "
-    "potatoes apples lemons onions garlic pepper sugar chocolate lamps candles windows doors hats coats umbrellas "
-    "markets schools libraries museums holidays birthdays songs poems stories jokes games puzzles"
-)
-TOPICS = _TOPICS.split()
+# A line a topic, with three sentences that name it: what demonstrations are written from.
+FACTS = {
+    topic: sentences_of(facts)
+    for topic, facts in (
+        line.split(": ", 1)
+        for line in files(__package__).joinpath("facts.txt").read_text(encoding="utf-8").splitlines()
+    )
+}
+TOPICS = list(FACTS)
 _FORMS = (
     "Tell me something about {}.",
     "What is interesting about {}?",
@@ -53,7 +56,10 @@ _AT_ODDS = {  # beside those about the same
     "bullets": {"sentences"},
 }
 _WORDS = 5
+_TRIES = 20
 _ASKED = [rule for rule in RULES if rule != "mentions"]
+PER_RULE = "kept_"
+"""How the names of the figures begin that are of one rule each."""
 COMPOSITIONS = ("one", "seen", "unseen")
 
 
@@ -93,6 +99,40 @@ def _required(topic: str) -> list[dict[str, Any]]:
         {"rule": "mentions", "required": True, "number": None, "words": [topic[: max(3, len(topic) - 3)]]},
         {"rule": "at_least_words", "required": True, "number": _WORDS, "words": None},
     ]
+
+
+def written(row: Mapping[str, Any], draw: random.Random) -> str | None:
+    """A response to one of the task's `rows` that keeps all its rules, from what is known of its topic; None if none of
+    a few that are drawn does."""
+    asked = {rule["rule"]: rule["words"] for rule in row["rules"] if not rule["required"]}
+    for _ in range(_TRIES):
+        facts = FACTS[row["topic"]]
+        text = _worded(draw.sample(facts, draw.randint(1, len(facts))), row, asked)
+        if share_kept(row["rules"], text) == 1.0:
+            return text
+    return None
+
+
+def _worded(facts: Sequence[str], row: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Sentences in the form that rules ask for, which do not contradict each other."""
+    between = "\n" if "bullets" in asked else " "
+    text = between.join(f"* {fact}" if "bullets" in asked else fact for fact in facts)
+    if "begins_with" in asked:
+        text = f"{asked['begins_with'][0]}{':' if 'bullets' in asked else ','}{between}{text}"
+    if "ends_with" in asked:
+        text += f"{between}{asked['ends_with'][0]}."
+    if "no_comma" in asked:
+        text = text.replace(",", "")
+    if "json_keys" in asked:
+        *others, last = asked["json_keys"]
+        text = json.dumps(
+            {key: row["question"] if key == "question" else row["topic"] for key in others} | {last: text}
+        )
+    if "answer_line" in asked:
+        text = f"Answer: {text}"
+    if "quoted" in asked:
+        text = f'"{text}"'
+    return text.lower() if "lower_case" in asked else text.upper() if "upper_case" in asked else text
 
 
 @dataclass(frozen=True)
@@ -151,7 +191,8 @@ class Instructions(Task):
         return {"validation": drawn[:tenth], "test": drawn[tenth : 3 * tenth], "train": drawn[3 * tenth :]}
 
     def rows(self, split: str) -> list[dict[str, Any]]:
-        """Plain rows: `question`, `rules` and `composition`: "one" rule, or a pair that training has "seen" or not."""
+        """Plain rows: `question`, `topic`, `rules` and `composition`: "one" rule, or a pair that training has "seen" or
+        not."""
         draw, together = random.Random(f"{self.seed} {split}"), pairs()
         kinds = COMPOSITIONS[:2] if split == "train" else COMPOSITIONS
         rows = []
@@ -162,19 +203,32 @@ class Instructions(Task):
             rules = [_drawn(name, topic, draw) for name in names]
             required = _required(topic)
             text = " ".join([draw.choice(_FORMS).format(topic), *map(instruction, rules)])
-            rows.append({"question": text, "rules": [*rules, *required], "composition": kind})
+            rows.append({"question": text, "topic": topic, "rules": [*rules, *required], "composition": kind})
         return rows
+
+    def demonstrations(self, split: str) -> Dataset:
+        """The prompts with `written` responses, which alone are part of the loss: no pair that training never has, and
+        no prompt for which none is found."""
+        draw, rows = random.Random(f"{self.seed} {split} written"), []
+        for row in self.rows(split):
+            if row["composition"] == "unseen" or (text := written(row, draw)) is None:
+                continue
+            prompt = self._encoder.prompt(row["question"])
+            response = self._encoder.response(text, prompt)
+            ids = [*prompt["input_ids"], *response]
+            rows.append({"input_ids": ids, "labels": [-100] * len(prompt["input_ids"]) + response})
+        return Dataset.from_list(rows)
 
     def prompts(self, split: str) -> Dataset:
         """Columns `input_ids`, `prompt` and `messages`, as of a chat, and `rules` and `composition`."""
         rows = self.rows(split)
         encoded = [self._encoder.prompt(row.pop("question")) | row for row in rows]
-        return Dataset.from_list(encoded)
+        return Dataset.from_list(encoded).remove_columns("topic")
 
     metric_names = (
         "satisfied",
         *(f"satisfied_{kind}" for kind in COMPOSITIONS),
-        *(f"kept_{name}" for name in (*_ASKED, "required")),
+        *(f"{PER_RULE}{name}" for name in (*_ASKED, "required")),
     )
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
@@ -188,5 +242,5 @@ class Instructions(Task):
                 shares[name].append(share_kept(rules, text) == 1.0)
             for asked in rules:
                 name = "required" if asked["required"] else asked["rule"]
-                shares[f"kept_{name}"].append(keeps(asked, text))
+                shares[f"{PER_RULE}{name}"].append(keeps(asked, text))
         return {name: sum(share) / len(share) for name, share in shares.items() if share}

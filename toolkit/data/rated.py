@@ -17,10 +17,6 @@ _TOKENS = pa.list_(pa.int64())
 _COLUMNS = {"prompt_ids": _TOKENS, "response_ids": _TOKENS, "rewards": pa.list_(pa.float64()), "ended": pa.bool_()}
 
 
-def _as_table(rows: list[dict[str, Any]]) -> Dataset:
-    return Dataset(pa.Table.from_pylist(rows, schema=pa.schema(_COLUMNS)))
-
-
 @dataclass(frozen=True)
 class RatedResponses(SourceTask):
     """Prompts with a response each and the rewards that it got, for the q stage.
@@ -44,7 +40,7 @@ class RatedResponses(SourceTask):
     task: ClassVar[str] = "rated"
     unit: ClassVar[str] = "rated responses"
     may_be_plain: ClassVar[bool] = True
-    _pack: ClassVar[Any] = staticmethod(_as_table)
+    _pack: ClassVar[Any] = staticmethod(lambda rows: Dataset(pa.Table.from_pylist(rows, schema=pa.schema(_COLUMNS))))
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         columns = {**PROMPT_COLUMNS, "input_ids": "prompt_ids"}

@@ -13,6 +13,7 @@ from stat import S_ISDIR, S_ISREG
 
 from datasets import DatasetDict, load_dataset, load_from_disk
 
+from toolkit import hub
 from toolkit.data.files import READERS, Row, listed, numbered, reason, shown
 from toolkit.errors import DataError, within
 
@@ -152,6 +153,7 @@ def _read_folder(path: Path, split: str) -> Iterator[Row]:
 
 
 def _read_hub(source: str, split: str, subset: str | None, name: str | None) -> Iterator[Row]:
+    host = hub.silent_host()
     try:
         data = load_dataset(source, name, data_dir=subset)
     except Exception as error:  # of httpx, huggingface_hub, datasets and pyarrow, without a common root
@@ -160,6 +162,8 @@ def _read_hub(source: str, split: str, subset: str | None, name: str | None) -> 
             wrong = f"{source} has the configurations {available.group(1)}, and {seen}."
             raise DataError(wrong, remedy="Give one as name.") from error
         wrong = f'"{source}" is no file, and the hub did not give it ({reason(error)}).'
+        if host:
+            wrong = f'"{source}" is no file here and not in the cache of the hub, and {host} does not answer.'
         raise DataError(wrong, remedy=f"{_nearest(Path(source))} Name files in its place.".strip()) from error
     part = _split_name(data, split, source, "another source")
     yield from numbered(f"{source} ({part})", data[part].with_format("arrow").iter(batch_size=1000))

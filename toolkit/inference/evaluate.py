@@ -11,7 +11,7 @@ from toolkit import processes
 from toolkit.inference.saved_run import policy_folder, responds_by_q
 from toolkit.models import load_weights
 from toolkit.phases import phase
-from toolkit.reports import Progress, Responses, sample_rows, samples_table, verdict, write_jsonl, write_result
+from toolkit.reports import Progress, Responses, sample_rows, write_jsonl, write_result
 from toolkit.runs import build, stage
 from toolkit.runs.folder import EVALUATION
 from toolkit.runs.owned import begin, refuse_others
@@ -30,10 +30,7 @@ def evaluate(recipe: Recipe, *, console: Console | None = None) -> dict[str, Any
     result, samples = measured(recipe, console)
     processes.by_main(lambda: write_jsonl(folder / "samples.jsonl", samples))
     processes.by_main(lambda: write_result(folder, result))
-    console.print(samples_table(samples))
-    stage.print_result(console, result)
-    if said := verdict(result, samples):
-        stage.say(console, said)
+    stage.show_result(console, result, samples)
     stage.say(console, f"result: {folder / 'result.json'}")
     return result
 
@@ -68,10 +65,9 @@ def _by_q(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation]:
     config = build.trainer_config(recipe, "q")
     with phase("load"):
         roles, pad_tokens = build.placed_roles(recipe, "q", trained=recipe.stage_folder("q") / "q")
-    scored_by = (roles, pad_tokens, config.per_device_eval_batch_size)
-    reward, judge = build.make_reward(recipe, *scored_by), build.make_judge(recipe, *scored_by)
+    measures = build.measures(recipe, roles, pad_tokens, config.per_device_eval_batch_size)
     rollouts = QRollouts(config, recipe.tokenizer, roles, precision(config, roles))
-    before, after = (rollouts.evaluator(reward, recipe.task.metrics, judge, by_q=by_q) for by_q in (False, True))
+    before, after = (rollouts.evaluator(**measures, by_q=by_q) for by_q in (False, True))
     with phase("answers before"):
         measured = before(prompts)
     with phase("answers after"):

@@ -12,7 +12,7 @@ from transformers import TextStreamer, set_seed
 from toolkit import processes
 from toolkit.data import messages_of_row, read_rows
 from toolkit.disk import check_file
-from toolkit.errors import DataError, printable
+from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import policy_folder, trained_sampler
 from toolkit.reports import texts_table, write_jsonl
@@ -52,6 +52,14 @@ def prompts_of(
     return [messages[-1]["content"] for messages in conversations], rows
 
 
+def _check_output(output: Path | None, file: Path | None) -> None:
+    """Raises ToolkitError: it cannot be written, or is the file that is read."""
+    check_file(output)
+    if output is not None and file is not None and output.exists() and file.exists() and output.samefile(file):
+        wrong = f"{output} is the file of the prompts, which would be gone."
+        raise ToolkitError(wrong, field="output", remedy="Name another one.")
+
+
 class _Streamer(TextStreamer):
     """Shows text as it comes, on standard output."""
 
@@ -80,7 +88,7 @@ def generate(
     Returns:
         A row a prompt: `prompt`, `policy`, and `reference` where that is to `compare`.
     """
-    processes.by_main(lambda: check_file(output))
+    processes.by_main(lambda: _check_output(output, file))
     with processes.agreed():
         sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
         set_seed(seed)
@@ -117,7 +125,7 @@ def generate_best(
     Raises:
         RewardError: the reward needs a column that given prompts do not have.
     """
-    processes.by_main(lambda: check_file(output))
+    processes.by_main(lambda: _check_output(output, file))
     console = console or Console()
     with processes.agreed():
         roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))

@@ -13,7 +13,7 @@ from toolkit.errors import RecipeError
 from toolkit.inference.evaluate import measured
 from toolkit.inference.saved_run import open_run
 from toolkit.reports import ComparedRun, comparison_page, write_json
-from toolkit.runs.comparison import differing
+from toolkit.runs.comparison import differing, labels_of
 
 
 def judge(
@@ -42,16 +42,16 @@ def judge(
     processes.by_main(lambda: check_file(output))
     recipes = [open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in names]
     folders = [recipe.folder.resolve() for recipe in recipes]
-    labels = [recipe.run for recipe in recipes]
-    if len(set(labels)) < len(labels):  # of several folders of runs
-        labels = [str(folder) for folder in folders]
     for recipe in recipes:
         if recipe.judge is None:
             remedy = (
                 "Give one: judge.kind=adapter start.judge=runs/OTHER/reward/reward, or judge.kind=function and so on."
             )
             raise RecipeError(f'the run "{recipe.run}" has no section judge.', field="judge", remedy=remedy)
-    runs = [ComparedRun(label, *_measured(recipe, console)) for label, recipe in zip(labels, recipes, strict=True)]
+    runs = []
+    for label, recipe in zip(labels_of(folders), recipes, strict=True):
+        result, samples = measured(recipe, console)
+        runs.append(ComparedRun(label, result, [], samples))  # without the metrics of training
     figures = {run.name: {side: run.result[side] for side in ("before", "after")} for run in runs}
 
     def write() -> None:
@@ -62,12 +62,6 @@ def judge(
     processes.by_main(write)
     console.print(_table(figures))
     return figures
-
-
-def _measured(recipe: Any, console: Console) -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
-    """A run's result, its metrics, which are those of training and are left out, and its samples."""
-    result, samples = measured(recipe, console)
-    return result, [], samples
 
 
 def _table(figures: dict[str, dict[str, dict[str, float]]]) -> Table:

@@ -43,17 +43,13 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
         last = "q" if responds_by_q(recipe) else "ppo"
         if last == "q" and not by_q:
-            raise RecipeError(
-                f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.',
-                remedy="Its responses are shown by generate and chat, and measured by eval.",
-            )
+            wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
+            raise RecipeError(wrong, remedy="Its responses are shown by generate and chat, and measured by eval.")
         if read_result(recipe.stage_folder(last)) is None:
             by_policy = "ppo" in recipe.values or "q" not in recipe.values
             last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
-            raise RecipeError(
-                f'the run "{folder.name}" has no {what}: its {last} stage has not finished.',
-                remedy=f"Run that stage of {folder / RECIPE_FILE} again with $resume.",
-            )
+            wrong = f'the run "{folder.name}" has no {what}: its {last} stage has not finished.'
+            raise RecipeError(wrong, remedy=f"Run that stage of {folder / RECIPE_FILE} again with $resume.")
         check_outputs(folder, [*recipe.plan.stages[last].needs, last])
     return recipe
 

@@ -18,7 +18,7 @@ from toolkit.models.classifier import (
     head_in_float32,
     head_name,
     load_classifier_weights,
-    save_classifier,
+    save_model,
     train_in_float32,
 )
 from toolkit.models.decoding import RowProcessor
@@ -32,7 +32,7 @@ from toolkit.models.forward import (
     value_after_response,
 )
 from toolkit.models.heads import QBound, ScoreHead, score_positions
-from toolkit.models.load import META, ModelSpec, load_base, load_model, model_config
+from toolkit.models.load import META, MOST_LAYERS, ModelSpec, load_base, load_model, model_config
 from toolkit.models.lora import adapter_dropouts
 from toolkit.models.precision import AUTO, Dtype, Precision, fast_precision, quantization_config, resolved, slow_here
 from toolkit.models.pretrained import check_same_tokenizer, load_tokenizer, weight_file_problems
@@ -52,6 +52,7 @@ from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreV
 from toolkit.models.weights import (
     base_digest,
     merge_adapter,
+    outlined,
     quantize_outline,
     role_digest,
     tensors_digest,

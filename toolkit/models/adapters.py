@@ -10,6 +10,7 @@ adapter; what bounds its Q-values is beside it in `q_bound.safetensors`.
 
 import copy
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,7 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         config.inference_mode, config.base_model_name_or_path = True, base_name
         config.task_type, config.modules_to_save = ("CAUSAL_LM", None) if head is None else ("SEQ_CLS", ["score"])
         config.save_pretrained(folder)
-        own = (
-            {}
-            if head is None
-            else {f"base_model.model.score.{name}": tensor for name, tensor in head.state_dict().items()}
-        )
+        own = {} if head is None else head.state_dict(prefix="base_model.model.score.")
         _write(adapter_state(_adapted(base, role), role) | own, folder / SAFETENSORS_WEIGHTS_NAME)
     if role in Q_ROLES:
         (folder / Q_BOUND_FILE).unlink(missing_ok=True)  # of an earlier one
@@ -99,7 +96,12 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
             raise other_base(folder, f"this one has no module {missing[0]} for it.")
     bound = _bound(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
     shape: Any = {} if head is None else {"num_labels": head["weight"].shape[0], "head_bias": "bias" in head}
-    base.add_role(role, config, head=bound, **shape)
+    try:
+        base.add_role(role, config, head=bound, **shape)
+    except AdapterError as error:  # of the file, which is no section of a recipe
+        problem = error.problems[0]
+        of = f" {problem.field}:" if problem.field else ""
+        raise AdapterError(f"{folder / CONFIG_NAME}:{of} {problem.wrong}", remedy=problem.remedy) from error
     try:
         load_weights(base, role, folder)
     except BaseException:
@@ -155,12 +157,16 @@ def _adapter_config(folder: Path) -> LoraConfig:
         raise AdapterError(wrong, remedy="Train or copy it again.") from error
     if not isinstance(config, LoraConfig):
         raise AdapterError(f"{folder}: the adapter is of type {config.peft_type}; the roles here are LoRA adapters.")
+    for name in ("lora_alpha", "alpha_pattern", "rank_pattern"):
+        value = getattr(config, name)
+        numbers = [value] if name == "lora_alpha" else list(value.values()) if isinstance(value, dict) else [None]
+        if not all(isinstance(n, int | float) and isfinite(n) for n in numbers):
+            wrong = f"{folder / CONFIG_NAME}: {name} is {value!r}, and finite numbers are needed."
+            raise AdapterError(wrong, remedy="Train or copy it again.")
     if extra := set(config.modules_to_save or []) - {"score", "classifier"}:
-        raise AdapterError(
-            f"{folder}: the adapter replaces {', '.join(sorted(extra))} of the base (modules_to_save), "
-            "which the other roles share.",
-            remedy="Train it without.",
-        )
+        wrong = f"{folder}: the adapter replaces {', '.join(sorted(extra))} of the base (modules_to_save), "
+        wrong += "which the other roles share."
+        raise AdapterError(wrong, remedy="Train it without.")
     config.modules_to_save, config.task_type, config.inference_mode = None, "CAUSAL_LM", False
     config.base_model_name_or_path = None  # where it was trained; the weights' names and shapes are checked instead
     return config
@@ -188,10 +194,8 @@ def _set_head(base: SharedBase, role: str, state: State, folder: Path) -> None:
         numbers = f"the head reads {weight.shape[1]} numbers a token and this base has {head.weight.shape[1]}."
         raise other_base(folder, numbers)
     if state.keys() != head.state_dict().keys():
-        raise AdapterError(
-            f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(head.state_dict())}.",
-            remedy="Give the role's head a bias, or none, as the folder has it.",
-        )
+        wrong = f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(head.state_dict())}."
+        raise AdapterError(wrong, remedy="Give the role's head a bias, or none, as the folder has it.")
     head.load_state_dict(state)
 
 
@@ -199,9 +203,7 @@ def _set_bound(base: SharedBase, role: str, folder: Path) -> None:
     ours, theirs = role in base.heads, (folder / Q_BOUND_FILE).is_file()
     if ours != theirs:
         kinds = {True: "between bounds", False: "without bounds"}
-        raise AdapterError(
-            f"{folder}: its Q-values are {kinds[theirs]}, and those of this role {kinds[ours]}.",
-            remedy="Set bound as it was trained.",
-        )
+        wrong = f"{folder}: its Q-values are {kinds[theirs]}, and those of this role {kinds[ours]}."
+        raise AdapterError(wrong, remedy="Set bound as it was trained.")
     if ours:
         base.heads[role].load_state_dict(_bound(folder).state_dict())

@@ -16,10 +16,11 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError, ToolkitError
 from toolkit.models.decoding import RowProcessor, decode
+from toolkit.models.packed import attention_by_rows
 
 Logits = Callable[[Tensor], Tensor]
 _NEAR, _NEAR_IN_16_BITS = 1e-3, 0.1
@@ -42,8 +43,9 @@ def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
                     setattr(owner, name, rate)
 
 
-def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> tuple[Logits, Tensor, bool]:
-    """What the model does with the logits of `lm_head`, what `check_states` gives, and `rows_can_leave`.
+def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> tuple[Logits, Tensor, bool, bool]:
+    """What the model does with the logits of `lm_head`, what `check_states` gives, `rows_can_leave`, and
+    `rows_can_be_packed`.
 
     On the meta device nothing can be tried.
 
@@ -60,19 +62,18 @@ def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> 
         raise ModelError(f"a {name} has no linear layer lm_head.", remedy=_SUGGESTION)
     states = check_states(model, hidden_states)
     if states.is_meta:
-        return _as_they_are, states, False
+        return _as_they_are, states, False, False
     ids = _ids(model)
     with _tried(model):
         given = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
         logits = _logits_of(model, model.get_output_embeddings()(states), given)
-        apart = apart_by(_decoded(model, ids[0]), torch.stack([given[0, [1, 2]], given[0, [3, 4]]]))
+        steps = _decoded(model, ids[0], torch.stack([ids[0, 2:4], ids[0, 4:6]]))
+        apart = apart_by(torch.stack(steps), torch.stack([given[0, [1, 3]], given[0, [2, 4]]]))
     if not apart <= tolerance(model):
-        raise ModelError(
-            f"a {name} gives other logits where tokens are decoded one by one after left padding (by {apart:.1%}): "
-            "responses would not be sampled from the policy whose log-probabilities are trained.",
-            remedy=_SUGGESTION,
-        )
-    return logits, states, rows_can_leave(model, ids[0], given[0])
+        wrong = f"a {name} gives other logits where tokens are decoded one by one after left padding (by {apart:.1%}): "
+        wrong += "responses would not be sampled from the policy whose log-probabilities are trained."
+        raise ModelError(wrong, remedy=_SUGGESTION)
+    return logits, states, rows_can_leave(model, ids[0], given[0]), rows_can_be_packed(model, hidden_states, states)
 
 
 def rows_can_leave(model: PreTrainedModel, ids: Tensor, given: Tensor) -> bool:
@@ -81,22 +82,56 @@ def rows_can_leave(model: PreTrainedModel, ids: Tensor, given: Tensor) -> bool:
     Args:
         ids: (L,), and `given` their logits of a whole pass, (L, V).
     """
-    prompts, mask = torch.stack([ids[[0, 0, 0, 1]], ids[:4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    forced = _Forced(torch.stack([ids[[2, 2]], ids[4:6]]))  # the first row ends with its first token
-    config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=int(ids[2]), pad_token_id=int(ids[0]))
     try:
-        with _tried(model):
-            model.generate(
-                input_ids=prompts,
-                attention_mask=mask.to(ids.device),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([forced]),
-                custom_generate=decode,
-            )
+        with _tried(model):  # the first row ends with its first token
+            steps = _decoded(model, ids, torch.stack([ids[[2, 2]], ids[4:6]]), new_tokens=3, end=int(ids[2]))
     except ModelError:
         return False  # it keeps something of each row beside its cache
-    left = torch.stack([scores[-1] for scores in forced.seen[1:]])
-    return [len(scores) for scores in forced.seen] == [2, 1, 1] and apart_by(left, given[4:6]) <= tolerance(model)
+    left = torch.stack([scores[-1] for scores in steps[1:]])
+    return [len(scores) for scores in steps] == [2, 1, 1] and apart_by(left, given[4:6]) <= tolerance(model)
+
+
+def _decoded(
+    model: PreTrainedModel, ids: Tensor, tokens: Tensor, *, new_tokens: int = 2, end: int | None = None
+) -> list[Tensor]:
+    """The logits, (rows, V), of each step of decoding after the first two and the first four of the ids.
+
+    Args:
+        tokens: what each row goes on with, (2, T).
+        end: ends a row, which then leaves the batch.
+    """
+    forced, pad = _Forced(tokens), int(ids[0])
+    model.generate(
+        input_ids=torch.stack([ids[[0, 0, 0, 1]], ids[:4]]),
+        attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device=ids.device),
+        generation_config=GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=end, pad_token_id=pad
+        ),
+        logits_processor=LogitsProcessorList([forced]),
+        custom_generate=partial(decode, rows_leave=end is not None),
+    )
+    return forced.seen
+
+
+def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tensor], states: Tensor) -> bool:
+    """Whether rows that stand one after the other in a line have the hidden states that they have by themselves.
+
+    Args:
+        states: those that `check_states` gave.
+    """
+    if states.is_meta:
+        return False
+    AttentionInterface.register("sdpa", attention_by_rows)  # without `row_lengths` what it was
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=model.device)
+    ids, alone = _ids(model)[0][positions], states[0][positions]
+    read = partial(hidden_states, ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)
+    try:
+        with _tried(model):
+            packed, mixed = read(row_lengths=[4, 5]), read()
+    except ModelError:
+        return False
+    # Where something else than attention reaches from row to row, both are as far off.
+    return apart_by(packed, alone) <= min(tolerance(model), apart_by(mixed, alone) / 4)
 
 
 class _Forced(RowProcessor):
@@ -195,10 +230,8 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
     with _tried(model):
         states = read()
         if not apart_by(states[0, :-1], states[1, :-1]) <= tolerance(model):
-            raise ModelError(
-                f"a {name} reads both ways: what it makes of a token depends on the tokens after it.",
-                remedy=f"Take a decoder. {_SUGGESTION}",
-            )
+            wrong = f"a {name} reads both ways: what it makes of a token depends on the tokens after it."
+            raise ModelError(wrong, remedy=f"Take a decoder. {_SUGGESTION}")
         switch_off_dropout(model, rate=0.9)
         apart = [apart_by(read(), states)]
         switch_off_dropout(model)
@@ -268,10 +301,8 @@ def _tried(model: PreTrainedModel) -> Iterator[None]:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"a {type(model).__name__} cannot be read as a decoder, tried on {_TOKENS} tokens: {reason}",
-            remedy=_SUGGESTION,
-        ) from error
+        wrong = f"a {type(model).__name__} cannot be read as a decoder, tried on {_TOKENS} tokens: {reason}"
+        raise ModelError(wrong, remedy=_SUGGESTION) from error
     finally:
         random.setstate(python)
 
@@ -308,29 +339,9 @@ def _logits_of(model: PreTrainedModel, plain: Tensor, given: Tensor) -> Logits:
     options = [*_logit_changes(model), _as_they_are]
     apart = [apart_by(option(plain), given) for option in options] if plain.shape == given.shape else [torch.inf]
     if not min(apart) <= tolerance(model) / 10:
-        raise ModelError(
-            f"a {type(model).__name__} changes its logits after lm_head by more than a scale or a cap that its "
-            "configuration names, which the log-probabilities here do not follow.",
-            remedy=_SUGGESTION,
-        )
+        wrong = f"a {type(model).__name__} changes its logits after lm_head by more than a scale or a cap that its "
+        wrong += "configuration names, which the log-probabilities here do not follow."
+        raise ModelError(wrong, remedy=_SUGGESTION)
     # Where logits are small a cap does next to nothing; a configuration that names one is believed.
     noise = 4 * torch.finfo(model.dtype).eps
     return next(option for option, distance in zip(options, apart, strict=True) if distance <= min(apart) + noise)
-
-
-def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """(2, 2, V): the logits of two steps of decoding the first tokens, two after two and two after four of them."""
-    prompts = torch.stack([ids[[0, 0, 0, 1]], ids[:4]])
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device=ids.device)
-    config = GenerationConfig(
-        max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=int(ids[0])
-    )
-    known = (ids.tolist()[2:], ids.tolist()[4:])
-
-    def forced(row: int, so_far: Tensor) -> list[int]:
-        return [known[row][len(so_far) - 4]]
-
-    output: Any = model.generate(
-        input_ids=prompts, attention_mask=mask, generation_config=config, prefix_allowed_tokens_fn=forced
-    )
-    return torch.stack(output.logits, dim=1).float()

@@ -30,11 +30,8 @@ def head_name(model: Classifier) -> str:
     for name in HEAD_NAMES:
         if isinstance(getattr(inner, name, None), nn.Module):
             return name
-    raise ModelError(
-        f"the head of a {type(inner).__name__} is called neither {' nor '.join(HEAD_NAMES)}.",
-        field="model",
-        remedy="Use another base.",
-    )
+    wrong = f"the head of a {type(inner).__name__} is called neither {' nor '.join(HEAD_NAMES)}."
+    raise ModelError(wrong, field="model", remedy="Use another base.")
 
 
 def check_reads_tokens(model: Classifier) -> None:
@@ -89,15 +86,15 @@ def head_in_float32(model: Classifier) -> None:
     head.forward = forward
 
 
-def save_classifier(model: Classifier, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write the model, or its adapter and head where it has one, with the tokenizer: an ordinary checkpoint folder."""
+def save_model(model: Classifier, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write a model, or its adapter and head where it has one, with the tokenizer: an ordinary checkpoint folder."""
     # "auto" would ask the hub whether the vocabulary grew; it cannot, the base is frozen.
     model.save_pretrained(str(folder), **({"save_embedding_layers": False} if isinstance(model, PeftModel) else {}))
     tokenizer.save_pretrained(folder)
 
 
 def load_classifier_weights(model: Classifier, folder: str | Path) -> None:
-    """Put the weights that `save_classifier` wrote into a model of the same form."""
+    """Put the weights that `save_model` wrote into a model of the same form."""
     if isinstance(model, PeftModel):
         put_adapter(model, "default", read_tensors(Path(folder)), Path(folder))
     else:

@@ -21,11 +21,9 @@ def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: 
     """Tensors by name, on the CPU, and finite; for the meta device only names and shapes, from the file's header."""
     if not (folder / name).is_file():
         if (folder / WEIGHTS_NAME).is_file():
-            raise AdapterError(
-                f"{folder}: the weights are a pickle ({WEIGHTS_NAME}), which is never opened here since it can run "
-                "code.",
-                remedy="Save the adapter again with safetensors (PEFT's default).",
-            )
+            wrong = f"{folder}: the weights are a pickle ({WEIGHTS_NAME}), which is never opened here since it can run "
+            wrong += "code."
+            raise AdapterError(wrong, remedy="Save the adapter again with safetensors (PEFT's default).")
         raise AdapterError(f"{folder}: {name} is missing, so there is nothing to load.")
     try:
         if device is not None and device.type == "meta":
@@ -35,9 +33,9 @@ def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: 
         state = load_file(folder / name)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{folder / name} is damaged ({error}).", remedy="Train or copy it again.") from error
-    if wrong := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
+    if odd := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
         remedy = "Train it again, or copy an older one."
-        raise AdapterError(f"{folder / name}: {wrong[0]} is not finite.", remedy=remedy)
+        raise AdapterError(f"{folder / name}: {odd[0]} is not finite.", remedy=remedy)
     return state
 
 

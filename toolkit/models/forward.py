@@ -20,21 +20,24 @@ def scatter(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def hidden_states_of(base: SharedBase, sequences: Sequences, *, of_value: bool = False) -> Tensor:
-    """(B, L, H), of the base or of what the value head stands on; where there is padding they mean nothing."""
+    """(B, L, H), or (1, L, H) of packed rows, of the base or of what the value head stands on; where there is padding
+    they mean nothing."""
     model = base.value_model if of_value and base.value_model is not None else base
-    return model.hidden_states(sequences.input_ids, sequences.attention_mask, position_ids=sequences.position_ids)
+    rows: dict[str, Any] = {"row_lengths": sequences.row_lengths} if sequences.packed else {}
+    positions = sequences.position_ids
+    return model.hidden_states(sequences.input_ids, sequences.attention_mask, position_ids=positions, **rows)
 
 
 def before_response_tokens(hidden: Tensor, sequences: Sequences) -> Tensor:
     """(N, H): the states from which each real response token is predicted, padding left out."""
     mask = sequences.response_mask
-    rows = torch.arange(mask.shape[0], device=mask.device).unsqueeze(1).expand_as(mask)[mask]
-    return hidden[rows, sequences.response_positions[mask] - 1]
+    lines = sequences.lines.unsqueeze(1).expand_as(mask)[mask]
+    return hidden[lines, sequences.response_positions[mask] - 1]
 
 
 def after_responses(hidden: Tensor, sequences: Sequences) -> Tensor:
     """(B, H): the state after the last response token of each row."""
-    return hidden[torch.arange(hidden.shape[0], device=hidden.device), sequences.lengths - 1]
+    return hidden[sequences.lines, sequences.starts + sequences.lengths - 1]
 
 
 def response_logprobs(

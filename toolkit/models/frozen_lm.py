@@ -50,7 +50,7 @@ class FrozenLM(nn.Module):
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(lambda _, given: tuple(states.contiguous() for states in given))
         self.eval()
-        self._logits_of, self._states, self._rows_leave = check_base(causal_lm, self.hidden_states)
+        self._logits_of, self._states, self._rows_leave, self._packs_rows = check_base(causal_lm, self.hidden_states)
 
     @property
     def causal_lm(self) -> PreTrainedModel:

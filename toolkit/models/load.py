@@ -40,6 +40,8 @@ _REFUSALS = (
     StrictDataclassError,
 )  # fmt: skip
 META = torch.device("meta")
+MOST_LAYERS = 1000
+"""More than any model has: to build a billion would come to no end."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ def model_config(
             check_same_tokenizer(spec.model, tokenizer, **code)
     else:
         config = _random_config(spec.config or {}, tokenizer)
+    _check_size(config, spec)
     if kind == "sequence_classifier":
         _check_classifier(config, spec, tokenizer)
         if tokenizer is not None:
@@ -186,38 +189,35 @@ def _not_built(error: Exception, field: str) -> ModelError:
     return ModelError(f"transformers cannot build this model: {' '.join(str(error).split())}", field=field)
 
 
+def _check_size(config: PreTrainedConfig, spec: ModelSpec) -> None:
+    for name, value in config.get_text_config().to_dict().items():
+        if isinstance(value, int) and value > MOST_LAYERS and "layers" in name:
+            wrong = f"its configuration has {name}: {value}, and no model has more than {MOST_LAYERS}."
+            if spec.model is None:
+                raise ModelError(wrong, field="config", remedy="Lower it.")
+            raise ModelError(f'"{spec.model}": {wrong}', field="model", remedy="Mend its config.json.")
+
+
 def _check_decoder(config: PreTrainedConfig, spec: ModelSpec) -> None:
     parts = [name for name in ("text_config", "vision_config", "audio_config") if getattr(config, name, None)]
     if parts:
-        raise ModelError(
-            f'"{spec.model}" is of type {config.model_type}, with {" and ".join(parts)}: multimodal models are not '
-            "supported.",
-            field="model",
-            remedy="Name a checkpoint of text alone.",
-        )
+        wrong = f'"{spec.model}" is of type {config.model_type}, with {" and ".join(parts)}: multimodal models are not '
+        wrong += "supported."
+        raise ModelError(wrong, field="model", remedy="Name a checkpoint of text alone.")
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or spec.trust_remote_code
     if config.is_encoder_decoder or not known:
-        raise ModelError(
-            f'"{spec.model}" is of type {config.model_type}, which is not a decoder-only language model.',
-            field="model",
-            remedy="Name one, such as Llama, Mistral, Qwen, GPT-2 or OPT.",
-        )
+        wrong = f'"{spec.model}" is of type {config.model_type}, which is not a decoder-only language model.'
+        raise ModelError(wrong, field="model", remedy="Name one, such as Llama, Mistral, Qwen, GPT-2 or OPT.")
 
 
 def _check_classifier(config: PreTrainedConfig, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None) -> None:
     field, size = "config" if spec.model is None else "model", config.get_text_config().vocab_size
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not spec.trust_remote_code:
-        raise ModelError(
-            f"transformers has no sequence classifier for models of type {config.model_type}.",
-            field=field,
-            remedy="Use a type that has one, such as Llama, OPT, GPT-2 or BERT.",
-        )
+        wrong = f"transformers has no sequence classifier for models of type {config.model_type}."
+        raise ModelError(wrong, field=field, remedy="Use a type that has one, such as Llama, OPT, GPT-2 or BERT.")
     if tokenizer is not None and size < len(tokenizer):
-        raise ModelError(
-            f"the model has {size} tokens and the tokenizer of base {len(tokenizer)}.",
-            field=field,
-            remedy="Name a model that knows them all.",
-        )
+        wrong = f"the model has {size} tokens and the tokenizer of base {len(tokenizer)}."
+        raise ModelError(wrong, field=field, remedy="Name a model that knows them all.")
 
 
 @contextmanager

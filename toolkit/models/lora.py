@@ -8,7 +8,7 @@ where another version has moved one of these; then `BaseTunerLayer.set_adapter`,
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -36,11 +36,8 @@ def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name:
     """The model with one more adapter; an `AdapterError` if that does not fit, or changes weights that others share."""
     check_trains_adapter_alone(config)
     if config.init_lora_weights not in _INITS_OF_THE_ADAPTER_ALONE:
-        raise AdapterError(
-            f'"{config.init_lora_weights}" starts by changing weights of the base, which the other roles share.',
-            field="init_lora_weights",
-            remedy="Leave it out, or take gaussian or orthogonal.",
-        )
+        wrong = f'"{config.init_lora_weights}" starts by changing weights of the base, which the other roles share.'
+        raise AdapterError(wrong, field="init_lora_weights", remedy="Leave it out, or take gaussian or orthogonal.")
     _check_patterns(model, config)
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
@@ -70,10 +67,13 @@ def _check_patterns(model: nn.Module, config: LoraConfig) -> None:
     for field, given in fields.items():
         for pattern in [given] if isinstance(given, str) else given if isinstance(given, list) else []:
             try:
-                with time_limit(), suppress(re.error):  # which PEFT says
+                with time_limit():
                     for name in names:
                         re.match(rf"(?:.*\.)?(?:{pattern})$", name)
-            except TimeoutError as error:
+            except re.error as error:
+                wrong = f"{pattern!r} is no pattern of module names: {error}."
+                raise AdapterError(wrong, field=field) from error
+            except (TimeoutError, MemoryError, OverflowError) as error:
                 wrong = f"the pattern {pattern!r} comes to no end on the names of the base's modules."
                 remedy = "Write it without repetitions within each other."
                 raise AdapterError(wrong, field=field, remedy=remedy) from error
@@ -90,11 +90,8 @@ def check_trains_adapter_alone(config: LoraConfig) -> None:
     given = ["bias"] if config.bias != "none" else []
     given += [name for name in ("modules_to_save", "trainable_token_indices") if getattr(config, name)]
     if given:
-        raise AdapterError(
-            f"{' and '.join(given)} would change weights of the base, which is to stay as it is.",
-            field=given[0],
-            remedy="Leave it out.",
-        )
+        wrong = f"{' and '.join(given)} would change weights of the base, which is to stay as it is."
+        raise AdapterError(wrong, field=given[0], remedy="Leave it out.")
     for field, wrong in _NOT_BY_ROLE.items():
         if getattr(config, field):
             raise AdapterError(wrong, field=field, remedy="Leave it out.")

@@ -1,19 +1,16 @@
 """A checkpoint before its model is loaded: its tokenizer, the files of its weights, and why it cannot be loaded."""
 
 import json
-import socket
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from toolkit import hub
 from toolkit.errors import ModelError
 
 
@@ -49,16 +46,6 @@ def check_same_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, **code:
         )
 
 
-@cache
-def _answers(host: str, port: int) -> bool:
-    """Whether a server can be connected to, within seconds."""
-    try:
-        with socket.create_connection((host, port), timeout=5):
-            return True
-    except OSError:
-        return False
-
-
 def check_there(model: str, revision: str | None = None) -> None:
     """That a checkpoint is a folder, or in the hub's cache, or that the hub can be asked for it.
 
@@ -66,17 +53,14 @@ def check_there(model: str, revision: str | None = None) -> None:
 
     Raises: ModelError: it is none of them.
     """
-    if Path(model).expanduser().exists() or model.startswith((".", "/", "~")) or constants.HF_HUB_OFFLINE:
+    if Path(model).expanduser().exists() or model.startswith((".", "/", "~")):
         return
     try:
-        if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
-            return
+        cached = isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
     except ValueError:  # no hub id: transformers says what one is
         return
-    hub = urlsplit(constants.ENDPOINT)
-    asked = urlsplit(getproxies().get(hub.scheme) or constants.ENDPOINT)
-    if asked.hostname and not _answers(asked.hostname, asked.port or (80 if asked.scheme == "http" else 443)):
-        wrong = f'"{model}" is no folder here and not in the cache of the hub, and {asked.hostname} does not answer.'
+    if (host := hub.silent_host()) and not cached:
+        wrong = f'"{model}" is no folder here and not in the cache of the hub, and {host} does not answer.'
         raise ModelError(wrong, field="model", remedy="Name the folder of a checkpoint.")
 
 

@@ -15,13 +15,7 @@ from transformers import DynamicCache
 from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
 from toolkit.functional.logprobs import in_chunks
 from toolkit.models.decoding import RowProcessor
-from toolkit.models.forward import (
-    after_responses,
-    before_response_tokens,
-    hidden_states_of,
-    response_logprobs,
-    scatter,
-)
+from toolkit.models.forward import after_responses, before_response_tokens, hidden_states_of, response_logprobs, scatter
 from toolkit.models.heads import QBound
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences

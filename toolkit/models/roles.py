@@ -80,6 +80,16 @@ class SharedBase(FrozenLM):
         """True where the value role is a head on the policy's adapter."""
         return self._adapter_of.get("value") == "policy"
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows stand one after the other in a pass of the base, and of the value role's own.
+
+        On a card attention row by row costs launches, and whether it wins there has not been measured.
+        """
+        return (
+            self.device.type == "cpu" and self._packs_rows and (self.value_model is None or self.value_model.packs_rows)
+        )
+
     def adapter_config(self, role: str) -> LoraConfig:
         """The LoRA configuration of a role's own adapter, or of the one that it shares."""
         adapter = self._adapter_of[self._known(role)]
@@ -97,6 +107,11 @@ class SharedBase(FrozenLM):
         if role == "value" and self.value_model is not None:
             own = self.value_model.body_parameters
         return own + (list(self.heads[role].parameters()) if role in self.heads else [])
+
+    @property
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Those of all trained roles, a role after the other."""
+        return [parameter for role in self.trained_roles for parameter in self.parameters_of(role)]
 
     def _known(self, role: str) -> str:
         if role not in self._adapter_of:

@@ -1,6 +1,7 @@
 """Prompts and responses laid out for a forward pass, and the memory that passes of all sizes leave."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,19 +12,21 @@ from torch import Tensor
 # Lengths are rounded up to this. Each new shape costs a CPU a compiled kernel, and memory to keep it (measured on
 # SmolLM2-135M: resident memory grows by some 20 MB a length); a GPU's matrix units like multiples of 8 too.
 LENGTH_MULTIPLE = 8
+_PADDING = 1 / 16  # of a line of packed rows, at the most: lengths are then few
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """B prompts with their responses, right-padded to the longest of these B, rounded up to `LENGTH_MULTIPLE`.
+    """B prompts with their responses, right-padded to the longest of these B; or packed, one after the other in a line.
 
-    Every mask comes from the lengths, none from token ids: a checkpoint whose pad token is its end-of-sequence token
-    loses nothing.
+    Lengths are rounded up to `LENGTH_MULTIPLE`. Every mask comes from the lengths, none from token ids: a checkpoint
+    whose pad token is its end-of-sequence token loses nothing.
     """
 
-    input_ids: Tensor  # int64 (B, L), prompt and response without a gap, then padding
+    input_ids: Tensor  # int64 (B, L), or (1, L) where they are packed: prompt and response without a gap, then padding
     prompt_lengths: Tensor  # int64 (B,), each at least 1
     response_lengths: Tensor  # int64 (B,)
+    packed: bool = False
 
     @classmethod
     def from_ids(
@@ -33,16 +36,25 @@ class Sequences:
         *,
         pad_token_id: int,
         device: torch.device | str = "cpu",
+        pack: bool = False,
     ) -> "Sequences":
-        """Lay out ragged lists of ids; a `ValueError` if they differ in length, or a prompt is empty."""
+        """Lay out ragged lists of ids; a `ValueError` if they differ in length, or a prompt is empty.
+
+        Args:
+            pack: whether to pack them, equally long ones and a single one too: in bfloat16 a padded pass rounds in
+                another way, and old and new log-probabilities of a token would differ by that.
+        """
         if not all(map(len, prompt_ids)):
             raise ValueError("a prompt needs at least one token")
         rows = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-        longest = -(-max(map(len, rows)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        longest, line = _rounded_up(max(map(len, rows))), [token for row in rows for token in row]
+        width = _rounded_up(len(line), multiple=2 ** int(math.log2(max(1, len(line) * _PADDING))))
+        lines, length = ([line], width) if pack else (rows, longest)
         return cls(
-            torch.tensor([row + [pad_token_id] * (longest - len(row)) for row in rows], device=device),
+            torch.tensor([line + [pad_token_id] * (length - len(line)) for line in lines], device=device),
             torch.tensor([len(ids) for ids in prompt_ids], device=device),
             torch.tensor([len(ids) for ids in response_ids], device=device),
+            pack,
         )
 
     @property
@@ -60,11 +72,33 @@ class Sequences:
         return torch.ones_like(self.input_ids, dtype=torch.bool)
 
     @property
+    def lines(self) -> Tensor:
+        """int64 (B,), the line of `input_ids` in which each row stands."""
+        one = torch.ones_like(self.lengths)
+        return one - 1 if self.packed else one.cumsum(0) - 1
+
+    @property
+    def starts(self) -> Tensor:
+        """int64 (B,), where in its line each row begins."""
+        return self.lengths.cumsum(0) - self.lengths if self.packed else torch.zeros_like(self.lengths)
+
+    @property
+    def row_lengths(self) -> list[int] | None:
+        """Of packed rows, and of the padding after them, which attends to itself."""
+        if not self.packed:
+            return None
+        lengths = self.lengths.tolist()
+        padding = self.input_ids.shape[1] - sum(lengths)
+        return lengths + [padding] * (padding > 0)
+
+    @property
     def position_ids(self) -> Tensor:
-        """int64 (B, L), positions from 0; padding stands at its row's last one, since lengths are rounded up, and
-        GPT-2's and OPT's positions end."""
+        """int64, as `input_ids`: from 0 in each row; padding stands at the last one of the row before it, since lengths
+        are rounded up, and GPT-2's and OPT's positions end."""
+        first, last = torch.zeros_like(self.input_ids), torch.zeros_like(self.input_ids)
+        first[self.lines, self.starts], last[self.lines, self.starts] = self.starts, self.starts + self.lengths - 1
         steps = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
-        return torch.minimum(steps.expand_as(self.input_ids), self.lengths[:, None] - 1)
+        return torch.minimum(steps, last.cummax(dim=1).values) - first.cummax(dim=1).values
 
     @property
     def response_mask(self) -> Tensor:
@@ -73,8 +107,9 @@ class Sequences:
 
     @property
     def response_positions(self) -> Tensor:
-        """int64 (B, T), where in a row each response token stands; outside the mask, the row's last token."""
-        return torch.minimum(self.prompt_lengths[:, None] + self._response_steps, self.lengths[:, None] - 1)
+        """int64 (B, T), where in its line each response token stands; outside the mask, the row's last token."""
+        in_row = torch.minimum(self.prompt_lengths[:, None] + self._response_steps, self.lengths[:, None] - 1)
+        return self.starts[:, None] + in_row
 
     @property
     def _response_steps(self) -> Tensor:
@@ -83,7 +118,12 @@ class Sequences:
     @property
     def response_tokens(self) -> Tensor:
         """int64 (N,), the real tokens of all responses, a row after the other."""
-        return self.input_ids.gather(1, self.response_positions)[self.response_mask]
+        return self.input_ids[self.lines[:, None], self.response_positions][self.response_mask]
+
+
+def _rounded_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
+    multiple = max(multiple, LENGTH_MULTIPLE)
+    return -(-length // multiple) * multiple
 
 
 def release_memory() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.errors import ModelError
-from toolkit.models.base_checks import check_states
+from toolkit.models.base_checks import check_states, rows_can_be_packed
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.load import ModelSpec, load_with_report
 from toolkit.models.lora import check_trains_adapter_alone, peft_errors
@@ -33,10 +33,8 @@ class ValueModel(nn.Module):
         super().__init__()
         own = getattr(classifier, "score", None)
         if not isinstance(own, nn.Linear) or own.out_features != 1:
-            raise ModelError(
-                f"a {type(classifier).__name__} has no head `score` of one output.",
-                remedy="Decoders such as Llama, Mistral, Qwen, GPT-2 and OPT have one.",
-            )
+            wrong = f"a {type(classifier).__name__} has no head `score` of one output."
+            raise ModelError(wrong, remedy="Decoders such as Llama, Mistral, Qwen, GPT-2 and OPT have one.")
         if head is None:
             head = ScoreHead(own.in_features, 1)
             if own.weight.device.type != "meta":
@@ -46,7 +44,8 @@ class ValueModel(nn.Module):
         classifier.requires_grad_(config is None).eval()
         if own.weight.is_meta and type(classifier.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ModelError(f"a model of type {classifier.config.model_type} is no decoder.")
-        check_states(classifier, self.hidden_states)
+        states = check_states(classifier, self.hidden_states)
+        self.packs_rows = rows_can_be_packed(classifier, self.hidden_states, states)
         self._adapted: tuple[PeftModel | None] = (None,)  # in a tuple, so that nothing is registered twice
         if config is not None:
             check_trains_adapter_alone(config)

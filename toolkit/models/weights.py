@@ -14,6 +14,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import AdapterError
 from toolkit.models.base_checks import apart_by, tolerance
+from toolkit.models.load import META, Kind, ModelSpec, load_model
 from toolkit.models.roles import SharedBase
 
 
@@ -21,6 +22,14 @@ def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig) -
     """Give a model on the meta device the layers that loading would quantise, as PEFT knows them."""
     AutoHfQuantizer.from_config(quantization, pre_quantized=False).preprocess_model(model, device_map=None)
     model.is_loaded_in_4bit = quantization.load_in_4bit  # as loading says; PEFT chooses its layer by this
+
+
+def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:
+    """What `load_model` would give of a spec, on the meta device, with the layers that quantisation puts there."""
+    model = load_model(spec, kind, device=META, **settings)
+    if spec.quantization is not None:
+        quantize_outline(model, spec.quantization)
+    return model
 
 
 def role_digest(base: SharedBase, role: str) -> str:
@@ -72,10 +81,8 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> 
     merged = adapted.merge_and_unload(safe_merge=True)
     whole = merged(input_ids=probe).logits.float()
     if not (distance := apart_by(whole, apart)) <= tolerance(merged):
-        raise AdapterError(
-            f"{folder}: merged into the base it gives another model, whose logits are {distance:.1%} apart.",
-            remedy="Export the adapter alone.",
-        )
+        wrong = f"{folder}: merged into the base it gives another model, whose logits are {distance:.1%} apart."
+        raise AdapterError(wrong, remedy="Export the adapter alone.")
     agreement = (whole.argmax(-1) == apart.argmax(-1)).float().mean()
     return Merged(merged, whole, float((whole - apart).abs().max()), float(apart.abs().max()), float(agreement))
 

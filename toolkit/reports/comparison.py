@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.reports.charts import curves
-from toolkit.reports.page import CURVES, evaluations, number, page, points_of, score_and_judge, spread_of, table
+from toolkit.reports.page import (
+    CURVES,
+    evaluations,
+    figures_table,
+    number,
+    page,
+    points_of,
+    score_and_judge,
+    spread_of,
+    table,
+)
 from toolkit.reports.verdict import verdict
 
 _MOST_PROMPTS = 100
@@ -46,7 +56,7 @@ def _figures(runs: Sequence[ComparedRun]) -> str:
     rows += [("seconds", *(number(run.result.get("seconds", "–")) for run in runs))]
     rows += [("warnings", *(str(len(run.result.get("warnings") or ())) for run in runs))]
     columns = ("", *(run.name for run in runs))
-    return f"<h2>Figures, before → after</h2>{table(columns, rows, numbers=range(1, len(columns)))}"
+    return f"<h2>Figures, before → after</h2>{figures_table(columns, rows)}"
 
 
 def _before_after(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> str:

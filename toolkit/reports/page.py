@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.data import PER_RULE
 from toolkit.disk import write_whole, writing
 from toolkit.reports.charts import COLOURS, Band, Point, bars, curves, histogram, scatter
 from toolkit.reports.pairs import ScoredPair, worst_errors
@@ -52,6 +53,7 @@ td { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 4rem }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 th button { font: inherit; font-weight: 600; color: inherit; background: none; border: 0; padding: 0; cursor: pointer }
 th button::after { content: " \\2195"; color: var(--soft) }
+summary { cursor: pointer; color: var(--soft) }
 table.text { width: 100% } table.text td:not(.n) { min-width: 12rem }
 td.share { width: 12rem } td.share svg { width: 100%; height: .6rem }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); gap: .6rem 1.2rem }
@@ -180,11 +182,22 @@ def number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
+def figures_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Figures by name, one or more a row; those of single rules, of which there are many, stand folded below."""
+    numbers = range(1, len(columns))
+    shown, folded = ([row for row in rows if row[0].startswith(PER_RULE) is single] for single in (False, True))
+    above = table(columns, shown, numbers=numbers)
+    if not folded:
+        return above
+    below = f"<summary>{len(folded)} of single rules</summary>{table(columns, folded, numbers=numbers)}"
+    return f"{above}<details>{below}</details>"
+
+
 def _before_after(result: dict[str, Any]) -> str:
     before, after = result.get("before") or {}, result.get("after") or {}
     rows = [(key, number(before.get(key, "–")), number(after.get(key, "–"))) for key in {**before, **after}]
     last = "now" if result.get("running") else "after"
-    return f"<h2>Before and {last}</h2>{table(('', 'before', last), rows, numbers={1, 2})}" if rows else ""
+    return f"<h2>Before and {last}</h2>{figures_table(('', 'before', last), rows)}" if rows else ""
 
 
 def _distributions(samples: Sequence[dict[str, Any]]) -> str:

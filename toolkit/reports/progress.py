@@ -108,7 +108,8 @@ class Progress(TrainerCallback, ExportableState):
         self._open: ExitStack | None = None
         self._of_training: ExitStack | None = None
         self._sentences: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # its `put` may interrupt itself
-        self._phase, self._began, self._done = "", 0.0, 0
+        self._phase, self._began, self._done = "", time.monotonic(), 0
+        self._between = "prepare"  # what goes on outside of phases and of training
         self._parts: int | None = None
         self._in_phases = 0.0
         self._pace: Pace | None = None
@@ -176,8 +177,9 @@ class Progress(TrainerCallback, ExportableState):
             self.told(f"{self.title}: {phase} …")
 
     def ended(self) -> None:
-        self._add(self._phase, time.monotonic() - self._began)
-        self._phase = ""
+        now = time.monotonic()
+        self._add(self._phase, now - self._began)
+        self._phase, self._began = "", now
 
     def _add(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -222,6 +224,7 @@ class Progress(TrainerCallback, ExportableState):
             if self.console.is_terminal:  # where the panel goes
                 self.told(f"{self.title} {self._count()}  {' · '.join([*self._figures.values(), *self._times()])}")
             self._pace = None
+        self._between, self._began = "write", time.monotonic()
         if self._of_training is not None:
             self._of_training.close()
             self._of_training = None
@@ -233,10 +236,11 @@ class Progress(TrainerCallback, ExportableState):
 
     def _doing(self) -> str:
         """`update 3/8, 45 s`."""
-        if not self._phase:
-            return "train" if self._pace is not None else "…"
+        if not self._phase and self._pace is not None:
+            return "train"
         done = f" {self._done}/{self._parts}" if self._parts else f" {self._done}" if self._done else ""
-        return f"{self._phase}{done}, {clock(time.monotonic() - self._began)}"
+        doing = f"{self._phase}{done}" if self._phase else self._between
+        return f"{doing}, {clock(time.monotonic() - self._began)}"
 
     def _times(self) -> list[str]:
         if self._pace is None:

@@ -67,6 +67,7 @@ def score_with(reward: Reward, rollout: Rollout) -> Scores:
 
 
 def _scores(reward: Reward, rollout: Rollout) -> Scores:
+    inference = torch.is_inference_mode_enabled()
     try:
         with torch.no_grad(), process_kept():
             returned = reward(deepcopy(rollout))
@@ -74,17 +75,28 @@ def _scores(reward: Reward, rollout: Rollout) -> Scores:
     except (ToolkitError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        wrong = f"the reward raised {type(error).__name__}: {words_of(error)} ({place_of(error)})."
+        wrong = f"the reward raised {type(error).__name__}: {words_of(error)} ({place_of(error, reward)})."
         raise RewardError(wrong, remedy="Mend it there.") from error
+    if torch.is_inference_mode_enabled() != inference:  # which nothing can put back
+        wrong = f"the reward has left torch's inference mode on, in which nothing is learnt ({_definition(reward)})."
+        raise RewardError(wrong, remedy="Enter it by: with torch.inference_mode().")
     return check_scores(scores, rollout)
 
 
-def place_of(error: BaseException) -> str:
-    """The file and line that an error comes from: the last of the user's own, above those of libraries."""
+def place_of(error: BaseException, called: Any = None) -> str:
+    """The file and line that an error comes from: the last of the user's own, above those of libraries; where it has
+    none, as of a function that is not to be called so, where what was called is defined."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _OF_A_LIBRARY.search(frame.filename)]
+    if not own and (place := _definition(called)):
+        return place
     frame = (own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"
+
+
+def _definition(called: Any) -> str:
+    code = getattr(inspect.unwrap(called) if callable(called) else called, "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else ""
 
 
 def check_scores(scores: ScoreLike, rollout: Rollout) -> Scores:

@@ -190,12 +190,20 @@ class ModelScorer(TextScorer):
 
     def load(self, device: torch.device | None = None) -> RewardModel:
         """The reward model, with its weights. For errors see `RewardModel.load`."""
-        tokenizer, quantization = self._tokenizer(), self.quantization
+        tokenizer = self._tokenizer()
+        model = models.load_model(self._spec, "sequence_classifier", trained=True, device=device)
+        return RewardModel(model, tokenizer, **self._text_settings)
+
+    def outlines(self) -> Iterator[PreTrainedModel]:
+        if self.model is not None:
+            yield models.outlined(self._spec, "sequence_classifier")
+
+    @property
+    def _spec(self) -> models.ModelSpec:
+        quantization = self.quantization
         if isinstance(quantization, dict):
             quantization = models.quantization_config(quantization, models.resolved(self.dtype))
-        spec = models.ModelSpec(self.model, quantization=quantization, dtype=self.dtype, **self._code)
-        model = models.load_model(spec, "sequence_classifier", trained=True, device=device)
-        return RewardModel(model, tokenizer, **self._text_settings)
+        return models.ModelSpec(self.model, quantization=quantization, dtype=self.dtype, **self._code)
 
     @property
     def _text_settings(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from toolkit.errors import Problem, RewardError
@@ -95,6 +94,6 @@ def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Any, response: str)
         answered = [*messages, {"role": "assistant", "content": response}]
         with time_limit():
             return str(tokenizer.apply_chat_template(answered, tokenize=False))
-    except (TemplateError, TimeoutError) as error:
+    except Exception as error:  # of jinja2, of a limit, and of whatever a template does in Python
         wrong = f"the model's chat template refuses a conversation ({error}): {messages!r}."
         raise RewardError(wrong, field="reads", remedy="Mend the row, or use pair or text.") from error

@@ -73,6 +73,10 @@ class Scorer:
         """What is wrong with what it names. No weights are loaded, no file is run and no server asked."""
         return []
 
+    def outlines(self) -> Iterator[PreTrainedModel]:
+        """The models that it loads beside the base, on the meta device. Raises: ModelError: one cannot be had."""
+        yield from ()
+
     def build(self, context: ScorerContext) -> Reward:
         """The reward callback. Raises: RewardError or ModelError: what it names cannot be used."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from toolkit.data import Rollout
 from toolkit.errors import Problem, RewardError, within
@@ -87,6 +88,10 @@ class SumScorer(Scorer):
 
     def check(self, context: ScorerContext) -> list[Problem]:
         return [p.within(f"parts.{name}") for name, part in self.parts.items() for p in part.check(context)]
+
+    def outlines(self) -> Iterator[PreTrainedModel]:
+        for part in self.parts.values():
+            yield from part.outlines()
 
     def build(self, context: ScorerContext) -> Reward:
         rewards = {}

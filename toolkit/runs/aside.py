@@ -44,11 +44,8 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
         _forget(run / UNFINISHED)
         files += [run / RECIPE_FILE]
     moves = [(path, run / REPLACED / path.relative_to(run)) for path in files]
-    _move(
-        run,
-        moves,
-        {"into": REPLACED, "wanted": wanted or state["wanted"] or names[0], "names": sorted(begun | set(names))},
-    )
+    wanted = wanted or state["wanted"] or names[0]
+    _move(run, moves, {"into": REPLACED, "wanted": wanted, "names": sorted(begun | set(names))})
 
 
 def place(run: Path, source: Path, name: str) -> None:

@@ -137,11 +137,24 @@ def make_reward(recipe: Recipe, roles: SharedBase, pad_tokens: PadTokens, batch_
     return _callback(recipe, "scorer", recipe.scorer, replace(context, reward_model=model))
 
 
-def make_judge(recipe: Recipe, roles: SharedBase, pad_tokens: PadTokens, batch_size: int) -> Reward | None:
-    """The judge of a recipe; None without one. As `make_reward`, of the section `judge`."""
-    if recipe.judge is None:
-        return None
-    return _callback(recipe, "judge", recipe.judge, _scorer_context(recipe, roles, "judge", pad_tokens, batch_size))
+def measures(
+    recipe: Recipe,
+    roles: SharedBase,
+    pad_tokens: PadTokens,
+    batch_size: int,
+    *,
+    reward: Reward | None = None,
+    judge: Reward | None = None,
+) -> dict[str, Any]:
+    """What responses are measured by, as trainers and evaluators name it: `reward`, `metrics` and `judge`.
+
+    A reward and a judge that are given come before what the recipe says. For the others and errors see `make_reward`.
+    """
+    reward = reward or make_reward(recipe, roles, pad_tokens, batch_size)
+    if judge is None and recipe.judge is not None:
+        context = _scorer_context(recipe, roles, "judge", pad_tokens, batch_size)
+        judge = _callback(recipe, "judge", recipe.judge, context)
+    return {"reward": reward, "metrics": recipe.task.metrics, "judge": judge}
 
 
 def _scorer_context(
@@ -166,9 +179,14 @@ def _callback(recipe: Recipe, section: str, scorer: Scorer, context: ScorerConte
 
 
 def make_ppo_trainer(
-    recipe: Recipe, *, reward: Reward | None = None, train_dataset: Any = None, callbacks: Callbacks = ()
+    recipe: Recipe,
+    *,
+    reward: Reward | None = None,
+    judge: Reward | None = None,
+    train_dataset: Any = None,
+    callbacks: Callbacks = (),
 ) -> Any:
-    """The ppo stage, by our loop or by TRL's own; `reward` and `train_dataset` come before what the recipe says."""
+    """The ppo stage, by our loop or by TRL's own; reward, judge and rows that are given come before the recipe's."""
     set_seed(recipe.seed)
     config = trainer_config(recipe, "ppo")
     roles, pad_tokens = placed_roles(recipe, "ppo")
@@ -180,12 +198,10 @@ def make_ppo_trainer(
             trainer = stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=named["callbacks"])
         trainer.toolkit_pad_tokens = pad_tokens  # for whoever measures
         return trainer
-    size = config.local_rollout_forward_batch_size
-    reward = reward or make_reward(recipe, roles, pad_tokens, size)
+    named |= measures(recipe, roles, pad_tokens, config.local_rollout_forward_batch_size, reward=reward, judge=judge)
     held_out = stage_dataset(recipe, "ppo", "prompts", "validation")
-    named |= {"metrics": recipe.task.metrics, "judge": make_judge(recipe, roles, pad_tokens, size)}
     with within("ppo"):
-        return PPOTrainer(config, recipe.tokenizer, roles, reward, prompts, held_out, **named)
+        return PPOTrainer(config, recipe.tokenizer, roles, named.pop("reward"), prompts, held_out, **named)
 
 
 def make_rollouts(recipe: Recipe, roles: SharedBase) -> Rollouts:
@@ -197,10 +213,7 @@ def make_rollouts(recipe: Recipe, roles: SharedBase) -> Rollouts:
 def make_evaluator(recipe: Recipe, rollouts: Rollouts, pad_tokens: PadTokens) -> Evaluator:
     """Measures the policy as the ppo stage does, without a trainer of ours."""
     set_seed(recipe.seed)
-    scored_by = (rollouts.roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
-    return rollouts.evaluator(
-        make_reward(recipe, *scored_by), recipe.task.metrics, judge=make_judge(recipe, *scored_by)
-    )
+    return rollouts.evaluator(**measures(recipe, rollouts.roles, pad_tokens, rollouts.portion.rows))
 
 
 RESPONSES_FILE = "responses.jsonl"  # of the collect stage
@@ -222,18 +235,9 @@ def make_q_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> QTrainer:
     config = trainer_config(recipe, "q")
     dataset = rated_dataset(recipe)
     roles, pad_tokens = placed_roles(recipe, "q")
-    scored_by = (roles, pad_tokens, config.per_device_eval_batch_size)
-    return QTrainer(
-        config,
-        recipe.tokenizer,
-        roles,
-        dataset,
-        stage_dataset(recipe, "collect", "prompts", "validation"),
-        reward=make_reward(recipe, *scored_by),
-        judge=make_judge(recipe, *scored_by),
-        metrics=recipe.task.metrics,
-        **_named(recipe, "q", callbacks),
-    )
+    named = measures(recipe, roles, pad_tokens, config.per_device_eval_batch_size) | _named(recipe, "q", callbacks)
+    held_out = stage_dataset(recipe, "collect", "prompts", "validation")
+    return QTrainer(config, recipe.tokenizer, roles, dataset, held_out, **named)
 
 
 MAKERS: dict[str, Callable[..., Any]] = {

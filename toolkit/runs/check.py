@@ -29,11 +29,10 @@ def check(recipe: Recipe) -> Report:
     return check_stages(recipe, STAGES)
 
 
-def check_stages(recipe: Recipe, wanted: Collection[str], *, scorer: bool = True) -> Report:
+def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collection[str] = ()) -> Report:
     """As `check`, of what some stages need.
 
-    Without `scorer` it does not look for what the section of that name says: a function that Python has handed over may
-    have no name by which it could be found.
+    A scorer or judge that Python has handed over may have no name by which it could be found: it is not looked for.
     """
     findings = Findings()
     plans = [recipe.plan.stages[name] for name in STAGES if name in recipe.plan.stages and name in wanted]
@@ -45,7 +44,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, scorer: bool = True
     names = [plan.stage for plan in plans if plan.stage in STAGE_CLASSES and roles.tokenizer]
     data = DataCheck(recipe, names, findings, roles)
     facts = data.facts()
-    _check_scorers(recipe, roles, data.prompt_columns, findings, named=scorer)
+    _check_scorers(recipe, roles, data.prompt_columns, findings, handed_over)
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
     if roles.roles is not None and (slow := about_slow(recipe.base_precision.dtype, "base.dtype")):
         notes.append(Problem(slow))
@@ -55,9 +54,13 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, scorer: bool = True
 
 
 def _check_scorers(
-    recipe: Recipe, roles: RolesCheck, prompt_columns: list[str] | None, findings: Findings, *, named: bool
+    recipe: Recipe,
+    roles: RolesCheck,
+    prompt_columns: list[str] | None,
+    findings: Findings,
+    handed_over: Collection[str],
 ) -> None:
-    """What the scorer, if it is `named`, and the judge name. No server is asked and no file run."""
+    """What scorer and judge name, but those that were handed over. No server is asked and no file run."""
     if not {"ppo", "collect", "q", "scorer"} & recipe.values.keys():
         return
     trained = recipe.plan.stages.get("reward")
@@ -68,7 +71,7 @@ def _check_scorers(
         chats=prompt_columns is not None and recipe.task.chats,
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
     )
-    for problem in recipe.scorer.check(context) if named else ():
-        findings.note(problem.within("scorer"))
-    for problem in () if recipe.judge is None else recipe.judge.check(replace(context, role="judge")):
-        findings.note(problem.within("judge"))
+    named = {"scorer": (recipe.scorer, context), "judge": (recipe.judge, replace(context, role="judge"))}
+    for section, (one, reads) in named.items():
+        for problem in () if one is None or section in handed_over else one.check(reads):
+            findings.note(problem.within(section))

@@ -156,8 +156,7 @@ class Report:
         lines = "\n".join(f"{label:<10} {text}".replace("\n", "\n" + " " * 11) for label, text in entries)
         return printable(lines)
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
 
 class Findings:

@@ -39,12 +39,15 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
     if not shared:
         raise RecipeError(f"{', '.join(names)} have no stage in common that has begun.")
     wanted = stage or shared[0]
-    labels = [folder.name for folder in folders]
-    if len(set(labels)) < len(labels):  # of several folders of runs
-        labels = [str(folder) for folder in folders]
-    runs = [_run(label, folder / wanted) for label, folder in zip(labels, folders, strict=True)]
+    runs = [_run(label, folder / wanted) for label, folder in zip(labels_of(folders), folders, strict=True)]
     with writing(output):
         return write_whole(output, comparison_page(wanted, runs, differing(folders)))
+
+
+def labels_of(folders: Sequence[Path]) -> list[str]:
+    """Names of runs; their paths where two have one name, as in several folders of runs."""
+    names = [folder.name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def differing(folders: Sequence[Path]) -> dict[str, list[Any]]:

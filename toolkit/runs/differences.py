@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,10 +29,15 @@ ABSENT = object()  # the value of a key that a recipe does not have
 Changes: TypeAlias = Mapping[str, tuple[Any, Any]]
 
 
+@lru_cache(maxsize=8)  # a stage asks for the same two some forty times
+def _parsed(text: str) -> Any:
+    return yaml.safe_load(text)
+
+
 def recorded(folder: Path) -> dict[str, Any]:
     """The recipe that a run folder keeps; empty where it keeps none that can be read."""
     try:
-        values = yaml.safe_load((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+        values = _parsed((folder / RECIPE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
@@ -51,7 +57,7 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
 
     Those alone that differ; of a stage that is not the recipe's, all that differ.
     """
-    there, here = dict(leaves(recorded(folder))), dict(leaves(yaml.safe_load(recipe.to_yaml())))
+    there, here = dict(leaves(recorded(folder))), dict(leaves(_parsed(recipe.to_yaml())))
     plan = recipe.plan.stages.get(stage)
     read = [key for key in {**there, **here} if plan is None or plan.reads_key(key)]
     pairs = {key: (there.get(key, ABSENT), here.get(key, ABSENT)) for key in read}

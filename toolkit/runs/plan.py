@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from toolkit.costs import (
     CARDS,
+    PHASES,
     Costs,
     Counted,
     CountedUpdate,
@@ -21,13 +23,15 @@ from toolkit.costs import (
     here,
     named,
     optimizer_bytes,
+    pack,
     take_shape,
     weight_bytes_of,
 )
 from toolkit.errors import Problem, RecipeError
-from toolkit.models import AUTO, META, SharedBase, load_model, quantize_outline
+from toolkit.models import AUTO, META, SharedBase, outlined, quantize_outline
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
+from toolkit.runs.check_roles import own_quantization
 from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, size_of
 from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
@@ -88,8 +92,8 @@ class _Planner:
         """The base with the roles of the stage, as it would be loaded, without numbers."""
         recipe = self.recipe
         tokenizer = recipe.tokenizer if recipe.base.model is None else None
-        base = load_model(recipe.base.model_spec(), tokenizer=tokenizer, device=META).requires_grad_(False)
-        if (quantization := recipe.quantization()) is not None:
+        base = outlined(recipe.base.model_spec(), tokenizer=tokenizer).requires_grad_(False)
+        if recipe.quantization() is None and (quantization := own_quantization(base.config)) is not None:
             quantize_outline(base, quantization)
         roles, sources = SharedBase(base), recipe.plan.stages["ppo"].roles
         own_base = any(isinstance(source, OwnBase) for source in sources)
@@ -108,16 +112,31 @@ class _Planner:
     def _static(self) -> dict[str, int]:
         roles = self.roles
         own = {id(p): p.nbytes for role in roles.roles for p in roles.parameters_of(role)}
-        trained = sum(p.numel() for role in roles.trained_roles for p in roles.parameters_of(role))
+        trained = sum(p.numel() for p in roles.trained_parameters)
         adapters = sum(own.values())
-        return {
+        found = {
             "base": weight_bytes_of(roles) - adapters,
             "adapters": adapters,
             "optimizer": round(trained * optimizer_bytes(self.args)),
         }
+        beside = sum(map(weight_bytes_of, self._beside()))
+        return {**found, "reward models": beside} if beside else found
+
+    def _beside(self) -> Iterator[nn.Module]:
+        """The models that reward and judge load beside the base."""
+        recipe = self.recipe
+        for scorer in (recipe.scorer, recipe.judge):
+            for model in () if scorer is None else scorer.outlines():
+                pack(model)
+                yield model
+        own = recipe.plan.stages["reward"].own if recipe.scorer.needs_reward_model else None
+        if own is not None:
+            model = own.classifier(Site(recipe.tokenizer, lambda stage: None), device=META)
+            pack(model)
+            yield model
 
     def report(self, *, notes: bool = True) -> PlanReport:
-        phases = self.update.phases(scored="reward" in self.roles.roles)
+        phases = self.update.phases(*(name for name in PHASES if name != "score" or "reward" in self.roles.roles))
         memory = tuple(self._memory(phases))
         times = tuple(self._times(phases, self.device)) if self.device is not None else ()
         dtype = self.recipe.precision("ppo").dtype
@@ -131,17 +150,14 @@ class _Planner:
     def _memory(self, phases: Sequence[Phase]) -> Iterator[PhaseMemory]:
         of: dict[str, Costs] = {}
         for phase in phases:
-            if phase.name == "merged":
+            if phase.name in ("merged", "optimizer"):  # the optimizer's step has less than the update before it
                 continue
             name = "rollout" if phase.name in ("prefill", "decode") else phase.name
             if name not in of or phase.costs.peak > of[name].peak:
                 of[name] = phase.costs
         for name, costs in of.items():
-            yield self._of_phase(name, costs)
-
-    def _of_phase(self, name: str, costs: Costs) -> PhaseMemory:
-        parts = {kind: size for kind, size in costs.of_peak.items() if size}
-        return PhaseMemory(name, {**self.static, **parts, **({"context": self.context} if self.context else {})})
+            parts = {kind: size for kind, size in costs.of_peak.items() if size}
+            yield PhaseMemory(name, {**self.static, **parts, **({"context": self.context} if self.context else {})})
 
     # ------------------------------------------------------------------ time
 
@@ -163,10 +179,9 @@ class _Planner:
 
     def _notes(self, report: PlanReport) -> Iterator[Problem]:
         args = self.args
-        other = self._learning(gradient_checkpointing=not args.gradient_checkpointing)
+        other = self._with({"gradient_checkpointing": not args.gradient_checkpointing}, "update")
         said = "without" if args.gradient_checkpointing else "with"
-        total = size_of(self._of_phase("update", other).total)
-        yield Problem(f"the update {said} gradient checkpointing: {total}.")
+        yield Problem(f"the update {said} gradient checkpointing: {size_of(other.total)}.")
         if not report.fits:
             yield self._way_out(report)
         if self.device is not None:
@@ -184,10 +199,6 @@ class _Planner:
             f"{device.operator * 1e6:.3g} µs of Python for each; all responses at full length; scoring by anything but "
             "the reward role left out."
         )
-
-    def _learning(self, **changes: Any) -> Costs:
-        args = self.recipe.stage_config("ppo", **changes)
-        return CountedUpdate(self.update.counted, self.roles, args, self.lengths).learning()
 
     def _way_out(self, report: PlanReport) -> Problem:
         """What would fit, and which key to change first."""
@@ -232,9 +243,7 @@ class _Planner:
 
     def _with(self, changes: dict[str, Any], phase: str) -> PhaseMemory:
         """The memory of a phase with other settings."""
-        if phase == "update":
-            return self._of_phase(phase, self._learning(**changes))
         args = self.recipe.stage_config("ppo", **changes)
         update = CountedUpdate(self.update.counted, self.roles, args, self.lengths, on_cpu=self._on_cpu)
-        costs = max(update.without_gradients(phase), key=lambda costs: costs.peak)
-        return self._of_phase(phase, costs)
+        (memory,) = self._memory(update.phases(phase))
+        return memory

@@ -93,8 +93,7 @@ class PlanReport:
         lines += ["", *(f"- {note.text(options)}" for note in self.notes)]
         return printable("\n".join(lines))
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
 
 def size_of(number: float) -> str:

@@ -14,6 +14,7 @@ from toolkit import processes
 from toolkit.checkpoints import signals_to
 from toolkit.errors import RunInterrupted, ToolkitError
 
+_ANYWHERE = 16  # processes that may be tried out on a machine with fewer cores
 GRACE = 20.0
 """Seconds in which the others end by themselves when one of several processes has failed."""
 
@@ -38,8 +39,12 @@ def run_in_processes(command: list[str], number: int) -> int:
     """Run a command in several processes of this machine, which join by torch's variables; its exit code.
 
     Raises:
-        ToolkitError: one of them was killed; the others have been ended.
+        ToolkitError: this machine has no use for so many, or one was killed; the others have been ended.
     """
+    cores = os.cpu_count() or 1
+    if number > max(_ANYWHERE, cores):
+        wrong = f"{number} processes are asked for, and this machine has {cores} cores."
+        raise ToolkitError(wrong, remedy="Start as many as there are GPUs, or cores.")
     shared = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // number))}
     port = processes.free_port()
     children = []

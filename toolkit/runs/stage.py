@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from toolkit import phases, processes, reports
+from toolkit.data import PER_RULE
 from toolkit.errors import RunInterrupted, printable
 from toolkit.reports import Progress, Responses, ScoredPair, write_jsonl
 from toolkit.runs.banner import banner
@@ -68,11 +69,7 @@ def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path |
     progress = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
     with progress:
         result, samples = _trained(recipe, stage, console, checkpoint, progress)
-    if samples:
-        console.print(reports.samples_table(samples))
-    print_result(console, result)
-    if said := reports.verdict(result, samples):
-        say(console, said)
+    show_result(console, result, samples)
     say(console, f"report: {recipe.stage_folder(stage) / reports.REPORT_FILE}")
     return result
 
@@ -83,9 +80,9 @@ def _trained(
     """Train a stage and write it up: its result, and its samples."""
     started = time.perf_counter()
     folder = recipe.stage_folder(stage)
-    for sentence in about_precision(recipe, stage):
-        say(console, sentence)
     with phases.phase("load"), processes.agreed():
+        for sentence in about_precision(recipe, stage):
+            say(console, sentence)
         trainer = MAKERS[stage](recipe, callbacks=[] if progress.quiet else [progress])
     for line in banner(recipe, stage, trainer):
         say(console, line)
@@ -120,7 +117,9 @@ def _trained(
     if cut:
         result["cut"] = cut
     samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
-    processes.by_main(lambda: _write_up(recipe, stage, result, samples, trainer.judged if stage == "reward" else ()))
+    judged = trainer.judged if stage == "reward" else ()
+    with phases.phase("write"):
+        processes.by_main(lambda: _write_up(recipe, stage, result, samples, judged))
     return result, samples
 
 
@@ -260,14 +259,22 @@ def _reward_figures(recipe: Recipe, trainer: Any) -> dict[str, Any]:
     return pair_figures(trainer.judged)
 
 
-def print_result(console: Console, result: dict[str, Any]) -> None:
-    """The figures before and after but the signs of a reward that is fooled, seconds and memory."""
+def show_result(console: Console, result: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    """The samples; the figures before and after but the signs of a reward that is fooled and single rules, seconds
+    and memory; a verdict."""
+    if samples:
+        console.print(reports.samples_table(samples))
     before, after = result["before"], result["after"]
     for key, value in after.items():
-        if key not in SIGNS and isinstance(value, float) and isinstance(before.get(key), float):
+        shown = key not in SIGNS and not key.startswith(PER_RULE)
+        if shown and isinstance(value, float) and isinstance(before.get(key), float):
             console.print(f"{key:>16}  {before[key]:10.4f} → {value:.4f}", highlight=False)
+    if rules := sum(key.startswith(PER_RULE) for key in after):
+        console.print(f"{PER_RULE + '…':>16}  of {rules} rules: in result.json", highlight=False)
     low_high = after.get("accuracy_ci")
     if low_high:
         console.print(f"{'accuracy_ci':>16}  {low_high[0]:.4f} – {low_high[1]:.4f} (95 %)", highlight=False)
     memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
     console.print(f"{result['stage']} took {result['seconds']:.0f} s; peak memory: {memory}", highlight=False)
+    if said := reports.verdict(result, samples):
+        say(console, said)

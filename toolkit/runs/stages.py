@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from toolkit import processes
+from toolkit import phases, processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.reports import Progress
@@ -28,11 +28,17 @@ from toolkit.spec.recipe import Recipe
 
 
 def _run_prerequisites(
-    recipe: Recipe, stage: str, console: Console, *, from_run: str | None, scorer: bool = True, **way: bool
+    recipe: Recipe,
+    stage: str,
+    console: Console,
+    *,
+    from_run: str | None,
+    handed_over: Collection[str] = (),
+    **way: bool,
 ) -> None:
     """Take from another run, or run, what a stage needs and the run does not have.
 
-    `scorer` is that of `check_stages`, and the `way` on, to overwrite or to resume, that of `claim`.
+    `handed_over` is that of `check_stages`, and the `way` on, to overwrite or to resume, that of `claim`.
     """
     needs = recipe.plan.needs(stage)
     if from_run is not None:
@@ -41,7 +47,8 @@ def _run_prerequisites(
     missing = processes.by_main(lambda: [earlier for earlier in needs if finished(recipe, earlier) is None])
     if missing:
         # A mistake of the last stage's is found before the first one has run for an hour.
-        processes.by_main(lambda: check_stages(recipe, {stage, *needs}, scorer=scorer).raise_problems())
+        with Progress(f"{recipe.run} {stage}", quiet=not processes.is_main()), phases.phase("check"):
+            processes.by_main(lambda: check_stages(recipe, {stage, *needs}, handed_over=handed_over).raise_problems())
     processes.by_main(lambda: check_outputs(recipe.folder, (earlier for earlier in needs if earlier not in missing)))
     for earlier in missing:
         processes.by_main(partial(claim, recipe, earlier, wanted=stage, **way))
@@ -87,11 +94,12 @@ def prepared(
 ) -> Any:
     """The stage's trainer, after its prerequisites: for notebooks. As long as it is there, nobody else may train.
 
-    `given` comes before what the recipe says: `reward` and `train_dataset` of ppo.
+    `given` comes before what the recipe says: `reward`, `judge` and `train_dataset` of ppo.
     """
     given = {name: value for name, value in (given or {}).items() if value is not None}
     with _kept_whole(recipe, stage, Console(), **way):
-        _run_prerequisites(recipe, stage, Console(), from_run=from_run, scorer="reward" not in given, **way)
+        handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
+        _run_prerequisites(recipe, stage, Console(), from_run=from_run, handed_over=handed_over, **way)
         claim(recipe, stage, wanted=stage, **way)
         shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
         trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
@@ -126,7 +134,8 @@ def run(
         RunInterrupted: a signal asked to stop, and the stage was saved.
         ToolkitError: whatever a user can mend.
     """
-    console, way = console or Console(), {"overwrite": overwrite, "resume": resume}
+    console = console or Console()
+    way: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
     recipe.plan.needs(stage)
     if overwrite and resume:
         raise RecipeError("to overwrite and to resume are two ways on.", remedy="Give $overwrite or $resume.")

@@ -81,7 +81,7 @@ class Sampler:
         stops = self.roles.stop_token_ids(self.tokenizer)
         uniform = None
         if self.temperature is not None:
-            uniform = uniforms(draw_keys(len(limits)) if keys is None else keys, max(limits))
+            uniform = uniforms(torch.randint(2**63 - 1, (len(limits),)) if keys is None else keys, max(limits))
         config = GenerationConfig(
             max_new_tokens=max(limits), do_sample=False, eos_token_id=stops, pad_token_id=self.tokenizer.pad_token_id
         )
@@ -104,12 +104,7 @@ class Sampler:
         return rollout_of(batch, output, tokenizer=self.tokenizer, stop_token_ids=stops, limits=limits)
 
     def _generate(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        uniform: Tensor | None,
-        config: GenerationConfig,
-        streamer: TextStreamer | None,
+        self, ids: Tensor, mask: Tensor, uniform: Tensor | None, config: GenerationConfig, streamer: TextStreamer | None
     ) -> Tensor:
         """What comes after left-padded prompts (B, P): int64 (B, T); greedy in any case, since `_Sampled` leaves
         one token to take."""
@@ -158,11 +153,6 @@ class _Sampled(RowProcessor):
         self.left = self.left[:, 1:]
         self.finite &= finite.all()
         return scores.scatter(1, tokens.unsqueeze(1), float("inf"))
-
-
-def draw_keys(number: int) -> Tensor:
-    """Keys of rows to sample by, from torch's global generator: int64 (number,)."""
-    return torch.randint(2**63 - 1, (number,))
 
 
 def uniforms(keys: Tensor, length: int) -> Tensor:

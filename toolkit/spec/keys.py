@@ -7,12 +7,12 @@ from dataclasses import replace
 from difflib import get_close_matches
 from enum import Enum
 from importlib.metadata import version
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from transformers import BitsAndBytesConfig
 
 from toolkit.errors import Problem, ToolkitError, within
-from toolkit.settings import fits, problems_of
+from toolkit.settings import fits, hints_of, problems_of
 
 REFUSALS = (TypeError, ValueError, AttributeError, ImportError, LookupError, RuntimeError, ArithmeticError, UserWarning)
 """What the libraries raise of values that they cannot do with."""
@@ -24,7 +24,7 @@ def owner_fields(owner: type) -> dict[str, Any]:
     From the signature, since not every owner is a plain dataclass: `BitsAndBytesConfig` has an `__init__` of its own
     that swallows unknown keys.
     """
-    hints = get_type_hints(owner)
+    hints = hints_of(owner)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = [p for p in inspect.signature(owner).parameters.values() if p.kind in kinds]
     return {p.name: hints.get(p.name, Any) for p in parameters}
@@ -73,13 +73,7 @@ _ELSEWHERE = {
 }
 
 # What other tools write for a value.
-_SPELT = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "float": "float32",
-    "fp32": "float32",
-}
+_SPELT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32", "fp32": "float32"}
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

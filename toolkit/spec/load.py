@@ -15,12 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
 from toolkit.errors import Problem, RecipeError
+from toolkit.rewards.function import beside
 from toolkit.settings import fits
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
-from toolkit.spec.validate import check_recipe, with_reward_files
+from toolkit.spec.sections import DATA_SECTIONS, SCORER_SECTIONS, STAGE_CLASSES
+from toolkit.spec.validate import check_recipe
 
 _DEEPEST, _MOST = 50, 100_000  # of the values of a recipe
 _KEY = re.compile(r"\$\{([\w.-]+)\}")
@@ -207,6 +208,22 @@ def _with_shipped_data(values: dict[str, Any], path: Path) -> dict[str, Any]:
         if isinstance(data := values.get(section), dict):
             values[section] = data | {key: placed(data[key]) for key in ("train", "validation") if key in data}
     return values
+
+
+def with_reward_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The recipe with a reward's file found in the recipe's own folder, where the current one has none of that name."""
+
+    def placed(scorer: Any) -> Any:
+        if not isinstance(scorer, dict):
+            return scorer
+        changed = dict(scorer)
+        if isinstance(scorer.get("function"), str):
+            changed["function"] = beside(scorer["function"], folder)
+        if isinstance(scorer.get("parts"), dict):
+            changed["parts"] = {name: placed(part) for name, part in scorer["parts"].items()}
+        return changed
+
+    return {**values, **{section: placed(values[section]) for section in SCORER_SECTIONS if section in values}}
 
 
 def is_run_name(name: str) -> bool:

@@ -56,6 +56,10 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """The resolved recipe."""
+        return self._yaml
+
+    @cached_property
+    def _yaml(self) -> str:
         return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True, width=100)
 
     @property

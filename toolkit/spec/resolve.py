@@ -3,21 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from toolkit.data import TASKS, Kind
+from toolkit.data import Kind
 from toolkit.errors import Problem
-from toolkit.spec.keys import owner_fields
+from toolkit.spec.conflicts import JUDGED, conflicts
 from toolkit.spec.plan import Plan, StagePlan, Values, at, scorer_parts, section
 from toolkit.spec.sections import precision_of
 from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained
 from toolkit.trainers.q_config import QConfig
 
-# The stage that alone can read a section: without the stage it would have no effect.
-_READ_BY = {
-    "sft_data": "sft", "reward_data": "reward", "q_data": "q", "value_model": "ppo", "reward_model": "reward",
-    "adapters.q": "q",
-}  # fmt: skip
-_JUDGED = ("ppo", "q")  # stages that measure held-out responses
-_OF_VALUE = ("adapters.value", "start.value", "value_head", "value_model")
 # Arguments of `QBound`, and the settings that they are.
 _OF_BOUND = {"lowest": "lowest_return", "highest": "highest_return", "scale": "bound_scale", "bias": "bound_bias"}
 
@@ -61,10 +54,8 @@ class _Resolver:
                 needs = dict.fromkeys([*(need for other in before for need in other.needs), *made.needs])
                 reads = self.looked_up.union(*(other.reads for other in before))
                 self.stages[stage] = replace(made, needs=tuple(needs), reads=frozenset(reads))
-        self._check_base()
-        self._check_scorer()
-        self._check_effects()
-        return Plan(self.stages, tuple(self.problems))
+        more = (problem for problem in conflicts(self.values, self.stages) if problem not in self.problems)
+        return Plan(self.stages, (*self.problems, *more))
 
     # ------------------------------------------------------------------ the stages
 
@@ -143,17 +134,15 @@ class _Resolver:
             reward = self._saved_reward()
             sources.append(reward)
             if reward.stage is not None and "reward" not in self.values:
-                missing = Problem(
-                    f'stage "{stage}" needs a trained reward role, and the recipe has no section "reward".',
-                    remedy="Add one, name a trained adapter with start.reward=FOLDER, or score by something else "
-                    "(scorer.kind).",
-                )
+                wrong = f'stage "{stage}" needs a trained reward role, and the recipe has no section "reward".'
+                remedy = "Add one, name a trained adapter with start.reward=FOLDER, or score by something else "
+                missing = Problem(wrong, remedy=f"{remedy}(scorer.kind).")
         elif self.scores_by_model:
             needs += ["reward"] if self.key("reward") is not None and self.key("reward_model") is not None else []
         if stage == "ppo":
             value = self._value()
             sources += [] if value is None else [value]
-        if stage in _JUDGED and self.key("judge") is not None:
+        if stage in JUDGED and self.key("judge") is not None:
             sources += self._judge()  # the last, so that the weights of fresh roles are drawn as without it
         needs += [source.stage for source in sources if source.stage is not None and source.stage in self.values]
         ordered = [name for name in ("sft", "reward") if name in needs]
@@ -258,7 +247,7 @@ class _Resolver:
     def _own_base(self, role: str, key: str, name: str, lora: Values | None) -> OwnBase:
         return OwnBase(role, key, section=name, model=section(self.values, name), lora=lora)
 
-    # ------------------------------------------------------------------ what sections say against each other
+    # ------------------------------------------------------------------ a base of its own
 
     def _check_loop(self, what: str) -> None:
         if at(self.values, "ppo.loop") == "trl":
@@ -271,69 +260,9 @@ class _Resolver:
         if lora is None and quantized:
             self.problem(f"adapters.{role}", "is missing: 4-bit weights have no gradients, and so need an adapter.")
         elif lora is None and (dtype := precision_of(own, whole=True).dtype) != "float32":
-            self.problem(
-                f"{name}.dtype",
-                f"float32 is needed where all weights are trained, got {dtype}: small steps would round to nothing.",
-                f"Or give adapters.{role}.",
-            )
+            wrong = f"float32 is needed where all weights are trained, got {dtype}: small steps would round to nothing."
+            self.problem(f"{name}.dtype", wrong, f"Or give adapters.{role}.")
         elif lora is not None and random:
             self.problem(f"adapters.{role}", f"would leave random weights ({name}.config) as they are.", "Remove it.")
         if quantized and random:
             self.problem(f"{name}.quantization", "would have no effect: random weights are not quantised.")
-
-    def _check_base(self) -> None:
-        for name in ("base", "reward_model", "value_model"):
-            own = at(self.values, name)
-            if isinstance(own, dict) and (own.get("model") is None) == (own.get("config") is None):
-                wrong = "exactly one of model (a checkpoint) and config (random weights) is needed."
-                self.problem(name, wrong, f"Name a checkpoint with {name}.model=/path/to/checkpoint.")
-        base = section(self.values, "base")
-        if base.get("model") is None and base.get("config") is not None:
-            if "sft" not in self.values:
-                self.problem("sft", "this section is missing: a base with random weights needs pretraining.")
-            task = section(self.values, "data").get("task")
-            if task in list(TASKS) and "tokenizer" in owner_fields(TASKS[task]):
-                self.problem(
-                    "base.config",
-                    f"data.task {task} needs a checkpoint's tokenizer, and random weights have none.",
-                    "Name a checkpoint with base.model=/path/to/checkpoint.",
-                )
-
-    def _check_scorer(self) -> None:
-        sums = section(self.values, "scorer").get("kind") == "sum"
-        if sums and at(self.values, "ppo.loop") == "trl":
-            self.problem("ppo.loop", "trl scores with the reward adapter alone, not with a sum.", "Use toolkit.")
-        for place, part in scorer_parts(self.values, "judge").items():
-            if part.get("kind") == "model" and part.get("model") is None:
-                self.problem(f"{place}.model", "is needed of a judge (a folder or hub id).")
-        for place, part in scorer_parts(self.values).items():
-            if part.get("kind") == "model" and part.get("model") is None and "reward_model" not in self.values:
-                self.problem(
-                    f"{place}.model",
-                    "belongs to scorer.kind: model, and is needed there (a folder or hub id).",
-                    "Or add the section reward_model, for a model that the reward stage trains.",
-                )
-
-    def _check_effects(self) -> None:
-        """Keys that are there and that no stage looks up."""
-        for key, stage in _READ_BY.items():
-            if at(self.values, key) is not None and stage not in self.values:
-                remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
-                self.problem(key, f"would have no effect: there is no section {stage}.", remedy)
-        if "judge" in self.values and not {*_JUDGED} & self.stages.keys():
-            self.problem("judge", "would have no effect: there is no section ppo or q.")
-        if at(self.values, "start.judge") is not None and not any(
-            plan.reads_key("start.judge") for plan in self.stages.values()
-        ):
-            self.problem("start.judge", "would have no effect: no judge reads an adapter.", "Add judge.kind=adapter.")
-        for key in _OF_VALUE if "ppo" in self.stages else ():
-            if at(self.values, key) is not None and not self.stages["ppo"].reads_key(key):
-                self.problem(key, f"would have no effect: {self._why_not(key)}.")
-
-    def _why_not(self, key: str) -> str:
-        """Why a key of the value role has no effect, though it is there."""
-        if isinstance(self.stages["ppo"].source("value"), SharedWith):
-            return "ppo.value is shared, so value is a head on the policy's adapter"
-        if key == "adapters.value":
-            return "the value role starts with the adapter of the reward"
-        return "the head starts as start.value says"

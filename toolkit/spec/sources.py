@@ -30,6 +30,7 @@ from toolkit.models import (
     load_role,
     load_value_model,
     load_weights,
+    quantize_outline,
 )
 from toolkit.spec.sections import BaseSection, precision_of
 
@@ -251,7 +252,10 @@ class OwnBase(Source):
         Raises:
             ModelError: it cannot be had, or its tokens are not the policy's.
         """
-        model, lora = self._loaded(self.base.model_spec(), site, device=device), self._lora()
+        spec, lora = self.base.model_spec(), self._lora()
+        model = self._loaded(spec, site, device=device)
+        if model.device.type == "meta" and spec.quantization is not None:
+            quantize_outline(model, spec.quantization)
         if lora is None:
             return model
         with device or nullcontext():

@@ -15,7 +15,7 @@ from toolkit.spec.keys import check_keys, suggestion
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.spec.trial import check_training
 from toolkit.trainers.ppo_config import PPOConfig
-from toolkit.trainers.trl_compat import TRLPPOConfig
+from toolkit.trainers.trl_compat import PPOFields, TRLPPOConfig
 
 _IN_FLOAT32 = Precision("float32")
 _DIVIDED_WEIGHTS = Problem(
@@ -32,26 +32,22 @@ OF_NO_RECIPE = {
     "resume_from_checkpoint": Problem("to resume is no part of a recipe.", remedy="Give $resume."),
 }
 
-# Fields of TRL's PPOConfig that our loop reads.
+# Fields of TRL's PPOConfig that our loop reads, but for those that ours declares: TRL's own, and transformers'.
 _READ_BY_PPO = {
+    *(vars(PPOFields)["__annotations__"].keys() - declared(PPOConfig).keys()),
     # the run and the machine
     "run_name", "report_to", "project", "data_seed", "full_determinism", "use_cpu", "disable_tqdm", "log_level",
     "dataloader_num_workers",
     # batches and the number of updates
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_mini_batches",
-    "num_train_epochs", "max_steps", "total_episodes", "num_ppo_epochs", "local_rollout_forward_batch_size",
-    # the optimizer
-    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
-    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
-    # precision and memory
-    "bf16", "fp16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "max_steps",
+    # the optimizer, precision and memory
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
+    "lr_scheduler_type", "warmup_steps", "fp16", "tf32", "gradient_checkpointing_kwargs",
     # logging, evaluation, saving
-    "logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_on_start",
-    "eval_delay",
+    "logging_strategy", "logging_first_step", "eval_strategy", "eval_steps", "eval_on_start", "eval_delay",
     "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model",
     "greater_is_better",
-    # PPO
-    "response_length", "temperature", "missing_eos_penalty", "whiten_rewards", "kl_coef", "vf_coef", "gamma", "lam",
 }  # fmt: skip
 
 # Why some of the others are refused, where "does not read it" would not help.

@@ -2,7 +2,6 @@
 
 import warnings
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
@@ -11,9 +10,8 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from toolkit.data import TASKS
 from toolkit.errors import ConfigError, Problem
-from toolkit.models import quantization_config
+from toolkit.models import MOST_LAYERS, quantization_config
 from toolkit.rewards import DEFAULT_KIND, SCORERS, scorer_of
-from toolkit.rewards.function import beside
 from toolkit.sampling import SIGNS
 from toolkit.settings import fits, problems_of
 from toolkit.spec.keys import check_keys, owner_fields, suggestion
@@ -41,7 +39,6 @@ _ARGUMENTS = {
 }
 
 
-_MOST_LAYERS = 1000
 _OF_8_BITS = ("llm_int8_threshold", "llm_int8_has_fp16_weight")
 # What fields of PEFT's class are for the roles here, whatever a recipe says.
 _OF_EVERY_ADAPTER = {
@@ -125,9 +122,9 @@ def _check_config(name: str, config: Any) -> list[Problem]:
         return []  # whoever makes the model says so
     layers = {"num_hidden_layers", CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers", "num_hidden_layers")}
     return [
-        Problem(f"a whole number from 1 to {_MOST_LAYERS} is needed, got {config[key]!r}.", f"{place}.{key}")
+        Problem(f"a whole number from 1 to {MOST_LAYERS} is needed, got {config[key]!r}.", f"{place}.{key}")
         for key in sorted(layers & config.keys())
-        if not isinstance(config[key], int) or not 1 <= config[key] <= _MOST_LAYERS
+        if not isinstance(config[key], int) or not 1 <= config[key] <= MOST_LAYERS
     ]
 
 
@@ -176,22 +173,6 @@ def check_scorer(values: Any, place: str = "scorer") -> list[Problem]:
 
 def _scorer_fields(owner: type, *, part: bool) -> list[str]:
     return [name for name in owner_fields(owner) if part or name != "weight"]
-
-
-def with_reward_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The recipe with a reward's file found in the recipe's own folder, where the current one has none of that name."""
-
-    def placed(scorer: Any) -> Any:
-        if not isinstance(scorer, dict):
-            return scorer
-        changed = dict(scorer)
-        if isinstance(scorer.get("function"), str):
-            changed["function"] = beside(scorer["function"], folder)
-        if isinstance(scorer.get("parts"), dict):
-            changed["parts"] = {name: placed(part) for name, part in scorer["parts"].items()}
-        return changed
-
-    return {**values, **{section: placed(values[section]) for section in SCORER_SECTIONS if section in values}}
 
 
 class _TopLevel:

@@ -17,7 +17,15 @@ from transformers.trainer_callback import PrinterCallback
 from toolkit import phases, processes
 from toolkit.data import PromptCollator, RatedCollator, Rollout
 from toolkit.errors import ToolkitError
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, load_weights, release_memory, save_role
+from toolkit.models import (
+    LENGTH_MULTIPLE,
+    SharedBase,
+    load_classifier_weights,
+    load_weights,
+    release_memory,
+    save_model,
+    save_role,
+)
 from toolkit.rewards import Reward
 from toolkit.sampling import BestOf, Evaluation, Rows, best_of
 from toolkit.trainers.resume import ResumableTrainer
@@ -42,7 +50,7 @@ def precision(args: TrainingArguments, roles: SharedBase) -> Callable[[], Abstra
 
 
 class RoleTrainer(ResumableTrainer):
-    """A trainer of roles of a shared base, which are saved as PEFT folders named after them."""
+    """A trainer of roles of a shared base, saved as PEFT folders named after them, or of a model without `roles`."""
 
     saved_roles: Iterable[str]
     base_name = ""
@@ -50,13 +58,22 @@ class RoleTrainer(ResumableTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not processes.is_main():
             return
-        pad_token_id, folder = self.processing_class.pad_token_id, Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir)
+        if self.roles is None:
+            return save_model(self.model, self.processing_class, folder / "model")
         for role in self.saved_roles:
+            pad_token_id = self.processing_class.pad_token_id
             save_role(self.roles, role, folder / role, pad_token_id=pad_token_id, base_name=self.base_name)
 
     def load_saved(self, folder: Path) -> None:
+        if self.roles is None:
+            return self.load_whole(folder / "model")
         for role in self.saved_roles:
             load_weights(self.roles, role, folder / role)
+
+    def load_whole(self, folder: Path) -> None:
+        """Put the weights that `save_model` wrote of a whole model, or of its adapter, into it."""
+        load_classifier_weights(self.model, folder)
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
         loss = super().training_step(*arguments, **named)

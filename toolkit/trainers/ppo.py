@@ -35,12 +35,12 @@ from toolkit.models import read_policy, release_memory, response_logprobs, respo
 from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores
 from toolkit.trainers import self_checks
 from toolkit.trainers.objective import Experience, describe, policy_objective
-from toolkit.trainers.ppo_base import SharedBaseTrainer
+from toolkit.trainers.ppo_loop import PPOLoop
 from toolkit.trainers.rollouts import by_length
 from toolkit.trainers.share import own_randomness, own_rows, sum_gradients
 
 
-class PPOTrainer(SharedBaseTrainer):
+class PPOTrainer(PPOLoop):
     """PPO with the roles of one shared base.
 
     It is set up as transformers' `Trainer` (precision, seeds, callbacks, strategies), with a loop of its own, and is a
@@ -206,7 +206,9 @@ class PPOTrainer(SharedBaseTrainer):
             # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
             self_checks.check_gradients(self.roles, learning, scaled=self.args.fp16)
             self._unchecked_roles -= learning
-        norm = self._clip_gradients()
+        # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
+        largest = self.args.max_grad_norm or math.inf
+        norm = float(self.accelerator.clip_grad_norm_(self.roles.trained_parameters, largest))
         if math.isfinite(norm):
             self.skipped.passed()
             totals["grad_norm"] = norm
@@ -221,12 +223,6 @@ class PPOTrainer(SharedBaseTrainer):
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         self.optimizer.zero_grad()
         return totals
-
-    def _clip_gradients(self) -> float:
-        """The norm of all gradients, before they are clipped where `max_grad_norm` says so."""
-        parameters = [p for role in self.roles.trained_roles for p in self.roles.parameters_of(role)]
-        # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
-        return float(self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm or math.inf))
 
     def _backward_mini_batch(self, experience: Experience, rows: list[int]) -> dict[str, float]:
         """Add the mini-batch's gradient to the parameters, micro-batch by micro-batch, each process a share of them."""
@@ -244,7 +240,7 @@ class PPOTrainer(SharedBaseTrainer):
             return own
 
         own = self.micro_batch(attempt)
-        sum_gradients(p for role in self.roles.trained_roles for p in self.roles.parameters_of(role))
+        sum_gradients(self.roles.trained_parameters)
         totals: dict[str, float] = defaultdict(float)
         for of_process in processes.gather(dict(own)):
             for name, value in of_process.items():

@@ -195,13 +195,13 @@ class PPOConfig(TRLPPOConfig):
         """What the optimizer's group of the value role has of its own, by torch's names."""
         beta1, beta2 = self.value_adam_beta1, self.value_adam_beta2
         betas = (self.adam_beta1 if beta1 is None else beta1, self.adam_beta2 if beta2 is None else beta2)
-        named = {
+        given = {
             "lr": self.value_learning_rate,
             "weight_decay": self.value_weight_decay,
             "eps": self.value_adam_epsilon,
+            "betas": None if beta1 is None and beta2 is None else betas,
         }
-        own: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-        return own if (beta1, beta2) == (None, None) else {**own, "betas": betas}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def rollout_batch_size(self) -> int:

@@ -11,24 +11,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from toolkit import checkpoints, phases, processes
-from toolkit.data import data_digest
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
-from toolkit.models import base_digest, tensors_digest
-from toolkit.portion import Portion
-from toolkit.reports import versions
-from toolkit.trainers.guards import MOST_IN_A_ROW, SkipNotFinite, Skipped, save_broken
-from toolkit.trainers.share import DividedSteps
-from toolkit.trainers.trainer_internals import TrainerHooks, take_rates_of_schedule
-
-# Other versions of these may round differently, or store their state differently.
-_EXACT_WITH = ("torch", "transformers", "trl", "peft", "bitsandbytes")
+from toolkit.models import tensors_digest
+from toolkit.trainers.not_finite import SkipNotFinite
+from toolkit.trainers.same_run import check_same_run, identity
+from toolkit.trainers.steps import GuardedSteps
+from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 
 class _StopAtStepEnd(TrainerCallback):
@@ -52,7 +46,7 @@ class _StopAtStepEnd(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
 
 
-class ResumableTrainer(DividedSteps, TrainerHooks):
+class ResumableTrainer(GuardedSteps):
     """A `Trainer` whose checkpoints hold the whole run. Comes before TRL's class among a trainer's bases.
 
     A subclass has `load_saved`, and says by `own_state` and `load_own_state` what else it carries from step to step.
@@ -69,7 +63,6 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
     _restoring: dict[str, Any]
     _began: float | None = None
     _goes_on_from: Path | None = None
-    _in_hand: dict[str, Any]  # the micro-batch that is computed
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         """The training loop, from a checkpoint or from the beginning."""
@@ -82,13 +75,13 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
             over = state.global_step >= state.max_steps and not self._asks_for_more(state)
             if over or self._restoring["stopped_early"]:  # transformers would train a step more
                 self.state = state
-                self._check_same_run(checkpoint)
+                check_same_run(checkpoint, self._restoring, self._identity)
                 self.load_callbacks()
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
                 self.load_saved(Path(best) if best else checkpoint)
                 self._count_resumption()
                 return TrainOutput(state.global_step, 0.0, {})
-        guard = SkipNotFinite(self.skipped, self._skip)
+        guard = SkipNotFinite(self.skipped, self.skip)
         self.add_callback(guard)
         try:
             return super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **arguments)
@@ -144,72 +137,6 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
     def _meets(self) -> str:
         """How a request to stop is met."""
         return f"step {self.state.global_step + 1} of {self.state.max_steps} is finished and saved, then it stops."
-
-    @cached_property
-    def skipped(self) -> Skipped:
-        """Optimizer steps that were passed over, since something in them was not finite."""
-        return Skipped()
-
-    @cached_property
-    def micro_batch(self) -> Portion:
-        """Rows of a forward and backward pass at a time."""
-        return Portion("per_device_train_batch_size", self.args.per_device_train_batch_size)
-
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        """A micro-batch forward and backward, in parts where the memory of a GPU does not hold all of it."""
-        self._in_hand, number = inputs, self.rows_of(inputs)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        gradients = [_copy(p.grad) for p in parameters] if self._may_run_out else []
-        steps, tried = self.current_gradient_accumulation_steps, self.micro_batch.rows
-
-        def attempt(size: int) -> Any:
-            if size < tried:  # as before the attempt that failed
-                for parameter, gradient in zip(parameters, gradients, strict=False):
-                    parameter.grad = _copy(gradient)
-            if size >= number or processes.count() > 1:
-                return super(ResumableTrainer, self).training_step(model, inputs, num_items_in_batch)
-            loss: Any = 0.0
-            try:
-                for rows in (list(range(number))[i : i + size] for i in range(0, number, size)):
-                    # By this a loss is divided that is a mean over rows; one that is a sum over a count is left alone.
-                    self.current_gradient_accumulation_steps = steps * number / len(rows)
-                    some = self.some_rows(inputs, rows)
-                    loss = loss + super(ResumableTrainer, self).training_step(model, some, num_items_in_batch)
-            finally:
-                self.current_gradient_accumulation_steps = steps
-            return loss
-
-        return self.micro_batch(attempt) if processes.count() == 1 else attempt(number)
-
-    @property
-    def _may_run_out(self) -> bool:
-        return bool(self.args.device.type == "cuda")
-
-    def _skip(self, why: str) -> None:
-        """Count an optimizer step that is not taken; a SelfCheckError if it is one too many in a row."""
-        if self.skipped.total == 0:
-            phases.tell(
-                f"WARNING at step {self.state.global_step + 1}: {why}; such steps are passed over, and counted."
-            )
-        if self.skipped.add():
-            self.stop_broken(why, tensors=self._in_hand)
-
-    def stop_broken(self, why: str, **batch: Any) -> None:
-        """End a run in which too many steps in a row are not finite; the last batch is written beside its checkpoints.
-
-        Raises: SelfCheckError.
-        """
-        saved = processes.by_main(partial(save_broken, Path(self.args.output_dir), **batch))
-        wrong = f"{why} at step {self.state.global_step + 1}, and {MOST_IN_A_ROW} optimizer steps in a row were not "
-        wrong += "finite. None of them has reached the weights."
-        remedy = "Go on from the last checkpoint with a lower learning_rate, or with a base in float32 if that does not"
-        raise SelfCheckError(wrong, remedy=f"{remedy} help. The batch is in {saved}.")
-
-    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
-        """As in `Trainer`, with the number of steps that were passed over, if any were."""
-        if self.skipped.total:
-            logs["skipped_steps"] = float(self.skipped.total)  # the same object: TRL adds to it what it has measured
-        super().log(logs, *arguments, **named)
 
     def _whole_checkpoint(self, asked: str | Path | bool) -> Path:
         if isinstance(asked, bool):
@@ -303,43 +230,7 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What a checkpoint keeps to know its run by; the base where a role of one is trained."""
-        data = {"rows": len(self.train_dataset), "sha256": data_digest(self.train_dataset)}
-        base = None if self.roles is None else base_digest(self.roles)
-        dtype = str(getattr(self.model if self.roles is None else self.roles.causal_lm, "dtype", None))
-        return {"data": data, "base": base, "dtype": dtype.removeprefix("torch."), "versions": versions()}
-
-    def _check_same_run(self, checkpoint: Path) -> None:
-        """Stop where the state that a checkpoint holds means nothing in this run, and warn where it is not exact."""
-        then, now, wrong = self._restoring, self._identity, ""
-        before_dtype = then.get("dtype")  # None in a checkpoint from before it was kept
-        if then["data"] != now["data"]:
-            rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
-            wrong = f"was written on other training data ({rows}), so its place in them means nothing."
-            remedy = "Give the data back, or start anew."
-        elif "base" not in then:
-            wrong = "was written by an earlier version of the toolkit, and lacks what this one goes on with."
-            remedy = "Start anew, or go on with that version."
-        elif then["base"] != now["base"] and before_dtype in (None, now["dtype"]):
-            wrong = "was written on a base with other weights: its adapters mean nothing on this one."
-            remedy = "Give the base back, or start anew."
-        if wrong:
-            raise CheckpointError(f"{checkpoint} {wrong}", remedy=remedy)
-        if before_dtype not in (None, now["dtype"]):
-            warnings.warn(
-                f"{checkpoint} was written with its model in {before_dtype}, and goes on in {now['dtype']}: not exact, "
-                "and by its numbers the base cannot be told from another of the same shape.",
-                stacklevel=3,
-            )
-        pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
-        changed = [f"{name} {before} → {after}" for name, before, after in pairs if before != after]
-        if changed:
-            others = f"other versions ({', '.join(changed)}): not exact to the last bit."
-            warnings.warn(f"{checkpoint} was written with {others}", stacklevel=3)
-        if (number := then.get("processes", 1)) != processes.count():
-            wrong = f"{checkpoint} was written by {number} of them, and {processes.count()} go on: rows are sampled "
-            wrong += "the same, sums are rounded in another order, and dropout draws other numbers."
-            warnings.warn(f"processes: {wrong}", stacklevel=3)
+        return identity(self.train_dataset, self.model, self.roles)
 
     def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is."""
@@ -355,7 +246,7 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
     def load_optimizer(self, checkpoint: Path) -> None:
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
         state = self._restoring
-        self._check_same_run(checkpoint)
+        check_same_run(checkpoint, self._restoring, self._identity)
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
@@ -377,7 +268,3 @@ class ResumableTrainer(DividedSteps, TrainerHooks):
         vars(self.skipped).update(self._restoring.get("skipped", {}))
         checkpoints.set_random_states(self._restoring["random"])
         self._restoring = {}
-
-
-def _copy(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.clone()

@@ -8,7 +8,6 @@ position as in PPO.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -56,16 +55,6 @@ class ScorerTrainer(RoleTrainer):
     saved_roles = ("reward",)
     judged: Sequence[ScoredPair] = ()
     """Held-out pairs as they were last scored."""
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.roles is not None:
-            return super().save_model(output_dir)
-        models.save_classifier(self.scorer, self.processing_class, Path(output_dir or self.args.output_dir) / "model")
-
-    def load_saved(self, folder: Path) -> None:
-        if self.roles is not None:
-            return super().load_saved(folder)
-        models.load_classifier_weights(self.scorer, folder / "model")
 
 
 class RewardTrainer(ScorerTrainer, TRLRewardTrainer):
@@ -125,8 +114,7 @@ def reward_trainer(
         model: a shared base, whose role "reward" is made trainable, alone; or a sequence classifier on a base of its
             own, of which all weights are trained, or those of its adapter and head.
         train_dataset: `chosen_ids` and `rejected_ids` for one output, `input_ids` and `labels` for classes.
-        base_name: name of the shared base to write into the saved adapter.
-        callbacks: as in `Trainer`; the default progress bar is not added if there are any.
+        base_name: as for `SamplingTrainer`, and so are the callbacks.
 
     Raises:
         DataError: the columns do not fit the head.

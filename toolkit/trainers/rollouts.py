@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from toolkit.sampling import Evaluator, Sampler
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.share import own_rows
+
+_Read: TypeAlias = Callable[[models.Sequences], tuple[Tensor | None, ...]]
 
 
 class RolesOnRollout(NamedTuple):
@@ -42,6 +44,8 @@ class RoleRollouts:
     roles: models.SharedBase
     autocast: Callable[[], AbstractContextManager]
 
+    at_a_time: ClassVar[str]  # the setting that says how many rows are read
+
     def _sampler(self, **settings: Any) -> Sampler:
         length = self.args.response_length
         return Sampler(self.roles, self.tokenizer, response_length=length, autocast=self.autocast, **settings)
@@ -49,33 +53,49 @@ class RoleRollouts:
     def sequences(self, rollout: Rollout, rows: Sequence[int]) -> models.Sequences:
         """Some rows laid out for a forward pass."""
         ids = ([of_rows[i] for i in rows] for of_rows in (rollout.prompt_ids, rollout.response_ids))
-        return models.Sequences.from_ids(*ids, pad_token_id=self.tokenizer.pad_token_id, device=self.roles.device)
+        # The trial at load is without checkpointing, in which a model might lose the lengths of the rows.
+        pack = self.roles.packs_rows and not self.args.gradient_checkpointing
+        pad = self.tokenizer.pad_token_id
+        return models.Sequences.from_ids(*ids, pad_token_id=pad, device=self.roles.device, pack=pack)
 
-    def _parts(self, rollout: Rollout, rows: Sequence[int], size: int) -> Iterator[tuple[list[int], models.Sequences]]:
-        for part in by_length(rollout, own_rows(rollout, rows), size):
-            yield part, self.sequences(rollout, part)
-            models.release_memory()
+    @cached_property
+    def portion(self) -> Portion:
+        """Rows of a reading at a time."""
+        return Portion(self.at_a_time, getattr(self.args, self.at_a_time))
+
+    @torch.no_grad()
+    def _filled(
+        self, rollout: Rollout, rows: Sequence[int], read: _Read, *shape: int, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """What is read of some rows in eval mode, a portion at a time, as one tensor on the CPU; 0 elsewhere."""
+
+        def attempt(size: int) -> Tensor:
+            whole = torch.zeros(shape, dtype=dtype)
+            with processes.agreed(), self.roles.in_eval_mode(), self.autocast():
+                for part in by_length(rollout, own_rows(rollout, rows), size):
+                    for to_fill, tensor in zip(whole, read(self.sequences(rollout, part)), strict=True):
+                        if tensor is not None:
+                            to_fill[(part, *map(slice, tensor.shape[1:]))] = tensor.cpu().to(dtype)
+                    models.release_memory()
+            return whole
+
+        whole = self.portion(attempt)
+        processes.sum_([whole])
+        return whole
 
 
 class Rollouts(RoleRollouts):
     """Makes, reads and measures rollouts of the policy of PPO, with the reference, and the value role if it is read."""
 
     args: PPOConfig
-
-    @cached_property
-    def portion(self) -> Portion:
-        """Rows of a reading at a time."""
-        return Portion("local_rollout_forward_batch_size", self.args.local_rollout_forward_batch_size)
+    at_a_time = "local_rollout_forward_batch_size"
 
     def sampler(self, *, do_sample: bool = True) -> Sampler:
         """The policy, sampled or decoded greedily."""
         return self._sampler(max_length=self.args.max_length, temperature=self.args.temperature if do_sample else None)
 
     def evaluator(
-        self,
-        reward: Reward,
-        metrics: Callable[[Rollout], dict[str, float]] | None = None,
-        judge: Reward | None = None,
+        self, reward: Reward, metrics: Callable[[Rollout], dict[str, float]] | None = None, judge: Reward | None = None
     ) -> Evaluator:
         """Measures by `eval_do_sample`, `per_device_eval_batch_size` prompts at a time."""
         args, sampler = self.args, self.sampler(do_sample=self.args.eval_do_sample)
@@ -84,44 +104,25 @@ class Rollouts(RoleRollouts):
 
     # What follows is read in the same kind of forward pass as in the update.
 
-    @torch.no_grad()
     def read(self, rollout: Rollout, *, values: bool = True, full_kl: bool = False) -> RolesOnRollout:
         """What policy, reference and value say about a rollout: float32 (B, T) each, on the CPU."""
-
-        def attempt(size: int) -> RolesOnRollout:
-            whole = RolesOnRollout(*(torch.zeros(len(rollout), max(rollout.lengths)) for _ in range(4)))
-            with processes.agreed(), self.roles.in_eval_mode(), self.autocast():
-                for part, sequences in self._parts(rollout, range(len(rollout)), size):
-                    read = self._read(sequences, values=values, full_kl=full_kl)
-                    for to_fill, tensor in zip(whole, read, strict=True):
-                        if tensor is not None:
-                            to_fill[part, : tensor.shape[1]] = tensor.cpu()
-            return whole
-
-        whole = self.portion(attempt)
-        processes.sum_(whole)
-        return whole
+        rows, read = len(rollout), partial(self._read, values=values, full_kl=full_kl)
+        return RolesOnRollout(*self._filled(rollout, range(rows), read, 4, rows, max(rollout.lengths)))
 
     def log_ratios(self, rollout: Rollout) -> Tensor:
         """log π − log π_ref of each response: (B,)."""
         read = self.read(rollout, values=False)
         return kl_k1(read.logprobs, read.ref_logprobs).sum(dim=1)  # both are 0 outside the mask
 
-    @torch.no_grad()
     def values_after(self, rollout: Rollout) -> Tensor:
         """What comes after a response that was cut, by the value role: float32 (B,), 0 where it ended by itself."""
+
+        def read(sequences: models.Sequences) -> tuple[Tensor]:
+            with self.roles.role("value"):
+                return (models.value_after_response(self.roles, sequences),)
+
         cut = [i for i, ended in enumerate(rollout.ended) if not ended]
-
-        def attempt(size: int) -> Tensor:
-            values = torch.zeros(len(rollout))
-            with processes.agreed(), self.roles.in_eval_mode(), self.autocast(), self.roles.role("value"):
-                for part, sequences in self._parts(rollout, cut, size):
-                    values[part] = models.value_after_response(self.roles, sequences).cpu()
-            return values
-
-        values = self.portion(attempt)
-        processes.sum_([values])
-        return values
+        return self._filled(rollout, cut, read, 1, len(rollout))[0]
 
     def _read(self, sequences: models.Sequences, *, values: bool, full_kl: bool) -> tuple[Tensor | None, ...]:
         """In the order of `RolesOnRollout`; None for what was not asked for."""
@@ -145,11 +146,7 @@ class QRollouts(RoleRollouts):
     """Makes and measures rollouts of the policy that Q defines, and of the reference."""
 
     args: QConfig
-
-    @cached_property
-    def portion(self) -> Portion:
-        """Rows of a reading at a time."""
-        return Portion("per_device_eval_batch_size", self.args.per_device_eval_batch_size)
+    at_a_time = "per_device_eval_batch_size"
 
     def sampler(self, *, by_q: bool = True) -> Sampler:
         """The policy as `decoding` says; or the reference, decoded in the same way."""
@@ -175,21 +172,15 @@ class QRollouts(RoleRollouts):
 
     def _log_ratios(self, sampler: Sampler, rollout: Rollout) -> Tensor:
         """log π − log π_ref of each response: float64 (B,)."""
-        temperature, size = sampler.temperature, self.args.q_chunk_size
-        if sampler.role == "reference" and temperature is not None:
-            return torch.zeros(len(rollout), dtype=torch.float64)  # π is the reference
+        rows, dtype = len(rollout), torch.float64
+        settings: dict[str, Any] = {"temperature": sampler.temperature, "chunk_size": self.args.q_chunk_size}
+        if sampler.role == "reference" and sampler.temperature is not None:
+            return torch.zeros(rows, dtype=dtype)  # π is the reference
 
-        def attempt(rows: int) -> Tensor:
-            log_ratios = torch.zeros(len(rollout), dtype=torch.float64)
-            with processes.agreed(), self.autocast():
-                for part, sequences in self._parts(rollout, range(len(rollout)), rows):
-                    ratios = models.response_log_ratios(self.roles, sequences, temperature=temperature, chunk_size=size)
-                    log_ratios[part] = ratios.sum(dim=1).cpu().double()
-            return log_ratios
+        def read(sequences: models.Sequences) -> tuple[Tensor]:
+            return (models.response_log_ratios(self.roles, sequences, **settings).sum(dim=1),)
 
-        log_ratios = self.portion(attempt)
-        processes.sum_([log_ratios])
-        return log_ratios
+        return self._filled(rollout, range(rows), read, 1, rows, dtype=dtype)[0]
 
 
 def by_length(rollout: Rollout, rows: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -39,17 +39,8 @@ class SFTTrainer(RoleTrainer, TRLSFTTrainer):
     def _trained_role(self) -> AbstractContextManager:
         return nullcontext() if self.roles is None else self.roles.role("policy")
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.roles is not None:
-            return super().save_model(output_dir)
-        folder = Path(output_dir or self.args.output_dir) / "model"
-        self.model.save_pretrained(folder)
-        self.processing_class.save_pretrained(folder)
-
-    def load_saved(self, folder: Path) -> None:
-        if self.roles is not None:
-            return super().load_saved(folder)
-        load_model(self.model, folder / "model" / SAFE_WEIGHTS_NAME)
+    def load_whole(self, folder: Path) -> None:
+        load_model(self.model, folder / SAFE_WEIGHTS_NAME)  # whose lm_head may be the embeddings
 
 
 def cut_rows(dataset: Dataset, args: SFTConfig) -> dict[str, int]:
@@ -89,8 +80,7 @@ def sft_trainer(
         model: a model with random weights, all of which are trained; or a shared base that carries the policy,
             whose adapter is trained.
         train_dataset: `input_ids`, and `labels` (−100 where a token is not part of the loss) or none.
-        base_name: name of the base to write into the saved adapter.
-        callbacks: as in `Trainer`; the default progress bar is not added if there are any.
+        base_name: as for `SamplingTrainer`, and so are the callbacks.
 
     Raises:
         ConfigError: a loss that TRL does not take of the model's own logits.

@@ -7,21 +7,23 @@ not go through one.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from toolkit import processes
 from toolkit.checkpoints import kept_random_states
 from toolkit.data import Rollout
+from toolkit.portion import Portion
+from toolkit.trainers.trainer_internals import TrainerHooks
 
 
 def own_rows(rollout: Rollout, rows: Sequence[int]) -> list[int]:
@@ -54,6 +56,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     processes.sum_([gradient for i in sorted(reached) if (gradient := parameters[i].grad) is not None])
 
 
+_Part = tuple[float, dict[str, float]]
+"""Of some rows of a micro-batch their weight in a mean, and TRL's metrics of them."""
+
+
 @dataclass
 class _Step:
     """What this process has done of an optimizer step, and what TRL's metrics were before it."""
@@ -61,13 +67,13 @@ class _Step:
     metrics: dict[str, list[float]]
     tokens: int
     loss: Tensor
-    parts: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    """Of each micro-batch the weight of this process's rows, and their metrics."""
+    parts: list[_Part] = field(default_factory=list)
+    """Of each micro-batch this process's rows."""
 
 
-class DividedSteps(Trainer):
+class DividedSteps(TrainerHooks):
     """transformers' `Trainer` with the rows of each optimizer step divided among the processes, and an evaluation's
-    batches.
+    batches; what a process has of a batch it computes in parts where its GPU's memory does not hold all of it.
 
     The rows of a step stand in order, and each process takes a run of them: whole micro-batches, where there are as
     many as processes. A subclass says by `rows_of` and `some_rows` how a micro-batch is divided.
@@ -91,14 +97,28 @@ class DividedSteps(Trainer):
             return min(values) if name.startswith("min_") else max(values)
         return sum(weight * value for weight, value in parts) / max(sum(weight for weight, _ in parts), 1e-12)
 
+    @cached_property
+    def micro_batch(self) -> Portion:
+        """Rows of a forward and backward pass at a time."""
+        return Portion("per_device_train_batch_size", self.args.per_device_train_batch_size)
+
+    @cached_property
+    def eval_batch(self) -> Portion:
+        """Rows of an evaluation's forward pass at a time."""
+        return Portion("per_device_eval_batch_size", self.args.per_device_eval_batch_size)
+
+    @property
+    def _may_run_out(self) -> bool:
+        return bool(self.args.device.type == "cuda")
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """A micro-batch forward and backward. Of several processes' the loss of a step is that of its last one."""
         if processes.count() == 1:
-            return super().training_step(model, inputs, num_items_in_batch)
+            return self._backward(model, inputs, list(range(self.rows_of(inputs))), num_items_in_batch)[0]
         zero, ends = torch.zeros((), device=self.args.device), bool(self.accelerator.sync_gradients)
         if self._step is None:
-            before = {name: list(values) for name, values in self._train_metrics.items()}
-            self._step = _Step(before, getattr(self, "_total_train_tokens", 0), zero)
+            before = {name: list(values) for name, values in self.measured().items()}
+            self._step = _Step(before, self.tokens_read, zero)
         step = self._step
         try:
             with processes.agreed(now=ends), own_randomness(self.state.global_step, len(step.parts)):
@@ -116,47 +136,118 @@ class DividedSteps(Trainer):
         sum_gradients(p for p in model.parameters() if p.requires_grad)
         return step.loss
 
-    @property
-    def _train_metrics(self) -> dict[str, list[float]]:
-        """TRL's, an entry a micro-batch; transformers' own trainer has none."""
-        found: dict[str, list[float]] = getattr(self, "_metrics", {"train": {}})["train"]
-        return found
-
     def _own_rows(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any, *, at: int
-    ) -> tuple[Tensor, tuple[float, dict[str, float]]]:
-        """Forward and backward of this process's rows of the micro-batch `at` of a step: its loss, and what `_Step`
-        keeps of it."""
-        number, of_step, metrics = self.rows_of(inputs), self.current_gradient_accumulation_steps, self._train_metrics
-        rows = [i for i in range(number) if processes.owner(at * number + i, int(of_step) * number) == processes.rank()]
+    ) -> tuple[Tensor, _Part]:
+        """Forward and backward of this process's rows of the micro-batch `at` of a step."""
+        number, of_step = self.rows_of(inputs), int(self.current_gradient_accumulation_steps)
+        rows = [i for i in range(number) if processes.owner(at * number + i, of_step * number) == processes.rank()]
         if not rows:
             return torch.zeros((), device=self.args.device), (0.0, {})
-        own, lengths = self.some_rows(inputs, rows), {name: len(values) for name, values in metrics.items()}
-        labels = own.get("labels")
-        by_token = labels is not None and labels.dim() == 2
-        weight = float((own["labels"][:, 1:] != -100).sum()) if by_token else float(len(rows))
-        # By this a loss is divided that is a mean over rows; one that is a sum over a count is left alone.
-        self.current_gradient_accumulation_steps = of_step * number / len(rows)
-        try:
-            loss = super().training_step(model, own, num_items_in_batch)
-        finally:
-            self.current_gradient_accumulation_steps = of_step
-        added = {name: values[-1] for name, values in metrics.items() if len(values) > lengths.get(name, 0)}
-        return loss.detach().float(), (weight, added)
+        loss, part = self._backward(model, inputs, rows, num_items_in_batch)
+        return loss.detach().float(), part
+
+    def _backward(
+        self, model: nn.Module, inputs: dict[str, Any], rows: list[int], num_items_in_batch: Any
+    ) -> tuple[Tensor, _Part]:
+        """Forward and backward of some rows of a micro-batch: their share of its loss."""
+        of_step = self.current_gradient_accumulation_steps
+        trained = [p for p in model.parameters() if p.requires_grad] if self._may_run_out else []
+        gradients = [_copy(p.grad) for p in trained]
+
+        def compute(some: dict[str, Any], share: float) -> Tensor:
+            # By this a loss is divided that is a mean over rows; one that is a sum over a count is left alone.
+            self.current_gradient_accumulation_steps = of_step / share
+            try:
+                return super(DividedSteps, self).training_step(model, some, num_items_in_batch)
+            finally:
+                self.current_gradient_accumulation_steps = of_step
+
+        def undo() -> None:
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = _copy(gradient)
+
+        losses, weights, added = self._in_parts(self.micro_batch, "train", inputs, rows, compute, undo)
+        return sum(losses[1:], losses[0]), (sum(weights), added)
+
+    def _in_parts(
+        self,
+        portion: Portion,
+        mode: str,
+        inputs: dict[str, Any],
+        rows: list[int],
+        compute: Callable[[dict[str, Any], float], Tensor],
+        undo: Callable[[], None] = lambda: None,
+    ) -> tuple[list[Tensor], list[float], dict[str, float]]:
+        """Some rows of a micro-batch, in parts where memory runs out.
+
+        Args:
+            compute: given a part, and its share of the micro-batch's rows.
+            undo: takes back what an attempt that ran out has left behind.
+
+        Returns:
+            What `compute` gave of each part; what the part weighs in a mean; TRL's metrics of all, an entry each.
+        """
+        metrics, number, tokens = self.measured(mode), self.rows_of(inputs), self.tokens_read
+        before, attempts = {name: list(values) for name, values in metrics.items()}, 0
+
+        def attempt(size: int) -> tuple[list[Tensor], list[_Part]]:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1:
+                undo()
+                _set(metrics, before)
+                self.tokens_read = tokens
+            found, parts = [], []
+            for part in (rows[i : i + size] for i in range(0, len(rows), size)):
+                some = dict(inputs) if len(part) == number else self.some_rows(inputs, part)
+                weight, lengths = _weight(some, len(part), number), {name: len(of) for name, of in metrics.items()}
+                found.append(compute(some, len(part) / number))
+                parts.append((weight, _added(metrics, lengths)))
+            return found, parts
+
+        found, parts = portion(attempt, most=len(rows))
+        if len(parts) > 1:
+            _set(metrics, before)
+            self._append(metrics, parts)
+        added = _added(metrics, {name: len(values) for name, values in before.items()})
+        return found, [weight for weight, _ in parts], added
+
+    def _append(self, metrics: dict[str, list[float]], parts: Sequence[_Part]) -> None:
+        """Put the entries of a micro-batch into TRL's metrics, from those of its parts."""
+        for name in sorted({name for _, added in parts for name in added}):
+            of_parts = [(weight, added[name]) for weight, added in parts if name in added]
+            metrics[name] = [*metrics.get(name, ()), self.metric_of_all(name, of_parts)]
+        if "num_tokens" in metrics:
+            metrics["num_tokens"] = [self.tokens_read]
 
     def _join_metrics(self, step: _Step) -> None:
-        """Put the metrics of all rows in the place of this process's own."""
-        metrics, read = self._train_metrics, getattr(self, "_total_train_tokens", 0) - step.tokens
-        of_all = processes.gather((step.parts, read))
-        self._total_train_tokens = step.tokens + sum(read for _, read in of_all)
-        metrics.clear()
-        metrics.update(step.metrics)
-        for of_micro_batch in zip(*(parts for parts, _ in of_all), strict=True):
-            for name in sorted({name for _, added in of_micro_batch for name in added}):
-                parts = [(weight, added[name]) for weight, added in of_micro_batch if name in added]
-                metrics[name] = [*metrics.get(name, ()), self.metric_of_all(name, parts)]
-        if "num_tokens" in metrics:
-            metrics["num_tokens"] = [self._total_train_tokens]
+        """Put the metrics of all rows in the place of this process's own; where one runs out of memory, so do all."""
+        metrics, read = self.measured(), self.tokens_read - step.tokens
+        of_all = processes.gather((step.parts, read, self.micro_batch.rows))
+        self.tokens_read = step.tokens + sum(read for _, read, _ in of_all)
+        self.micro_batch.lower(min(rows for *_, rows in of_all))
+        _set(metrics, step.metrics)
+        for of_micro_batch in zip(*(parts for parts, *_ in of_all), strict=True):
+            self._append(metrics, of_micro_batch)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """As in `Trainer`, a loss alone in parts where memory runs out."""
+        step = super().prediction_step
+        if not prediction_loss_only:
+            return step(model, inputs, prediction_loss_only, ignore_keys)
+
+        def compute(some: dict[str, Any], share: float) -> Tensor:
+            return step(model, some, prediction_loss_only, ignore_keys)[0]
+
+        rows = list(range(self.rows_of(inputs)))
+        losses, weights, _ = self._in_parts(self.eval_batch, "eval", inputs, rows, compute)
+        if len(losses) == 1:
+            return losses[0], None, None
+        mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / max(sum(weights), 1.0)
+        return mean, None, None
 
     def evaluation_loop(self, dataloader: DataLoader, *arguments: Any, **named: Any) -> EvalLoopOutput:
         """As in `Trainer`, where several processes take the batches in turn."""
@@ -168,17 +259,42 @@ class DividedSteps(Trainer):
         size = self.args.eval_batch_size
         rows = sum(min(size, self.num_examples(dataloader) - batch * size) for batch in own.numbers)
         means = {name: value for name, value in output.metrics.items() if name.endswith("_loss")}
-        found: dict[str, list[float]] = getattr(self, "_metrics", {"eval": {}})["eval"]
-        of_all = processes.gather((rows, means, {name: list(values) for name, values in found.items()}))
+        found = self.measured("eval")
+        own_metrics = {name: list(values) for name, values in found.items()}
+        of_all = processes.gather((rows, means, own_metrics, self.eval_batch.rows))
+        self.eval_batch.lower(min(rows for *_, rows in of_all))
         for name in of_all[0][1]:  # the main process has a batch in any case
-            total = sum(rows * means[name] for rows, means, _ in of_all if rows)
+            total = sum(rows * means[name] for rows, means, *_ in of_all if rows)
             output.metrics[name] = total / sum(rows for rows, *_ in of_all)
         for name, values in of_all[0][2].items():
             if name != "num_tokens":  # of training
-                lists = zip_longest(*(metrics.get(name, []) for *_, metrics in of_all))
+                lists = zip_longest(*(metrics.get(name, []) for *_, metrics, _ in of_all))
                 values = [value for of_round in lists for value in of_round if value is not None]
             found[name] = values
         return output
+
+
+def _weight(part: dict[str, Any], rows: int, number: int) -> float:
+    """What a part counts for in a mean over a micro-batch: tokens of the loss where it is one over tokens, else rows.
+
+    The whole is never beside another part; tokens are not counted for it.
+    """
+    labels = part.get("labels") if rows < number else None
+    return float((labels[:, 1:] != -100).sum()) if labels is not None and labels.dim() == 2 else float(rows)
+
+
+def _set(metrics: dict[str, list[float]], to: dict[str, list[float]]) -> None:
+    metrics.clear()
+    metrics.update({name: list(values) for name, values in to.items()})
+
+
+def _added(metrics: dict[str, list[float]], lengths: dict[str, int]) -> dict[str, float]:
+    """The last entry of each metric that has more of them than it had."""
+    return {name: values[-1] for name, values in metrics.items() if len(values) > lengths.get(name, 0)}
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()
 
 
 class _OwnBatches:

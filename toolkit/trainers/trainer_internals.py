@@ -68,14 +68,27 @@ class TrainerHooks(Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
 
+    def measured(self, mode: str = "train") -> dict[str, list[float]]:
+        """What TRL has measured since the last line of metrics, an entry a micro-batch; transformers nothing."""
+        found: dict[str, list[float]] = getattr(self, "_metrics", {mode: {}})[mode]
+        return found
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of the micro-batches so far, as TRL counts them."""
+        return getattr(self, "_total_train_tokens", 0)
+
+    @tokens_read.setter
+    def tokens_read(self, number: int) -> None:
+        self._total_train_tokens = number
+
     def own_state(self) -> dict[str, Any]:
         """What is carried from step to step: the sums of the next line of metrics, transformers' and TRL's."""
-        metrics = getattr(self, "_metrics", {"train": {}})["train"]
         return {
             "loss": float(self._tr_loss),
             "last_logged": self._globalstep_last_logged,
-            "metrics": {name: [float(value) for value in values] for name, values in metrics.items()},
-            "tokens": getattr(self, "_total_train_tokens", 0),
+            "metrics": {name: [float(value) for value in values] for name, values in self.measured().items()},
+            "tokens": self.tokens_read,
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
@@ -83,10 +96,8 @@ class TrainerHooks(Trainer):
         self._tr_loss = torch.tensor(state["loss"], device=self.args.device)
         self._total_loss_scalar = -state["loss"]  # transformers reports the mean loss of this call alone
         self._globalstep_last_logged = state["last_logged"]
-        if hasattr(self, "_metrics"):
-            for name, values in state["metrics"].items():
-                self._metrics["train"][name] = values
-            self._total_train_tokens = state["tokens"]
+        self.measured().update(state["metrics"])
+        self.tokens_read = state["tokens"]
 
 
 def take_rates_of_schedule(scheduler: Any, optimizer: Any) -> None:

@@ -1,0 +1,62 @@
+"""Rows one after the other in a line, against the same rows by themselves."""
+
+import pytest
+import torch
+
+from benchmarks.architectures import tiny_model as tiny_architecture
+from tests.tiny_models import shared_base
+from toolkit.models import Sequences, SharedBase, response_logprobs, value_after_response
+
+PROMPTS = [[1, 4, 9], [1, 30, 31, 32, 33], [8], [5, 6]]
+RESPONSES = [[12, 13, 2], [20, 21, 22, 23, 24, 2], [7, 7, 7, 2], [3]]
+
+
+def packed():
+    return Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0, pack=True)
+
+
+def test_a_line_of_rows():
+    """6, 11, 5 and 3 tokens, 25 rounded up to 32; a row a line would be 4 times 16."""
+    sequences, positions = packed(), [*range(6), *range(11), *range(5), *range(3), *[2] * 7]
+    assert sequences.packed and sequences.input_ids.shape == (1, 32)
+    assert sequences.row_lengths == [6, 11, 5, 3, 7] and sequences.position_ids.tolist() == [positions]
+    assert sequences.starts.tolist() == [0, 6, 17, 22]
+    assert sequences.response_positions[0].tolist() == [3, 4, 5, 5, 5, 5]
+    assert sequences.response_positions[2].tolist() == [18, 19, 20, 21, 21, 21]
+    assert sequences.response_tokens.tolist() == [token for response in RESPONSES for token in response]
+
+
+def test_rows_are_packed_where_it_is_asked_for():
+    of_8 = [[1, 2]] * 4, [[3] * 6] * 4
+    assert Sequences.from_ids(*of_8, pad_token_id=0, pack=True).input_ids.shape == (1, 32)  # nothing is padded
+    assert not Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0).packed
+    long = [[1] * 500, [1] * 260], [[2] * 4] * 2
+    sequences = Sequences.from_ids(*long, pad_token_id=0, pack=True)
+    assert sequences.input_ids.shape == (1, 768)  # a multiple of 32, the power of two up to a sixteenth
+
+
+# Full attention, windows shorter than a row, both in turn, learned positions.
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen3", "gpt2", "opt"])
+def test_packed_rows_say_what_they_say_alone(kind):
+    base = SharedBase(tiny_architecture(kind, **({"sliding_window": 4} if kind in ("mistral", "gemma3_text") else {})))
+    base.add_role("reference")
+    assert base.packs_rows
+    with torch.no_grad(), base.role("reference"):
+        found = response_logprobs(base, packed())
+        for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+            logits = base(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.float().log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
+            torch.testing.assert_close(found[row, : len(response)], expected, rtol=1e-4, atol=1e-5)
+            assert (found[row, len(response) :] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2", "bloom"])
+def test_states_that_reach_from_row_to_row_are_not_packed(kind):
+    assert not SharedBase(tiny_architecture(kind)).packs_rows
+
+
+def test_what_comes_after_packed_responses():
+    base, alone = shared_base(), Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
+    with torch.no_grad(), base.role("value"):
+        found, expected = (value_after_response(base, sequences) for sequences in (packed(), alone))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

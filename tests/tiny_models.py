@@ -1,0 +1,99 @@
+"""Tiny models, built in memory: no test needs a hub."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from toolkit.data import doubling
+from toolkit.models import SharedBase
+from toolkit.trainers.trl_compat import HAS_PPO
+
+needs_trl_loop = pytest.mark.skipif(not HAS_PPO, reason="the loop of TRL is in its releases up to 1.12")
+VOCABULARY = len(doubling.VOCABULARY)
+SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA_LIKE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # large, so that adapters and positions matter
+}
+
+
+def tiny_model(architecture: str = "llama", *, size: int = 32) -> PreTrainedModel:
+    """A random float32 model of a few thousand weights. NF4 needs a size of 64 or more, the length of its blocks."""
+    torch.manual_seed(0)
+    if architecture == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**{**_LLAMA_LIKE, "hidden_size": size}, **SPECIAL))
+    elif architecture == "mistral":
+        model = MistralForCausalLM(MistralConfig(**_LLAMA_LIKE, sliding_window=32, **SPECIAL))
+    elif architecture == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**_LLAMA_LIKE, **SPECIAL))
+    elif architecture == "gpt2":
+        model = GPT2LMHeadModel(
+            GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3, **SPECIAL)
+        )
+    elif architecture == "opt":
+        # As OPT-350M: the hidden states are projected to another size before lm_head.
+        config = OPTConfig(
+            hidden_size=size,
+            word_embed_proj_dim=size // 2,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            init_std=0.3,
+            do_layer_norm_before=False,
+            **SPECIAL,
+        )
+        model = OPTForCausalLM(config)
+    else:
+        raise ValueError(architecture)
+    return model.eval()
+
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "gpt2", "opt")
+
+
+def lora(r: int = 4, **arguments: object) -> LoraConfig:
+    return LoraConfig(task_type="CAUSAL_LM", r=r, lora_alpha=2 * r, target_modules="all-linear", **arguments)
+
+
+def randomize(base: SharedBase, *roles: str, seed: int = 1) -> SharedBase:
+    """Give adapters and heads non-zero weights: a fresh LoRA changes nothing, and so would hide everything."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for role in roles:
+            for parameter in base.parameters_of(role):
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return base
+
+
+def shared_base(
+    *, value: str = "separate", labels: int = 1, architecture: str = "llama", fresh: bool = False
+) -> SharedBase:
+    """All four roles on a tiny model, with non-zero weights unless `fresh`."""
+    base = SharedBase(tiny_model(architecture))
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    base.add_role("value", lora() if value == "separate" else None)
+    base.add_role("reward", lora(), num_labels=labels)
+    if not fresh:
+        randomize(base, "policy", "value", "reward")
+    base.train_roles("policy", "value")
+    return base

@@ -1,0 +1,172 @@
+"""How every command runs: its errors become messages, and it is divided among processes where that is asked for."""
+
+import gc
+import inspect
+import os
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import toolkit
+from toolkit.errors import PeerError, RunInterrupted, ToolkitError
+
+# How the options that a remedy names are written on a command line: see `toolkit.errors.Problem`.
+IN_SHELL = {
+    "run": "RUN=name, --run name",
+    "runs_dir": "--runs-dir folder",
+    "overwrite": "OVERWRITE=1 (--overwrite)",
+    "resume": "RESUME=1 (--resume)",
+    "from_run": "FROM=run, --from-run run",
+}
+
+app = typer.Typer(
+    add_completion=True,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="PPO with LoRA adapters for policy, value, reward and reference on one 4-bit base.",
+    epilog="Examples: toolkit ppo doubling · toolkit check llama3_8b_lora base.model=/models/Llama-3.1-8B · "
+    "toolkit chat my-run",
+)
+
+_speaks = True  # but for all of several processes that are not the main one
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # whose encoding may lack what a sentence or a model says
+            stream.reconfigure(errors="backslashreplace")
+    if version:
+        print(toolkit.__version__)
+        raise typer.Exit
+
+
+def command(example: str, *, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a command of its name, its docstring the help, with `--debug` beside its own options."""
+    shown = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+    debug_option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=shown)
+
+    def registered(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def run(*, debug: bool, **arguments: Any) -> None:
+            # With a name it is part of another command, which says how to go on.
+            with _errors(debug, resumable="resume" in arguments and arguments["name"] is None):
+                function(**arguments)
+
+        own = inspect.signature(function).parameters.values()
+        vars(run)["__signature__"] = inspect.Signature([*own, debug_option])
+        return app.command(name or function.__name__, epilog=f"Example: {example}")(run)
+
+    return registered
+
+
+def join(number: int) -> None:
+    """Divide the command among several processes, if it is to be and is not yet: each comes here again."""
+    from transformers.utils import logging
+
+    from toolkit import processes
+
+    global _speaks
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if number > 1 and launched == 1:
+        from toolkit.runs.process import run_in_processes
+
+        raise typer.Exit(run_in_processes([sys.executable, "-m", "toolkit", *sys.argv[1:]], number))
+    if number not in (1, launched):
+        wrong = f"--processes asks for {number} processes, and {launched} have been started."
+        raise ToolkitError(wrong, remedy="Leave --processes out.")
+    processes.join()
+    if not processes.is_main():
+        _speaks = False
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
+        logging.set_verbosity_error()
+        warnings.simplefilter("ignore")
+
+
+def _load() -> None:
+    """Import what the commands stand on. Python's collector would walk all that this makes, again and again, for a
+    quarter of its time.
+    """
+    if "toolkit.recipes" in sys.modules:
+        return
+    gc.disable()
+    import_module("toolkit.recipes")
+    gc.freeze()
+    gc.enable()
+
+
+@contextmanager
+def _errors(debug: bool, *, resumable: bool) -> Iterator[None]:
+    """One message for what a user can mend; one bar, ours, with what matters on it."""
+    try:
+        _load()
+        import datasets
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+        yield
+    except RunInterrupted as stop:
+        if _speaks:
+            print(f"{stop}{_way_on() if resumable else ''}", file=sys.stderr)
+        raise typer.Exit(128 + stop.signal_number) from stop
+    except PeerError as error:  # whoever failed has said so
+        raise typer.Exit(1) from error
+    except ToolkitError as error:
+        if debug:
+            raise
+        fields = {problem.field for problem in error.problems}
+        hint = " With make: MODEL=/path/to/checkpoint." if "base.model" in fields else ""
+        print(f"{type(error).__name__}: {error.text(IN_SHELL)}{hint}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except (MemoryError, RuntimeError) as error:
+        if debug or not (isinstance(error, MemoryError) or "can't allocate memory" in str(error)):
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error))
+        wrong = f"ToolkitError: this machine's memory does not suffice{f' for {asked[1]} at once' if asked else ''}."
+        print(f"{wrong} Ask for less: shorter responses, fewer rows at a time, a smaller base.", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        print(f"Interrupted.{_way_on() if resumable else ''}", file=sys.stderr)
+        raise typer.Exit(130) from error
+
+
+def _way_on() -> str:
+    """The command that goes on where this one was stopped."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
+    return f" To go on: {shlex.join(['toolkit', *arguments, '--resume'])} (make: RESUME=1)"
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from toolkit.spec.load import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    return sorted(path.parent.name for path in Path("runs").glob(f"{incomplete}*/recipe.yaml"))
+
+
+RecipeName = Annotated[
+    str, typer.Argument(help="Name of a shipped recipe, or path of a YAML file.", autocompletion=_complete_recipe)
+]
+RunName = Annotated[str, typer.Argument(help="Name of a run, or its folder.", autocompletion=complete_run)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help='Any key of the recipe, e.g. "ppo.kl_coef=0.1".', metavar="[KEY=VALUE]...")
+]
+Run = Annotated[str | None, typer.Option(help="Name of the run; the recipe's name if not given.")]
+RunsDir = Annotated[Path, typer.Option(help="Folder of all runs.")]
+Processes = Annotated[
+    int, typer.Option(help="Processes of this machine that do it together, to the same result: one a GPU.", min=1)
+]

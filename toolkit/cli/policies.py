@@ -1,0 +1,137 @@
+"""What a trained policy is used for."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.cli.command import Overrides, Processes, RunName, RunsDir, command, join
+from toolkit.errors import RecipeError
+
+MaxNewTokens = Annotated[
+    int | None, typer.Option(help="Of an answer; the recipe's response_length if not given.", min=1)
+]
+Seed = Annotated[int, typer.Option(help="Of sampling.", min=0, max=2**32 - 1)]
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number.")
+    return value
+
+
+Compare = Annotated[bool, typer.Option("--compare", help="Show the reference's answers beside the policy's.")]
+
+
+@command('toolkit generate doubling "S小写:5487x2=" --compare')
+def generate(
+    run: RunName,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts as text.", metavar="[PROMPT]...")] = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts in any format of the data section.")] = None,
+    number: Annotated[int, typer.Option(help="Held-out prompts, where none are given.", min=1)] = 5,
+    compare: Compare = False,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Of sampling; 0 decodes greedily, and is the default.", min=0.0, callback=_finite),
+    ] = None,
+    seed: Seed = 0,
+    num_samples: Annotated[
+        int, typer.Option(help="Sample so many answers and keep the best by the run's reward.", min=1, max=10_000)
+    ] = 1,
+    output: Annotated[Path | None, typer.Option(help="Write all answers as JSON Lines.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+    processes: Processes = 1,
+) -> None:
+    """Answer prompts with a trained policy: those given, those of a file, or the first held-out ones."""
+    join(processes)
+    from toolkit.inference import generate
+    from toolkit.inference.saved_run import open_run
+
+    asked: dict[str, Any] = {"texts": prompts or (), "file": file, "number": number, "seed": seed, "output": output}
+    if num_samples == 1:
+        recipe = open_run(run, runs_dir=runs_dir, by_q=True)
+        asked |= {"compare": compare, "max_new_tokens": max_new_tokens, "temperature": temperature or 0.0}
+        generate.generate(recipe, **asked)
+        return
+    if temperature == 0 or compare:
+        raise RecipeError("--num-samples samples from the policy alone: leave out --compare, and --temperature=0.")
+    changes = {"temperature": temperature, "response_length": max_new_tokens}
+    overrides = [f"ppo.{key}={value}" for key, value in changes.items() if value is not None]
+    generate.generate_best(open_run(run, *overrides, runs_dir=runs_dir), num_samples=num_samples, **asked)
+
+
+@command("toolkit chat smollm2_135m_lora --compare --temperature 0.7")
+def chat(
+    run: RunName,
+    compare: Compare = False,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Annotated[
+        float, typer.Option(help="Of sampling; 0 decodes greedily.", min=0.0, callback=_finite)
+    ] = 1.0,
+    seed: Seed = 0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Talk to a trained policy; its words appear as they come."""
+    from transformers import set_seed
+
+    from toolkit.inference.generate import converse
+    from toolkit.inference.saved_run import open_run, trained_sampler
+
+    recipe = open_run(run, runs_dir=runs_dir, by_q=True)
+    sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
+    set_seed(seed)
+    converse(recipe, sampler, compare=compare)
+
+
+@command("toolkit eval doubling data.test_size=5000", name="eval")
+def evaluate(
+    run: RunName, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), processes: Processes = 1
+) -> None:
+    """Measure a trained policy, or the answers by Q, on its held-out prompts: score, KL, lengths, own metrics."""
+    join(processes)
+    from toolkit.inference import evaluate
+    from toolkit.inference.saved_run import open_run
+
+    evaluate.evaluate(open_run(run, *(overrides or ()), runs_dir=runs_dir, by_q=True))
+
+
+@command("toolkit judge my-run more-kl judge.kind=adapter start.judge=runs/other/reward/reward")
+def judge(
+    words: Annotated[
+        list[str],
+        typer.Argument(help="Names of runs, or their folders, and keys for all.", metavar="RUN... [KEY=VALUE]..."),
+    ],
+    output: Annotated[Path, typer.Option(help="The page to write, with its figures as .json beside it.")] = Path(
+        "judged.html"
+    ),
+    runs_dir: RunsDir = Path("runs"),
+    processes: Processes = 1,
+) -> None:
+    """Measure several trained runs by a second reward, the section judge, beside their own: a table and one page."""
+    join(processes)
+    from toolkit.inference.judge import judge as judge_runs
+
+    runs, overrides = ([word for word in words if ("=" in word) == is_key] for is_key in (False, True))
+    judge_runs(runs, *overrides, output=output, runs_dir=runs_dir)
+    print(f"written: {output}")
+
+
+@command("toolkit export my-run /models/my-policy --merge")
+def export(
+    run: RunName,
+    output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base, unquantised.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write the policy for use elsewhere: its adapter, or with --merge a whole checkpoint in base.dtype."""
+    from toolkit.inference.saved_run import export_adapter, export_merged, open_run
+
+    recipe = open_run(run, runs_dir=runs_dir)
+    if merge:
+        folder, said = export_merged(recipe, output)
+        print(said)
+    else:
+        folder = export_adapter(recipe, output)
+    print(f"written: {folder}")

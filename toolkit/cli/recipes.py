@@ -1,0 +1,56 @@
+"""What a recipe is, before anything runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.command import IN_SHELL, Overrides, RecipeName, Run, RunsDir, command
+
+
+@command("toolkit recipes", name="recipes")
+def list_recipes() -> None:
+    """List the shipped recipes."""
+    from toolkit.spec.load import about, names
+
+    width = max(map(len, names()))
+    for name in names():
+        print(f"{name:{width}}  {about(name)}")
+
+
+@command("toolkit check llama3_8b_lora base.model=/models/Llama-3.1-8B-Instruct")
+def check(
+    recipe: RecipeName = "doubling", overrides: Overrides = None, run: Run = None, runs_dir: RunsDir = Path("runs")
+) -> None:
+    """Check a recipe with its files, columns and adapters in seconds, without loading weights."""
+    from toolkit import recipes
+
+    loaded = recipes.load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
+    report = recipes.check(loaded)
+    print(report.text(IN_SHELL))
+    report.raise_problems()
+    if "ppo" in loaded.plan.stages and loaded.values["ppo"].get("loop") != "trl":
+        for label, text in recipes.plan(loaded, notes=False).summary():
+            print(f"{label:<10} {text}")
+
+
+@command("toolkit plan llama3_8b_lora_fast base.model=/models/Llama-3.1-8B-Instruct --gpu 4090")
+def plan(
+    recipe: RecipeName = "doubling",
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A card, as H100 or 4090, or its memory, as 24GB; this machine if not given.")
+    ] = None,
+) -> None:
+    """Memory and time of a recipe's PPO by phase, on a card or this machine: in seconds, without loading weights."""
+    from toolkit import recipes
+
+    print(recipes.plan(recipes.load(recipe, *(overrides or ())), gpu).text(IN_SHELL))
+
+
+@command("toolkit show llama3_8b_lora ppo.kl_coef=0.1")
+def show(recipe: RecipeName = "doubling", overrides: Overrides = None) -> None:
+    """Print a recipe as it is resolved, with what differs from the libraries' own defaults."""
+    from toolkit import recipes
+
+    print(recipes.show(recipes.load(recipe, *(overrides or ()))), end="")

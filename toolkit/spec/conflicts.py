@@ -1,0 +1,73 @@
+"""What the sections of a recipe say against each other, once its stages are planned."""
+
+from collections.abc import Iterator, Mapping
+
+from toolkit.data import TASKS
+from toolkit.errors import Problem
+from toolkit.spec.keys import owner_fields
+from toolkit.spec.plan import StagePlan, Values, at, scorer_parts, section
+from toolkit.spec.sources import SharedWith
+
+# The stage that alone can read a section: without the stage it would have no effect.
+_READ_BY = {
+    "sft_data": "sft", "reward_data": "reward", "q_data": "q", "value_model": "ppo", "reward_model": "reward",
+    "adapters.q": "q",
+}  # fmt: skip
+JUDGED = ("ppo", "q")  # stages that measure held-out responses
+_OF_VALUE = ("adapters.value", "start.value", "value_head", "value_model")
+
+
+def conflicts(values: Values, stages: Mapping[str, StagePlan]) -> Iterator[Problem]:
+    """Problems between the sections of a recipe, whose `stages` say which keys they look up."""
+    yield from _of_base(values)
+    yield from _of_scorer(values)
+    yield from _without_effect(values, stages)
+
+
+def _of_base(values: Values) -> Iterator[Problem]:
+    for name in ("base", "reward_model", "value_model"):
+        own = at(values, name)
+        if isinstance(own, dict) and (own.get("model") is None) == (own.get("config") is None):
+            wrong = "exactly one of model (a checkpoint) and config (random weights) is needed."
+            yield Problem(wrong, name, f"Name a checkpoint with {name}.model=/path/to/checkpoint.")
+    base = section(values, "base")
+    if base.get("model") is None and base.get("config") is not None:
+        if "sft" not in values:
+            yield Problem("this section is missing: a base with random weights needs pretraining.", "sft")
+        task = section(values, "data").get("task")
+        if task in list(TASKS) and "tokenizer" in owner_fields(TASKS[task]):
+            wrong = f"data.task {task} needs a checkpoint's tokenizer, and random weights have none."
+            yield Problem(wrong, "base.config", "Name a checkpoint with base.model=/path/to/checkpoint.")
+
+
+def _of_scorer(values: Values) -> Iterator[Problem]:
+    if section(values, "scorer").get("kind") == "sum" and at(values, "ppo.loop") == "trl":
+        yield Problem("trl scores with the reward adapter alone, not with a sum.", "ppo.loop", "Use toolkit.")
+    for place, part in scorer_parts(values, "judge").items():
+        if part.get("kind") == "model" and part.get("model") is None:
+            yield Problem("is needed of a judge (a folder or hub id).", f"{place}.model")
+    for place, part in scorer_parts(values).items():
+        if part.get("kind") == "model" and part.get("model") is None and "reward_model" not in values:
+            wrong = "belongs to scorer.kind: model, and is needed there (a folder or hub id)."
+            remedy = "Or add the section reward_model, for a model that the reward stage trains."
+            yield Problem(wrong, f"{place}.model", remedy)
+
+
+def _without_effect(values: Values, stages: Mapping[str, StagePlan]) -> Iterator[Problem]:
+    """Keys that are there and that no stage looks up."""
+    for key, stage in _READ_BY.items():
+        if at(values, key) is not None and stage not in values:
+            remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
+            yield Problem(f"would have no effect: there is no section {stage}.", key, remedy)
+    if "judge" in values and not {*JUDGED} & stages.keys():
+        yield Problem("would have no effect: there is no section ppo or q.", "judge")
+    if at(values, "start.judge") is not None and not any(plan.reads_key("start.judge") for plan in stages.values()):
+        yield Problem("would have no effect: no judge reads an adapter.", "start.judge", "Add judge.kind=adapter.")
+    for key in _OF_VALUE if "ppo" in stages else ():
+        if at(values, key) is not None and not stages["ppo"].reads_key(key):
+            why = "the head starts as start.value says"
+            if isinstance(stages["ppo"].source("value"), SharedWith):
+                why = "ppo.value is shared, so value is a head on the policy's adapter"
+            elif key == "adapters.value":
+                why = "the value role starts with the adapter of the reward"
+            yield Problem(f"would have no effect: {why}.", key)

@@ -1,0 +1,259 @@
+"""PPO's run without the algorithm, which `ppo.py` adds: passes and updates, events, and an update that fails."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit import phases, processes
+from toolkit.checkpoints import get_random_states, set_random_states
+from toolkit.data import Rollout, concatenate
+from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
+from toolkit.functional import Moments
+from toolkit.models import role_digest
+from toolkit.reports import append_jsonl, keep_until
+from toolkit.rewards import concatenate_scores, state_of, total_scores
+from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
+from toolkit.trainers.ppo_base import SharedBaseTrainer
+from toolkit.trainers.watch import WARNINGS_FILE, Watch
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+_OF_REWARDS = (RewardError.__name__, NotFiniteError.__name__)
+_ROWS_SHOWN = 4  # of a rollout, at every logged step
+
+
+class PPOLoop(SharedBaseTrainer):
+    """A trainer that runs `total_updates` updates, which a subclass makes by `generate`, `score` and `step`."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.watch = Watch()
+        self._in_scoring: Rollout | None = None
+        self._parts: dict[str, Tensor] | None = None  # of the scores of several rollouts
+        self._last_metrics: dict[str, float] = {}
+        self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
+        self._last_logged = 0
+
+    def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> dict[str, float]:
+        """The metrics of the last of `total_updates` updates; empty if a checkpoint had all of them behind it."""
+        if arguments:
+            raise TypeError(f"train() got an unexpected argument {next(iter(arguments))!r}")
+        self._prepare_training()
+        over = checkpoint is not None and self.load_checkpoint(checkpoint)["stopped_early"]
+        if checkpoint is not None:
+            self._check_not_past(checkpoint, self.state.global_step, self.total_updates)
+        args, state = self.args, self.state
+        began = state.global_step
+        state.max_steps = self.total_updates
+        state.num_train_epochs = self.total_updates * args.update_batch_size / self.prompts_of_a_pass
+        state.compute_steps(args, self.total_updates)
+        self.is_in_train = True
+        for name in (ROLLOUTS_FILE, WARNINGS_FILE):
+            processes.by_main(partial(keep_until, Path(args.output_dir) / name, began))
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.callback_handler.train_dataloader = self.dataloader
+        self.control = self.callback_handler.on_train_begin(args, state, self.control)
+        if args.eval_on_start and checkpoint is None:
+            self.evaluate()
+        while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
+            self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
+            while not self.dataloader.pass_is_over:
+                self.control = self.callback_handler.on_step_begin(args, state, self.control)
+                self._last_metrics = self._guarded_step()
+                self.control = self.callback_handler.on_step_end(args, state, self.control)
+                self._act()
+                if state.global_step >= self.total_updates or self.control.should_training_stop:
+                    break
+                if self.control.should_epoch_stop:
+                    self.dataloader.end_pass()
+                    break
+            if self._request.met and state.global_step < self.total_updates:
+                break  # in the middle of a pass, whose end a resumed run will see
+            self.dataloader.pass_is_over = False
+            self.control = self.callback_handler.on_epoch_end(args, state, self.control)
+            self._act()
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            self.load_best()
+        self.is_in_train = False
+        self.control = self.callback_handler.on_train_end(args, state, self.control)
+        return self._last_metrics if state.global_step > began else {}
+
+    def _place(self) -> dict[str, Any]:
+        """What moves on in an update before its first optimizer step, where weights and counts are still the last's."""
+        changing = state_of(self.reward)  # where it changes as it goes
+        return {
+            "dataloader": self.dataloader.state_dict(),
+            "pass_is_over": self.dataloader.pass_is_over,
+            "reward": None if changing is None else changing.state_dict(),
+        }
+
+    def _go_to(self, place: dict[str, Any]) -> None:
+        self.dataloader.load_state_dict(place["dataloader"])
+        self.dataloader.pass_is_over = place["pass_is_over"]
+        if (changing := state_of(self.reward)) is not None and place["reward"] is not None:
+            changing.load_state_dict(place["reward"])
+
+    def _save_before(self, error: ToolkitError) -> None:
+        """Save the run up to the last update, and let an error of the reward say so."""
+        if step := self.state.global_step:
+            saved = self._folder_of(step)
+            if not processes.by_main(saved.is_dir):
+                self.save_checkpoint()
+            error.add_remedy(f"All up to update {step} is saved in {saved}: then go on with $resume.")
+
+    def _guarded_step(self) -> dict[str, float]:
+        """An update, with what its metrics warn of; nothing is learnt from one whose scores are not finite."""
+        random, place = get_random_states(), deepcopy(self._place())
+        try:
+            metrics = self._timed_step()
+        except (RewardError, PeerError) as error:
+            kind = self._kind(error)
+            if kind not in _OF_REWARDS:
+                raise
+            if kind == RewardError.__name__ or self._too_many(error):
+                set_random_states(random)
+                self._go_to(place)
+                self._save_before(error)
+                raise
+            metrics = self._without_update()
+        self._tell(self.watch.seen(self.state.global_step, metrics))
+        return {**metrics, "warnings": float(len(self.watch.given))} if self.watch.given else metrics
+
+    @staticmethod
+    def _kind(error: ToolkitError) -> str:
+        """Name of an error's class, of several processes in that where it was raised."""
+        return error.of if isinstance(error, PeerError) else type(error).__name__
+
+    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str]) -> None:
+        """Tell what an evaluation of the held-out prompts is a warning of."""
+        self._tell(self.watch.evaluated(self.state.global_step, metrics, responses))
+
+    def _tell(self, new: list[dict[str, Any]]) -> None:
+        for warning in new:
+            phases.tell(f"WARNING at update {warning['step']}: {warning['text']} {warning['remedy']}")
+        if new:
+            processes.by_main(partial(append_jsonl, Path(self.args.output_dir) / WARNINGS_FILE, new))
+
+    def _too_many(self, error: ToolkitError) -> bool:
+        """Count an update whose scores are not finite; whether they are too many in a row, the batch then saved."""
+        if not self.skipped.add():
+            return False
+        folder = Path(self.args.output_dir)
+        saved = processes.by_main(partial(save_broken, folder, rollout=self._in_scoring, tensors={}))
+        before = f"So were those of the {MOST_IN_A_ROW - 1} updates before, which were passed over."
+        error.add_remedy(f"{before} The last batch is in {saved}.")
+        return True
+
+    def _without_update(self) -> dict[str, float]:
+        """Metrics of an update that is passed over: nothing is learnt, and the run goes on with other prompts."""
+        learning_rate, self._shown = self.lr_scheduler.get_last_lr()[0], []
+        self.lr_scheduler.step()
+        self.state.global_step += 1
+        skipped = {"optimizer_steps": 0.0, "skipped_steps": float(self.skipped.total)}
+        return {"kl_coef": self.kl_coef, **skipped, "learning_rate": learning_rate, "episode": self.state.episode}
+
+    def _timed_step(self) -> dict[str, float]:
+        """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""
+        rollouts, all_scores, parts = [], [], []
+        rollout_seconds = score_seconds = 0.0
+        for left in reversed(range(self.args.rollouts_per_update)):
+            batch = self.dataloader.next_batch()
+            started = time.perf_counter()
+            with phases.phase("rollout"):
+                rollouts.append(self.generate(batch))
+            sampled = time.perf_counter()
+            self._in_scoring = rollouts[-1]
+            with phases.phase("score"):
+                all_scores.append(self.score(batch, rollouts[-1]))
+            parts.append(self.score_parts())
+            rollout_seconds += sampled - started
+            score_seconds += time.perf_counter() - sampled
+            if left:
+                self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
+        rollout, scores = concatenate(rollouts), concatenate_scores(all_scores)
+        self._shown = [
+            {"prompt": rollout.prompts[i], "response": rollout.responses[i], "score": score, "ended": rollout.ended[i]}
+            for i, score in enumerate(total_scores(scores)[:_ROWS_SHOWN].tolist())
+        ]
+        columns = {"input_ids": rollout.prompt_ids, **rollout.columns}
+        batch = self.data_collator(
+            [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        )
+        try:
+            self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            started = time.perf_counter()
+            with phases.phase("update", self.args.num_ppo_epochs * self.args.num_mini_batches):
+                metrics = self.step(batch, rollout, scores)
+        finally:
+            self._parts = None
+        seconds = {"rollout_seconds": rollout_seconds, "score_seconds": score_seconds}
+        seconds["step_seconds"] = time.perf_counter() - started
+        speed = len(rollout) / sum(seconds.values())
+        return {**metrics, "episode": self.state.episode, "samples_per_second": speed, **seconds}
+
+    def batches(self) -> Iterator[dict[str, Any]]:
+        """Batches of prompts for a loop of your own, pass after pass, until the last of `total_updates` updates."""
+        while self.state.global_step < self.total_updates:
+            yield self.dataloader.next_batch()
+
+    def _act(self) -> None:
+        """Do what the callbacks asked for: log, evaluate, save."""
+        if self.control.should_log and self.state.global_step > self._last_logged:
+            self._last_logged = self.state.global_step
+            self.log(dict(self._last_metrics))
+            rows = [{"step": self.state.global_step, **row} for row in self._shown]
+            if processes.is_main():
+                append_jsonl(Path(self.args.output_dir) / ROLLOUTS_FILE, rows)
+        best = False
+        if self.control.should_evaluate:
+            self.control.should_evaluate = False
+            try:
+                best = self.is_best(self.evaluate())
+            except (RewardError, PeerError) as error:
+                if self._kind(error) in _OF_REWARDS:
+                    self._save_before(error)
+                raise
+        if self.control.should_save or (best and self.args.save_strategy == "best"):
+            self.control.should_save = False
+            self.save_checkpoint()
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    @property
+    def prompts_of_a_pass(self) -> int:
+        """Prompts that are answered before the next pass over them begins; the last ones may not fill a batch."""
+        return len(self.dataloader) * self.args.rollout_batch_size
+
+    # ------------------------------------------------------------------ state
+
+    def own_state(self) -> dict[str, Any]:
+        return {
+            **self._place(),
+            "kl_coef": self.kl_coef,
+            "scores": self.score_shaper.moments._asdict(),
+            "metrics": self._last_metrics,
+            "last_logged": self._last_logged,
+            "frozen": self._frozen(),
+            "watch": self.watch.state_dict(),
+        }
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        changed = [role for role, digest in self._frozen().items() if state["frozen"].get(role) != digest]
+        if changed:
+            wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
+            wrong += "scores or KL would mean something else from here on."
+            raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
+        self.kl_coef = state["kl_coef"]
+        self.score_shaper.moments = Moments(**state["scores"])
+        self._go_to(state)
+        self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
+        if "watch" in state:
+            self.watch.load_state_dict(state["watch"])
+
+    def _frozen(self) -> dict[str, str]:
+        roles = (role for role in self.roles.roles if role not in self.roles.trained_roles)
+        return {role: role_digest(self.roles, role) for role in roles if self.roles.parameters_of(role)}

@@ -1,0 +1,66 @@
+"""Whether a checkpoint is of this run: its state would mean nothing on other data or another base."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+
+from toolkit import processes
+from toolkit.data import data_digest
+from toolkit.errors import CheckpointError
+from toolkit.models import SharedBase, base_digest
+from toolkit.reports import versions
+
+# Other versions of these may round differently, or store their state differently.
+_EXACT_WITH = ("torch", "transformers", "trl", "peft", "bitsandbytes")
+
+
+def identity(dataset: Dataset, model: nn.Module, roles: SharedBase | None) -> dict[str, Any]:
+    """What a checkpoint keeps to know its run by; the base where a role of one is trained."""
+    data = {"rows": len(dataset), "sha256": data_digest(dataset)}
+    dtype = str(getattr(model if roles is None else roles.causal_lm, "dtype", None)).removeprefix("torch.")
+    base = None if roles is None else base_digest(roles)
+    return {"data": data, "base": base, "dtype": dtype, "versions": versions()}
+
+
+def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Warn where going on from a checkpoint is not exact.
+
+    Args:
+        then: the state that it holds, with its `identity`.
+        now: the identity of this run.
+
+    Raises:
+        CheckpointError: the state means nothing in this run.
+    """
+    wrong = ""
+    before_dtype = then.get("dtype")  # None in a checkpoint from before it was kept
+    if then["data"] != now["data"]:
+        rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
+        wrong = f"was written on other training data ({rows}), so its place in them means nothing."
+        remedy = "Give the data back, or start anew."
+    elif "base" not in then:
+        wrong = "was written by an earlier version of the toolkit, and lacks what this one goes on with."
+        remedy = "Start anew, or go on with that version."
+    elif then["base"] != now["base"] and before_dtype in (None, now["dtype"]):
+        wrong = "was written on a base with other weights: its adapters mean nothing on this one."
+        remedy = "Give the base back, or start anew."
+    if wrong:
+        raise CheckpointError(f"{checkpoint} {wrong}", remedy=remedy)
+    if before_dtype not in (None, now["dtype"]):
+        warnings.warn(
+            f"{checkpoint} was written with its model in {before_dtype}, and goes on in {now['dtype']}: not exact, "
+            "and by its numbers the base cannot be told from another of the same shape.",
+            stacklevel=3,
+        )
+    pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
+    changed = [f"{name} {before} → {after}" for name, before, after in pairs if before != after]
+    if changed:
+        others = f"other versions ({', '.join(changed)}): not exact to the last bit."
+        warnings.warn(f"{checkpoint} was written with {others}", stacklevel=3)
+    if (number := then.get("processes", 1)) != processes.count():
+        wrong = f"{checkpoint} was written by {number} of them, and {processes.count()} go on: rows are sampled "
+        wrong += "the same, sums are rounded in another order, and dropout draws other numbers."
+        warnings.warn(f"processes: {wrong}", stacklevel=3)
