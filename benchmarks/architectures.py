@@ -168,7 +168,8 @@ def examine(kind: str, **changes: Any) -> Row:
         else:
             row.apart["gradients, checkpointing"] = _gradients_apart(base, alone)
     except ToolkitError as error:
-        row.refused = " ".join(problem.text() for problem in error.problems)
+        said = " ".join(problem.text() for problem in error.problems)
+        row.refused = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+/", "", said)  # where `_compared` has saved
     except Exception as error:  # which a user would see as a traceback
         row.failed = f"{type(error).__name__}: {_first_line(error)}"
     return row
