@@ -120,9 +120,10 @@ DEMONSTRATIONS = {
 }
 
 
-def _stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: str) -> None:
+def run_stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: str, from_run: str = "") -> None:
     """One stage by the command line, in a process of its own."""
     command = [sys.executable, "-m", "toolkit", stage, str(recipe), *overrides, "--run", run, "--runs-dir", str(runs)]
+    command += ["--from-run", from_run] if from_run else []
     print(" ".join(["toolkit", *command[3:]]), flush=True)
     subprocess.run(command, check=True)
 
@@ -131,7 +132,7 @@ def _start(demonstration: Demonstration, seed: int, runs: Path, overrides: Seque
     """What every arm of a seed begins with: a base and a trained reward."""
     run, settings = f"{demonstration.recipe}-{seed}", (f"seed={seed}", *overrides)
     for stage in demonstration.stages:
-        _stage(stage, demonstration.recipe, run, runs, *settings)
+        run_stage(stage, demonstration.recipe, run, runs, *settings)
     return recipes.load(demonstration.recipe, *settings, run=run, runs_dir=runs)
 
 
@@ -159,7 +160,7 @@ def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> 
     path = runs / f"{run}.yaml"
     values = recipe_of_arm(start, demonstration.arms[arm_name], demonstration)
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    _stage("ppo", path, run, runs)
+    run_stage("ppo", path, run, runs)
     return _measured(runs / run / "ppo")
 
 
@@ -193,7 +194,8 @@ def _untrained(recipe: Recipe, folder: str, **start: str) -> Any:
 def _before_ppo(recipe: Recipe, best_of: bool) -> dict[str, Any]:
     """What the base alone reaches on the test prompts, and says, where something is trained before PPO; and by N the
     score of the best of N responses from where PPO starts, with the bound of its KL."""
-    found, prompts = {}, recipe.task.prompts("test")
+    found: dict[str, Any] = {}
+    prompts = recipe.task.prompts("test")
     trained = {"policy": str(recipe.stage_folder("sft") / "policy")} if "sft" in recipe.values else {}
     with tempfile.TemporaryDirectory() as folder:
         if trained:
@@ -218,18 +220,23 @@ def _language(recipe: Recipe, of_base: Sequence[str]) -> dict[str, Any]:
     ]
     found: dict[str, Any] = {"prompts": len(rows), "samples": rows[:_SHOWN]}
     for when in [when for when in _WHEN if when in rows[0]]:
-        loss, tokens = 0.0, 0
-        for row in rows:
-            prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
-            ids = torch.tensor([prompt + tokenizer.encode(row[when], add_special_tokens=False)])
-            if (number := ids.shape[1] - len(prompt)) > 0:
-                with torch.no_grad():
-                    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-                loss += float(cross_entropy(logits, ids[0, len(prompt) :], reduction="sum"))
-                tokens += number
-        different = len({row[when] for row in rows}) / len(rows)
-        found[when] = {"perplexity": math.exp(loss / tokens), "different": different}
+        of_all = perplexity(model, tokenizer, [(row["prompt"], row[when]) for row in rows])
+        found[when] = {"perplexity": of_all, "different": len({row[when] for row in rows}) / len(rows)}
     return found
+
+
+def perplexity(model: Any, tokenizer: Any, said: Iterable[tuple[str, str]]) -> float:
+    """Of the responses to their prompts, over all their tokens."""
+    loss, tokens = 0.0, 0
+    for prompt, response in said:
+        before = tokenizer.encode(prompt, add_special_tokens=False)
+        ids = torch.tensor([before + tokenizer.encode(response, add_special_tokens=False)])
+        if (number := ids.shape[1] - len(before)) > 0:
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(before) - 1 : -1].float()
+            loss += float(cross_entropy(logits, ids[0, len(before) :], reduction="sum"))
+            tokens += number
+    return math.exp(loss / tokens)
 
 
 def run(name: str, runs: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = ()) -> Path:
@@ -395,12 +402,12 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     if rules := sorted({rule for one in runs for rule in one["asked"]}):
         lines = [[f"`{rule}`", *(by_rule(rule, when) for when in whens)] for rule in rules]
         tables.append(markdown(["prompts that ask for it: kept", *columns], lines))
-    shown = [[_cell(row[key]) for key in ("prompt", *whens)] for row in runs[0]["language"]["samples"]]
+    shown = [[cell_of(row[key]) for key in ("prompt", *whens)] for row in runs[0]["language"]["samples"]]
     tables.append(markdown(["prompt", *columns], shown, texts=True))
     return "\n\n".join([*tables, f"{len(runs)} seed(s) of {each} prompts"])
 
 
-def _cell(text: str) -> str:
+def cell_of(text: str) -> str:
     """A text as a cell of a table: what the user said of a chat, on one line."""
     said = re.sub(r"<\|im_start\|>\w+\n?|<\|im_end\|>", " ", text)
     return " ".join(said.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").split()) or "(nothing)"

@@ -4,8 +4,12 @@ Mistakes inside a recipe file are in `tests/spec/test_load.py`, those of data fi
 adapters in `tests/models/test_adapters.py`.
 """
 
+import contextlib
+import errno
+import io
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -215,10 +219,39 @@ def test_one_message_says_what_where_and_what_next(case, place):
 
 
 def test_processes_that_others_have_started_are_not_started_again(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name, value in {"WORLD_SIZE": "3", "RANK": "0", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     done = CliRunner().invoke(app, ["ppo", "doubling", "--processes", "2"])
     said = "ToolkitError: --processes asks for 2 processes, and 3 have been started. Leave --processes out.\n"
     assert (done.exit_code, done.stderr) == (1, said)
+
+
+@pytest.mark.parametrize("number", ["", "0", "two", "2"])
+def test_an_environment_that_no_launcher_made(number, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", number)
+    done = CliRunner().invoke(app, ["eval", "run"])
+    assert done.exit_code == 1 and f"WORLD_SIZE is {number!r} in the environment" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows finds no such file")
+@pytest.mark.parametrize("words", [("runs", "--runs-dir", "x" * 300), ("eval", "x" * 300)])
+def test_a_name_that_no_disk_takes(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1 and re.match(r"ToolkitError: x+.*: File name too long\. .", done.stderr), done.stderr
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_behind_standard_output():
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(Full()), pytest.raises(SystemExit) as stopped:
+        app(["recipes"])
+    assert stopped.value.code == 1
+    assert said.getvalue().startswith("ToolkitError: standard output: No space left on device.")
 
 
 @pytest.mark.parametrize(
@@ -226,6 +259,7 @@ def test_processes_that_others_have_started_are_not_started_again(monkeypatch):
     [
         ("ppo", "--nonsense"),
         ("generate", "run", "--temperature", "nan"),
+        ("generate", "run", "--temperature", "1e-300"),
         ("chat", "run", "--temperature", "inf"),
         ("generate", "run", "--seed", "-1"),
         ("generate", "run", "--seed", str(2**32)),

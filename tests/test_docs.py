@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tests.tiny_runs import PAIRS, REPOSITORY, llama3_tokenizer, save_llama, stages_here
 from toolkit.cli import app
 from toolkit.data import TASKS
+from toolkit.settings import declared
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.sections import PLAIN_SECTIONS, STAGE_CLASSES
 
@@ -166,7 +167,8 @@ def test_every_test_that_the_options_page_names_exists():
         name for row in re.findall(r"^\| (`.+?) \|", text, flags=re.MULTILINE) for name in re.findall(r"`(\w+)", row)
     }
     words = {"k2", "k3", "bootstrap", "prefix_mean"}
-    assert fields - words <= owner_fields(STAGE_CLASSES["ppo"]).keys() and len(fields) > 20, fields
+    assert fields - words <= owner_fields(STAGE_CLASSES["ppo"]).keys(), fields
+    assert declared(STAGE_CLASSES["ppo"]).keys() <= fields, declared(STAGE_CLASSES["ppo"]).keys() - fields
 
 
 def anchors(page: Path) -> set[str]:

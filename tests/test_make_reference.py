@@ -77,6 +77,7 @@ def test_it_has_every_section_task_and_field():
     assert "| `sft_model_path` | The base is base.model |" in refused
 
 
+@pytest.mark.skipif(not is_installed("pinned"), reason="fields of PPO are described by TRL 1.12")
 def test_every_field_of_ours_is_described():
     rows = [line for line in reference().splitlines() if re.match(r"\| `\w+` \|.*\|.*\|.*\|$", line)]
     assert len(rows) > 60

@@ -35,39 +35,40 @@ _LLAMA_LIKE = {
 }
 
 
+_TINY = {
+    "llama": (LlamaForCausalLM, LlamaConfig, _LLAMA_LIKE),
+    "mistral": (MistralForCausalLM, MistralConfig, {**_LLAMA_LIKE, "sliding_window": 32}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, _LLAMA_LIKE),
+    "gpt2": (
+        GPT2LMHeadModel,
+        GPT2Config,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3},
+    ),
+    # As OPT-350M: the hidden states are projected to another size before lm_head.
+    "opt": (
+        OPTForCausalLM,
+        OPTConfig,
+        {
+            "hidden_size": 32,
+            "word_embed_proj_dim": 16,
+            "ffn_dim": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "init_std": 0.3,
+            "do_layer_norm_before": False,
+        },
+    ),
+}
+ARCHITECTURES = tuple(_TINY)
+
+
 def tiny_model(architecture: str = "llama", *, size: int = 32) -> PreTrainedModel:
     """A random float32 model of a few thousand weights. NF4 needs a size of 64 or more, the length of its blocks."""
     torch.manual_seed(0)
-    if architecture == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**{**_LLAMA_LIKE, "hidden_size": size}, **SPECIAL))
-    elif architecture == "mistral":
-        model = MistralForCausalLM(MistralConfig(**_LLAMA_LIKE, sliding_window=32, **SPECIAL))
-    elif architecture == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**_LLAMA_LIKE, **SPECIAL))
-    elif architecture == "gpt2":
-        model = GPT2LMHeadModel(
-            GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3, **SPECIAL)
-        )
-    elif architecture == "opt":
-        # As OPT-350M: the hidden states are projected to another size before lm_head.
-        config = OPTConfig(
-            hidden_size=size,
-            word_embed_proj_dim=size // 2,
-            ffn_dim=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            init_std=0.3,
-            do_layer_norm_before=False,
-            **SPECIAL,
-        )
-        model = OPTForCausalLM(config)
-    else:
-        raise ValueError(architecture)
-    return model.eval()
-
-
-ARCHITECTURES = ("llama", "mistral", "qwen2", "gpt2", "opt")
+    model, config, settings = _TINY[architecture]
+    wide = {name: settings[name] * size // 32 for name in ("hidden_size", "word_embed_proj_dim") if name in settings}
+    return model(config(**{**settings, **wide}, **SPECIAL)).eval()
 
 
 def lora(r: int = 4, **arguments: object) -> LoraConfig:

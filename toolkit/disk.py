@@ -1,9 +1,9 @@
 """Files written whole or not at all, folders that know what is in them, and what a disk refuses as an error."""
 
+import errno
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,25 +28,13 @@ def writing(path: str | Path, remedy: str = "Make room there, or name a place th
         raise ToolkitError(f"{path}: cannot be written ({reason}).", remedy=remedy) from error
 
 
-def check_folder(folder: Path) -> None:
-    """Make a folder and write to it, for what would be lost if that failed after an hour.
-
-    Raises:
-        ToolkitError: it cannot be written.
-    """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b" ")
-
-
 def check_file(path: Path | None) -> None:
-    """As `check_folder`, of a file that is written at the end; None for no file."""
+    """That a file can be written, which comes at the end of an hour perhaps, or a ToolkitError; None for no file."""
     if path is not None:
-        there = path.exists()
-        if path.is_dir() or path.is_fifo():
-            raise ToolkitError(f"{path}: is no file.", remedy="Name one.")
         with writing(path):
+            there = path.exists()
+            if there and not path.is_file():
+                raise ToolkitError(f"{path}: is no file.", remedy="Name one.")
             path.open("a", encoding="utf-8").close()
             if not there:
                 path.unlink()
@@ -73,6 +61,13 @@ def write_whole(path: Path, text: str) -> Path:
     return path
 
 
+def read_text(path: Path) -> str:
+    """The text of a file; an OSError for a pipe or a device, which would be read without end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return path.read_text(encoding="utf-8")
+
+
 def read_object(path: Path, remedy: str = "") -> dict[str, Any] | None:
     """The object of a JSON file; None where there is no such file.
 
@@ -80,7 +75,7 @@ def read_object(path: Path, remedy: str = "") -> dict[str, Any] | None:
         ToolkitError: it is cut, changed or of another kind.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -113,10 +108,11 @@ def sealed_files(folder: Path) -> dict[str, Any] | None:
     found = read_object(folder / MANIFEST, "Move that folder away, or put the file back as it was.")
     if found is None:
         return None
-    entries = found.get("files")
-    if not isinstance(entries, dict) or not all(
+    entries, others = found.get("files"), found.get("others", [])
+    whole = isinstance(entries, dict) and all(
         isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in entries.values()
-    ):
+    )
+    if not (whole and isinstance(others, list)):
         remedy = "Move that folder away, or put the file back as it was."
         raise ToolkitError(f"{folder / MANIFEST} is damaged: it lists no files.", remedy=remedy)
     return entries

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from string import Template
 from typing import Self
 
@@ -41,6 +42,12 @@ def words_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return ""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`Did you mean x?` of the nearest name that is known; nothing where none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,21 @@ TIMEOUT = timedelta(hours=12)
 by its broken connection and by whoever started them."""
 
 
+def launched() -> int:
+    """How many processes a launcher has started, as torch's variables say; 1 where none has.
+
+    Raises:
+        ToolkitError: no launcher sets them so.
+    """
+    number = os.environ.get("WORLD_SIZE", "1")
+    lacking = [name for name in ("RANK", "MASTER_PORT") if not os.environ.get(name, "").isdecimal()]
+    if not number.isdecimal() or number == "0" or (number != "1" and lacking):
+        why = f"{lacking[0]} is no number" if number.isdecimal() and lacking else "that is no number of processes"
+        wrong = f"WORLD_SIZE is {number!r} in the environment, and {why}."
+        raise ToolkitError(wrong, remedy="Unset it, or start with torchrun or --processes.")
+    return int(number)
+
+
 def join() -> None:
     """Become one of the processes that torchrun, `accelerate launch` or `toolkit --processes` started, if they did.
 
@@ -40,7 +55,7 @@ def join() -> None:
     _check_accelerate(os.environ)
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         return
-    if os.environ["WORLD_SIZE"] == "1":
+    if launched() == 1:
         _take_from_environment()
         return
     local, backend = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), "gloo"

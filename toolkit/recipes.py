@@ -8,14 +8,14 @@ What a recipe says is in `toolkit.spec`, what a run of it does in `toolkit.runs`
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 from toolkit.errors import RecipeError
-from toolkit.rewards import Reward
+from toolkit.rewards import Reward, check_reward
 from toolkit.runs import stages
 from toolkit.runs.check import check
 from toolkit.runs.plan import plan
@@ -28,32 +28,30 @@ from toolkit.spec.validate import check_recipe
 __all__ = ["Recipe", "check", "find", "load", "names", "plan", "show"]
 
 
+def _trainer_of(stage: str, what: str) -> Callable[..., Trainer]:
+    """The method that makes a stage's trainer; `what` is the beginning of its docstring."""
+
+    def trainer(
+        self: "Recipe",
+        *,
+        callbacks: Sequence[TrainerCallback] = (),
+        resume: bool = False,
+        overwrite: bool = False,
+        from_run: str | None = None,
+    ) -> Trainer:
+        return stages.prepared(self, stage, callbacks=callbacks, resume=resume, overwrite=overwrite, from_run=from_run)
+
+    trainer.__name__ = trainer.__qualname__ = f"{stage}_trainer"
+    trainer.__doc__ = f"{what} For the arguments see `ppo_trainer`."
+    return trainer
+
+
 class Recipe(WhatItSays):
     """A resolved recipe, bound to a run folder, that makes trainers. Made by `load`; for the arguments see there."""
 
-    def sft_trainer(
-        self,
-        *,
-        callbacks: Sequence[TrainerCallback] = (),
-        resume: bool = False,
-        overwrite: bool = False,
-        from_run: str | None = None,
-    ) -> Trainer:
-        """A TRL `SFTTrainer`. For the arguments see `ppo_trainer`."""
-        return stages.prepared(self, "sft", callbacks=callbacks, resume=resume, overwrite=overwrite, from_run=from_run)
-
-    def reward_trainer(
-        self,
-        *,
-        callbacks: Sequence[TrainerCallback] = (),
-        resume: bool = False,
-        overwrite: bool = False,
-        from_run: str | None = None,
-    ) -> Trainer:
-        """A TRL `RewardTrainer`, or transformers' `Trainer` for classes. For the arguments see `ppo_trainer`."""
-        return stages.prepared(
-            self, "reward", callbacks=callbacks, resume=resume, overwrite=overwrite, from_run=from_run
-        )
+    sft_trainer = _trainer_of("sft", "A TRL `SFTTrainer`.")
+    reward_trainer = _trainer_of("reward", "A TRL `RewardTrainer`, or transformers' `Trainer` for classes.")
+    q_trainer = _trainer_of("q", "A `QTrainer`, which is transformers' `Trainer`.")
 
     def ppo_trainer(
         self,
@@ -81,27 +79,20 @@ class Recipe(WhatItSays):
             from_run: name of another run, to take finished stages from where their settings agree.
 
         Raises:
+            RewardError: a reward or judge cannot be called with a rollout.
             RecipeError: the recipe cannot do with another reward or a judge, the run folder holds an earlier try, or
                 the other run has nothing to take.
         """
         if judge is not None and self.values.get("ppo", {}).get("loop") == "trl":
             wrong = "trl is TRL's own loop, which evaluates nothing, so that a judge has no effect."
             raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit.")
+        for name, given_reward in (("reward", reward), ("judge", judge)):
+            if given_reward is not None:
+                check_reward(given_reward, name)
         made_for = self._scored_by(scorer=reward, judge=judge)
         way: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "from_run": from_run, "callbacks": callbacks}
         given = {"reward": reward, "judge": judge, "train_dataset": train_dataset}
         return stages.prepared(made_for, "ppo", given=given, **way)
-
-    def q_trainer(
-        self,
-        *,
-        callbacks: Sequence[TrainerCallback] = (),
-        resume: bool = False,
-        overwrite: bool = False,
-        from_run: str | None = None,
-    ) -> Trainer:
-        """A `QTrainer`, which is transformers' `Trainer`. For the arguments see `ppo_trainer`."""
-        return stages.prepared(self, "q", callbacks=callbacks, resume=resume, overwrite=overwrite, from_run=from_run)
 
     def _scored_by(self, **given: Reward | None) -> "Recipe":
         """The same recipe with a scorer, a judge or both of kind "function"; the run records the functions' names."""

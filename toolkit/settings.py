@@ -68,10 +68,8 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-@cache
-def hints_of(owner: Any) -> Mapping[str, Any]:
-    """The types of a class's fields, evaluated once."""
-    return get_type_hints(owner)
+hints_of: Callable[[Any], Mapping[str, Any]] = cache(get_type_hints)
+"""The types of a class's fields, evaluated once."""
 
 
 def declared(owner: type) -> dict[str, Field[Any]]:

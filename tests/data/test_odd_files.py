@@ -39,6 +39,14 @@ def refusal(source, **arguments):
     return text
 
 
+def test_a_column_that_is_there_twice_is_not_read_once(tmp_path):
+    table = pa.table([["a"], ["b"]], names=["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert 'column "prompt" is there 2 times' in refusal(tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}\n')
+    assert 'line 2: not valid JSON ("prompt" is there twice)' in refusal(tmp_path / "x.jsonl")
+
+
 # ---------------------------------------------------------------------- names
 
 

@@ -107,7 +107,8 @@ def test_the_first_place_of_each_reason(tmp_path, chat_tokenizer):
     good = write(tmp_path / "good.jsonl", [PAIR])
     assert Preferences(chat_tokenizer, path, good).report() == (
         f"train: 2 pairs; 3 left out: 2 × an empty response (first: {path}, line 2), "
-        f"1 × chosen and rejected are equal (first: {path}, line 4) | validation: 1 pairs"
+        f"1 × chosen and rejected are equal (first: {path}, line 4) | validation: 1 pairs; "
+        "1 of these have a prompt that is trained on, too"
     )
 
 

@@ -256,6 +256,14 @@ def test_validation_is_held_out_of_train(tmp_path, chat_tokenizer):
     assert numbers("validation", validation_size=6, max_validation_rows=2) == validation[:2]
 
 
+def test_held_out_rows_that_are_trained_on_are_said(tmp_path, chat_tokenizer):
+    train = write(tmp_path / "train.jsonl", [{"prompt": str(n)} for n in (1, 2, 3)])
+    other = write(tmp_path / "other.jsonl", [{"prompt": str(n)} for n in (3, 3, 4)])
+    said = Prompts(chat_tokenizer, train, validation=other).report()
+    assert said.endswith("validation: 3 prompts; 2 of these have a prompt that is trained on, too")
+    assert "trained on" not in Prompts(chat_tokenizer, train, validation_size=1).report()
+
+
 def test_rows_with_the_same_prompt_are_held_out_together(tmp_path, chat_tokenizer):
     rows = [{"query": str(n // 5), "n": n} for n in range(20)]
     for seed in range(5):
@@ -460,6 +468,9 @@ def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
     assert task.prompts_of(["12"])["prompt"][:] == ["_:12=x:"]
     ready = Dataset.from_dict({"input_ids": [[1, 5]]})
     assert task.prompts_of(ready) is ready
+    for odd in ([], 5, [7.5], ["a"], [-1], [10**6]):
+        with pytest.raises(DataError, match="train_dataset: row 1: input_ids is .*, and ids from 0 to .* are needed"):
+            task.prompts_of(Dataset.from_dict({"input_ids": [odd]}))
     with pytest.raises(DataError, match="train_dataset: no row can be used"):
         task.prompts_of([])
     with pytest.raises(DataError, match="need a column input_ids; present: text"):

@@ -1,9 +1,10 @@
-"""Runs of which a file is damaged, with files of the user's in them: those stay, and what was sealed is refused."""
+"""Runs and bases of which a file is damaged. Files of the user's stay, and what was sealed is refused."""
 
 import contextlib
 import hashlib
 import json
 import math
+import os
 import random
 import shutil
 from pathlib import Path
@@ -20,6 +21,19 @@ _READ = ("runs", "compare", "check", "eval", "generate", "export")
 
 
 def folder_case(place: Place, draw: random.Random) -> Case:
+    return _base_case(place, draw) if draw.random() < 0.3 else _run_case(place, draw)
+
+
+def _base_case(place: Place, draw: random.Random) -> Case:
+    base = place.folder / "base"
+    shutil.rmtree(base, ignore_errors=True)
+    shutil.copytree(place.folder / "model", base)
+    path = draw.choice(sorted(base.iterdir()))
+    what = f"check {path.name}: {_damage(draw, path)}"[:300]
+    return Case(what, lambda: command("check", "chat.yaml", "base.model=base"), ("base",))
+
+
+def _run_case(place: Place, draw: random.Random) -> Case:
     origin, run = draw.choice(["chat", "chat", "by_q"]), place.folder / "runs" / "case"
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(place.folder / "runs" / origin, run)
@@ -68,10 +82,10 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _damage(draw: random.Random, path: Path) -> str:
     """Something wrong with a file of a run; in words."""
-    way = draw.choice(["bytes", "content", "content", "content", "gone", "folder"])
-    if way in ("gone", "folder"):
+    way = draw.choice(["bytes", "content", "content", "content", "gone", "folder", "pipe"])
+    if way in ("gone", "folder", "pipe"):
         path.unlink()
-        path.mkdir() if way == "folder" else None
+        {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "gone": lambda: None}[way]()
         return way
     raw = path.read_bytes()
     if way == "content" and path.suffix == ".safetensors":
@@ -120,7 +134,7 @@ def _odd_tensor(draw: random.Random, path: Path) -> str:
 
 def _reseal(path: Path, run: Path) -> None:
     """Let the manifests above a damaged file agree with it: what they find out is then left to whoever reads it."""
-    for manifest in run.rglob("manifest.json"):
+    for manifest in run.rglob("manifest.json") if path.is_file() else ():  # a pipe would be read for ever
         with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
             listed = json.loads(manifest.read_text())
             entry = listed["files"][path.relative_to(manifest.parent).as_posix()]

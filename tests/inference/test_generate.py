@@ -100,6 +100,12 @@ def test_prompts_are_not_written_over(trained, tmp_path):
         with pytest.raises(ToolkitError, match="is the file of the prompts, which would be gone. Name another one"):
             generate(trained[1], file=file, output=output)
     assert file.read_text() == "5x2=\n"
+    recipe = trained[1]
+    for own in (recipe.folder / "recipe.yaml", recipe.stage_folder("ppo") / "metrics.jsonl"):
+        before = own.read_text()
+        with pytest.raises(ToolkitError, match="is a file of the run .*, and would be gone"):
+            generate(recipe, output=own)
+        assert own.read_text() == before
 
 
 def test_a_streamed_response_is_the_response(trained):
@@ -150,6 +156,12 @@ def test_a_conversation_ends_with_the_input(trained):
         raise EOFError
 
     converse(trained[1], trained_sampler(trained[1]), read=closed, write=lambda _: None)
+
+
+def test_a_line_that_is_too_long_is_no_end_of_a_conversation(trained):
+    lines, shown = iter(["x" * 600, " ", "/quit"]), []
+    converse(trained[1], trained_sampler(trained[1]), read=lambda _: next(lines), write=shown.append)
+    assert any("and the base has positions for 512. Shorten" in one for one in shown)
 
 
 def test_a_prompt_that_the_data_cannot_take_is_an_error_not_an_end(trained):

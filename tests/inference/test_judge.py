@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.tiny_runs import command_here
-from toolkit.errors import RecipeError
+from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.judge import judge
 
 
@@ -47,3 +47,8 @@ def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
         with pytest.raises(RecipeError, match=wrong):
             judge(names, *overrides, output=tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine.json").write_text("mine")
+    for name in ("mine.html", "page.json"):
+        with pytest.raises(ToolkitError, match="figures go to .*(mine|page).json, which is"):
+            judge(["chat"], "judge.kind=function", "judge.function=rule:rule", output=tmp_path / name)
+    assert (tmp_path / "mine.json").read_text() == "mine" and not (tmp_path / "page.json").exists()

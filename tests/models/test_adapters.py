@@ -15,7 +15,7 @@ from tests.tiny_models import ARCHITECTURES, lora, shared_base, tiny_model
 from tests.tolerances import FP32
 from toolkit.data import pad_rows
 from toolkit.errors import AdapterError
-from toolkit.models import SharedBase, base_digest, load_role, load_weights, save_role, sequence_logits
+from toolkit.models import SharedBase, base_digest, load_role, load_weights, save_high_score, save_role, sequence_logits
 from toolkit.models import lora as module
 from toolkit.time_limit import time_limit
 
@@ -57,6 +57,16 @@ def test_round_trip(role, value, tmp_path):
     assert about["role"] == role and about.get("pad_token_id", 0) == 0
     for ours, theirs in zip(other.parameters_of(role), base.parameters_of(role), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_what_held_out_responses_scored_stays_with_the_adapter(tmp_path):
+    folder = save_role(shared_base(), "reward", tmp_path / "reward", **SAVE)
+    save_high_score(folder, [9.0] * 99)  # too few
+    load_role(unknown := bare(), "reward", folder)
+    save_high_score(folder, [float(i) for i in range(101)])
+    about = load_role(known := bare(), "reward", folder)
+    assert (unknown.head("reward").high_score, known.head("reward").high_score) == (None, 99.0)
+    assert about["num_labels"] == 1 and about["role"] == "reward"
 
 
 def test_weights_go_back_into_a_role(tmp_path):
@@ -129,6 +139,14 @@ def test_bad_folders(tmp_path):
 
     with pytest.raises(AdapterError, match="there is no folder"):
         load_role(bare(), "reward", tmp_path / "nowhere")
+
+    def flat(folder):
+        state = load_file(folder / "adapter_model.safetensors")
+        flat = {name: tensor.flatten() if ".score." in name else tensor for name, tensor in state.items()}
+        save_file(flat, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(AdapterError, match="flat: its head is no matrix of weights"):
+        load_role(bare(), "reward", broken("flat", flat))
     with pytest.raises(AdapterError, match=r"adapter_config.json is missing"):
         load_role(bare(), "reward", broken("a", lambda f: (f / "adapter_config.json").unlink()))
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors is missing"):
@@ -143,7 +161,14 @@ def test_bad_folders(tmp_path):
         load_role(bare(), "reward", broken("d", lambda f: (f / "adapter_model.safetensors").write_bytes(b"\0" * 40)))
     with pytest.raises(AdapterError, match=r"role.json cannot be read"):
         load_role(bare(), "reward", broken("e", lambda f: (f / "role.json").write_text("{")))
-    odd = ("[]", '{"pad_token_id": "x"}', '{"pad_token_id": true}', f'{{"pad_token_id": {10**30}}}')
+    odd = (
+        "[]",
+        '{"high_score": "x"}',
+        '{"high_score": NaN}',
+        '{"pad_token_id": "x"}',
+        '{"pad_token_id": true}',
+        f'{{"pad_token_id": {10**30}}}',
+    )
     for number, text in enumerate(odd):
         folder = broken(f"e{number}", lambda f, text=text: (f / "role.json").write_text(text))
         with pytest.raises(AdapterError, match=r"role.json(:| is damaged).*Delete it or train the role again"):
@@ -156,11 +181,11 @@ def test_bad_folders(tmp_path):
     def other_size(folder):
         path = folder / "adapter_model.safetensors"
         state = load_file(path)
-        key = next(k for k in state if "lora_A" in k)
+        key = min(k for k in state if "lora_A" in k)
         state[key] = state[key][:, :-1].contiguous()
         save_file(state, path)
 
-    with pytest.raises(AdapterError, match="belongs to another base"):
+    with pytest.raises(AdapterError, match=r"first: it is \[4, 63\] there and \[4, 64\] here"):
         load_role(bare(), "reward", broken("f", other_size))
 
     def other_head(folder):

@@ -34,12 +34,15 @@ def passes(base, role, *, precision=None):
 
 
 def assert_same(ours, theirs):
-    torch.testing.assert_close(ours[0], theirs[0], **FP32)
     assert any(g is not None for g in theirs[1])
-    for mine, its in zip(ours[1], theirs[1], strict=True):
+    for mine, its in zip((ours[0], *ours[1]), (theirs[0], *theirs[1]), strict=True):
         assert (mine is None) == (its is None)
-        if its is not None:
-            assert (mine - its).norm() <= 1e-5 * its.norm()
+        assert its is None or is_near(mine, its)
+
+
+def is_near(ours, theirs):
+    """By norm: of numbers near 0 some CPUs round more away than of the others."""
+    return (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def names(base):
@@ -65,7 +68,7 @@ def test_states_and_gradients_are_those_of_peft(architecture):
     for role, of_role in ours.items():
         assert_same(of_role, passes(base, role))
     with torch.no_grad(), base.role("reward"):
-        torch.testing.assert_close(unlearnt, base.hidden_states(IDS, MASK), **FP32)
+        assert is_near(unlearnt, base.hidden_states(IDS, MASK))
 
 
 def test_adapters_on_some_layers_of_a_group():
@@ -91,7 +94,7 @@ def test_an_adapter_that_does_not_train_lets_the_gradient_through():
 
     ours = gradient()
     by_peft(base)
-    assert (ours - (theirs := gradient())).norm() <= 1e-5 * theirs.norm()
+    assert is_near(ours, gradient())
 
 
 @pytest.mark.parametrize("bits", [4, 16])

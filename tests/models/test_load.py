@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
 
 from tests.tiny_models import ARCHITECTURES, lora, randomize, tiny_model
+from tests.tiny_runs import byte_tokenizer, save_llama
 from tests.tolerances import RELATIVE
 from tests.trainers.helpers import own_classifier
 from toolkit.data import doubling
@@ -18,6 +19,7 @@ from toolkit.models import (
     SharedBase,
     load_base,
     load_model,
+    load_tokenizer,
     response_logprobs,
 )
 from toolkit.models.load import model_config
@@ -99,6 +101,27 @@ def test_a_missing_checkpoint_says_how_to_name_one(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="is a PEFT adapter and no whole model. Name the base that it was trained on"):
         load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", '{"model_type": "llama", "head_dim": [1]}'),
+        ("config.json", '{"model_type": "llama", "rope_parameters": "x"}'),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}'),
+        ("tokenizer_config.json", '{"bos_token": 0}'),
+        ("tokenizer_config.json", '{"tokenizer_class": true}'),
+        ("config.json", "-2.5"),
+    ],
+)
+def test_a_damaged_file_of_a_checkpoint_is_no_traceback(name, text, tmp_path):
+    save_llama(tmp_path, byte_tokenizer())
+    (tmp_path / name).write_text(text)
+    said = rf'no checkpoint could be loaded from the folder "{tmp_path}" \(.{{17,}}\)'
+    with pytest.raises(ModelError, match=said) as caught:
+        load_tokenizer(str(tmp_path))
+        load_base(str(tmp_path))
+    assert "object" not in str(caught.value) and "iterable" not in str(caught.value)
 
 
 def test_other_kinds_of_models_are_refused(tmp_path):

@@ -1,10 +1,13 @@
 from pathlib import Path
 
 import pytest
+import trl
+from transformers import TrainerControl, TrainerState
 
 from tests.reports.examples import RESULT
 from toolkit.errors import ToolkitError
 from toolkit.reports import (
+    MetricsFile,
     append_jsonl,
     keep_until,
     peak_memory_gb,
@@ -67,4 +70,27 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path):
 
 def test_memory_and_versions():
     assert 0.05 < peak_memory_gb()["resident"] < 24
-    assert versions()["trl"].startswith("1.12.") and "python" in versions()
+    assert versions()["trl"] == trl.__version__ and "python" in versions()
+
+
+def test_metrics_file_goes_on_behind_a_checkpoint(tmp_path):
+    path, state = tmp_path / "sub" / "metrics.jsonl", TrainerState()
+
+    def log(callback, *steps):
+        for state.global_step in steps:
+            callback.on_log(None, state, TrainerControl(), logs={"score": state.global_step / 2})
+
+    first = MetricsFile(path)
+    log(first, 1)
+    saved = first.state()["attributes"]
+    log(first, 2)
+    with path.open("a") as file:
+        file.write('{"step": 3, "sc')  # where a kill cut it
+    rows = [{"step": 1, "score": 0.5}, {"step": 2, "score": 1.0}]
+    assert read_jsonl(path) == rows
+    again = MetricsFile(path)
+    again.lines = saved["lines"]
+    again.on_train_begin(None, state, TrainerControl())
+    assert read_jsonl(path) == rows[:1]
+    log(again, 2)
+    assert read_jsonl(path) == rows and again.state()["attributes"] == {"lines": 2}

@@ -1,9 +1,11 @@
 """Whatever a reward does to what it is given and to the process, the run goes on as without it."""
 
 import asyncio
+import io
 import os
 import random
 import signal
+import sys
 from copy import deepcopy
 
 import numpy as np
@@ -19,6 +21,9 @@ CHANGES = {
     "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
     "torch's default device": lambda: torch.set_default_device("meta"),
     "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "torch's precision of products": lambda: torch.set_float32_matmul_precision("medium"),
+    "torch's choice of algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "standard output or error": lambda: setattr(sys, "stdout", io.StringIO()),
     # Not SIG_IGN, with which a background job starts.
     "how Ctrl-C or SIGTERM is met": lambda: signal.signal(signal.SIGINT, print),
     "the random state of Python, NumPy or torch": lambda: torch.rand(3),
@@ -35,7 +40,9 @@ def process():
         torch.get_rng_state().tolist(),
     )
     draws += (signal.getsignal(signal.SIGINT),)
-    return os.getcwd(), torch.get_default_dtype(), torch.empty(0).device, torch.get_num_threads(), draws
+    of_torch = torch.get_default_dtype(), torch.empty(0).device, torch.get_num_threads()
+    of_torch += torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    return os.getcwd(), sys.stdout, of_torch, draws
 
 
 @pytest.mark.parametrize("what", CHANGES)

@@ -57,6 +57,22 @@ def begin_anew(run, *, finished=False):
 # ---------------------------------------------------------------------- aside and back
 
 
+@pytest.mark.parametrize("stored", ["", aside.REPLACED, aside.UNFINISHED])
+@pytest.mark.parametrize(
+    "text",
+    ["{}", '{"into": null, "moves": 5}', '{"into": null, "moves": [["a"]]}', '{"into": "elsewhere", "moves": []}',
+     '{"into": null, "moves": [["../mine.txt", "ppo/mine.txt"]], "names": ["ppo"], "wanted": "ppo"}',
+     '{"into": ".replaced", "moves": [], "names": ["../x"], "wanted": "ppo"}',
+     '{"into": ".replaced", "moves": [], "names": ["ppo"], "wanted": 5}', '{"into": ".replaced", "moves": []}'],
+)  # fmt: skip
+def test_a_list_of_moves_that_is_damaged_moves_nothing(stored, text, run):
+    write(run / stored, {".moves.json": text, "../mine.txt": "mine"})
+    before = content(run.parent)
+    with pytest.raises(ToolkitError, match=r"\.moves\.json is damaged"):
+        aside.changing(run, stored) if stored else aside.settle(run)
+    assert content(run.parent) == before
+
+
 def test_what_is_replaced_comes_back_as_it_was(run):
     before = content(run)
     begin_anew(run)

@@ -23,6 +23,7 @@ ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy"
 UNQUANTISED = {"quantization": None, "dtype": "float32"}
 # The helpers' Llama: hidden size 64, 2 of 4 heads for keys and values, 128 inside, so that rank 4 costs a layer
 # 4 · ((64 + 64) + (64 + 32) + (64 + 32) + (64 + 64) + 3 · (64 + 128)) = 4096 in the projections q, k, v, o and the MLP.
+TRAINED_ON = "of these have a prompt that is trained on, too"
 LORA_PARAMETERS = 2 * 4096
 
 
@@ -109,7 +110,7 @@ def test_pairs_on_a_checkpoint(checkpoint, tmp_path):
     assert role(report, "value").parameters == role(report, "reward").parameters == LORA_PARAMETERS + 64
     assert role(report, "reference").parameters == 0 and role(report, "reference").start == "the base itself"
     assert role(report, "policy").dtype == "float32"
-    assert report.data[0] == "data: train: 24 pairs | validation: 6 pairs"
+    assert report.data[0] == f"data: train: 24 pairs | validation: 6 pairs; 6 {TRAINED_ON}"
     ppo = stage(report, "ppo")
     assert (ppo.batch, ppo.update.mini_batch, ppo.update.micro_batches, ppo.update.steps) == (4, 2, 1, 6)
     assert (ppo.batches, ppo.steps, ppo.episodes, ppo.held_out) == (2, 12, 8, 6)
@@ -170,7 +171,7 @@ def test_rows_left_out_are_said_of_any_stage(checkpoint, tmp_path):
     data = {"task": "preferences", "train": str(path), "validation": str(PAIRS)}
     report = check(chat_recipe(tmp_path, checkpoint, ppo=None, adapters={"reward": {"r": 4}}, data=data))
     left_out = f"1 left out: 1 × an empty prompt (first: {path}, line 25)"
-    assert report.data[0] == f"data: train: 24 pairs; {left_out} | validation: 24 pairs"
+    assert report.data[0] == f"data: train: 24 pairs; {left_out} | validation: 24 pairs; 24 {TRAINED_ON}"
     assert f"data       data: train: 24 pairs; {left_out}" in str(report)
     # Once for each section, however many stages have it.
     assert len(check(chat_recipe(tmp_path, checkpoint, data=data)).data) == 2  # the section once, and a row of it

@@ -9,7 +9,7 @@ import yaml
 from tests.runs.test_resume import SAVING
 from tests.spec.test_load import load_changed
 from tests.spec.test_refusals import BEST
-from tests.tiny_models import lora, randomize
+from tests.tiny_models import lora, needs_trl_loop, randomize
 from tests.tiny_runs import chat_recipe, command_here, cut_short, texts
 from toolkit.errors import CheckpointError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
@@ -135,9 +135,12 @@ def test_a_judge_of_python_s_own(tmp_path, checkpoint):
     trainer = recipe.ppo_trainer(judge=judge)
     assert trainer.evaluate()["eval_judge"] == 7.0 and sum(seen) == len(trainer.eval_dataset)
     assert yaml.safe_load((recipe.folder / "recipe.yaml").read_text())["judge"]["function"].endswith("<locals>.judge")
-    del trainer
+
+
+@needs_trl_loop
+def test_trl_s_own_loop_has_no_judge(tmp_path):
     with pytest.raises(RecipeError, match="ppo.loop: trl is TRL's own loop, which evaluates nothing"):
-        load_changed(tmp_path, ppo={"loop": "trl"}).ppo_trainer(judge=judge)
+        load_changed(tmp_path, ppo={"loop": "trl"}).ppo_trainer(judge=len)
 
 
 def test_another_judge_is_no_way_on(tmp_path, checkpoint, other_reward):

@@ -1,12 +1,14 @@
 """Which runs there are, and runs beside each other: from files alone, as stages write them."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.tiny_runs import command_here
-from toolkit.errors import RecipeError
+from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs.comparison import compare
 from toolkit.runs.listing import all_runs, state_of
 from toolkit.runs.lock import at_work
@@ -128,3 +130,25 @@ def test_whatever_a_file_holds_is_no_traceback(text, runs, tmp_path):
             done = command_here(*words, "--runs-dir", runs)
             assert done.returncode == 0 or "Error: " in done.stderr, words
         path.write_text(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+@pytest.mark.parametrize("name", ["ppo/result.json", "ppo/metrics.jsonl", "recipe.yaml", ".lock"])
+def test_a_pipe_in_a_run_is_not_waited_for(name, runs, tmp_path):
+    (runs / "b" / name).unlink(missing_ok=True)
+    os.mkfifo(runs / "b" / name)
+    said = command_here("runs", "--runs-dir", runs)
+    assert said.returncode == 0 and ("damaged" in said.stdout) == (name == "ppo/result.json")
+    done = command_here("compare", "a", "b", "--output", tmp_path / "page.html", "--runs-dir", runs)
+    assert done.returncode == 0 or "Error: " in done.stderr
+
+
+def test_a_page_is_written_to_files_alone_and_through_links(runs, tmp_path):
+    (tmp_path / "kept.html").write_text("mine")
+    (tmp_path / "link.html").symlink_to("kept.html")
+    compare(["a", "b"], tmp_path / "link.html", runs_dir=runs)
+    assert (tmp_path / "link.html").is_symlink() and "<h1>" in (tmp_path / "kept.html").read_text()
+    for name in (tmp_path, Path(os.devnull), Path("")):  # which a rename would replace, were it a device
+        with pytest.raises(ToolkitError, match="is no file"):
+            compare(["a", "b"], name, runs_dir=runs)
+    assert not Path(os.devnull).is_file()

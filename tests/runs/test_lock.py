@@ -55,7 +55,8 @@ def test_a_lock_whose_process_was_killed_is_stale(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "host": "HERE", "started": 1}',
-                                  '{"pid": 1, "host": "HERE", "started": 1}'])  # fmt: skip
+                                  '{"pid": 1, "host": "HERE", "started": 1}', "[" * 5000,
+                                  f'{{"pid": {10**30}, "host": "HERE", "started": 1}}'])  # fmt: skip
 def test_a_lock_that_is_damaged_or_of_a_process_with_a_number_that_was_given_again(text, tmp_path):
     lock = tmp_path / LOCK_FILE
     lock.write_text(text.replace("HERE", socket.gethostname()))

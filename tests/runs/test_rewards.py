@@ -18,7 +18,7 @@ from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, texts
 from toolkit.data import Rollout
 from toolkit.errors import RecipeError, RewardError
 from toolkit.models import SharedBase, load_base, save_role
-from toolkit.rewards import RemoteReward, RewardAdapter, RewardModel, WeightedSum, score_with
+from toolkit.rewards import SCORERS, RemoteReward, RewardAdapter, RewardModel, WeightedSum, score_with
 from toolkit.rewards.model import ModelScorer
 from toolkit.runs import stages
 from toolkit.runs.check import check
@@ -34,7 +34,7 @@ RULE = {"kind": "function", "function": "statistics:fmean"}
     [
         (
             {"kind": "modl"},
-            "scorer.kind — 'adapter' or 'function' or 'model' or 'remote' or 'rules' or 'sum' is needed, got 'modl'",
+            f"scorer.kind — {' or '.join(map(repr, SCORERS))} is needed, got 'modl'",
         ),
         (
             {"kind": "model"},
@@ -120,7 +120,8 @@ def test_which_scorers_read_the_reward_role(tmp_path):
         ({"kind": "sum", "parts": parts}, True),
         ({"kind": "sum", "parts": {"rule": RULE, "server": REMOTE}}, False),
     ):
-        assert load_changed(tmp_path, scorer=scorer).scorer.needs_reward_role == needed
+        read = load_changed(tmp_path, scorer=scorer).plan.stages["ppo"].source("reward")
+        assert (read is not None) == needed
         if needed:
             load_changed(tmp_path, scorer=scorer, start={"value": "reward"})
             continue

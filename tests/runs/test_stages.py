@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy
 import pytest
 import torch
 from rich.console import Console
@@ -15,6 +16,8 @@ from toolkit import processes, recipes
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
+from toolkit.models import adapters as saved_roles
+from toolkit.reports import read_jsonl
 from toolkit.runs import stages
 from toolkit.runs.stage import say_shares
 from toolkit.sampling import SIGNS
@@ -172,7 +175,8 @@ def test_the_list_of_recipes_and_the_version():
 
 
 @pytest.mark.parametrize("value", ["separate", "shared"])
-def test_reward_and_ppo_on_a_real_nf4_base(value, tmp_path, checkpoint):
+def test_reward_and_ppo_on_a_real_nf4_base(value, tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(saved_roles, "FEWEST_SCORES", 12)  # the six pairs have as many
     overrides = ["ppo.value=shared"] if value == "shared" else ["start.value=reward"]
     adapters = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
     if value == "shared":
@@ -192,7 +196,10 @@ def test_reward_and_ppo_on_a_real_nf4_base(value, tmp_path, checkpoint):
     assert reward["judgement"]["length"]["equal"].keys() == {"pairs", "accuracy", "accuracy_ci"}
     assert "Held-out pairs" in (folder / "report.html").read_text()
     result = stages.run(recipe, "ppo")
-    assert result["after"].keys() == {"score", "score_se", "kl", "length", "eos_share", *SIGNS}
+    assert result["after"].keys() == {"score", "score_se", "kl", "length", "eos_share", *SIGNS, "beyond_share"}
+    high = numpy.quantile([row[f"{side}_score"] for row in scores for side in ("chosen", "rejected")], 0.99)
+    said = read_jsonl(recipe.stage_folder("ppo") / "samples.jsonl")
+    assert result["after"]["beyond_share"] == pytest.approx(sum(row["after_score"] > high for row in said) / len(said))
     assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3)
     if value == "separate":  # judged by the reward of another seed than the one that it was trained against
         other = chat_recipe(tmp_path, checkpoint, "seed=1", *overrides, adapters=adapters, name="other")

@@ -34,6 +34,14 @@ def test_a_response_ends_at_its_length_or_with_its_prompt_at_the_maximum():
         respond(sampler(max_length=6))
 
 
+def test_the_positions_of_the_base_limit_a_response_too():
+    made = sampler(response_length=100)  # 64 positions; prompts of 3 to 6 tokens
+    for row, ids in zip(ROWS, respond(made).response_ids, strict=True):
+        assert len(row["input_ids"]) + len(ids) <= 64
+    with pytest.raises(DataError, match="a prompt has 64 tokens, and the base has positions for 64. Shorten"):
+        made(made.collator([{**ROWS[0], "input_ids": [3] * 64}]))
+
+
 def test_text_of_a_prompt_and_its_response_together_has_the_space_that_decoding_alone_drops():
     tokenizer, prompt, ids = llama2_tokenizer(), [1, 3, 4, 5], [[6, 7, 2], [7, 2], [2], []]
     batch = {"prompt_ids": [prompt] * 4, "columns": {"number": [0, 1, 2, 3]}}

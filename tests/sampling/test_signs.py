@@ -35,6 +35,11 @@ def test_figures_by_hand():
     )
 
 
+def test_scores_beyond_what_a_reward_has_met():
+    scores = torch.tensor([1.0, 2.0, 2.5, 3.0])
+    assert signs_of(said("a", "b", "c", "d"), scores, high=2.0)["beyond_share"] == 2 / 4
+
+
 def test_where_there_is_nothing_to_count():
     scores = torch.tensor([1.0, 1.0])
     for ended in ([True, True], [False, False]):

@@ -6,7 +6,7 @@ import yaml
 from transformers import TrainingArguments
 
 from toolkit import recipes
-from toolkit.errors import RecipeError
+from toolkit.errors import RecipeError, RewardError
 from toolkit.models import Precision, fast_precision
 from toolkit.runs.take_over import take_over
 from toolkit.spec.load import recipe_folder
@@ -184,6 +184,8 @@ def test_three_mistakes_one_error(tmp_path):
         ({"q": {"gama": 1}}, "q.gama — QConfig (transformers"),
         ({"q": {"gama": 1}}, "has no such field. Did you mean gamma?"),
         ({"sft": {"resume_from_checkpoint": "x"}}, "sft.resume_from_checkpoint — to resume is no part of a recipe."),
+        ({"reward": {"hub_token": "hf_x"}}, "reward.hub_token — it is a secret, and the recipe is saved with the run."),
+        ({"q": {"do_train": False}}, "q.do_train — it has no effect: a stage trains and measures."),
         ({"ppo": {"report_to": 3}}, "ppo.report_to — null or text or list is needed, got 3."),
         ({"adapters": {"policy": {"lora_dropout": 1.0}}}, "adapters.policy.lora_dropout — must be from 0 to below 1"),
         ({"q": {"neftune_noise_alpha": 1.0}}, "q.neftune_noise_alpha — would have no effect: states and targets have"),
@@ -192,7 +194,15 @@ def test_three_mistakes_one_error(tmp_path):
         ({"collect": {"samples": 2}}, "collect.samples — section collect has no such field."),
         ({"scorer": {"kind": "function", "function": "a:b"}, "start": {"value": "reward"}}, "there is no reward role"),
         ({"seed": "one"}, "seed — a whole number is needed, got 'one'."),
+        ({"": 1}, "'' — no such section."),
+        ({"output_dir": "x"}, "output_dir — no such section. It is none of a recipe: the run folder decides it. Name"),
+        ({"tokenizer": "x"}, "tokenizer — no such section."),
+        ({"batch_size": 1}, "batch_size — no such section. It is a key of collect, scorer: write collect.batch_size."),
         ({"reward": {"max_steps": 1, "bf16": True, "fp16": True}}, "reward — At most one of fp16 and bf16"),
+        (
+            {"base": {"model": "x", "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": 0}}},
+            "base.quantization.bnb_4bit_quant_type — bnb_4bit_quant_type must be a string (got 0)",
+        ),
         (
             {"sft": {"packing": True, "max_length": None}},
             "sft.max_length — a whole number is needed with sft.packing, got None: rows are packed to it.",
@@ -430,9 +440,24 @@ def test_a_recipe_from_a_mapping_and_sections_by_keyword():
         recipes.load(MINIMAL)
     with pytest.raises(RecipeError, match=r"ppo.kl_coeff — .*Did you mean kl_coef"):
         recipes.load(MINIMAL, run="mine", ppo={"kl_coeff": 1})
-    for what in ({"ppo": {"kl_coef": object()}}, {"ppo": {1: 2}}):
-        with pytest.raises(RecipeError, match="what was given cannot be a recipe"):
+    for what, wrong in (
+        ({"ppo": {"kl_coef": object()}}, "what was given cannot be a recipe: ppo.kl_coef is <object"),
+        ({"ppo": {1: 2}}, "what was given cannot be a recipe"),
+        ({"ppo": []}, "ppo: what was given does not fit the recipe"),
+    ):
+        with pytest.raises(RecipeError, match=wrong):
             recipes.load(MINIMAL, run="mine", **what)
+    for override in ({"ppo": {"kl_coef": 1}}, None, ["ppo.kl_coef=1"]):
+        with pytest.raises(RecipeError, match="override .* is no text of the form section.key=value. Sections are"):
+            recipes.load(MINIMAL, override, run="mine")
+
+
+@pytest.mark.parametrize("reward", [5, "rules:fine", [1.0], {}, lambda: [1.0], lambda rollout, other: [1.0]])
+def test_what_is_no_reward_is_found_before_anything_runs(reward, tmp_path):
+    for name in ("reward", "judge"):
+        with pytest.raises(RewardError, match=rf"^{name}: (a function of a rollout|it is called with a rollout)"):
+            recipes.load("doubling", runs_dir=tmp_path).ppo_trainer(**{name: reward})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_null_takes_a_number_of_a_stage_away():

@@ -1,11 +1,14 @@
 """What would end a run later, or would have no effect in it, is said when the recipe is read."""
 
+from dataclasses import make_dataclass
+
 import pytest
 import torch
 
 from tests.spec.test_load import MINIMAL, load_changed
 from tests.spec.test_yaml import refused
 from toolkit.errors import RecipeError
+from toolkit.spec.keys import check_keys
 from toolkit.spec.stage import check_stage
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -35,6 +38,7 @@ BEST = {**EVALUATED, "load_best_model_at_end": True}
         ({"optim": "lomo"}, "optim — the optimizer lomo cannot be made of these settings"),
         ({"optim_args": "bogus"}, "optim_args — 'bogus' is not of the form name=value,name=value."),
         ({"optim_args": "a=b"}, "optim_args — 'a=b' would have no effect on adamw_torch"),
+        ({"gradient_checkpointing_kwargs": "best"}, "_kwargs — a section with keys is needed, got 'best'."),
         ({"gradient_checkpointing_kwargs": {"bogus": 1}}, "torch.utils.checkpoint has no argument 'bogus'."),
         (
             {**BEST, "metric_for_best_model": "nothing"},
@@ -45,6 +49,21 @@ BEST = {**EVALUATED, "load_best_model_at_end": True}
 def test_what_training_would_refuse(stage, settings, message):
     problems = check_stage(stage, settings, measured=("loss", "score"))
     assert any(message in problem.text() for problem in problems), problems
+
+
+def test_what_a_library_says_without_a_key_is_said_of_the_one_that_it_is_about():
+    def build(left=0, right=0, name=""):
+        if right > 1:
+            raise AttributeError("it cannot be done")
+        if left and name:
+            raise ValueError("left fits no name")
+
+    owner = make_dataclass("Owner", [("left", int, 0), ("right", int, 0), ("name", str, "")])
+    (problem,) = check_keys("here", {"left": 1, "right": 7}, owner, build=build)
+    assert problem.text() == "here.right — it cannot be done (got 7)"
+    (problem,) = check_keys("here", {"left": 1, "name": "x"}, owner, build=build)
+    assert problem.text() == "here — left fits no name"  # of two keys
+    assert check_keys("here", {"left": 1, "right": 1}, owner, build=build) == []
 
 
 def test_what_training_takes():
@@ -109,6 +128,10 @@ def test_an_optimizer_without_what_the_value_role_names():
         ({"base": {"config": {"model_type": "llama", "num_hidden_layers": "2"}}}, "config.num_hidden_layers — a whole"),
         ({"base": {"config": {"model_type": ["gpt2"]}}}, "base.config.model_type — text is needed, got ['gpt2']."),
         ({"base": {"config": {}}}, "base.config.model_type — text is needed, got None."),
+        (
+            {"base": {"config": {"model_type": "gpt2", "initializer_range": float("nan")}}},
+            "base.config.initializer_range — a finite number is needed, got nan.",
+        ),
     ],
 )
 def test_what_a_run_would_find_out(sections, message, tmp_path):
@@ -164,7 +187,7 @@ def test_eight_bits_are_eight(tmp_path):
         ({"layer_replication": [[0, 1], [0, 1]]}, ".layer_replication — would change the layers of the base"),
         ({"arrow_config": {}}, ".arrow_config — routes between adapters of other tasks, and a role has one."),
         ({"runtime_config": {}}, ".runtime_config — is for adapters that are loaded onto a GPU one by one."),
-        ({"loftq_config": {"loftq_bits": 4}}, " — `loftq_config` specified but will be ignored"),
+        ({"loftq_config": {"loftq_bits": 4}}, ".loftq_config — `loftq_config` specified but will be ignored"),
         ({"lora_alpha": float("inf")}, ".lora_alpha — "),
     ],
 )

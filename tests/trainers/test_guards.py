@@ -18,12 +18,10 @@ from toolkit.data import doubling
 from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
 from toolkit.reports import read_jsonl
 from toolkit.rewards import RewardAdapter, adapter, score_with
-from toolkit.trainers.evaluation_guards import EVALUATION_GUARDS
-from toolkit.trainers.guards import GUARDS
+from toolkit.trainers.guards import EVALUATION_GUARDS, GUARDS, Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW
 from toolkit.trainers.reward import RewardTrainer
 from toolkit.trainers.sft import sft_trainer
-from toolkit.trainers.watch import Watch
 
 HEALTHY = {
     "kl": 2.9, "length": 5.5, "entropy": 0.1, "distinct_share": 1.0, "tied_share": 0.2, "explained_variance": 0.002,
@@ -110,6 +108,7 @@ FOOLED = {
         ANSWERS,
         "0.000 to 0.100, and the responses have shrunk from 20",
     ),
+    "beyond_reward": ({"beyond_share": 0.25}, ANSWERS, "25% of the responses score higher than 99% of the held-out"),
     # Of 0.3 and 0.4 the error of the difference is 0.5.
     "judge_falls": ({"score": 0.1, "judge": -0.6, "judge_se": 0.4}, ANSWERS, "to -0.600, 3.2 standard errors"),
 }
@@ -145,6 +144,7 @@ def test_each_sign_of_a_fooled_reward_is_told_once(name):
         ({"length": 8.0, "eos_share": 1.0}, ANSWERS),  # shorter, where longer ones score higher
         ({"length": 40.0, "length_correlation": 0.98}, ANSWERS),  # the length itself is what is asked for
         ({"length": 28.0}, ANSWERS),
+        ({"beyond_share": 0.15}, ANSWERS),
         ({"length": 4.9, "score": -0.1}, ANSWERS),
         ({"eos_share": 0.4}, ANSWERS),
         ({"judge": -0.6, "judge_se": 0.4}, ANSWERS),  # the score has not risen
@@ -404,7 +404,9 @@ def test_memory_that_runs_out_in_an_evaluation_halves_its_rows_and_moves_no_figu
 
     whole, ours = made(tmp_path / "a"), made(tmp_path / "b")
     whole.evaluate()
-    step, sizes = Trainer.prediction_step, []
+    theirs = (kind for kind in type(ours).__mro__ if not kind.__module__.startswith("toolkit."))
+    owner = next(kind for kind in theirs if "prediction_step" in vars(kind))  # TRL's own, or that of transformers
+    step, sizes = owner.prediction_step, []
 
     def limited(self, model, inputs, *arguments, **named):
         sizes.append(len(inputs["input_ids"]) // (2 if isinstance(self, RewardTrainer) else 1))
@@ -413,7 +415,7 @@ def test_memory_that_runs_out_in_an_evaluation_halves_its_rows_and_moves_no_figu
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return given
 
-    monkeypatch.setattr(Trainer, "prediction_step", limited)
+    monkeypatch.setattr(owner, "prediction_step", limited)
     ours.evaluate()
     assert sizes[:3] == [4, 2, 2] and set(sizes[3:]) <= {1, 2}
     assert len(logged(whole)[-1]) >= 2 and logged(ours)[-1] == pytest.approx(logged(whole)[-1], rel=1e-4)

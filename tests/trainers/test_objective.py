@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from torch.distributions import Categorical, kl_divergence
 
-from tests.tiny_models import lora, needs_trl_loop, randomize, shared_base, tiny_model
+from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
 from toolkit.data import PromptCollator, doubling
@@ -269,43 +269,3 @@ def test_tokens_that_end_a_response_by_the_settings_of_generation_alone(tmp_path
     assert base.checkpoint_stops == (7, 9)
     assert base.stop_token_ids(doubling.tokenizer()) == [2, 7, 9]
     assert base.causal_lm.generation_config.eos_token_id == 7  # nothing else of the checkpoint's settings is left
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"kl_penalty_in": "loss"}, "needs another kl_estimator than k1, whose gradient is 0 on average"),
-        ({"kl_penalty_in": "both"}, "kl_penalty_in — 'reward' or 'loss' is needed, got 'both'"),
-        ({"use_score_norm": True}, "use_score_norm — would have no effect without use_score_scaling"),
-        ({"entropy_coef": -0.1}, "entropy_coef — must be 0 or more"),
-        ({"old_policy_kl_coef": -1.0}, "old_policy_kl_coef — must be 0 or more"),
-        ({"update_kl_limit": 0.0}, "update_kl_limit — must be positive"),
-        ({"short_response_penalty": 1.0}, "have an effect together only"),
-        ({"min_response_length": 3}, "have an effect together only"),
-        ({"drop_short_responses": True}, "have an effect together only"),
-        (
-            {"drop_short_responses": True, "min_response_length": 2, "short_response_penalty": 1.0},
-            "short_response_penalty — would have no effect with drop_short_responses",
-        ),
-        ({"value_learning_rate": -1.0}, "value_learning_rate — must be 0 or more"),
-        ({"score_clip": 0.0}, "score_clip — must be positive"),
-        ({"cliprange": 0.0}, "cliprange — must be positive or null"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
-        config(tmp_path, **changes)
-
-
-@needs_trl_loop
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"drop_short_responses": True, "min_response_length": 2}, "drop_short_responses — would have no effect with"),
-        ({"entropy_coef": 0.1}, "entropy_coef — would have no effect with loop: trl"),
-        ({"cliprange_value": None}, "cliprange_value — a number is needed with loop: trl, got None"),
-    ],
-)
-def test_what_trls_loop_does_not_know_is_refused_with_it(changes, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
-        config(tmp_path, loop="trl", **changes)

@@ -8,6 +8,11 @@ from toolkit.errors import ConfigError
 from toolkit.functional import KL_ESTIMATORS, VALUE_POOLINGS
 from toolkit.trainers.ppo_config import PPOConfig
 
+TOGETHER = (
+    "min_response_length — 2 or more, and one of short_response_penalty and drop_short_responses, have an effect "
+    "together only."
+)
+
 
 def test_the_words_are_those_of_the_maths():
     types = get_type_hints(PPOConfig)
@@ -39,6 +44,26 @@ def test_the_words_are_those_of_the_maths():
         ({"loop": "mine"}, "loop — 'toolkit' or 'trl' is needed, got 'mine'."),
         ({"value": "none"}, "value — 'separate' or 'shared' is needed, got 'none'."),
         ({"kl_coef": "high"}, "kl_coef — a number is needed, got 'high'."),
+        (
+            {"kl_penalty_in": "loss"},
+            "kl_penalty_in — loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and Munos "
+            "2025, arXiv 2506.09477). Take k2 or full for KL(policy, reference), or k3 for KL(reference, policy).",
+        ),
+        ({"kl_penalty_in": "both"}, "kl_penalty_in — 'reward' or 'loss' is needed, got 'both'."),
+        ({"use_score_norm": True}, "use_score_norm — would have no effect without use_score_scaling: true."),
+        ({"entropy_coef": -0.1}, "entropy_coef — must be 0 or more, got -0.1."),
+        ({"old_policy_kl_coef": -1.0}, "old_policy_kl_coef — must be 0 or more, got -1.0."),
+        ({"update_kl_limit": 0.0}, "update_kl_limit — must be positive or null, got 0.0."),
+        ({"short_response_penalty": 1.0}, TOGETHER),
+        ({"min_response_length": 3}, TOGETHER),
+        ({"drop_short_responses": True}, TOGETHER),
+        (
+            {"drop_short_responses": True, "min_response_length": 2, "short_response_penalty": 1.0},
+            "short_response_penalty — would have no effect with drop_short_responses. Give one.",
+        ),
+        ({"value_learning_rate": -1.0}, "value_learning_rate — must be 0 or more or null, got -1.0."),
+        ({"score_clip": 0.0}, "score_clip — must be positive or null, got 0.0."),
+        ({"cliprange": 0.0}, "cliprange — must be positive or null, got 0.0."),
     ],
 )
 def test_bad_values(changes, message, tmp_path):
@@ -59,6 +84,8 @@ def test_bad_values(changes, message, tmp_path):
             {"sample_with_replacement": True},
             "sample_with_replacement — would have no effect with loop: trl, which has none.",
         ),
+        ({"entropy_coef": 0.1}, "entropy_coef — would have no effect with loop: trl, which has none."),
+        ({"cliprange_value": None}, "cliprange_value — a number is needed with loop: trl, got None."),
     ],
 )
 def test_values_that_trls_loop_lacks(changes, message, tmp_path):
@@ -73,6 +100,14 @@ def test_all_bad_values_are_in_one_error(tmp_path):
         "loop": "'toolkit' or 'trl' is needed, got 'mine'.",
         "value_adam_beta1": "must be from 0 to below 1 or null, got 1.0.",
     }
+
+
+@needs_trl_loop
+def test_all_that_trls_loop_lacks_is_in_one_error(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        config(tmp_path, loop="trl", drop_short_responses=True, min_response_length=2)
+    assert {p.field for p in error.value.problems} == {"drop_short_responses", "min_response_length"}
+    assert {p.wrong for p in error.value.problems} == {"would have no effect with loop: trl, which has none."}
 
 
 @needs_trl_loop

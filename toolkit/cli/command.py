@@ -1,5 +1,6 @@
 """How every command runs: its errors become messages, and it is divided among processes where that is asked for."""
 
+import errno
 import gc
 import inspect
 import os
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 import toolkit
-from toolkit.errors import PeerError, RunInterrupted, ToolkitError
+from toolkit.errors import PeerError, RunInterrupted, ToolkitError, printable
 
 # How the options that a remedy names are written on a command line: see `toolkit.errors.Problem`.
 IN_SHELL = {
@@ -78,7 +79,7 @@ def join(number: int) -> None:
     from toolkit import processes
 
     global _speaks
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = processes.launched()
     if number > 1 and launched == 1:
         from toolkit.runs.process import run_in_processes
 
@@ -94,29 +95,14 @@ def join(number: int) -> None:
         warnings.simplefilter("ignore")
 
 
-def _load() -> None:
-    """Import what the commands stand on. Python's collector would walk all that this makes, again and again, for a
-    quarter of its time.
-    """
-    if "toolkit.recipes" in sys.modules:
-        return
-    gc.disable()
-    import_module("toolkit.recipes")
-    gc.freeze()
-    gc.enable()
-
-
 @contextmanager
 def _errors(debug: bool, *, resumable: bool) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
     try:
-        _load()
-        import datasets
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        datasets.disable_progress_bars()
+        _import_quietly()
         yield
+        if sys.stdout is not None:  # as it is where it was closed
+            sys.stdout.flush()
     except RunInterrupted as stop:
         if _speaks:
             print(f"{stop}{_way_on() if resumable else ''}", file=sys.stderr)
@@ -137,9 +123,30 @@ def _errors(debug: bool, *, resumable: bool) -> Iterator[None]:
         wrong = f"ToolkitError: this machine's memory does not suffice{f' for {asked[1]} at once' if asked else ''}."
         print(f"{wrong} Ask for less: shorter responses, fewer rows at a time, a smaller base.", file=sys.stderr)
         raise typer.Exit(1) from error
+    except OSError as error:  # of what nobody has asked first: standard output, a name too long, a folder kept shut
+        unnamed = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
+        place = error.filename or unnamed.get(error.errno or 0)
+        if debug or place is None:  # a closed pipe, which typer ends at in silence, or a fault of ours
+            raise
+        wrong = f"ToolkitError: {printable(str(place)[:200])}: {error.strerror}."
+        print(f"{wrong} Check the name and its permissions, or make room there.", file=sys.stderr)
+        raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         print(f"Interrupted.{_way_on() if resumable else ''}", file=sys.stderr)
         raise typer.Exit(130) from error
+
+
+def _import_quietly() -> None:
+    if "toolkit.recipes" not in sys.modules:  # what the commands stand on
+        gc.disable()  # it would walk all that this makes, again and again, for a quarter of its time
+        import_module("toolkit.recipes")
+        gc.freeze()
+        gc.enable()
+    import datasets
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
 
 
 def _way_on() -> str:

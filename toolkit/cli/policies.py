@@ -15,9 +15,9 @@ MaxNewTokens = Annotated[
 Seed = Annotated[int, typer.Option(help="Of sampling.", min=0, max=2**32 - 1)]
 
 
-def _finite(value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no finite number.")
+def _temperature(value: float | None) -> float | None:
+    if value is not None and value != 0 and not 1e-4 <= value < math.inf:  # by which logits are divided in float32
+        raise typer.BadParameter(f"{value} is neither 0 nor a finite number from 0.0001.")
     return value
 
 
@@ -34,7 +34,7 @@ def generate(
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Of sampling; 0 decodes greedily, and is the default.", min=0.0, callback=_finite),
+        typer.Option(help="Of sampling; 0 decodes greedily, and is the default.", min=0.0, callback=_temperature),
     ] = None,
     seed: Seed = 0,
     num_samples: Annotated[
@@ -68,7 +68,7 @@ def chat(
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
-        float, typer.Option(help="Of sampling; 0 decodes greedily.", min=0.0, callback=_finite)
+        float, typer.Option(help="Of sampling; 0 decodes greedily.", min=0.0, callback=_temperature)
     ] = 1.0,
     seed: Seed = 0,
     runs_dir: RunsDir = Path("runs"),

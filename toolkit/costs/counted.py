@@ -138,9 +138,10 @@ class Counted(TorchDispatchMode):
 
     @contextmanager
     def phase(self) -> Iterator[Costs]:
-        """What the code inside costs; what it leaves behind stays live."""
+        """Inside all is counted: what it costs. What it leaves behind stays live."""
         self.costs = costs = Costs(peak=self.total, of_peak=dict(self.live))
-        yield costs
+        with self:
+            yield costs
 
     def keep(self, tensor: Tensor, kind: str) -> None:
         """Count a live tensor as another kind."""
@@ -187,7 +188,7 @@ class Counted(TorchDispatchMode):
             made = func(*args, **kwargs)
             if not given and isinstance(made, Tensor) and made.is_floating_point() and made.numel() >= _LARGE:
                 made = Weightless(_form(made))
-            self._note(tree_map(_form_of, made), given)
+            self._note(tree_map(lambda leaf: leaf.form if isinstance(leaf, Weightless) else leaf, made), given)
             return made
         if func is _aten._local_scalar_dense.default:
             return 0
@@ -220,10 +221,6 @@ class Counted(TorchDispatchMode):
         elif func._overloadpacket in flop_registry:
             flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
         self.costs.kernels[Kernel(flops, moved, dtype, in_16_bits)] += 1
-
-
-def _form_of(leaf: Any) -> Any:
-    return leaf.form if isinstance(leaf, Weightless) else leaf
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

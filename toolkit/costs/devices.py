@@ -111,11 +111,17 @@ def named(text: str) -> Device | int:
     if size and 0 < float(size[1]) < _MOST_GB:
         return int(float(size[1]) * (_GB if size[2].upper() == "GB" else 2**30))
     asked = "" if size else re.sub(r"[\s_-]", "", text).upper()
-    found = [card for name, card in CARDS.items() if asked and asked in name.replace("-", "")]
+    found = [card for name, card in CARDS.items() if asked in _names_of(name)]  # A10 is another card than A100
     if not found:
         remedy = f"Name one of {', '.join(CARDS)}, or its memory as 24GB."
         raise ToolkitError(f"{text[:60]!r} is no card that is known, and no size of memory.", remedy=remedy)
     return found[0]
+
+
+def _names_of(card: str) -> set[str]:
+    """What a card may be called: A100-80GB also A10080GB, A10080 and A100, RTX4090 also 4090."""
+    whole = card.replace("-", "")
+    return {whole, whole.removeprefix("RTX"), whole.removesuffix("GB"), card.partition("-")[0]}
 
 
 def here() -> Device:
@@ -147,9 +153,7 @@ def this_cpu() -> Device:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts operators that are no views."""
-
-    number = 0
+    number = 0  # of those that are no views
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.number += not func.is_view

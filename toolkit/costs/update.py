@@ -2,12 +2,11 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, Trainer
@@ -45,18 +44,7 @@ class Lengths:
     response: int
 
 
-class Decoding(NamedTuple):
-    """The steps of generation: the prompts, the first token and the last one; and that by the base alone."""
-
-    prefill: Costs
-    first: Costs
-    last: Costs
-    merged: Costs
-
-
 class _Cache(DynamicCache):
-    """A KV cache whose tensors are known as such."""
-
     def __init__(self, counted: Counted, config: Any):
         super().__init__(config=config)
         self._counted = counted
@@ -86,11 +74,6 @@ class CountedUpdate:
         roles.train_roles("policy", "value")
         roles.eval()
 
-    @contextmanager
-    def _phase(self) -> Iterator[Costs]:
-        with self.counted, self.counted.phase() as costs:
-            yield costs
-
     def _rollout(self, rows: int) -> Rollout:
         lengths, texts = self.lengths, [""] * rows
         ids = [[_TOKEN] * lengths.prompt] * rows, [[_TOKEN] * lengths.response] * rows
@@ -103,10 +86,11 @@ class CountedUpdate:
 
         A "rollout" is prefill, decode, and what its tokens would be by the base alone, "merged".
         """
-        return self._of_all_layers(lambda: [phase for name in names or PHASES for phase in self._parts(name)])
 
-    def _of_all_layers(self, count: Callable[[], list[Phase]]) -> list[Phase]:
-        """Layers that are all alike are counted two and three at a time: what the third one adds, the others do."""
+        def count() -> list[Phase]:
+            return [phase for name in names or PHASES for phase in self._parts(name)]
+
+        # Layers that are all alike are counted two and three at a time: what the third one adds, the others do.
         number = alike(self.roles)
         if number is None or number <= _FEW + 1:
             return count()
@@ -121,15 +105,14 @@ class CountedUpdate:
         args, batch = self.args, self.args.update_batch_size
         rows = min(args.local_rollout_forward_batch_size, batch)
         if name == "rollout":
-            decoding = self.decoding(args.rollout_batch_size)
+            prefill, *ends, merged = self.decoding(args.rollout_batch_size)
             tokens = args.rollouts_per_update * (self.lengths.response - 1)
             # A token costs more the further on it is: half of them as the first, half as the last.
-            decode = [Phase("decode", costs, tokens / 2) for costs in (decoding.first, decoding.last)]
-            prefill = Phase("prefill", decoding.prefill, args.rollouts_per_update)
-            return [prefill, *decode, Phase("merged", decoding.merged, tokens)]
+            decode = [Phase("decode", costs, tokens / 2) for costs in ends]
+            return [Phase("prefill", prefill, args.rollouts_per_update), *decode, Phase("merged", merged, tokens)]
         if name == "evaluation":  # no part of an update
-            decoding = self.decoding(args.per_device_eval_batch_size)
-            parts = [decoding.prefill, decoding.last]
+            prefill, _, last, _ = self.decoding(args.per_device_eval_batch_size)
+            parts = [prefill, last]
             parts += [self._scoring(rows, role="judge")] if "judge" in self.roles.roles else []
             return [Phase(name, costs, 0) for costs in parts]
         if name == "update":
@@ -139,24 +122,24 @@ class CountedUpdate:
         return [Phase(name, self._scoring(rows) if name == "score" else self._reading(rows), batch / rows)]
 
     @torch.no_grad()
-    def decoding(self, rows: int) -> Decoding:
-        """Prompts of so many rows, the first token after them and the last one."""
+    def decoding(self, rows: int) -> tuple[Costs, ...]:
+        """Prompts of so many rows, the first token after them and the last one; and that by the base alone."""
         cache = _Cache(self.counted, self.roles.config)
         with ExitStack() as held, self.roles.role("policy"), self.autocast():
             held.enter_context(self.roles.weights_kept())
             if self.on_cpu:
-                with self.counted, self.counted.phase():
+                with self.counted.phase():
                     held.enter_context(self.roles.unpacked())
-            with self._phase() as prefill:
+            with self.counted.phase() as prefill:
                 self._forward(rows, self.lengths.prompt, cache)
-            with self._phase() as first:
+            with self.counted.phase() as first:
                 self._forward(rows, 1, cache)
             self._fill(cache)
-            with self._phase() as last:
+            with self.counted.phase() as last:
                 self._forward(rows, 1, cache)
-            with InRole(self.roles, None), self._phase() as merged:
+            with InRole(self.roles, None), self.counted.phase() as merged:
                 self._forward(rows, 1, cache)
-            return Decoding(prefill, first, last, merged)
+            return prefill, first, last, merged
 
     def _forward(self, rows: int, tokens: int, cache: DynamicCache) -> None:
         """A step of generation, and the draw from the logits of its last token."""
@@ -170,7 +153,7 @@ class CountedUpdate:
     def _fill(self, cache: DynamicCache) -> None:
         """Keys and values of all tokens but the last."""
         missing = self.lengths.prompt + self.lengths.response - 1 - cache.get_seq_length()
-        with self.counted, self.counted.phase():
+        with self.counted.phase():
             for index, layer in enumerate(cache.layers):
                 if missing < 1 or layer.keys is None:  # a configuration may name more layers than are counted
                     continue
@@ -182,13 +165,13 @@ class CountedUpdate:
     @torch.no_grad()
     def _scoring(self, rows: int, role: str = "reward") -> Costs:
         ids = torch.ones(rows, self.lengths.prompt + self.lengths.response).long()
-        with self._phase() as costs, self.autocast():
+        with self.counted.phase() as costs, self.autocast():
             sequence_logits(self.roles, ids, torch.ones_like(ids), pad_token_id=self.tokenizer.pad_token_id, role=role)
         return costs
 
     def _reading(self, rows: int) -> Costs:
         args = self.args
-        with self._phase() as costs:
+        with self.counted.phase() as costs:
             rollouts = Rollouts(args, self.tokenizer, self.roles, self.autocast)
             rollouts.read(self._rollout(rows), full_kl=args.kl_estimator == "full")
         return costs
@@ -206,7 +189,10 @@ class CountedUpdate:
             accelerator=SimpleNamespace(backward=lambda loss: loss.backward()),
             _ratio_checked=True,
         )
-        step = partial(trainer._backward_micro_batch, self._experience(rows), list(range(rows)), 1.0)
+        per_token, per_row = torch.zeros(rows, self.lengths.response), torch.zeros(rows)
+        mask, read, rest = torch.ones_like(per_token, dtype=torch.bool), (per_token,) * 3, (per_token,) * 4
+        experience = Experience(self._rollout(rows), mask, *read, per_row, per_row, *rest)
+        step = partial(trainer._backward_micro_batch, experience, list(range(rows)), 1.0)
         trained = roles.trained_parameters
         if args.update_batch_size // args.num_mini_batches > rows:
             with self.counted:
@@ -222,7 +208,7 @@ class CountedUpdate:
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         try:
-            with self._phase() as costs:
+            with self.counted.phase() as costs:
                 step()
         finally:
             roles.gradient_checkpointing_disable()
@@ -240,12 +226,6 @@ class CountedUpdate:
         state = optimizer_bytes(self.args) * sum(p.numel() for p in trained)
         moved = 6 * sum(p.nbytes for p in trained) + 2 * state
         return Costs(Counter({Kernel(0.0, moved, torch.float32): 1}))
-
-    def _experience(self, rows: int) -> Experience:
-        per_token, per_row = torch.zeros(rows, self.lengths.response), torch.zeros(rows)
-        read, rest = (per_token,) * 3, (per_token,) * 4
-        mask = torch.ones(rows, self.lengths.response, dtype=torch.bool)
-        return Experience(self._rollout(rows), mask, *read, per_row, per_row, *rest)
 
 
 def optimizer_bytes(args: PPOConfig) -> float:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.files import shown
 from toolkit.data.messages import Messages, checked_messages, dialogue_prompt, read_prompt
 from toolkit.data.rows import Unusable, present
 from toolkit.errors import DataError
@@ -91,6 +92,17 @@ class PromptEncoder:
             return self.tokenizer.encode(text, add_special_tokens=special)
         except Exception as error:  # of tokenizers, which has no other class
             raise Unusable(f"the tokenizer refuses it: {error}") from error
+
+    def typed(self, messages: Messages, *, plain: bool = False) -> list[int]:
+        """A conversation that a person typed as a prompt, its last message alone if `plain`; raises DataError if it
+        cannot be one."""
+        try:
+            if not messages[-1]["content"].strip():
+                raise Unusable("an empty prompt")
+            return self.ids(messages[-1]["content"], special=True) if plain else self.prompt(messages)["input_ids"]
+        except Unusable as reason:
+            wrong = f'the prompt "{shown(messages[-1]["content"])}": {reason}.'
+            raise DataError(wrong, remedy="Ask in another way.") from reason
 
     def response(self, text: str, prompt: Mapping[str, Any]) -> list[int]:
         """The ids of a response with its end.

@@ -46,10 +46,14 @@ def numbered(place: str, tables: Iterable[Any]) -> Iterator[Row]:
 
 
 def _in_python(place: str, table: Any) -> list[dict[str, Any]]:
+    names = table.schema.names
+    if twice := [name for name in names if names.count(name) > 1]:
+        wrong = f'{place}: column "{shown(twice[0])}" is there {names.count(twice[0])} times.'
+        raise DataError(wrong, remedy="Give every column a name of its own.")
     try:
         return table.to_pylist()
     except Exception:  # whatever a kind of values raises: durations, dates and zones that Python has not
-        for column, name in enumerate(table.schema.names):
+        for column, name in enumerate(names):
             try:
                 table.column(column).to_pylist()
             except Exception as error:
@@ -86,10 +90,6 @@ def _lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     return enumerate((line.removesuffix("\n") for line in lines), 1)
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    return _json_lines(path, _streamed(path), "An array of objects belongs in a .json file.")
-
-
 def _read_json(path: Path) -> Iterator[Row]:
     """An array of objects; or JSON Lines, which are often named .json."""
     text = _text(path)
@@ -113,12 +113,21 @@ def _json_lines(path: Path, lines: Iterable[str], hint: str) -> Iterator[Row]:
 
 def _parsed(path: Path, text: str, first_line: int, remedy: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         line, why = first_line, reason(error)
         if isinstance(error, json.JSONDecodeError):
             line, why = first_line + error.lineno - 1, f"{error.msg}, column {error.colno}"
         raise DataError(f"{path}, line {line}: not valid JSON ({why}).", remedy=remedy) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose keys are each there once: Python would take the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f'"{next(name for name in names if names.count(name) > 1)}" is there twice')
+    return made
 
 
 def _is_odd(text: str) -> bool:
@@ -183,10 +192,6 @@ def _header(place: str, fields: list[str]) -> list[str]:
     return list(names)
 
 
-def _read_txt(path: Path) -> Iterator[Row]:
-    return ((f"{path}, line {number}", {"prompt": line}) for number, line in _lines(_streamed(path)))
-
-
 def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         with pq.ParquetFile(path) as file:
@@ -198,9 +203,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": lambda path: _json_lines(path, _streamed(path), "An array of objects belongs in a .json file."),
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
-    ".txt": _read_txt,
+    ".txt": lambda path: ((f"{path}, line {n}", {"prompt": line}) for n, line in _lines(_streamed(path))),
 }

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.encoder import PromptEncoder
 from toolkit.data.messages import Messages
 from toolkit.data.rollouts import Rollout
-from toolkit.data.rows import Unusable
 from toolkit.data.rules import RULES, instruction, keeps, sentences_of, share_kept
 from toolkit.data.task import Task
 from toolkit.errors import DataError
@@ -63,17 +62,16 @@ PER_RULE = "kept_"
 COMPOSITIONS = ("one", "seen", "unseen")
 
 
-def _together(a: str, b: str) -> bool:
-    """Whether a response can keep two rules."""
-    return RULES[a].about != RULES[b].about and b not in _AT_ODDS.get(a, ()) and a not in _AT_ODDS.get(b, ())
-
-
 def pairs() -> dict[str, list[tuple[str, str]]]:
     """The pairs of rules that can be kept together: those that training has ("seen"), and a third that it never has.
 
     They are the same for every seed of a recipe.
     """
-    every = [pair for pair in combinations(_ASKED, 2) if _together(*pair)]
+    every = [
+        (a, b)
+        for a, b in combinations(_ASKED, 2)
+        if RULES[a].about != RULES[b].about and b not in _AT_ODDS.get(a, ()) and a not in _AT_ODDS.get(b, ())
+    ]
     unseen = set(random.Random(0).sample(every, len(every) // 3))
     return {"seen": [pair for pair in every if pair not in unseen], "unseen": sorted(unseen)}
 
@@ -91,14 +89,6 @@ def _drawn(rule: str, topic: str, draw: random.Random) -> dict[str, Any]:
         "number": number if "number" in takes else None,
         "words": chosen if "words" in takes else None,
     }
-
-
-def _required(topic: str) -> list[dict[str, Any]]:
-    """What every response has to do; a topic's own end may change, as that of puzzles."""
-    return [
-        {"rule": "mentions", "required": True, "number": None, "words": [topic[: max(3, len(topic) - 3)]]},
-        {"rule": "at_least_words", "required": True, "number": _WORDS, "words": None},
-    ]
 
 
 def written(row: Mapping[str, Any], draw: random.Random) -> str | None:
@@ -177,11 +167,7 @@ class Instructions(Task):
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation that a person typed, as a prompt."""
-        try:
-            ids: list[int] = self._encoder.prompt(messages)["input_ids"]
-            return ids
-        except Unusable as reason:
-            raise DataError(f"the prompt cannot be used: {reason}.", remedy="Ask in another way.") from reason
+        return self._encoder.typed(messages)
 
     @cached_property
     def _topics(self) -> dict[str, list[str]]:
@@ -201,9 +187,11 @@ class Instructions(Task):
             names = [draw.choice(_ASKED)] if kind == "one" else list(draw.choice(together[kind]))
             draw.shuffle(names)
             rules = [_drawn(name, topic, draw) for name in names]
-            required = _required(topic)
             text = " ".join([draw.choice(_FORMS).format(topic), *map(instruction, rules)])
-            rows.append({"question": text, "topic": topic, "rules": [*rules, *required], "composition": kind})
+            # What every response has to do; a topic's own end may change, as that of puzzles.
+            begins = {"rule": "mentions", "required": True, "number": None, "words": [topic[: max(3, len(topic) - 3)]]}
+            long = {"rule": "at_least_words", "required": True, "number": _WORDS, "words": None}
+            rows.append({"question": text, "topic": topic, "rules": [*rules, begins, long], "composition": kind})
         return rows
 
     def demonstrations(self, split: str) -> Dataset:

@@ -30,9 +30,9 @@ from toolkit.data.messages import (
     read_response,
     text_or_messages,
 )
-from toolkit.data.rows import STAGES, Split, Unusable, check_parts, draw_parts, renamed
+from toolkit.data.rows import STAGES, Split, Unusable, draw_parts, renamed
 from toolkit.data.source_task import SplitTask
-from toolkit.errors import DataError
+from toolkit.errors import DataError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,12 @@ class Preferences(SplitTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_parts(self.parts)
+        for stage, number in (self.parts or {}).items():
+            if stage not in STAGES:
+                hint = did_you_mean(stage, STAGES) or f"The names are {', '.join(STAGES)}."
+                raise DataError(f'no stage is called "{stage}".', field="parts", remedy=hint)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise DataError(f"a whole number from 1 is needed, got {number!r}.", field=f"parts.{stage}")
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         """The encoded prompt with `chosen_ids` and `rejected_ids`, and `margin` where there is one."""

@@ -46,7 +46,6 @@ class Prompts(SplitTask):
         return self._encode_prompt(place, row, first, self.columns)
 
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
-        """Rows as columns, `input_ids` and `prompt` first."""
         part = super()._read(split, source, limit)
         columns = self._prompt_columns(part.rows)
         try:

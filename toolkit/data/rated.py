@@ -72,7 +72,6 @@ class RatedResponses(SourceTask):
 
 
 def _rewards(place: str, row: dict[str, Any], length: int) -> list[float | None]:
-    """One entry a token of the response."""
     if "rewards" not in row:
         raise DataError(f'{place}: no column "rewards"; {present(row)}')
     value = row["rewards"]

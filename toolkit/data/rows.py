@@ -7,13 +7,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
 from toolkit.data.files import Row, listed, shown
-from toolkit.errors import DataError
+from toolkit.errors import DataError, did_you_mean
 
 STAGES = ("sft", "reward", "ppo")
 _AT_ONCE = 1000  # rows that are packed into a data set
@@ -32,16 +31,12 @@ def present(row: Mapping[str, Any]) -> str:
     return f"present: {listed(row) or 'none'}."
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]}?" if near else f"The names are {', '.join(known)}."
-
-
 def check_columns(columns: Mapping[str, Any] | None, known: Sequence[str]) -> None:
     """Raises DataError unless a mapping names columns that the task has, each with the source's own name."""
     for ours, theirs in (columns or {}).items():
         if ours not in known:
-            remedy = f"{_did_you_mean(ours, known)} The file's own name comes after it."
+            hint = did_you_mean(ours, known) or f"The names are {', '.join(known)}."
+            remedy = f"{hint} The file's own name comes after it."
             raise DataError(f'the task has no column "{ours}".', field="columns", remedy=remedy)
         if not isinstance(theirs, str):
             raise DataError(f"the name of a column is needed, got {theirs!r}.", field=f"columns.{ours}")
@@ -143,15 +138,6 @@ def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source
         remedy = "Lower it, or name a source of held-out rows as validation."
         raise DataError(wrong, field="validation_size", remedy=remedy)
     return sorted(held_out)
-
-
-def check_parts(parts: Mapping[str, int] | None) -> None:
-    """Raises DataError unless `parts` names stages and numbers."""
-    for stage, number in (parts or {}).items():
-        if stage not in STAGES:
-            raise DataError(f'no stage is called "{stage}".', field="parts", remedy=_did_you_mean(stage, STAGES))
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise DataError(f"a whole number from 1 is needed, got {number!r}.", field=f"parts.{stage}")
 
 
 def draw_parts(

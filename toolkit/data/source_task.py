@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import phases
 from toolkit.data.encoder import OnLong, PromptEncoder
-from toolkit.data.files import listed, shown
+from toolkit.data.files import listed
 from toolkit.data.messages import Messages
-from toolkit.data.rows import Split, Unusable, check_columns, draw_held_out, usable_rows
+from toolkit.data.rows import Split, check_columns, draw_held_out, usable_rows
 from toolkit.data.sources import Source, check_hub_settings, has_splits, names_of, read_rows
 from toolkit.data.task import Task
 from toolkit.errors import DataError
@@ -109,7 +109,7 @@ class SourceTask(Task):
     def prompts_of(self, rows: Any) -> Dataset:
         """Rows in memory as prompts: texts, or mappings with the columns of a file of prompts, or ready `input_ids`."""
         if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
-            return rows
+            return super().prompts_of(rows)
         given = (dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows)
         numbered = ((f"row {number}", row) for number, row in enumerate(given, 1))
         part = usable_rows(numbered, self._encode_prompt, split="train_dataset", source="the rows given")
@@ -123,14 +123,7 @@ class SourceTask(Task):
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation as a prompt; its last message alone where prompts are mere text."""
-        try:
-            if self.may_be_plain and not self.chats:
-                return self._encoder.ids(messages[-1]["content"], special=True)
-            ids: list[int] = self._encoder.prompt(messages)["input_ids"]
-            return ids
-        except Unusable as reason:
-            wrong = f'the prompt "{shown(messages[-1]["content"])}": {reason}.'
-            raise DataError(wrong, remedy="Ask in another way.") from reason
+        return self._encoder.typed(messages, plain=self.may_be_plain and not self.chats)
 
 
 @dataclass(frozen=True)
@@ -183,3 +176,13 @@ class SplitTask(SourceTask):
             "train": self._read("train", self.train, self.max_train_rows),
             "validation": self._read("validation", self.validation or self.train, self.max_validation_rows),
         }
+
+    @cached_property
+    def _shared(self) -> int:
+        """Held-out rows whose prompt is trained on, too."""
+        trained, held_out = (self._prompts_of(self._splits[split].rows) for split in ("train", "validation"))
+        return sum(map(set(trained).__contains__, held_out))
+
+    def report(self) -> str | None:
+        trained_on = f"; {self._shared} of these have a prompt that is trained on, too" if self._shared else ""
+        return f"{super().report()}{trained_on}"

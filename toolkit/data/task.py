@@ -1,5 +1,6 @@
 """What a run asks of its data."""
 
+import reprlib
 from collections import Counter
 from typing import Any, ClassVar, Literal
 
@@ -59,6 +60,11 @@ class Task:
         if "input_ids" not in dataset.column_names:
             wrong = f"prompts in memory need a column input_ids; present: {', '.join(dataset.column_names)}."
             raise DataError(wrong, field="train_dataset")
+        tokens = len(self.tokenizer)
+        for number, ids in enumerate(dataset["input_ids"], 1):
+            if not (isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < tokens for i in ids)):
+                wrong = f"row {number}: input_ids is {reprlib.repr(ids)}, and ids from 0 to {tokens - 1} are needed."
+                raise DataError(wrong, field="train_dataset", remedy="Mend or remove the row.")
         return dataset
 
     def rated(self, split: str) -> Dataset:

@@ -11,12 +11,12 @@ from transformers import TextStreamer, set_seed
 
 from toolkit import processes
 from toolkit.data import messages_of_row, read_rows
-from toolkit.disk import check_file
 from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import policy_folder, trained_sampler
 from toolkit.reports import texts_table, write_jsonl
 from toolkit.runs import build
+from toolkit.runs.owned import check_output
 from toolkit.sampling import Sampler, batches, best_of
 from toolkit.spec.recipe import Recipe
 
@@ -52,17 +52,15 @@ def prompts_of(
     return [messages[-1]["content"] for messages in conversations], rows
 
 
-def _check_output(output: Path | None, file: Path | None) -> None:
-    """Raises ToolkitError: it cannot be written, or is the file that is read."""
-    check_file(output)
+def _check_output(recipe: Recipe, output: Path | None, file: Path | None) -> None:
+    """Raises ToolkitError: it cannot be written, or is the file that is read, or one of the run."""
+    check_output(output, [recipe.folder])
     if output is not None and file is not None and output.exists() and file.exists() and output.samefile(file):
         wrong = f"{output} is the file of the prompts, which would be gone."
         raise ToolkitError(wrong, field="output", remedy="Name another one.")
 
 
 class _Streamer(TextStreamer):
-    """Shows text as it comes, on standard output."""
-
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(printable(text), stream_end)
 
@@ -88,7 +86,7 @@ def generate(
     Returns:
         A row a prompt: `prompt`, `policy`, and `reference` where that is to `compare`.
     """
-    processes.by_main(lambda: _check_output(output, file))
+    processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
         sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
         set_seed(seed)
@@ -125,7 +123,7 @@ def generate_best(
     Raises:
         RewardError: the reward needs a column that given prompts do not have.
     """
-    processes.by_main(lambda: _check_output(output, file))
+    processes.by_main(lambda: _check_output(recipe, output, file))
     console = console or Console()
     with processes.agreed():
         roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
@@ -188,19 +186,18 @@ def converse(
             write(f"no command {line}; there are /reset, /compare and /quit")
         elif line:
             samplers = {"policy": sampler} | ({"reference": sampler.reference} if compare else {})
-            messages = _exchange(recipe, samplers, messages if recipe.task.chats else [], line, write)
+            try:
+                messages = _exchange(recipe, samplers, messages if recipe.task.chats else [], line, write)
+            except DataError as error:  # of a line that cannot be a prompt, or a conversation that is too long
+                write(f"{error}")
 
 
 def _exchange(
     recipe: Recipe, samplers: dict[str, Sampler], messages: Messages, line: str, write: Callable[[str], None]
 ) -> Messages:
-    """The conversation with one more line and its response; as it was, where the line cannot be a prompt."""
+    """The conversation with one more line and its response."""
     asked = [*messages, {"role": "user", "content": line}]
-    try:
-        row = {"input_ids": list(recipe.task.prompt_ids(asked))}
-    except DataError as error:
-        write(f"{error}")
-        return messages
+    row = {"input_ids": list(recipe.task.prompt_ids(asked))}
     said = {}
     for name, sampler in samplers.items():
         if len(samplers) > 1:

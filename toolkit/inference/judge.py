@@ -8,12 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit import processes
-from toolkit.disk import check_file, write_whole, writing
-from toolkit.errors import RecipeError
+from toolkit.disk import write_whole, writing
+from toolkit.errors import RecipeError, ToolkitError
 from toolkit.inference.evaluate import measured
 from toolkit.inference.saved_run import open_run
 from toolkit.reports import ComparedRun, comparison_page, write_json
 from toolkit.runs.comparison import differing, labels_of
+from toolkit.runs.owned import check_output
 
 
 def judge(
@@ -39,9 +40,9 @@ def judge(
     console = console or Console()
     if not names:
         raise RecipeError("to judge takes a run or more.")
-    processes.by_main(lambda: check_file(output))
     recipes = [open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in names]
     folders = [recipe.folder.resolve() for recipe in recipes]
+    figures_file = processes.by_main(lambda: _beside(output, folders))
     for recipe in recipes:
         if recipe.judge is None:
             remedy = (
@@ -56,12 +57,23 @@ def judge(
 
     def write() -> None:
         with writing(output):
-            write_whole(output, comparison_page("judge", runs, differing(folders)))
-        write_json(output.with_suffix(".json"), figures)
+            write_whole(output.resolve(), comparison_page("judge", runs, differing(folders)))
+        write_json(figures_file, figures)
 
     processes.by_main(write)
     console.print(_table(figures))
     return figures
+
+
+def _beside(page: Path, runs: Sequence[Path]) -> Path:
+    """Where the figures go: beside the page, and onto nothing that stands there without one."""
+    check_output(page, runs)
+    file = page.with_suffix(".json")
+    if file == page or (file.exists() and not page.exists()):
+        wrong = f"figures go to {file}, which is {'the page' if file == page else 'there without a page'}."
+        raise ToolkitError(wrong, remedy="Name another page.")
+    check_output(file, runs)
+    return file.resolve()
 
 
 def _table(figures: dict[str, dict[str, dict[str, float]]]) -> Table:

@@ -1,12 +1,13 @@
 """A trained run, opened again: its recipe, what it has trained as something that responds, and that exported."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 
 from toolkit import processes
-from toolkit.disk import check_folder, writing
+from toolkit.disk import writing
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.models import load_base, merge_adapter, read_tensors
 from toolkit.reports import read_result
@@ -82,7 +83,10 @@ def _empty(output: Path) -> Path:
     """A folder to export to, which can be written: a merged model would be lost after minutes."""
     if output.is_dir() and any(output.iterdir()):
         raise ToolkitError(f"{output} is not empty.", remedy="Name a new folder.")
-    check_folder(output)
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output) as file:
+            file.write(b" ")
     return output
 
 

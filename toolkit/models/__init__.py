@@ -9,7 +9,7 @@ all that is used of PEFT beyond its public interface, `fused_lora` computes its 
 is the loop over new tokens.
 """
 
-from toolkit.models.adapters import load_role, load_weights, save_role
+from toolkit.models.adapters import load_role, load_weights, save_high_score, save_role
 from toolkit.models.base_checks import check_bits, check_checkpointing, scales_logits
 from toolkit.models.classifier import (
     add_lora,
@@ -54,6 +54,5 @@ from toolkit.models.weights import (
     merge_adapter,
     outlined,
     quantize_outline,
-    role_digest,
     tensors_digest,
 )

@@ -10,15 +10,17 @@ adapter; what bounds its Q-values is beside it in `q_bound.safetensors`.
 
 import copy
 import json
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 
-from toolkit.disk import read_object
+from toolkit.disk import read_object, write_whole
 from toolkit.errors import AdapterError, ToolkitError
 from toolkit.models.folders import State, adapter_state, load_whole, other_base, put_adapter, read_tensors
 from toolkit.models.heads import Q_BOUND_FILE, QBound
@@ -27,6 +29,7 @@ from toolkit.models.roles import HEAD_ROLES, Q_ROLES, SharedBase
 
 ROLE_FILE = "role.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
+FEWEST_SCORES = 100
 
 
 def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: int, base_name: str) -> Path:
@@ -94,6 +97,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         _, head = _split_head(read_tensors(folder, device=base.device), role, folder)
         if missing := missing_modules(base.causal_lm, config):
             raise other_base(folder, f"this one has no module {missing[0]} for it.")
+    if head is not None and ("weight" not in head or head["weight"].dim() != 2):
+        raise AdapterError(f"{folder}: its head is no matrix of weights.", remedy="Train or copy it again.")
     bound = _bound(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
     shape: Any = {} if head is None else {"num_labels": head["weight"].shape[0], "head_bias": "bias" in head}
     try:
@@ -107,7 +112,19 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     except BaseException:
         base.remove_role(role)  # it would be there with random weights
         raise
+    if "high_score" in about and role in base.heads:
+        base.head(role).high_score = float(about["high_score"])
     return about
+
+
+def save_high_score(folder: Path, scores: Sequence[float]) -> None:
+    """Note beside a saved reward what 99 in 100 of these scores, of held-out responses, are less than; if they are as
+    many."""
+    if len(scores) < FEWEST_SCORES:
+        return
+    about = read_object(folder / ROLE_FILE) or {}
+    about["high_score"] = float(torch.tensor(scores).quantile(0.99))
+    write_whole(folder / ROLE_FILE, json.dumps(about, indent=2) + "\n")
 
 
 def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
@@ -123,7 +140,13 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
         if head is not None:
             _set_head(base, role, head, folder)
     if role in Q_ROLES:
-        _set_bound(base, role, folder)
+        ours, theirs = role in base.heads, (folder / Q_BOUND_FILE).is_file()
+        if ours != theirs:
+            kinds = {True: "between bounds", False: "without bounds"}
+            wrong = f"{folder}: its Q-values are {kinds[theirs]}, and those of this role {kinds[ours]}."
+            raise AdapterError(wrong, remedy="Set bound as it was trained.")
+        if ours:
+            base.heads[role].load_state_dict(_bound(folder).state_dict())
 
 
 def _about(folder: Path) -> dict[str, Any]:
@@ -135,6 +158,9 @@ def _about(folder: Path) -> dict[str, Any]:
     pad = about.get("pad_token_id", 0)
     if type(pad) is not int or not 0 <= pad < 2**31:
         raise AdapterError(f"{path}: pad_token_id is {pad!r}, and the id of a token is needed.", remedy=remedy)
+    high = about.get("high_score", 0.0)
+    if type(high) not in (int, float) or not isfinite(high):
+        raise AdapterError(f"{path}: high_score is {high!r}, and a finite number is needed.", remedy=remedy)
     return about
 
 
@@ -197,13 +223,3 @@ def _set_head(base: SharedBase, role: str, state: State, folder: Path) -> None:
         wrong = f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(head.state_dict())}."
         raise AdapterError(wrong, remedy="Give the role's head a bias, or none, as the folder has it.")
     head.load_state_dict(state)
-
-
-def _set_bound(base: SharedBase, role: str, folder: Path) -> None:
-    ours, theirs = role in base.heads, (folder / Q_BOUND_FILE).is_file()
-    if ours != theirs:
-        kinds = {True: "between bounds", False: "without bounds"}
-        wrong = f"{folder}: its Q-values are {kinds[theirs]}, and those of this role {kinds[ours]}."
-        raise AdapterError(wrong, remedy="Set bound as it was trained.")
-    if ours:
-        base.heads[role].load_state_dict(_bound(folder).state_dict())

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, GenerationConfig, LogitsProcessorLi
 
 from toolkit.errors import AdapterError, ModelError, ToolkitError
 from toolkit.models.decoding import RowProcessor, decode
-from toolkit.models.packed import attention_by_rows
+from toolkit.models.sequences import attention_by_rows
 
 Logits = Callable[[Tensor], Tensor]
 _NEAR, _NEAR_IN_16_BITS = 1e-3, 0.1
@@ -192,7 +192,6 @@ def check_adapter(model: PreTrainedModel, hidden_states: Callable[..., Tensor], 
 
 
 def _adapters_called(model: nn.Module, run: Callable[[], Any]) -> set[str]:
-    """The names of the layers with the active adapter that a run calls."""
     called: set[str] = set()
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     layers = [(name, module) for name, module in layers if not module.lora_A.keys().isdisjoint(module.active_adapters)]

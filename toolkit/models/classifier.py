@@ -102,5 +102,4 @@ def load_classifier_weights(model: Classifier, folder: str | Path) -> None:
 
 
 def _inner(model: Classifier) -> PreTrainedModel:
-    """transformers' own model."""
     return model.get_base_model() if isinstance(model, PeftModel) else model

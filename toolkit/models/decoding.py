@@ -87,7 +87,6 @@ def decode(
 
 
 def _kept(value: Any, rows: Tensor, number: int) -> Any:
-    """What is left of an input of `number` rows."""
     if isinstance(value, Cache):
         value.reorder_cache(rows)  # all layers have it; recurrent ones have no `batch_select_indices`
         return value

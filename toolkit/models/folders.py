@@ -65,9 +65,14 @@ def _check_fits(state: State, expected: State, folder: Path) -> None:
     """All the tensors that are expected, and no others, of the same shapes."""
     ours, theirs = ({(name, tensor.shape) for name, tensor in of.items()} for of in (expected, state))
     if wrong := sorted({name for name, _ in ours ^ theirs}):
-        raise other_base(folder, f"{len(wrong)} of the weights do not fit this one, {wrong[0]} first.")
+        first = " and ".join(
+            f"{list(of[wrong[0]].shape) if wrong[0] in of else 'missing'} {where}"
+            for of, where in ((state, "there"), (expected, "here"))
+        )
+        raise other_base(folder, f"{len(wrong)} of the weights do not fit, {wrong[0]} first: it is {first}.")
 
 
 def other_base(folder: Path, reason: str) -> AdapterError:
     """What to raise where a folder's weights do not fit."""
-    return AdapterError(f"{folder} belongs to another base: {reason}", remedy="Name the base that it was trained on.")
+    remedy = "Name the base that it was trained on, with the adapter's own settings."
+    return AdapterError(f"{folder} belongs to another base: {reason}", remedy=remedy)

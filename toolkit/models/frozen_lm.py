@@ -173,7 +173,6 @@ def _lays_out() -> bool:
 
 
 def _linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """What a layer gives, by its ready weight."""
     given, device = getattr(layer, "compute_dtype", None), x.device.type
     bias = None if layer.bias is None else layer.bias.to(weight.dtype)
     if not weight.is_mkldnn:

@@ -221,7 +221,9 @@ class _Pass(torch.autograd.Function):
         for base, b, part, s, g, wants in zip(ctx.bases, up, lows, ctx.scalings, gradients, wanted[4::2], strict=True):
             g = None if g is None else g.reshape(-1, g.shape[-1]).to(read.dtype)
             if g is not None and wanted[0]:
-                weight = _weight(base, g.dtype)
+                packed = isinstance(base, Linear4bit)
+                weight = dequantize_4bit(base.weight, base.weight.quant_state) if packed else base.weight
+                weight = weight.to(g.dtype)  # (O, I)
                 of_x = g @ weight if of_x is None else of_x.addmm_(g, weight)
             if b is not None:
                 of_lows.append(torch.zeros_like(part) if g is None else g @ b)
@@ -239,9 +241,3 @@ class _Pass(torch.autograd.Function):
             for gradient in pair
         )
         return of_x, None, None, *of_factors
-
-
-def _weight(base: Any, dtype: torch.dtype) -> Tensor:
-    """The weight (O, I) of a layer, unpacked where it has 4 bits."""
-    packed = isinstance(base, Linear4bit)
-    return (dequantize_4bit(base.weight, base.weight.quant_state) if packed else base.weight).to(dtype)

@@ -28,6 +28,9 @@ class ScoreHead(nn.Linear):
         bias: whether there is one, which starts at 0.
     """
 
+    high_score: float | None = None
+    """What 99 in 100 held-out responses scored less than when it was trained on pairs; None where nobody has said."""
+
     def __init__(self, hidden_size: int, num_labels: int, *, init: HeadInit = "normal", bias: bool = False):
         super().__init__(hidden_size, num_labels, bias=bias, dtype=torch.float32)
         if init == "orthogonal":

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, did_you_mean
 from toolkit.models.precision import AUTO, default_device, resolved
 from toolkit.models.pretrained import check_same_tokenizer, check_there, not_loaded
 
@@ -103,7 +102,7 @@ def load_with_report(
         except torch.OutOfMemoryError:
             raise
         except _REFUSALS as error:
-            raise _not_built(error, "" if spec.config is None else "config") from error
+            raise _not_built(error, "" if spec.config is None else "config", spec.model) from error
     try:
         with _no_table_of_missing_weights() if kind == "sequence_classifier" else nullcontext():
             model, report = owner.from_pretrained(
@@ -149,7 +148,7 @@ def model_config(
         check_there(spec.model, spec.revision)
         try:
             config = AutoConfig.from_pretrained(spec.model, **code)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of transformers, as the file has it
             raise not_loaded(spec.model, error) from error
         if kind == "causal_lm":
             _check_decoder(config, spec)
@@ -175,9 +174,8 @@ def _random_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
     if kind in CONFIG_MAPPING:  # which would take any key: a mistyped one be kept, and the default used, without a word
         known = [*inspect.signature(CONFIG_MAPPING[kind]).parameters, *CONFIG_MAPPING[kind].attribute_map]
         for key in config.keys() - {*known, *_COMMON_SETTINGS}:
-            near = get_close_matches(key, known, n=1, cutoff=0.6)
-            remedy = f"Did you mean {near[0]}?" if near else "Remove it."
-            raise ModelError(f"a model of type {kind} has no such setting.", field=f"config.{key}", remedy=remedy)
+            wrong, remedy = f"a model of type {kind} has no such setting.", did_you_mean(key, known) or "Remove it."
+            raise ModelError(wrong, field=f"config.{key}", remedy=remedy)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **config})
@@ -185,8 +183,10 @@ def _random_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
         raise _not_built(error, "config") from error
 
 
-def _not_built(error: Exception, field: str) -> ModelError:
-    return ModelError(f"transformers cannot build this model: {' '.join(str(error).split())}", field=field)
+def _not_built(error: Exception, field: str, model: str | None = None) -> ModelError:
+    said = str(error).partition("Exception raised from")[0]  # torch goes on with the frames of its C++
+    whose = "" if model is None else f'"{model}": '
+    return ModelError(f"{whose}transformers cannot build this model: {' '.join(said.split())}", field=field)
 
 
 def _check_size(config: PreTrainedConfig, spec: ModelSpec) -> None:

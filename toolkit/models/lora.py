@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -19,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.errors import AdapterError
+from toolkit.errors import AdapterError, did_you_mean
 from toolkit.time_limit import time_limit
 
 # The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
@@ -119,9 +118,8 @@ def _no_module(model: nn.Module, target: str) -> str:
     names = [name for name, module in model.named_modules() if isinstance(module, layers)]
     own = [name.removesuffix(".base_layer") for name in names if ".lora_" not in name]  # not those of other roles
     known = sorted({name.rpartition(".")[2] for name in own})
-    near = get_close_matches(target, known, n=1, cutoff=0.6)
-    listed = f" Known: {', '.join(known)}." if len(known) <= 15 else ""
-    return f'the base has no module "{target}".' + (f" Did you mean {near[0]}?" if near else listed)
+    hint = did_you_mean(target, known) or (f"Known: {', '.join(known)}." if len(known) <= 15 else "")
+    return f'the base has no module "{target}". {hint}'.rstrip()
 
 
 # ---------------------------------------------------------------------- not public in PEFT

@@ -68,7 +68,7 @@ def _tokenizer(model: str, **code: Any) -> PreTrainedTokenizerBase:
     check_there(model, code.get("revision"))
     try:
         return AutoTokenizer.from_pretrained(model, **code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of tokenizers and transformers, as the files have it
         raise not_loaded(model, error) from error
 
 
@@ -76,7 +76,10 @@ def not_loaded(model: str, error: Exception) -> ModelError:
     """What to raise where a checkpoint, its configuration or its tokenizer cannot be loaded."""
     path = Path(model).expanduser()
     kind = "folder" if path.exists() or model.startswith((".", "/", "~")) else "folder or hub id"
-    reason = str(error).splitlines()[0]
+    lines = f"{'no ' * isinstance(error, KeyError)}{error}".split("\n")
+    reason = " ".join(lines[:1] if isinstance(error, OSError) else lines)  # which goes on with how the hub is asked
+    if type(error) in (AttributeError, TypeError):  # Python's words for what a file of JSON holds
+        reason = "its config.json or tokenizer files have a value of a kind that it cannot be"
     if kind == "folder" and not path.exists():
         reason = "there is no such folder."
     elif path.is_file():

@@ -32,11 +32,6 @@ def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreT
     return model
 
 
-def role_digest(base: SharedBase, role: str) -> str:
-    """SHA-256 of a role's own weights, adapter and head: equal for equal weights."""
-    return tensors_digest(base.parameters_of(role))
-
-
 def base_digest(base: SharedBase) -> str:
     """SHA-256 of the first 64 numbers of each tensor of the base but the quantised, which devices round differently."""
     named = base.causal_lm.named_parameters()

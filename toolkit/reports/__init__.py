@@ -2,7 +2,8 @@
 
 from toolkit.reports.comparison import ComparedRun, comparison_page
 from toolkit.reports.files import (
-    RESULT_FILE,
+    METRICS_FILE,
+    MetricsFile,
     append_jsonl,
     keep_until,
     peak_memory_gb,
@@ -17,7 +18,6 @@ from toolkit.reports.files import (
     write_result,
 )
 from toolkit.reports.machine import device_in_words, environment, machine
-from toolkit.reports.metrics import METRICS_FILE, MetricsFile
 from toolkit.reports.page import REPORT_FILE, write_report
 from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, pair_evaluation, worst_errors
 from toolkit.reports.progress import Progress, figures_of

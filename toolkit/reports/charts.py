@@ -51,8 +51,6 @@ def thinned(points: Sequence[Point]) -> tuple[list[Point], list[Band]]:
 
 
 class _Plane:
-    """Where numbers are in a chart."""
-
     def __init__(self, xs: Iterable[float], ys: Iterable[float]):
         self.x_low, self.x_high = _range(xs)
         self.y_low, self.y_high = _range(ys)

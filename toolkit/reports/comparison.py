@@ -36,31 +36,23 @@ def comparison_page(stage: str, runs: Sequence[ComparedRun], differing: Mapping[
     """The page as text; `differing` are the values that each run has at a key of the recipe."""
     names = [run.name for run in runs]
     title = f"{stage}: {', '.join(names)}"
+    said = ((run.name, verdict(run.result, run.samples)) for run in runs)
+    verdicts = "".join(f"<p><b>{html.escape(name)}</b>: {html.escape(text)}</p>" for name, text in said if text)
     body = (
-        f"<h1>{html.escape(title)}</h1>{_verdicts(runs)}{_figures(runs)}"
+        f"<h1>{html.escape(title)}</h1>{verdicts}{_figures(runs)}"
         f"{_settings(names, differing)}{_curves(runs)}{_samples(runs)}"
     )
     return page(title, body)
 
 
-def _verdicts(runs: Sequence[ComparedRun]) -> str:
-    said = ((run.name, verdict(run.result, run.samples)) for run in runs)
-    lines = (f"<p><b>{html.escape(name)}</b>: {html.escape(text)}</p>" for name, text in said if text)
-    return "".join(lines)
-
-
 def _figures(runs: Sequence[ComparedRun]) -> str:
     sides = [(run.result.get("before") or {}, run.result.get("after") or {}) for run in runs]
     keys = dict.fromkeys(key for pair in sides for side in pair for key in side)
-    rows = [(key, *(_before_after(before, after, key) for before, after in sides)) for key in keys]
+    rows = [(key, *(" → ".join(number(s[key]) for s in pair if key in s) or "–" for pair in sides)) for key in keys]
     rows += [("seconds", *(number(run.result.get("seconds", "–")) for run in runs))]
     rows += [("warnings", *(str(len(run.result.get("warnings") or ())) for run in runs))]
     columns = ("", *(run.name for run in runs))
     return f"<h2>Figures, before → after</h2>{figures_table(columns, rows)}"
-
-
-def _before_after(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> str:
-    return " → ".join(number(side[key]) for side in (before, after) if key in side) or "–"
 
 
 def _settings(names: Sequence[str], differing: Mapping[str, Sequence[Any]]) -> str:

@@ -10,11 +10,15 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 
 from toolkit import __version__
-from toolkit.disk import RESULT_FILE, read_object, write_whole, writing
+from toolkit.disk import RESULT_FILE, read_object, read_text, write_whole, writing
 from toolkit.errors import ToolkitError
 
+METRICS_FILE = "metrics.jsonl"
+SPREADS = {name: f"{name}_se" for name in ("score", "eval_score", "eval_judge")}  # metrics with a standard error
 _ANEW = "Run the stage again with $overwrite, or put back the file as it was."
 _PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "datasets", "accelerate")
 
@@ -36,7 +40,7 @@ def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def whole_lines(path: Path) -> list[str]:
     """The lines, less one that a kill cut short at the end."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise ToolkitError(f"{path} cannot be read ({error}).", remedy=_ANEW) from error
     return text.split("\n")[:-1]  # not splitlines: JSON leaves U+2028 and the like in a line
@@ -73,6 +77,30 @@ def keep_until(path: Path, step: int) -> None:
         if not all(isinstance(row.get("step"), (int, float)) for row in rows):
             raise ToolkitError(f"{path} is damaged: a line has no step.", remedy=_ANEW)
         write_jsonl(path, [row for row in rows if row["step"] <= step])
+
+
+class MetricsFile(TrainerCallback, ExportableState):
+    """Appends what a trainer logs to a file, one JSON object a line, with `step` first.
+
+    In a run that goes on from a checkpoint, lines that were written after that checkpoint are dropped.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        self.lines = len(whole_lines(path))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"args": {"path": str(self.path)}, "attributes": {"lines": self.lines}}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        write_lines(self.path, whole_lines(self.path)[: self.lines])
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        append_jsonl(self.path, [{"step": state.global_step, **logs}])
+        self.lines += 1
 
 
 def write_json(path: Path, value: dict[str, Any]) -> Path:

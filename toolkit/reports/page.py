@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.data import PER_RULE
 from toolkit.disk import write_whole, writing
 from toolkit.reports.charts import COLOURS, Band, Point, bars, curves, histogram, scatter
+from toolkit.reports.files import SPREADS
 from toolkit.reports.pairs import ScoredPair, worst_errors
 from toolkit.reports.verdict import verdict
 
@@ -23,10 +24,9 @@ CURVES = (
     "score", "shaped_score", "kl", "length", "eos_share", "entropy", "distinct_share", "policy_loss", "value_loss",
     "explained_variance", "approx_kl", "clip_fraction", "grad_norm", "loss", "accuracy", "margin", "eval_loss",
     "eval_score", "eval_judge", "eval_kl", "eval_exact_match", "eval_accuracy", "eval_distinct_2",
-    "eval_distinct_share", "eval_phrase_share", "eval_length_correlation",
+    "eval_distinct_share", "eval_phrase_share", "eval_length_correlation", "eval_beyond_share",
 )  # fmt: skip
 """Names of what is drawn, in order."""
-_SPREADS = {name: f"{name}_se" for name in ("score", "eval_score", "eval_judge")}
 _MOST_SAMPLES = 200
 _PAIRS_WHERE = {
     "the chosen response is longer": "chosen_longer",
@@ -121,7 +121,7 @@ def points_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
 
 def spread_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Band]:
     """A metric with a standard error each way, by step; empty where that is not measured."""
-    error = _SPREADS.get(name, "")
+    error = SPREADS.get(name, "")
     rows = [row for row in metrics if all(_is_number(row.get(key)) for key in ("step", name, error))]
     return [(row["step"], row[name] - row[error], row[name] + row[error]) for row in rows]
 
@@ -220,17 +220,14 @@ def _samples(samples: Sequence[dict[str, Any]]) -> str:
     if len(order) > _MOST_SAMPLES:
         order = [*order[: _MOST_SAMPLES // 2], *order[-_MOST_SAMPLES // 2 :]]
     judged = [f"{side}_judge" for side in ("before", "after")] if "after_judge" in order[0] else []
-    shown_first = ("prompt", "before", "after", "before_score", "after_score")
-    rows = ((*(row[name] for name in shown_first), _change(row), *(row[name] for name in judged)) for row in order)
+    columns = ("prompt", "before", "after", "before_score", "after_score", "change", *judged)
+    changed = ({**row, "change": round(row["after_score"] - row["before_score"], 4)} for row in order)
+    rows = ([row[name] for name in columns] for row in changed)
     shown = f"{len(order)} of {len(samples)}; " if len(order) < len(samples) else ""
     names = ["prompt", "before", "after", "score before", "score after", "change"]
     names += ["judge before", "judge after"] if judged else []
     about = f'<p class="soft">{shown}the largest losses first, the largest gains last. A click on a name sorts.</p>'
     return f"<h2>Samples</h2>{about}{table(names, rows, numbers=range(3, len(names)), sortable=True)}"
-
-
-def _change(row: dict[str, Any]) -> float:
-    return round(row["after_score"] - row["before_score"], 4)
 
 
 def _pairs_charts(evaluation: dict[str, Any], pairs: Sequence[ScoredPair]) -> str:

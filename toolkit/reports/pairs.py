@@ -23,7 +23,6 @@ def _distribution(scores: Tensor) -> dict[str, float]:
 
 
 def _accuracy(margins: Tensor) -> dict[str, Any]:
-    """Of some pairs; None where there are none."""
     number, right = len(margins), int((margins > 0).sum())
     interval = list(F.wilson_interval(right, number)) if number else None
     return {"pairs": number, "accuracy": right / number if number else None, "accuracy_ci": interval}

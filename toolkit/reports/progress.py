@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from toolkit import phases
 from toolkit.errors import printable
-from toolkit.reports.files import peak_memory_gb
+from toolkit.reports.files import SPREADS, peak_memory_gb
 
 _SHOWN = {
     "score": "score {:.3f}",
@@ -39,7 +39,6 @@ _SHOWN = {
     "eval_accuracy": "eval accuracy {:.3f}",
     "skipped_steps": "{:.0f} steps skipped",
 }
-_SPREADS = {name: f"{name}_se" for name in ("score", "eval_score", "eval_judge")}
 _QUIET = 60.0  # seconds without a line, where there is no terminal, after which one says what is going on
 _STEPS_OF_PACE = 20  # over which seconds a step are averaged
 
@@ -48,7 +47,7 @@ def figures(logs: dict[str, Any]) -> dict[str, str]:
     """What matters of a line of metrics, each as it is shown."""
     numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
     shown = {name: form.format(numbers[name]) for name, form in _SHOWN.items() if name in numbers}
-    for name, spread in _SPREADS.items():
+    for name, spread in SPREADS.items():
         if name in shown and spread in numbers:
             shown[name] += f" ± {float(logs[spread]):.3f}"
     return shown

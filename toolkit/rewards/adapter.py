@@ -85,7 +85,6 @@ class AdapterScorer(ClassScorer):
     """The reward adapter on the shared base, which the reward stage trains; for a judge that of `start.judge`."""
 
     kind: ClassVar[str] = "adapter"
-    needs_reward_role: ClassVar[bool] = True
 
     def check(self, context: ScorerContext) -> list[Problem]:
         problems = super().check(context)
@@ -124,6 +123,11 @@ class RewardAdapter(AdapterScorer):
     @cached_property
     def portion(self) -> Portion:
         return Portion("the reward's batch size", self.batch_size)
+
+    @property
+    def high_score(self) -> float | None:
+        """That of its head: beyond it the reward judges what it has hardly met."""
+        return self.base.head(self.role).high_score
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = rollout.sequences(eos_token_id=self.eos_token_id)

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import re
+import reprlib
 import sysconfig
 import threading
 import traceback
@@ -50,6 +51,19 @@ def state_of(reward: Any) -> Any:
     """The reward, if it has a state. The weights of a network that scores are none: they stay as they are."""
     has = hasattr(reward, "state_dict") and hasattr(reward, "load_state_dict") and not isinstance(reward, nn.Module)
     return reward if has else None
+
+
+def check_reward(reward: Any, field: str) -> None:
+    """Raises RewardError: it is nothing that can be called with a rollout."""
+    if not callable(reward):
+        raise RewardError(f"a function of a rollout is needed, got {reprlib.repr(reward)}.", field=field)
+    try:
+        inspect.signature(reward).bind(None)
+    except ValueError:  # some functions of C do not say
+        return
+    except TypeError as error:
+        at = f" ({place})" if (place := _definition(reward)) else ""
+        raise RewardError(f"it is called with a rollout, and does not take one: {error}{at}.", field=field) from error
 
 
 def score_with(reward: Reward, rollout: Rollout) -> Scores:

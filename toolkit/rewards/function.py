@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from toolkit.errors import Problem, RewardError, words_of
-from toolkit.rewards.base import Reward, place_of
+from toolkit.rewards.base import Reward, check_reward, place_of
 from toolkit.rewards.kept import process_kept
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import setting
@@ -42,6 +42,7 @@ def load_function(function: str) -> Reward:
     reward: Reward | None = getattr(module, name, None)
     if not callable(reward):
         raise _wrong(f'{place} has no function "{name}".')
+    check_reward(reward, "function")
     return reward
 
 

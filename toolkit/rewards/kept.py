@@ -1,8 +1,9 @@
-"""What a reward finds in the process and must leave as it is: random states, torch's defaults, the working folder, how
-Ctrl-C is met."""
+"""What a reward finds in the process and must leave as it is: random states, torch's defaults, the working folder, the
+standard streams, how Ctrl-C is met."""
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,14 +18,14 @@ from toolkit.checkpoints import get_random_states, set_random_states
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
-def _handlers() -> list[Any]:
-    return [signal.getsignal(one) for one in _STOPS]
-
-
 def _set_handlers(handlers: list[Any]) -> None:
     if threading.current_thread() is threading.main_thread():  # no other can, or could have changed them
         for one, handler in zip(_STOPS, handlers, strict=True):
             signal.signal(one, handler)
+
+
+def _set_streams(streams: list[Any]) -> None:
+    sys.stdout, sys.stderr = streams
 
 
 _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -32,7 +33,10 @@ _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device, torch.set_default_device),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "how Ctrl-C or SIGTERM is met": (_handlers, _set_handlers),
+    "torch's precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch's choice of algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "standard output or error": (lambda: [sys.stdout, sys.stderr], _set_streams),
+    "how Ctrl-C or SIGTERM is met": (lambda: [signal.getsignal(one) for one in _STOPS], _set_handlers),
     "the random state of Python, NumPy or torch": (get_random_states, set_random_states),
 }
 

@@ -165,10 +165,6 @@ class ModelScorer(TextScorer):
                 wrong = "would have no effect: no model is named, and the section reward_model describes the one that "
                 yield Problem(f"{wrong}the reward stage trains.", name, "Remove it, or name a model.")
 
-    @property
-    def needs_reward_model(self) -> bool:  # type: ignore[override]
-        return self.model is None
-
     def check(self, context: ScorerContext) -> list[Problem]:
         problems, whose = super().check(context), "the model of section reward_model"
         if self.model is None:
@@ -225,8 +221,8 @@ class ModelScorer(TextScorer):
             )
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.model, **self._code)
-        except (OSError, ValueError) as error:
-            wrong = f'no tokenizer could be loaded from "{self.model}" ({str(error).splitlines()[0]})'
+        except Exception as error:  # of tokenizers and transformers, as the files have it
+            wrong = f'no tokenizer could be loaded from "{self.model}" ({" ".join(str(error).split())})'
             raise RewardError(wrong, field="model", remedy="Save it beside the weights.") from error
         self.fitted(config, tokenizer, whose=f'"{self.model}"')
         if self.reads == "tokens" and policys is not None:

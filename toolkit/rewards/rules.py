@@ -9,7 +9,7 @@ from toolkit.data import Rollout, check_rules, share_kept
 from toolkit.errors import Problem, RewardError
 from toolkit.rewards.base import Reward
 from toolkit.rewards.dense import DenseScores
-from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
+from toolkit.rewards.scorer import Scorer, ScorerContext, check_column, problems_of
 from toolkit.settings import setting
 
 _PRAISE = (
@@ -75,7 +75,10 @@ class KeptRules:
         self.rules, self.column = list(rules), column
 
     def __call__(self, rollout: Rollout) -> list[float]:
-        of_rows = [()] * len(rollout) if self.column is None else self._column(rollout)
+        of_rows: Sequence[Any] = [()] * len(rollout)
+        if self.column is not None:
+            check_column(self.column, list(rollout.columns), field="column")
+            of_rows = rollout.columns[self.column]
         scores = []
         for row, (text, of_row) in enumerate(zip(rollout.responses, of_rows, strict=True)):
             asked = [*self.rules, *(of_row or ())]
@@ -85,16 +88,6 @@ class KeptRules:
                 check_rules(of_row, f'column "{self.column}"')
             scores.append(share_kept(asked, text))
         return scores
-
-    def _column(self, rollout: Rollout) -> Sequence[Any]:
-        _check_column(self.column, list(rollout.columns))
-        return rollout.columns[str(self.column)]
-
-
-def _check_column(column: str | None, columns: Sequence[str]) -> None:
-    if column is not None and column not in columns:
-        wrong = f'the prompts have no column "{column}"; present: {", ".join(columns) or "none"}.'
-        raise RewardError(wrong, field="column")
 
 
 @dataclass(kw_only=True)
@@ -115,7 +108,7 @@ class RulesScorer(Scorer):
 
     def check(self, context: ScorerContext) -> list[Problem]:
         columns = None if self.column is None else context.prompt_columns()
-        return [] if columns is None else problems_of(_check_column, self.column, columns)
+        return [] if columns is None else problems_of(check_column, self.column, columns, field="column")
 
     def build(self, context: ScorerContext) -> Reward:
         return KeptRules(self.rules or (), self.column)

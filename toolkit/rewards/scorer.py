@@ -31,7 +31,7 @@ class ScorerContext:
         batch_size: responses a forward pass of the reward adapter.
         role: the one on the shared base that an adapter is read in: "reward", or "judge" for a judge.
         reward_outputs: of the model that the reward stage trains on a base of its own, for a check; None without one.
-        reward_model: that model, trained, to build a scorer that `needs_reward_model`.
+        reward_model: that model, trained, to build a scorer that reads it.
     """
 
     roles: SharedBase | None
@@ -54,10 +54,6 @@ class Scorer:
     """
 
     kind: ClassVar[str]
-    needs_reward_role: ClassVar[bool] = False
-    """Whether it reads the reward adapter on the shared base."""
-    needs_reward_model: ClassVar[bool] = False
-    """Whether it reads the model that the reward stage trains on a base of its own."""
     weight: float = setting(
         1.0, "as a part of a sum its share there; 0 logs it alone.", Range("a finite number", math.isfinite)
     )
@@ -99,13 +95,7 @@ class ClassScorer(Scorer):
 
     def check(self, context: ScorerContext) -> list[Problem]:
         columns = None if self.class_column is None else context.prompt_columns()
-        return [] if columns is None else problems_of(self.check_class_column, columns)
-
-    def check_class_column(self, columns: Sequence[str]) -> None:
-        """Raises: RewardError: the prompts lack the column that names the wanted class."""
-        if self.class_column is not None and self.class_column not in columns:
-            wrong = f'the prompts have no column "{self.class_column}"; present: {", ".join(columns) or "none"}.'
-            raise RewardError(wrong, field="class_column")
+        return [] if columns is None else problems_of(check_column, self.class_column, columns, field="class_column")
 
     def check_outputs(self, outputs: int, *, whose: str) -> None:
         """Raises: RewardError: a head of one output and a column to choose by, or of several and none."""
@@ -123,7 +113,7 @@ class ClassScorer(Scorer):
         """
         if self.class_column is None:
             return logits.squeeze(-1)
-        self.check_class_column(list(rollout.columns))
+        check_column(self.class_column, list(rollout.columns), field="class_column")
         classes, wanted = logits.shape[1], []
         known = {name: number for number in range(classes) for name in (number, str(number))} | (label_ids or {})
         for value in rollout.columns[self.class_column]:
@@ -134,6 +124,13 @@ class ClassScorer(Scorer):
             wanted.append(known[value])
         outputs = logits.log_softmax(dim=-1) if self.class_score == "logprob" else logits
         return outputs.gather(1, torch.tensor(wanted).unsqueeze(1)).squeeze(1)
+
+
+def check_column(column: str, columns: Sequence[str], *, field: str) -> None:
+    """Raises: RewardError: the prompts lack a column that a field names."""
+    if column not in columns:
+        wrong = f'the prompts have no column "{column}"; present: {", ".join(columns) or "none"}.'
+        raise RewardError(wrong, field=field)
 
 
 def problems_of(check: Callable[..., object], *arguments: object, **named: object) -> list[Problem]:

@@ -78,14 +78,6 @@ class SumScorer(Scorer):
             if isinstance(part, SumScorer):
                 yield Problem("is a sum within a sum.", f"parts.{name}", "Give its parts to the outer one.")
 
-    @property
-    def needs_reward_role(self) -> bool:  # type: ignore[override]
-        return any(part.needs_reward_role for part in self.parts.values())
-
-    @property
-    def needs_reward_model(self) -> bool:  # type: ignore[override]
-        return any(part.needs_reward_model for part in self.parts.values())
-
     def check(self, context: ScorerContext) -> list[Problem]:
         return [p.within(f"parts.{name}") for name, part in self.parts.items() for p in part.check(context)]
 

@@ -9,10 +9,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, files_in, is_plain, prune, read_object, write_whole, writing
+from toolkit.errors import ToolkitError
 from toolkit.runs.owned import RECIPE_FILE, WEIGHTS, delete, written
 
 REPLACED, UNFINISHED = ".replaced", ".unfinished"
@@ -26,7 +28,36 @@ def is_open(run: Path) -> bool:
 
 def changing(run: Path, stored: str) -> list[str]:
     """Folders of a run that were replaced, or begun, since stages were `stored`; none where none are."""
-    return list((read_object(run / stored / _MOVES) or {"names": []})["names"])
+    return list((_moves_in(run / stored) or {"names": []})["names"])
+
+
+def _moves_in(folder: Path) -> dict[str, Any] | None:
+    """The list of moves in a folder; None where it has none.
+
+    Raises:
+        ToolkitError: it is not as it was written, and would move what is not the run's.
+    """
+    path, remedy = folder / _MOVES, "Move it away, with what was begun or replaced."
+    state = read_object(path, remedy)
+    if state is not None and not _is_whole(state, stored=folder.name in (REPLACED, UNFINISHED)):
+        raise ToolkitError(f"{path} is damaged: it is no list of moves within the run.", remedy=remedy)
+    return state
+
+
+def _is_whole(state: dict[str, Any], *, stored: bool) -> bool:
+    moves, names, wanted = state.get("moves"), state.get("names", []), state.get("wanted")
+    if not isinstance(moves, list) or not isinstance(names, list) or "into" not in state:
+        return False
+    if (stored or state["into"] is not None) and not {"names", "wanted"} <= state.keys():
+        return False
+    if any(state.get(key) not in (None, REPLACED, UNFINISHED) for key in ("into", "from")):
+        return False
+    pairs = all(isinstance(move, list) and len(move) == 2 for move in moves)
+    return pairs and all(map(_is_within, [*chain.from_iterable(moves), *names, *([] if wanted is None else [wanted])]))
+
+
+def _is_within(name: Any) -> bool:
+    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
@@ -34,7 +65,7 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
 
     Called before the recipe of the new ones is written. The one of the old goes with them.
     """
-    state = read_object(run / REPLACED / _MOVES) or {"names": [], "wanted": None}
+    state = _moves_in(run / REPLACED) or {"names": [], "wanted": None}
     begun, names = set(state["names"]), list(names)
     for name in names:
         if name in begun:
@@ -60,22 +91,20 @@ def settle(run: Path) -> bool:
         _carry_out(run)
         _forget(run / _DELETED)
         (run / f"{_MOVES}{ASIDE}").unlink(missing_ok=True)
-        state = read_object(run / REPLACED / _MOVES)
-        if state is not None and _is_done(run / str(state["wanted"]), by_hand="by_hand" in state):
-            _forget(run / REPLACED)
-            return False
+        state = _moves_in(run / REPLACED)
+        if state is not None:
+            folder = run / str(state["wanted"])
+            # What a notebook trains writes no result, and is done once it is saved.
+            saved = (path.relative_to(folder).parts[0] in WEIGHTS for path in written(folder) if "by_hand" in state)
+            if any(saved) or (folder / RESULT_FILE).is_file():
+                _forget(run / REPLACED)
+                return False
     return state is not None
-
-
-def _is_done(folder: Path, *, by_hand: bool) -> bool:
-    """Whether a stage has finished; of one that a notebook trains, whether it has saved what it trained."""
-    saved = by_hand and any(path.relative_to(folder).parts[0] in WEIGHTS for path in written(folder))
-    return saved or (folder / RESULT_FILE).is_file()
 
 
 def train_by_hand(run: Path) -> None:
     """Say that what replaces others is trained by a notebook, which measures nothing and writes no result."""
-    state = read_object(run / REPLACED / _MOVES)
+    state = _moves_in(run / REPLACED)
     if state is not None:
         write_whole(run / REPLACED / _MOVES, json.dumps({**state, "by_hand": True}) + "\n")
 
@@ -97,7 +126,7 @@ def drop_unfinished(run: Path) -> None:
 
 
 def _exchange(run: Path, stored: str, into: str) -> None:
-    state = read_object(run / stored / _MOVES)
+    state = _moves_in(run / stored)
     if state is None:
         return
     with writing(run):
@@ -118,7 +147,7 @@ def _move(run: Path, moves: list[tuple[Path, Path]], about: dict[str, Any]) -> N
 
 def _carry_out(run: Path) -> None:
     """Do what is left of the moves that are written down. Once they are done the list says what lies in `into`."""
-    journal = read_object(run / _MOVES)
+    journal = _moves_in(run)
     if journal is None:
         return
     for source, to in ((run / source, run / to) for source, to in journal["moves"]):

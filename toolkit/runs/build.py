@@ -131,7 +131,7 @@ def make_reward(recipe: Recipe, roles: SharedBase, pad_tokens: PadTokens, batch_
     Raises:
         RewardError: what the section `scorer` names cannot be used.
     """
-    own = recipe.plan.stages["reward"].own if recipe.scorer.needs_reward_model else None
+    own = recipe.plan.scored_by
     model = None if own is None else own.trained_classifier(site(recipe))
     context = _scorer_context(recipe, roles, "reward", pad_tokens, batch_size)
     return _callback(recipe, "scorer", recipe.scorer, replace(context, reward_model=model))

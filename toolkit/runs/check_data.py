@@ -140,9 +140,9 @@ class DataCheck:
         return f"to be run, after {' and '.join(first)}" if first else "to be run"
 
     def _check_ppo(self, config: Any, prompts: Any, longest: int) -> None:
-        roles, problems, scorer = self.roles.roles, self.findings, self.recipe.scorer
+        roles, problems, reward = self.roles.roles, self.findings, self.recipe.plan.stages["ppo"].source("reward")
         # Without the reward role that the recipe asks for there is another problem, noted already.
-        if config.loop == "trl" and roles and ("reward" in roles.roles or not scorer.needs_reward_role):
+        if config.loop == "trl" and roles and ("reward" in roles.roles or reward is None):
             with problems.at("ppo"):
                 check_trl_loop(config, self.recipe.tokenizer, roles)
         with problems.at("ppo"):
@@ -165,11 +165,11 @@ class DataCheck:
         last = {self.recipe.data_section(stage): stage for stage in needed}  # each section once
         for stage in needed:
             if last[section := self.recipe.data_section(stage)] == stage:
-                with self.findings.at(section):
+                with suppress(ToolkitError):  # which has been found already
                     if (rows := self.recipe.task_of(stage).report()) is not None:
                         yield f"{section}: {rows}"
         for stage in needed[-1:]:
-            with suppress(ToolkitError):  # which has been found already
+            with suppress(ToolkitError):
                 yield self._example(stage)
 
     def _example(self, stage: str) -> str:

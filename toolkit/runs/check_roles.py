@@ -37,14 +37,6 @@ def own_quantization(config: Any) -> BitsAndBytesConfig | None:
     return BitsAndBytesConfig.from_dict(saved) if ours else None
 
 
-def precision_name(quantization: BitsAndBytesConfig | None, dtype: str) -> str:
-    """As `check` and a reader say it."""
-    if quantization is None:
-        return dtype
-    double = " with double quantisation" if quantization.bnb_4bit_use_double_quant else ""
-    return f"{quantization.bnb_4bit_quant_type}{double} and {dtype}"
-
-
 class RolesCheck:
     """The base and the roles of some stages of a recipe, as far as a configuration and names tell."""
 
@@ -58,8 +50,9 @@ class RolesCheck:
         self._check_base()
         if self.roles is not None:
             self._check_roles(self.roles)
-        if "reward" in recipe.plan.stages and self.tokenizer is not None:
-            self._check_reward_model(recipe.plan.stages["reward"].own)
+        trained = recipe.plan.stages.get("reward")
+        if trained is not None and trained.own is not None and self.tokenizer is not None:
+            self._check_reward_model(trained.own)
 
     def facts(self) -> Iterator[RoleFacts]:
         """The roles that could be placed."""
@@ -94,14 +87,17 @@ class RolesCheck:
             self.roles = SharedBase(drawn)
             quantization = recipe.quantization() or own_quantization(config)
             models.check_bits(quantization)
+            precision: str = base.dtype
             if quantization is not None:
                 models.quantize_outline(counted, quantization)
                 pack(counted)
+                double = " with double quantisation" if quantization.bnb_4bit_use_double_quant else ""
+                precision = f"{quantization.bnb_4bit_quant_type}{double} and {base.dtype}"
             self.base = BaseFacts(
                 config.model_type,
                 base.model or "random weights",
                 sum(parameter.numel() for parameter in self.roles.parameters()),
-                precision_name(quantization, base.dtype),
+                precision,
                 weight_bytes_of(counted) / 1e9,
                 getattr(config, "max_position_embeddings", None),
                 str(chosen) if (chosen := recipe.base_precision).why else "",
@@ -131,10 +127,7 @@ class RolesCheck:
         if "reference" in sources and not isinstance(sources["reference"], BaseItself):
             self.starts["reference"] = "a frozen copy of where the policy starts"
 
-    def _check_reward_model(self, own: OwnBase | None) -> None:
-        """The model that the reward stage trains on a base of its own, as far as a configuration and names tell."""
-        if own is None:
-            return
+    def _check_reward_model(self, own: OwnBase) -> None:
         with self.findings.at(own.key):
             model = own.classifier(build.site(self.recipe), device=META)
             if at(self.recipe.values, "reward.loss") == "token_level":
@@ -170,7 +163,6 @@ class RolesCheck:
             )
 
     def _classifier_facts(self, model: Any) -> RoleFacts:
-        """A reward model on a base of its own."""
         own, folder = self.recipe.plan.stages["reward"].own, self.recipe.stage_folder("reward") / "model"
         assert own is not None
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}

@@ -10,7 +10,7 @@ from toolkit.errors import RecipeError
 from toolkit.reports import METRICS_FILE, ComparedRun, comparison_page, read_json, read_jsonl, read_result
 from toolkit.runs.differences import leaves, recorded
 from toolkit.runs.folder import no_such_run
-from toolkit.runs.owned import RECIPE_FILE
+from toolkit.runs.owned import RECIPE_FILE, check_output
 
 COMPARED = ("ppo", "q", "reward", "sft")
 """The stage that is compared is the first of these that all runs have begun."""
@@ -30,6 +30,7 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
         ToolkitError: a file is damaged, or the page cannot be written.
     """
     folders = [_folder(name, runs_dir) for name in names]
+    check_output(output, folders)
     if len(set(folders)) < 2:
         raise RecipeError("to compare takes two runs or more.")
     shared = [one for one in COMPARED if all((folder / one / METRICS_FILE).is_file() for folder in folders)]
@@ -41,7 +42,8 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
     wanted = stage or shared[0]
     runs = [_run(label, folder / wanted) for label, folder in zip(labels_of(folders), folders, strict=True)]
     with writing(output):
-        return write_whole(output, comparison_page(wanted, runs, differing(folders)))
+        write_whole(output.resolve(), comparison_page(wanted, runs, differing(folders)))
+    return output
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from toolkit.disk import read_text
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
@@ -37,7 +38,7 @@ def _parsed(text: str) -> Any:
 def recorded(folder: Path) -> dict[str, Any]:
     """The recipe that a run folder keeps; empty where it keeps none that can be read."""
     try:
-        values = _parsed((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+        values = _parsed(read_text(folder / RECIPE_FILE))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}

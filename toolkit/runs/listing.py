@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import RESULT_FILE
@@ -55,9 +54,11 @@ def state_of(run: Path) -> RunState:
 
 def _stage(folder: Path, *, at_work: bool) -> StageState:
     try:
-        result, metrics = read_result(folder), last_figures(folder)
+        result, path = read_result(folder), folder / METRICS_FILE
+        rows = read_jsonl(path) if path.is_file() else []
     except ToolkitError as error:
         return StageState(folder.name, DAMAGED, str(error.problems[0].wrong), "")
+    metrics = {name: value for row in rows for name, value in row.items()}  # the newest value of each
     step = f"step {metrics['step']}" if "step" in metrics else "before its first step"
     if result is not None:
         after = result.get("after")
@@ -68,13 +69,6 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
     saved = checkpoint_folders(folder)
     where = f"saved up to step {step_of(saved[-1])}" if saved else f"{step}, nothing saved"
     return StageState(folder.name, STOPPED, where, figures_of(metrics))
-
-
-def last_figures(folder: Path) -> dict[str, Any]:
-    """The newest value of each metric that a stage has logged; empty where it has logged none."""
-    path = folder / METRICS_FILE
-    rows = read_jsonl(path) if path.is_file() else []
-    return {name: value for row in rows for name, value in row.items()}
 
 
 def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[str, ...]:

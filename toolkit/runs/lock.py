@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from toolkit.disk import writing
+from toolkit.disk import read_text, writing
 from toolkit.errors import RecipeError
 from toolkit.runs.owned import refuse_link
 
@@ -31,8 +31,8 @@ def _us() -> dict[str, Any]:
 def _read(lock: Path) -> dict[str, Any]:
     """What stands in a lock; nothing where a kill came before it was written, or there is none."""
     try:
-        found = json.loads(lock.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_text(lock))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) and {"pid", "host", "started"} <= found.keys() else {}
 
@@ -52,7 +52,7 @@ def owner_of(run: Path) -> dict[str, Any] | None:
         process = psutil.Process(owner["pid"])
         same = owner == _of(process)  # else its number was given to another one
         return owner if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (psutil.Error, KeyError, TypeError, ValueError):
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -78,7 +78,11 @@ def acquire(run: Path) -> bool:
                 elif _is_served(owner):
                     return False
                 else:
-                    raise _in_use(run, owner) from None
+                    where = "" if owner["host"] == socket.gethostname() else f" on {owner['host']}"
+                    gone = f" If that one has ended, delete {lock}." if where else ""
+                    wrong = f"{run} is in use: process {owner['pid']}{where} is at work in it."
+                    remedy = f"Wait until it has ended, or name another run ($run).{gone}"
+                    raise RecipeError(wrong, remedy=remedy) from None
             else:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:
                     file.write(json.dumps(_us()))
@@ -112,17 +116,8 @@ def _take_away(run: Path) -> None:
 def _is_new(path: Path) -> bool:
     try:
         return time.time() - path.stat().st_mtime < 5
-    except FileNotFoundError:
+    except OSError:
         return False
-
-
-def _in_use(run: Path, owner: dict[str, Any]) -> RecipeError:
-    here = owner["host"] == socket.gethostname()
-    gone = "" if here else f" If that one has ended, delete {run / LOCK_FILE}."
-    return RecipeError(
-        f"{run} is in use: process {owner['pid']}{'' if here else ' on ' + str(owner['host'])} is at work in it.",
-        remedy=f"Wait until it has ended, or name another run ($run).{gone}",
-    )
 
 
 def release(run: Path) -> None:

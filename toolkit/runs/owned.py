@@ -9,6 +9,7 @@ from toolkit.disk import (
     ASIDE,
     MANIFEST,
     RESULT_FILE,
+    check_file,
     files_in,
     is_plain,
     prune,
@@ -101,11 +102,27 @@ def refuse_recipe(run: Path, text: str, stages: Iterable[str]) -> None:
         raise RecipeError(wrong, remedy="Move it away, or name a new run ($run).")
 
 
+def check_output(output: Path | None, runs: Iterable[Path]) -> None:
+    """As `check_file`, of a file that is none of those which the toolkit wrote into some runs.
+
+    Raises:
+        ToolkitError: it cannot be written, or is one of them.
+    """
+    check_file(output)
+    for run in map(Path.resolve, runs):
+        if output is not None and (there := output.resolve()).is_file() and there.is_relative_to(run):
+            stage = run / there.relative_to(run).parts[0]
+            if there == run / RECIPE_FILE or there in written(stage):
+                raise ToolkitError(f"{output} is a file of the run {run}, and would be gone.", remedy="Name another.")
+
+
 def refuse_link(path: Path) -> None:
-    """Raises a ToolkitError where a run, or what it writes, is a link."""
+    """Raises a ToolkitError where a run, or what it writes, is a link, a pipe or a device."""
     if path.is_symlink():
         wrong = f"{path} is a link to {os.readlink(path)}, and a run is not written through links."
         raise ToolkitError(wrong, remedy="Remove the link, or name a new run ($run).")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ToolkitError(f"{path} is a pipe or a device.", remedy="Remove it, or name a new run ($run).")
 
 
 def begin(folder: Path, *, adopt: bool = False) -> None:

@@ -129,9 +129,8 @@ class _Planner:
             for model in () if scorer is None else scorer.outlines():
                 pack(model)
                 yield model
-        own = recipe.plan.stages["reward"].own if recipe.scorer.needs_reward_model else None
-        if own is not None:
-            model = own.classifier(Site(recipe.tokenizer, lambda stage: None), device=META)
+        if recipe.plan.scored_by is not None:
+            model = recipe.plan.scored_by.classifier(Site(recipe.tokenizer, lambda stage: None), device=META)
             pack(model)
             yield model
 
@@ -242,7 +241,6 @@ class _Planner:
             yield {"gradient_accumulation_steps": steps, "rollouts_per_update": several}
 
     def _with(self, changes: dict[str, Any], phase: str) -> PhaseMemory:
-        """The memory of a phase with other settings."""
         args = self.recipe.stage_config("ppo", **changes)
         update = CountedUpdate(self.update.counted, self.roles, args, self.lengths, on_cpu=self._on_cpu)
         (memory,) = self._memory(update.phases(phase))

@@ -5,7 +5,7 @@ says that it is finished.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from toolkit import phases, processes, reports
 from toolkit.data import PER_RULE
 from toolkit.errors import RunInterrupted, printable
+from toolkit.models import save_high_score
 from toolkit.reports import Progress, Responses, ScoredPair, write_jsonl
-from toolkit.runs.banner import banner
 from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, make_evaluator, stage_dataset
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
@@ -64,6 +64,26 @@ def say_shares(console: Console, stage: str, rows: int) -> None:
         say(console, f"{wrong}. Numbers that divide them: {even}.")
 
 
+def banner(recipe: Recipe, stage: str, trainer: Any) -> Iterator[str]:
+    """Lines about a stage whose trainer has been made: where it runs, what it trains, where it goes."""
+    args, together = trainer.args, f" × {processes.count()} processes" if processes.count() > 1 else ""
+    precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else recipe.precision(stage).dtype
+    bits = recipe.base.quantization
+    base = f", base in {'4' if bits.get('load_in_4bit') else '8'} bits" if bits else ""
+    yield f"{recipe.run} {stage}: {reports.device_in_words(args.device)}{together}; {precision}{base}"
+
+    def number(parameters: Any) -> int:
+        return sum(p.numel() for p in parameters if p.requires_grad)
+
+    roles = trainer.roles if hasattr(trainer, "roles") else stock_rollouts(trainer).roles
+    if roles is None:
+        trained = f"{number(trainer.model.parameters()):,} of the model's own weights"
+    else:
+        of_roles = {role: number(roles.parameters_of(role)) for role in roles.trained_roles}
+        trained = " and ".join(f"{role} ({weights:,} weights)" for role, weights in of_roles.items())
+    yield f"trains {trained}; writes to {recipe.stage_folder(stage)}"
+
+
 def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path | None) -> dict[str, Any]:
     """Train a stage, from a checkpoint if there is one; what stands in `result.json`."""
     progress = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
@@ -77,7 +97,6 @@ def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path |
 def _trained(
     recipe: Recipe, stage: str, console: Console, checkpoint: Path | None, progress: Progress
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Train a stage and write it up: its result, and its samples."""
     started = time.perf_counter()
     folder = recipe.stage_folder(stage)
     with phases.phase("load"), processes.agreed():
@@ -194,6 +213,9 @@ def _write_up(
         result["judgement"] = reports.pair_evaluation(judged)
         write_jsonl(folder / reports.SCORES_FILE, judged)
         write_jsonl(folder / reports.ERRORS_FILE, reports.worst_errors(judged))
+        if recipe.plan.stages["reward"].own is None:
+            of_both = (pair[f"{side}_score"] for pair in judged for side in ("chosen", "rejected"))
+            save_high_score(folder / "reward", [*of_both])
     metrics = reports.read_jsonl(folder / reports.METRICS_FILE)
     reports.write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
     finish(folder, result)

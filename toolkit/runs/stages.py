@@ -66,6 +66,8 @@ def _kept_whole(recipe: Recipe, stage: str, console: Console, **way: bool) -> It
 
     Gives the stage whose end lets go of what is overwritten; None for one that is part of another command.
     """
+    if way.get("overwrite") and way.get("resume"):
+        raise RecipeError("to overwrite and to resume are two ways on.", remedy="Give $overwrite or $resume.")
     with ExitStack() as stack:
         with processes.agreed():
             ours = processes.is_main() and stack.enter_context(at_work(recipe.folder))
@@ -137,8 +139,6 @@ def run(
     console = console or Console()
     way: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
     recipe.plan.needs(stage)
-    if overwrite and resume:
-        raise RecipeError("to overwrite and to resume are two ways on.", remedy="Give $overwrite or $resume.")
     with _kept_whole(recipe, stage, console, **way) as wanted:
         done = None if overwrite else processes.by_main(lambda: finished(recipe, stage))
         if done is not None:

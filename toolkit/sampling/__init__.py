@@ -4,20 +4,6 @@
 `best_of` keeps the best of several.
 """
 
-from toolkit.sampling.evaluation import BestOf, Evaluation, Evaluator, best_of
+from toolkit.sampling.evaluation import BestOf, Evaluation, Evaluator, Metrics, best_of
 from toolkit.sampling.sampler import Rows, Sampler, batches, check_room
 from toolkit.sampling.signs import SIGNS, distinct_share, since_first
-
-__all__ = [
-    "SIGNS",
-    "BestOf",
-    "Evaluation",
-    "Evaluator",
-    "Rows",
-    "Sampler",
-    "batches",
-    "best_of",
-    "check_room",
-    "distinct_share",
-    "since_first",
-]

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from toolkit.functional import standard_error
 from toolkit.rewards import Reward, score_with, state_of, total_scores
 from toolkit.sampling.sampler import Rows, Sampler, batches
 from toolkit.sampling.signs import signs_of
+
+Metrics: TypeAlias = Callable[[Rollout], dict[str, float]]
+"""Further metrics of a rollout, for evaluation."""
 
 
 class _Measured(NamedTuple):
@@ -56,7 +59,7 @@ class Evaluator:
     log_ratios: Callable[[Rollout], Tensor]
     batch_size: int
     seed: int
-    metrics: Callable[[Rollout], dict[str, float]] | None = None
+    metrics: Metrics | None = None
     judge: Reward | None = None
 
     def __call__(self, prompts: Rows, *, after_batch: Callable[[], None] = lambda: None) -> Evaluation:
@@ -92,7 +95,7 @@ class Evaluator:
             "kl": float(torch.cat(log_ratios).mean()),
             "length": sum(rollout.lengths) / len(rollout),
             "eos_share": sum(rollout.ended) / len(rollout),
-            **signs_of(rollout, joined["score"]),
+            **signs_of(rollout, joined["score"], high=getattr(self.reward, "high_score", None)),
             **(self.metrics(rollout) if self.metrics else {}),
         }
         evaluation = Evaluation(metrics, rollout, joined["score"])

@@ -1,5 +1,6 @@
 """Prompts to responses, in any role that can respond."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
@@ -31,7 +32,7 @@ class Sampler:
         roles: the base, carrying the role.
         tokenizer: of the base.
         role: "policy", "reference", or "q" for the policy that Q defines, which reads the reference too.
-        response_length: tokens of a response at most, its stop token included.
+        response_length: tokens of a response at most, its stop token included; the base's positions limit it, too.
         max_length: tokens of prompt and response together at most; None for no such limit.
         temperature: of sampling from the whole vocabulary; for "q" the τ of π ∝ π_ref · exp(Q/τ). None decodes
             greedily.
@@ -74,7 +75,7 @@ class Sampler:
             streamer: shows the response to a single prompt as it comes.
 
         Raises:
-            DataError: `max_length` leaves a prompt no room for a response.
+            DataError: `max_length`, or the base's positions, leave a prompt no room for a response.
             ToolkitError: the role's logits are not finite.
         """
         limits = self._limits([len(ids) for ids in batch["prompt_ids"]])
@@ -130,11 +131,13 @@ class Sampler:
         return "reference", 1.0, LogitsProcessorList([weighted])
 
     def _limits(self, prompt_lengths: list[int]) -> list[int]:
-        """Tokens that each response may have."""
-        if self.max_length is None:
-            return [self.response_length] * len(prompt_lengths)
         check_room(prompt_lengths, self.max_length)
-        return [min(self.response_length, self.max_length - length) for length in prompt_lengths]
+        positions = getattr(self.roles.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and (longest := max(prompt_lengths)) >= positions:
+            wrong = f"a prompt has {longest} tokens, and the base has positions for {positions}."
+            raise DataError(wrong, remedy=f"Shorten the prompts to {positions - 1} tokens or less.")
+        most = min((one for one in (self.max_length, positions) if one is not None), default=math.inf)
+        return [int(min(self.response_length, most - length)) for length in prompt_lengths]
 
 
 class _Sampled(RowProcessor):

@@ -14,7 +14,7 @@ from toolkit.data import Rollout
 from toolkit.functional import pearson_correlation
 
 SIGNS = ("distinct_2", "distinct_share", "opening_share", "phrase_share", "length_correlation", "cut_gap")
-"""Names of the figures, as `signs_of` gives them."""
+"""Names of the figures that `signs_of` gives of any reward."""
 PHRASE = 4  # words; fewer are shared by right answers of one form
 RARE = 0.05
 """Share of responses that have a rare phrase, at most. In 1,450 answers of hh-rlhf the commonest is in 0.017."""
@@ -22,18 +22,19 @@ RARE = 0.05
 Words = tuple[str, ...]
 
 
-def signs_of(rollout: Rollout, scores: Tensor) -> dict[str, float]:
+def signs_of(rollout: Rollout, scores: Tensor, high: float | None = None) -> dict[str, float]:
     """The figures of B responses and their scores (B,).
 
     `distinct_2`: different pairs of neighbouring words, as a share of all pairs (Li et al. 2016, arXiv 1510.03055); 1
     where there are none. `distinct_share`: see there. `opening_share` and `phrase_share`: responses that begin with the
     commonest four words, and that have the commonest four words in a row, as shares of all. `length_correlation`:
     Pearson's, of tokens and score. `cut_gap`: the mean score of responses that the limit cut less that of those that
-    ended; 0 where there are none of one kind.
+    ended; 0 where there are none of one kind. `beyond_share`: scores above `high`, as a share of all; none without.
     """
     rows, ended = len(rollout), torch.tensor(list(rollout.ended), dtype=torch.bool)
     openings = Counter(words[:PHRASE] for words in map(_words, rollout.responses) if len(words) >= PHRASE)
     cut, whole = scores[~ended], scores[ended]
+    beyond = {} if high is None else {"beyond_share": float((scores > high).float().mean())}
     return {
         "distinct_2": _distinct_2(rollout.responses),
         "distinct_share": distinct_share(rollout),
@@ -41,6 +42,7 @@ def signs_of(rollout: Rollout, scores: Tensor) -> dict[str, float]:
         "phrase_share": max(_phrases(rollout.responses).values(), default=0) / rows,
         "length_correlation": pearson_correlation(torch.tensor(rollout.lengths), scores),
         "cut_gap": float(cut.mean() - whole.mean()) if len(cut) and len(whole) else 0.0,
+        **beyond,
     }
 
 
@@ -89,7 +91,6 @@ def _words(text: str) -> Words:
 
 
 def _runs(text: str, length: int) -> list[Words]:
-    """All runs of so many words."""
     words = _words(text)
     return [words[i : i + length] for i in range(len(words) - length + 1)]
 

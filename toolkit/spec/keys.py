@@ -4,14 +4,13 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from enum import Enum
 from importlib.metadata import version
 from typing import Any, get_args
 
 from transformers import BitsAndBytesConfig
 
-from toolkit.errors import Problem, ToolkitError, within
+from toolkit.errors import Problem, ToolkitError, did_you_mean, within
 from toolkit.settings import fits, hints_of, problems_of
 
 REFUSALS = (TypeError, ValueError, AttributeError, ImportError, LookupError, RuntimeError, ArithmeticError, UserWarning)
@@ -80,10 +79,7 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     """`Did you mean x?`, or the known names where none is near."""
     if _ELSEWHERE.get(name) in known:
         return f"Did you mean {_ELSEWHERE[name]}?"
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
-    if near:
-        return f"Did you mean {near[0]}?"
-    return f"Known: {', '.join(sorted(known))}." if len(known) <= 15 else ""
+    return did_you_mean(name, known) or (f"Known: {', '.join(sorted(known))}." if len(known) <= 15 else "")
 
 
 def _owner_name(owner: type) -> str:
@@ -126,6 +122,9 @@ def check_keys(
             silent = " (and would ignore it without a word)" if owner is BitsAndBytesConfig else ""
             wrong = f"{_owner_name(owner)} has no such field{silent}."
             problems.append(Problem(wrong, where, suggestion(str(key), list(known))))
+        elif key.endswith("_kwargs") and isinstance(value, str) and not value.lstrip().startswith("{"):
+            # Text is among the types of these, since transformers reads a mapping in JSON.
+            problems.append(Problem(f"a section with keys is needed, got {value!r}.", where))
         else:
             given[key] = value
     for problem in problems_of(owner, given):
@@ -140,8 +139,27 @@ def check_keys(
     except ToolkitError as error:
         return list(error.problems)
     except REFUSALS as error:
-        return [Problem(" ".join(str(error).split()) or type(error).__name__, place)]
+        return [_of_key(place, values, " ".join(str(error).split()) or type(error).__name__, build)]
     return []
+
+
+def _of_key(place: str, values: Mapping[str, Any], wrong: str, build: Callable[..., Any]) -> Problem:
+    """What a library said of the one key that it names, or without which it says nothing."""
+    about = [key for key in values if re.search(rf"\b{re.escape(key)}\b", wrong)]
+    if not about:
+        about = [key for key in values if _builds(build, {name: values[name] for name in values.keys() - {key}})]
+    if len(about) != 1:
+        return Problem(wrong, place)
+    seen = "" if str(values[about[0]]) in wrong else f" (got {values[about[0]]!r})"
+    return Problem(f"{wrong}{seen}", f"{place}.{about[0]}")
+
+
+def _builds(build: Callable[..., Any], values: Mapping[str, Any]) -> bool:
+    try:
+        build(**values)
+    except (*REFUSALS, ToolkitError):
+        return False
+    return True
 
 
 def _other_words(where: str, value: Any, hint: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml.representer import RepresenterError
 
 from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
 from toolkit.errors import Problem, RecipeError
@@ -115,11 +116,27 @@ def _given(values: Mapping[str, Any]) -> DictConfig:
         text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
         _check_yaml(text)
         return DictConfig(OmegaConf.load(io.StringIO(text)))
+    except RepresenterError as error:
+        wrong = f"what was given cannot be a recipe: {_key_of(error.args[-1], values)} is {error.args[-1]!r}."
+        raise RecipeError(wrong, remedy="Give text, numbers, lists and sections.") from error
     except _UNREADABLE as error:
         raise RecipeError(f"what was given cannot be a recipe: {_reason(error)}") from error
 
 
+def _key_of(item: Any, values: Any, above: str = "") -> str:
+    """The key at which an item stands within values."""
+    inside = values.items() if isinstance(values, Mapping) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in inside:
+        place = f"{above}.{key}".lstrip(".")
+        if found := place if value is item else _key_of(item, value, place):
+            return found
+    return ""
+
+
 def _overridden(values: DictConfig, override: str) -> DictConfig:
+    if not isinstance(override, str):
+        wrong = f"override {override!r} is no text of the form section.key=value."
+        raise RecipeError(wrong, remedy="Sections are given by name: ppo={…}.")
     key, equals, value = override.partition("=")
     if not equals or not all(part.strip("[]{} ") for part in key.split(".")) or key.count(".") > _DEEPEST:
         raise RecipeError(f'override "{override}" is not of the form section.key=value.')
@@ -257,7 +274,11 @@ def load(
         raise RecipeError(wrong, remedy="Name it $run; where the runs are is $runs_dir.")
     values = _given(name) if isinstance(name, Mapping) else _read(path)
     if sections:
-        values = DictConfig(OmegaConf.merge(values, _given(sections)))
+        try:
+            values = DictConfig(OmegaConf.merge(values, _given(sections)))
+        except TypeError as error:  # of a list in the place of a section
+            wrong = f"{', '.join(sections)}: what was given does not fit the recipe: {error}."
+            raise RecipeError(wrong, remedy="Give sections with keys.") from error
     for override in overrides:
         values = _overridden(values, override)
     try:

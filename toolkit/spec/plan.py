@@ -69,6 +69,7 @@ class Plan:
 
     stages: dict[str, StagePlan]
     problems: tuple[Problem, ...]
+    scored_by: OwnBase | None = None  # what the reward stage trains, where a scorer of kind model reads that
 
     def needs(self, stage: str) -> list[str]:
         """Stages that have to be finished before `stage`, in order.

@@ -122,17 +122,15 @@ class Recipe:
     @property
     def task(self) -> Task:
         """The data sets of section `data`, and their metrics."""
-        return self._task("data")
-
-    def task_of(self, stage: str) -> Task:
-        """The data sets of a stage."""
-        return self._task(self.data_section(stage))
+        return self.task_of("ppo")
 
     @cached_property
     def _tasks(self) -> dict[str, Task]:
         return {}
 
-    def _task(self, section: str) -> Task:
+    def task_of(self, stage: str) -> Task:
+        """The data sets of a stage."""
+        section = self.data_section(stage)
         if section not in self._tasks:
             arguments = {**self.values[section]}
             kind = TASKS[arguments.pop("task")]

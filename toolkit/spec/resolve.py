@@ -21,8 +21,6 @@ def resolve(values: Values) -> Plan:
 
 
 class _Resolver:
-    """One recipe being resolved, a stage after the other."""
-
     def __init__(self, values: Values):
         self.values = values
         self.looked_up: set[str] = set()  # by the stage that is being planned
@@ -55,7 +53,8 @@ class _Resolver:
                 reads = self.looked_up.union(*(other.reads for other in before))
                 self.stages[stage] = replace(made, needs=tuple(needs), reads=frozenset(reads))
         more = (problem for problem in conflicts(self.values, self.stages) if problem not in self.problems)
-        return Plan(self.stages, (*self.problems, *more))
+        own = self.stages["reward"].own if self.scores_by_model and "reward" in self.stages else None
+        return Plan(self.stages, (*self.problems, *more), own)
 
     # ------------------------------------------------------------------ the stages
 
@@ -151,11 +150,9 @@ class _Resolver:
     # ------------------------------------------------------------------ the roles
 
     def _labels(self) -> int:
-        """Outputs of the reward head."""
         return self.key("reward_head.num_labels") or 1
 
     def _lora(self, role: str) -> Values | None:
-        """The adapter of a role; None without one."""
         key = f"adapters.{role}"
         return None if self.key(key) is None else section(self.values, key)
 

@@ -2,7 +2,7 @@
 
 A `Fresh` role has new weights, a `Saved` one those of a folder that the recipe names, a `Trained` one those of an
 earlier stage. A value role can also be a `CopyOf` the reward role, be `SharedWith` the policy (a head on its adapter)
-or stand on an `OwnBase`, and the reference can be the `BaseItself`. `toolkit.spec.plan` decides which.
+or stand on an `OwnBase`, and the reference can be the `BaseItself`. `toolkit.spec.resolve` decides which.
 """
 
 import json

@@ -30,6 +30,8 @@ OF_NO_RECIPE = {
     "output_dir": Problem("the run folder decides it.", remedy="Name the run with $run."),
     "seed": Problem("the recipe's own seed is for all stages."),
     "resume_from_checkpoint": Problem("to resume is no part of a recipe.", remedy="Give $resume."),
+    "hub_token": Problem("it is a secret, and the recipe is saved with the run.", remedy="Log in with hf auth login."),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), Problem("it has no effect: a stage trains and measures.")),
 }
 
 # Fields of TRL's PPOConfig that our loop reads, but for those that ours declares: TRL's own, and transformers'.

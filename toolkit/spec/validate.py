@@ -1,5 +1,6 @@
 """What a recipe may say: each section is its owner's own configuration class, checked before anything loads."""
 
+import math
 import warnings
 from inspect import signature
 from typing import Any
@@ -25,7 +26,7 @@ from toolkit.spec.sections import (
     STAGE_CLASSES,
     TOP_LEVEL,
 )
-from toolkit.spec.stage import check_stage
+from toolkit.spec.stage import OF_NO_RECIPE, WITHOUT_EFFECT, check_stage
 
 # Of make and of the commands; by mistake among the keys.
 _ARGUMENTS = {
@@ -84,13 +85,9 @@ def _lora(**values: Any) -> LoraConfig:
         return LoraConfig(**values)
 
 
-def _quantization(**values: Any) -> BitsAndBytesConfig:
-    return quantization_config(values, "float32")
-
-
 def _check_quantization(name: str, values: Any) -> list[Problem]:
     place = f"{name}.quantization"
-    problems = check_keys(place, values, BitsAndBytesConfig, build=_quantization)
+    problems = check_keys(place, values, BitsAndBytesConfig, build=lambda **own: quantization_config(own, "float32"))
     if problems or not isinstance(values, dict):
         return problems
     bits = [4 if key.startswith("load_in_4") else 8 for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
@@ -118,6 +115,9 @@ def _check_config(name: str, config: Any) -> list[Problem]:
     kind, place = config.get("model_type"), f"{name}.config"
     if not isinstance(kind, str):
         return [Problem(f"text is needed, got {kind!r}.", f"{place}.model_type")]
+    endless = {key: value for key, value in config.items() if isinstance(value, float) and not math.isfinite(value)}
+    if endless:  # weights that are no numbers would be found when the first stage has drawn them
+        return [Problem(f"a finite number is needed, got {value}.", f"{place}.{key}") for key, value in endless.items()]
     if kind not in CONFIG_MAPPING:
         return []  # whoever makes the model says so
     layers = {"num_hidden_layers", CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers", "num_hidden_layers")}
@@ -187,7 +187,11 @@ def _section_hint(key: str) -> str:
     if key in _ARGUMENTS:
         return f"It is an argument of the command: {_ARGUMENTS[key]}."
     owners = {**PLAIN_SECTIONS, **STAGE_CLASSES, "data": TASKS["preferences"]}
-    homes = [section for section, owner in owners.items() if key in owner_fields(owner)]
+    if key in OF_NO_RECIPE:
+        why = OF_NO_RECIPE[key]
+        return f"It is none of a recipe: {why.wrong} {why.remedy}"
+    refused = {section: {"tokenizer", *WITHOUT_EFFECT.get(section, ())} for section in owners}
+    homes = [section for section, owner in owners.items() if key in owner_fields(owner).keys() - refused[section]]
     if any(key in _scorer_fields(owner, part=False) for owner in SCORERS.values()):
         homes.append("scorer")
     if homes:
@@ -212,7 +216,8 @@ def measured_names(values: dict[str, Any], stage: str) -> list[str]:
 
 def check_recipe(values: dict[str, Any]) -> list[Problem]:
     """All problems of a resolved recipe; empty if there are none."""
-    problems = [Problem("no such section.", key, _section_hint(key)) for key in values if key not in TOP_LEVEL]
+    unknown = [key for key in values if key not in TOP_LEVEL]
+    problems = [Problem("no such section.", key.strip() or repr(key), _section_hint(key)) for key in unknown]
     problems += [Problem("this section is missing.", key) for key in ("base", "data") if key not in values]
     problems += problems_of(_TopLevel, {key: values[key] for key in ("about", "seed") if key in values})
     for name, owner in PLAIN_SECTIONS.items():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -15,7 +15,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from toolkit import phases, processes
-from toolkit.data import PromptCollator, RatedCollator, Rollout
+from toolkit.data import PromptCollator, RatedCollator
 from toolkit.errors import ToolkitError
 from toolkit.models import (
     LENGTH_MULTIPLE,
@@ -27,13 +27,10 @@ from toolkit.models import (
     save_role,
 )
 from toolkit.rewards import Reward
-from toolkit.sampling import BestOf, Evaluation, Rows, best_of
+from toolkit.sampling import BestOf, Evaluation, Metrics, Rows, best_of
 from toolkit.trainers.resume import ResumableTrainer
 from toolkit.trainers.rollouts import RoleRollouts
 from toolkit.trainers.self_checks import check_tokenizer
-
-Metrics: TypeAlias = Callable[[Rollout], dict[str, float]]
-"""Further metrics of a rollout, for evaluation."""
 
 
 def in_place_of_progress(trainer: Trainer, callbacks: list[TrainerCallback] | None) -> None:

@@ -1,4 +1,5 @@
-"""Signs in the metrics of an update that a run goes wrong.
+"""Signs that a run goes wrong, in the metrics of an update, or that a reward is fooled, in an evaluation; each is a
+warning, given once, with its number and what to try.
 
 The metrics are equal in all of several processes, so that all of them decide the same. The thresholds are beyond what
 our own runs had while they learnt what they should (doubling, three seeds: a KL of up to 0.53 nats a token, an entropy
@@ -6,10 +7,15 @@ down to 0.0025 with every response of its own, an explained variance of -0.002 t
 either sign); where they are argued, the argument stands beside them.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter, methodcaller
 from typing import Any
 
+from toolkit.sampling import since_first
+
+WARNINGS_FILE = "warnings.jsonl"
 Metrics = Mapping[str, float]
 
 
@@ -32,10 +38,6 @@ class Guard:
     text: str
     remedy: str
     updates: int = 1
-
-
-def _metric(name: str) -> Callable[[Metrics], float | None]:
-    return lambda metrics: metrics.get(name)
 
 
 def _a_token(name: str) -> Callable[[Metrics], float | None]:
@@ -71,7 +73,7 @@ GUARDS = (
     ),
     Guard(
         "scores_equal",
-        _metric("tied_share"),
+        methodcaller("get", "tied_share"),
         lambda share: share == 1.0,
         "all scores of an update have been the same number {updates} times in a row: there is nothing to learn from.",
         "See in rollouts.jsonl whether the reward tells good from bad; where all are as good as can be, stop here.",
@@ -79,7 +81,7 @@ GUARDS = (
     ),
     Guard(
         "scores_at_bound",
-        _metric("tied_share"),
+        methodcaller("get", "tied_share"),
         lambda share: 0.9 <= share < 1.0,
         "{value:.0%} of the scores are one number, as at the bound of a reward: little is left to learn from.",
         "Stop here, give harder prompts or a finer reward, or raise score_clip where it is set.",
@@ -87,7 +89,7 @@ GUARDS = (
     ),
     Guard(
         "critic_explains_nothing",
-        _metric("explained_variance"),
+        methodcaller("get", "explained_variance"),
         lambda explained: explained <= 0.0,  # a critic that says the same of everything has 0
         "the critic has explained nothing of the returns for {updates} updates (explained_variance {value:.2f}).",
         "Raise value_learning_rate, train more updates before judging, or take value_pooling or start.value.",
@@ -95,7 +97,7 @@ GUARDS = (
     ),
     Guard(
         "nothing_ends",
-        _metric("eos_share"),
+        methodcaller("get", "eos_share"),
         lambda share: share == 0.0,
         "no response has ended by itself for {updates} updates: each is cut at the limit.",
         "Set missing_eos_penalty, or raise response_length; a base that was never taught to end needs the sft stage.",
@@ -103,9 +105,173 @@ GUARDS = (
     ),
     Guard(
         "steps_skipped",
-        _metric("skipped_steps"),
+        methodcaller("get", "skipped_steps"),
         lambda number: number >= 1,
         "{value:.0f} of the updates or optimizer steps were skipped, since something in them was not finite.",
         "A few do no harm. Where they go on: a lower learning_rate, or a base in float32.",
     ),
 )
+
+# ---------------------------------------------------------------------- an evaluation beside the first one
+
+_FEWEST = 10  # responses below which a phrase may be there by chance
+_LESS_PULL = "Raise kl_coef or lower learning_rate, and go on from an earlier checkpoint; or mend the reward."
+
+
+def _length_that_pays(numbers: Mapping[str, Any]) -> float | None:
+    """The correlation of length and score, where the length has moved by half in the direction that it asks for."""
+    factor = numbers["length"] / numbers["length_first"]
+    pays = numbers["length_correlation"]
+    return pays if (factor if pays > 0 else 1 / factor) >= 1.5 else None
+
+
+def _cut_that_pays(numbers: Mapping[str, Any]) -> float | None:
+    """How much more of the responses are cut than at first, where those score higher; they did, where all are cut."""
+    pays = max(numbers["cut_gap"], numbers["cut_gap_first"]) > 0
+    return numbers["eos_share_first"] - numbers["eos_share"] if pays else None
+
+
+def _judge_against_score(numbers: Mapping[str, Any]) -> float | None:
+    """How far the judge is below its best evaluation, in standard errors, where the score is above what it was then."""
+    if "judge_best" not in numbers or numbers["score"] <= numbers["score_best"]:
+        return None
+    fall, error = numbers["judge_best"] - numbers["judge"], math.hypot(numbers["judge_se"], numbers["judge_se_best"])
+    return fall / max(error, fall / 1000) if fall > 0 else 0.0  # without noise 1000
+
+
+def _length_left(numbers: Mapping[str, Any]) -> float | None:
+    """The length as a multiple of what it was at first, where the score has risen."""
+    return numbers["length"] / numbers["length_first"] if numbers["score"] > numbers["score_first"] else None
+
+
+EVALUATION_GUARDS = (
+    # Of 1,450 answers of hh-rlhf two draws of 40, 100, 160 or 300 were compared, 200 times each: no phrase that was
+    # rare in one was in more than 10, 6, 4 and 4 % of the other.
+    Guard(
+        "phrase",
+        lambda numbers: numbers["phrase_now"] if numbers["phrase_rows"] >= _FEWEST else None,
+        lambda share: share > 0.2,
+        '{value:.0%} of the responses have "{phrase}", which {phrase_then:.0%} had at the first evaluation.',
+        f"See in the samples whether they are the better for it. {_LESS_PULL}",
+    ),
+    # The same draws differ by 7 % at most, and answers cut at 8 words from those cut at 128 by another 7 %. Where one
+    # sentence with four ends stands in for half of them, 0.72 to 0.78 are left, for 78 % of them 0.44 to 0.48.
+    Guard(
+        "less_varied",
+        itemgetter("pairs_kept"),
+        lambda kept: kept < 0.7,
+        "the responses are more like each other: different pairs of words are {value:.0%} of what they were at first.",
+        _LESS_PULL,
+    ),
+    # A run of smollm2_135m_lora that learnt to apologise had 107 different of 159, one that did not 157.
+    Guard(
+        "responses_repeated",
+        itemgetter("different_kept"),
+        lambda kept: kept < 0.8,
+        "different prompts get the same response: different ones are {value:.0%} of what they were at first.",
+        f"{_LESS_PULL} An entropy_coef keeps the policy's distribution wide.",
+    ),
+    # A quarter of the variance and more; SmolLM2 that learnt to follow instructions, from 48 tokens to 9, had -0.19 to
+    # 0.09. Beyond 0.95 the score is a function of the length, which somebody has asked for. That learnt rewards pay
+    # for length by itself: Singhal et al. 2023, arXiv 2310.03716.
+    Guard(
+        "length_pays",
+        _length_that_pays,
+        lambda correlation: 0.5 <= abs(correlation) <= 0.95,
+        "the score follows the length (correlation {value:.2f}), which went from {length_first:.0f} to {length:.0f} "
+        "tokens.",
+        f"See in the report of the reward what its score has to do with length. {_LESS_PULL}",
+    ),
+    # The same recipe without missing_eos_penalty went from 0.45 cut, which scored 0.4 higher, to 0.99.
+    Guard(
+        "cut_pays",
+        _cut_that_pays,
+        lambda more: more >= 0.25,
+        "{eos_share:.0%} of the responses end by themselves, {eos_share_first:.0%} did at first, and those that the "
+        "limit cuts score higher.",
+        "Set missing_eos_penalty, or raise response_length where the task needs longer ones.",
+    ),
+    # SmolLM2 that learnt to keep rules by saying nothing went from 36 tokens to 5, while its score rose by 0.11.
+    Guard(
+        "responses_shrink",
+        _length_left,
+        lambda left: left < 0.25,
+        "the score has risen from {score_first:.3f} to {score:.3f}, and the responses have shrunk from "
+        "{length_first:.0f} to {length:.0f} tokens.",
+        "See in the samples whether they still say something. A reward can ask for it: a rule that is required.",
+    ),
+    # Halves of the scores of 159 held-out pairs of hh-rlhf were compared, 2,000 times: of 80, 159 responses more than
+    # 0.10, 0.06 were beyond in one of 100. Of a policy that learnt to say "no" 0.16 were, 0.04 before.
+    Guard(
+        "beyond_reward",
+        lambda numbers: numbers.get("beyond_share"),
+        lambda share: share > 0.15,
+        "{value:.0%} of the responses score higher than 99% of the held-out ones that the reward was measured on: it "
+        "judges what it has hardly met.",
+        f"See in the samples whether they are good. {_LESS_PULL}",
+    ),
+    # 2 would be met by chance in one of 40 evaluations, and the best of several is high by chance.
+    Guard(
+        "judge_falls",
+        _judge_against_score,
+        lambda errors: errors > 3.0,
+        "the judge has fallen from {judge_best:.3f} at update {step_best:.0f} to {judge:.3f}, {value:.1f} standard "
+        "errors, and the score has risen from {score_best:.3f} to {score:.3f}.",
+        "Go back to the checkpoint of then, and let metric_for_best_model be judge, with early_stopping_patience.",
+    ),
+)
+"""Of doubling's responses, right and wrong, none is one."""
+
+
+# ---------------------------------------------------------------------- at work
+
+
+@dataclass
+class Watch:
+    """Guards at work over a run."""
+
+    in_a_row: dict[str, int] = field(default_factory=dict)
+    given: list[dict[str, Any]] = field(default_factory=list)
+    """Warnings so far, one of each guard at most: `step`, `name`, `value`, `text`, `remedy`."""
+    first: dict[str, Any] | None = None
+    """The `metrics` and `responses` of the first evaluation."""
+    best: dict[str, float] | None = None
+    """The metrics of the evaluation that the judge liked best, with its `step`."""
+
+    def seen(self, step: int, metrics: Metrics) -> list[dict[str, Any]]:
+        """The warnings that the metrics of an update are reason for, and that were not given before."""
+        return self._new(GUARDS, step, metrics)
+
+    def evaluated(self, step: int, metrics: Metrics, responses: Sequence[str]) -> list[dict[str, Any]]:
+        """The warnings that an evaluation is reason for, held against the first one, and that were not given before."""
+        if self.first is None:
+            self.first = {"metrics": dict(metrics), "responses": list(responses)}
+        if "judge" in metrics and (self.best is None or metrics["judge"] > self.best["judge"]):
+            self.best = {**metrics, "step": float(step)}
+        numbers: dict[str, Any] = {**metrics, **since_first(responses, self.first["responses"])._asdict()}
+        for moment, held in (("first", self.first["metrics"]), ("best", self.best or {})):
+            numbers |= {f"{name}_{moment}": value for name, value in held.items()}
+        return self._new(EVALUATION_GUARDS, step, numbers)
+
+    def _new(self, guards: Iterable[Guard], step: int, numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
+        told = {warning["name"] for warning in self.given}
+        new = []
+        for guard in guards:
+            value = guard.number(numbers)
+            there = value is not None and guard.out_of_bounds(value)
+            self.in_a_row[guard.name] = self.in_a_row.get(guard.name, 0) + 1 if there else 0
+            if guard.name not in told and self.in_a_row[guard.name] >= guard.updates:
+                text = guard.text.format(**{**numbers, "value": value, "updates": guard.updates})
+                about = {"step": step, "name": guard.name, "value": value, "text": text, "remedy": guard.remedy}
+                new.append(about)
+        self.given += new
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on has to know."""
+        return {"in_a_row": dict(self.in_a_row), "given": self.given, "first": self.first, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+        self.in_a_row, self.given = dict(state["in_a_row"]), list(state["given"])
+        self.first, self.best = state.get("first", self.first), state.get("best", self.best)

@@ -210,13 +210,13 @@ class PPOTrainer(PPOLoop):
         largest = self.args.max_grad_norm or math.inf
         norm = float(self.accelerator.clip_grad_norm_(self.roles.trained_parameters, largest))
         if math.isfinite(norm):
-            self.skipped.passed()
+            self.skipped.in_a_row = 0
             totals["grad_norm"] = norm
         elif not self.args.fp16:  # whose scaler passes over the step, and lowers its scale
             self.optimizer.zero_grad()
             if self.skipped.add():
                 why = f"the gradient's norm is {norm}"
-                self.stop_broken(why, rollout=experience.rollout, tensors=_tensors(experience))
+                self.stop_broken(why, rollout=experience.rollout, tensors=experience._asdict())
             return {}
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
@@ -282,7 +282,3 @@ class PPOTrainer(PPOLoop):
                 self.accelerator.backward(args.vf_coef * value.loss)
         metrics |= {"value_loss": value.loss, "value_clip_fraction": value.clip_fraction}
         return {name: float(metric.detach()) for name, metric in metrics.items()}
-
-
-def _tensors(experience: Experience) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in experience._asdict().items() if isinstance(tensor, Tensor)}

@@ -149,7 +149,6 @@ class PPOConfig(TRLPPOConfig):
         check(self, self._conflicts)
 
     def _conflicts(self) -> Iterator[Problem]:
-        """What the settings say against each other."""
         size, parts, several = self.update_batch_size, self.num_mini_batches, self.rollouts_per_update > 1
         if size % parts:
             factors = "per_device_train_batch_size × gradient_accumulation_steps" + " × rollouts_per_update" * several

@@ -15,12 +15,12 @@ from toolkit.checkpoints import get_random_states, set_random_states
 from toolkit.data import Rollout, concatenate
 from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
 from toolkit.functional import Moments
-from toolkit.models import role_digest
+from toolkit.models import tensors_digest
 from toolkit.reports import append_jsonl, keep_until
 from toolkit.rewards import concatenate_scores, state_of, total_scores
+from toolkit.trainers.guards import WARNINGS_FILE, Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
-from toolkit.trainers.watch import WARNINGS_FILE, Watch
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _OF_REWARDS = (RewardError.__name__, NotFiniteError.__name__)
@@ -255,5 +255,6 @@ class PPOLoop(SharedBaseTrainer):
             self.watch.load_state_dict(state["watch"])
 
     def _frozen(self) -> dict[str, str]:
-        roles = (role for role in self.roles.roles if role not in self.roles.trained_roles)
-        return {role: role_digest(self.roles, role) for role in roles if self.roles.parameters_of(role)}
+        base = self.roles
+        own = {role: base.parameters_of(role) for role in base.roles if role not in base.trained_roles}
+        return {role: tensors_digest(parameters) for role, parameters in own.items() if parameters}

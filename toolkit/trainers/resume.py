@@ -19,9 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
 from toolkit.models import tensors_digest
-from toolkit.trainers.not_finite import SkipNotFinite
+from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite
 from toolkit.trainers.same_run import check_same_run, identity
-from toolkit.trainers.steps import GuardedSteps
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 
@@ -65,7 +64,6 @@ class ResumableTrainer(GuardedSteps):
     _goes_on_from: Path | None = None
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
-        """The training loop, from a checkpoint or from the beginning."""
         if checkpoint is not None:
             self._restoring = checkpoints.read_state(checkpoint)
             # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
@@ -135,7 +133,6 @@ class ResumableTrainer(GuardedSteps):
         return result
 
     def _meets(self) -> str:
-        """How a request to stop is met."""
         return f"step {self.state.global_step + 1} of {self.state.max_steps} is finished and saved, then it stops."
 
     def _whole_checkpoint(self, asked: str | Path | bool) -> Path:

@@ -71,7 +71,7 @@ class RewardTrainer(ScorerTrainer, TRLRewardTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's Bradley–Terry loss, or the token-level one with TRL's centring and metrics."""
-        if not _is_token_level(self.args):
+        if getattr(self.args, "loss", None) != "token_level":  # TRL's own configuration has no such field
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         if self.roles is None:
@@ -90,10 +90,6 @@ class RewardTrainer(ScorerTrainer, TRLRewardTrainer):
             chosen, rejected = scores.squeeze(1).chunk(2)
             loss = loss + self.args.center_rewards_coefficient * (chosen + rejected).square().mean()
         return (loss, outputs) if return_outputs else loss
-
-
-def _is_token_level(args: TRLRewardConfig) -> bool:
-    return isinstance(args, RewardConfig) and args.loss == "token_level"
 
 
 def reward_trainer(
@@ -126,7 +122,7 @@ def reward_trainer(
         model.train_roles("reward")
     else:
         outputs = int(model.config.num_labels)
-        if _is_token_level(args):
+        if getattr(args, "loss", None) == "token_level":
             models.check_reads_tokens(model)
         if args.gradient_checkpointing:
             models.check_checkpointing(model)

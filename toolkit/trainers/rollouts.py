@@ -15,7 +15,7 @@ from toolkit.data import Rollout
 from toolkit.functional import kl_k1, pool_values
 from toolkit.portion import Portion
 from toolkit.rewards import Reward
-from toolkit.sampling import Evaluator, Sampler
+from toolkit.sampling import Evaluator, Metrics, Sampler
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.share import own_rows
@@ -49,6 +49,18 @@ class RoleRollouts:
     def _sampler(self, **settings: Any) -> Sampler:
         length = self.args.response_length
         return Sampler(self.roles, self.tokenizer, response_length=length, autocast=self.autocast, **settings)
+
+    def measured(self) -> tuple[Sampler, Callable[[Rollout], Tensor]]:
+        """What is evaluated, and the log-ratios of its responses, as `Evaluator` has them."""
+        raise NotImplementedError
+
+    def evaluator(
+        self, reward: Reward, metrics: Metrics | None = None, judge: Reward | None = None, **decoding: Any
+    ) -> Evaluator:
+        """Measures `per_device_eval_batch_size` prompts at a time; `decoding` is by the arguments of `measured`."""
+        sampler, log_ratios = self.measured(**decoding)
+        size, seed = self.args.per_device_eval_batch_size, self.args.seed
+        return Evaluator(sampler, reward, log_ratios, size, seed, metrics, judge)
 
     def sequences(self, rollout: Rollout, rows: Sequence[int]) -> models.Sequences:
         """Some rows laid out for a forward pass."""
@@ -94,13 +106,8 @@ class Rollouts(RoleRollouts):
         """The policy, sampled or decoded greedily."""
         return self._sampler(max_length=self.args.max_length, temperature=self.args.temperature if do_sample else None)
 
-    def evaluator(
-        self, reward: Reward, metrics: Callable[[Rollout], dict[str, float]] | None = None, judge: Reward | None = None
-    ) -> Evaluator:
-        """Measures by `eval_do_sample`, `per_device_eval_batch_size` prompts at a time."""
-        args, sampler = self.args, self.sampler(do_sample=self.args.eval_do_sample)
-        size, seed = args.per_device_eval_batch_size, args.seed
-        return Evaluator(sampler, reward, self.log_ratios, size, seed, metrics, judge)
+    def measured(self) -> tuple[Sampler, Callable[[Rollout], Tensor]]:
+        return self.sampler(do_sample=self.args.eval_do_sample), self.log_ratios
 
     # What follows is read in the same kind of forward pass as in the update.
 
@@ -153,22 +160,11 @@ class QRollouts(RoleRollouts):
         sampler = self._sampler(role="q", temperature=self.args.temperature)
         return sampler if by_q else sampler.reference
 
-    def evaluator(
-        self,
-        reward: Reward,
-        metrics: Callable[[Rollout], dict[str, float]] | None = None,
-        judge: Reward | None = None,
-        *,
-        by_q: bool = True,
-    ) -> Evaluator:
-        """Measures the policy or the reference, `per_device_eval_batch_size` prompts at a time.
-
-        `kl` is an estimate where responses are sampled, and the divergence of these responses where they are greedy,
-        log π being 0 there.
-        """
-        args, sampler = self.args, self.sampler(by_q=by_q)
-        log_ratios = partial(self._log_ratios, sampler)
-        return Evaluator(sampler, reward, log_ratios, args.per_device_eval_batch_size, args.seed, metrics, judge)
+    def measured(self, *, by_q: bool = True) -> tuple[Sampler, Callable[[Rollout], Tensor]]:
+        """The policy or the reference. `kl` is an estimate where responses are sampled, and the divergence of these
+        responses where they are greedy, log π being 0 there."""
+        sampler = self.sampler(by_q=by_q)
+        return sampler, partial(self._log_ratios, sampler)
 
     def _log_ratios(self, sampler: Sampler, rollout: Rollout) -> Tensor:
         """log π − log π_ref of each response: float64 (B,)."""

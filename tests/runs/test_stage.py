@@ -4,7 +4,7 @@ import torch
 
 from tests.tiny_models import shared_base
 from tests.tiny_runs import chat_recipe
-from toolkit.runs.banner import banner
+from toolkit.runs.stage import banner
 
 
 def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):

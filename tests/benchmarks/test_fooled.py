@@ -1,0 +1,46 @@
+import json
+
+from benchmarks import fooled
+
+
+def test_a_pair_of_the_judge_is_a_response_and_that_to_another_prompt():
+    rows = [{"chosen": f"\n\nHuman: q{i}\n\nAssistant: a{i}", "rejected": "unread"} for i in range(5)]
+    pairs = list(fooled.belonging(rows, seed=3))
+    assert [pair["chosen"] for pair in pairs] == [row["chosen"] for row in rows]
+    assert [pair["rejected"].split(" a")[0] for pair in pairs] == [f"\n\nHuman: q{i}\n\nAssistant:" for i in range(5)]
+    answers = [pair["rejected"].split(" a")[1] for pair in pairs]
+    assert sorted(answers) == list("01234") and all(answer != str(i) for i, answer in enumerate(answers))
+    assert list(fooled.belonging(rows, seed=3)) == pairs
+
+
+def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose(tmp_path, monkeypatch):
+    def policy(response, **figures):
+        of = {"score": 0.0, "judge": 0.0, "third": 0.0, "kl": 0.0, "length": 5.0, "eos_share": 1.0}
+        of |= {**{f"{key}_se": 0.1 for key in of}, "perplexity": 9.0, "update": 0, **figures}
+        return {"figures": of, "said": [response.format(i) for i in range(4)]}
+
+    policies = {"before": policy("b{}"), "after": policy("I'm sorry.", score=1.5)}
+    curve = [{**one["figures"], "kl": float(kl), "distinct_share": 1.0} for kl, one in enumerate(policies.values())]
+    about = {"machine": {"processor": "a chip", "cores": 2, "threads": 1, "memory_gb": 8.0}, "versions": {"torch": "2"}}
+    about |= {"date": "2026-01-01", "warnings": [{"step": 10, "name": "phrase", "text": "They say it."}]}
+    result = {**about, "curve": curve, "policies": policies, "accuracy": {"fooled": 0.6, "belongs": 0.7, "third": 0.8}}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    page = tmp_path / "fooled_rewards.md"
+    for name in ("table", "samples"):
+        with page.open("a") as file:
+            file.write(f"<!-- {name}: made by benchmarks.fooled -->\nold\n<!-- end of {name} -->\n")
+    (tmp_path / "figures").mkdir()
+    monkeypatch.setattr(fooled, "DOCS", tmp_path)
+    fooled.show(tmp_path / "result.json")
+    text = page.read_text()
+    assert "| by the reward that PPO optimises | 0.000 ± 0.100 | 1.500 ± 0.100 |" in text
+    assert "| different responses | 4 of 4 | 1 of 4 |" in text and "old" not in text
+    # 4 of 4 by hand: 1 / (1 + 1.96² / 4) = 0.51
+    assert "| share with an apology | 0.00 (0.00–0.49) | 1.00 (0.51–1.00) |" in text
+    shown = [line.split(" | ") for line in text.splitlines() if line[2:3].isdigit() and "sorry" in line]
+    key = dict(
+        one.split() for one in text[text.index("</summary>") + 10 : text.index("</details>")].strip().split(", ")
+    )
+    assert len(shown) == 4 and set(key.values()) == {"A", "B"}
+    assert all(row[1 + "AB".index(key[row[0][2:]])].startswith("I'm sorry.") for row in shown)
+    assert "</svg>" in (tmp_path / "figures" / "fooled.svg").read_text()
