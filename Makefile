@@ -114,7 +114,7 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 
 types: $(BIN)/.installed
-	$(BIN)/mypy toolkit docs/make_reference.py
+	$(BIN)/mypy toolkit benchmarks docs/make_reference.py
 
 check: lint types test
 

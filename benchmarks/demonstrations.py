@@ -161,10 +161,10 @@ def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> 
     values = recipe_of_arm(start, demonstration.arms[arm_name], demonstration)
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     run_stage("ppo", path, run, runs)
-    return _measured(runs / run / "ppo")
+    return measured(runs / run / "ppo")
 
 
-def _measured(folder: Path) -> dict[str, Any]:
+def measured(folder: Path) -> dict[str, Any]:
     """What a finished ppo stage reached, before and after, and its curves."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     metrics = read_jsonl(folder / "metrics.jsonl")
@@ -185,7 +185,7 @@ def _asked(recipe: Recipe) -> dict[str, int]:
     return dict(Counter(rule["rule"] for rules in rows["rules"] for rule in rules if not rule["required"]))
 
 
-def _untrained(recipe: Recipe, folder: str, **start: str) -> Any:
+def untrained(recipe: Recipe, folder: str, **start: str) -> Any:
     """The recipe's PPO trainer before its first update, from the base or from what `start` names."""
     values = {key: value for key, value in recipe.values.items() if key != "sft"} | ({"start": start} if start else {})
     return recipes.load(values, run="untrained", runs_dir=folder).ppo_trainer()
@@ -199,11 +199,11 @@ def _before_ppo(recipe: Recipe, best_of: bool) -> dict[str, Any]:
     trained = {"policy": str(recipe.stage_folder("sft") / "policy")} if "sft" in recipe.values else {}
     with tempfile.TemporaryDirectory() as folder:
         if trained:
-            evaluation = _untrained(recipe, f"{folder}/base").evaluate_rollout(prompts)
+            evaluation = untrained(recipe, f"{folder}/base").evaluate_rollout(prompts)
             found |= {"base": evaluation.metrics, "said": evaluation.rollout.responses}
         if best_of:
             few = prompts.select(range(min(_BEST_OF_PROMPTS, len(prompts))))
-            scores = _untrained(recipe, f"{folder}/start", **trained).best_of(few, _BEST_OF).scores
+            scores = untrained(recipe, f"{folder}/start", **trained).best_of(few, _BEST_OF).scores
             best = expected_best(scores).tolist()
             found["best_of"] = [[n, best_of_kl_bound(n), score] for n, score in enumerate(best, 1)]
     return found
@@ -260,9 +260,9 @@ def run(name: str, runs: Path, overrides: Sequence[str] = (), seeds: Sequence[in
         for arm in demonstration.arms:
             found[arm][str(seed)] = _run_arm(name, arm, seed, start, runs)
         if not demonstration.arms:
-            measured = _measured(start.stage_folder("ppo")) | _before_ppo(start, seed == seeds[0])
-            measured |= {"asked": _asked(start), "language": _language(start, measured.pop("said", ()))}
-            found.setdefault("recipe", {})[str(seed)] = measured
+            one = measured(start.stage_folder("ppo")) | _before_ppo(start, seed == seeds[0])
+            one |= {"asked": _asked(start), "language": _language(start, one.pop("said", ()))}
+            found.setdefault("recipe", {})[str(seed)] = one
     result = new_result(f"demonstration_{name}", demonstration=name, updates=demonstration.updates, arms=found)
     return write_result(result, RESULTS)
 
@@ -379,11 +379,6 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     runs = list(found["recipe"].values())
     each, whens = runs[0]["language"]["prompts"], [when for when in _WHEN if when in runs[0]]
 
-    def share(values: Sequence[float], numbers: Sequence[int]) -> str:
-        kept = round(sum(value * number for value, number in zip(values, numbers, strict=True)))
-        low, high = wilson_interval(kept, sum(numbers))
-        return f"{kept / sum(numbers):.3f} ({low:.3f}–{high:.3f})"
-
     def cell(key: str, when: str) -> str:
         values = [one[when].get(key, one["language"][when].get(key)) for one in runs]
         if key.startswith("satisfied"):
@@ -405,6 +400,13 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     shown = [[cell_of(row[key]) for key in ("prompt", *whens)] for row in runs[0]["language"]["samples"]]
     tables.append(markdown(["prompt", *columns], shown, texts=True))
     return "\n\n".join([*tables, f"{len(runs)} seed(s) of {each} prompts"])
+
+
+def share(values: Sequence[float], numbers: Sequence[int]) -> str:
+    """Shares of so many prompts each as one, with its interval."""
+    kept = round(sum(value * number for value, number in zip(values, numbers, strict=True)))
+    low, high = wilson_interval(kept, sum(numbers))
+    return f"{kept / sum(numbers):.3f} ({low:.3f}–{high:.3f})"
 
 
 def cell_of(text: str) -> str:

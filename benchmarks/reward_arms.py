@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -123,7 +123,12 @@ def _figures(chosen: Tensor, rejected: Tensor, trained: dict[str, Any]) -> dict[
 
 
 def ours(
-    job: Job, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, folder: str, *, loss: str = "bradley_terry"
+    job: Job,
+    pairs: Pairs,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    *,
+    loss: Literal["bradley_terry", "token_level"] = "bradley_terry",
 ) -> dict[str, Any]:
     """Our reward role on the NF4 base."""
     roles = SharedBase(load_base(job.model, quantization=nf4(), dtype="bfloat16"))

@@ -136,6 +136,10 @@ def verdict(found: Mapping[str, Any]) -> str:
     )
 
 
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of a chat checkpoint, such as SmolLM2-135M-Instruct")
@@ -152,9 +156,17 @@ def main() -> int:
     args = parser.parse_args()
     progress = Console(stderr=True)
     # Arms run in the repository's folder.
-    paths = (str(Path(path).expanduser().resolve()) for path in (args.model, args.train, args.validation))
-    limits = (args.max_prompt_length, args.max_response_length)
-    job = Job(*paths, args.seeds[0], args.pairs, args.batch_size, args.learning_rate, *limits)
+    job = Job(
+        model=_absolute(args.model),
+        train=_absolute(args.train),
+        validation=_absolute(args.validation),
+        seed=args.seeds[0],
+        pairs=args.pairs,
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        max_prompt_length=args.max_prompt_length,
+        max_response_length=args.max_response_length,
+    )
     output = args.output or RESULTS / f"{datetime.now(UTC):%Y-%m-%d}_reward.json"
     try:
         result = run(job, seeds=args.seeds, arms=args.arms, output=output, console=progress)

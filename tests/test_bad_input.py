@@ -9,6 +9,8 @@ import errno
 import io
 import json
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -252,6 +254,48 @@ def test_a_disk_that_is_full_behind_standard_output():
         app(["recipes"])
     assert stopped.value.code == 1
     assert said.getvalue().startswith("ToolkitError: standard output: No space left on device.")
+
+
+def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(monkeypatch):
+    def closed(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("toolkit.runs.stages.run", closed)
+    monkeypatch.setattr(sys, "argv", ["toolkit", "sft", "doubling"])
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as end:
+        app(["sft", "doubling"])
+    assert end.value.code == 1
+    assert said.getvalue() == "Standard output was closed. To go on: toolkit sft doubling --resume (make: RESUME=1)\n"
+
+
+_STARTS = """
+import os, signal, sys, types
+signal.signal(signal.SIGINT, signal.{was})
+def app(prog_name):
+    os.kill(os.getpid(), signal.SIGINT)
+sys.modules["toolkit.cli"] = types.SimpleNamespace(app=app)
+from toolkit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")
+@pytest.mark.parametrize(("was", "code"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)])
+def test_ctrl_c_before_a_command_has_begun_is_no_traceback(was, code):
+    done = subprocess.run([sys.executable, "-c", _STARTS.format(was=was)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_ctrl_c_in_a_command_is_met_and_after_it_not(monkeypatch):
+    seen = []
+    monkeypatch.setattr("toolkit.recipes.show", lambda *_: seen.append(signal.getsignal(signal.SIGINT)) or "")
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        assert CliRunner().invoke(app, ["show"]).exit_code == 0
+        assert seen == [signal.default_int_handler] and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 
 @pytest.mark.parametrize("endless", [lambda: sum(1 for _ in iter(int, 1)), lambda: re.match(r"(a+)+$", "a" * 40 + "!")])
 def test_what_does_not_end_is_ended(endless):
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match="it takes more than 0 s"), time_limit(0.1):
-        endless()
-    assert time.monotonic() - started < 2
+        endless()  # for hours
     with time_limit(0.1):
         pass
     time.sleep(0.15)  # nothing is left of either
@@ -26,7 +24,9 @@ def test_what_does_not_end_is_ended(endless):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is Linux's")
 @pytest.mark.parametrize(
-    "much", [lambda: "x" * 10**10, lambda: [str(number) for number in range(10**9)], lambda: "x".ljust(10**10)]
+    # A megabyte each: with many small ones, what earlier tests have left free is used up for seconds first.
+    "much",
+    [lambda: "x" * 10**10, lambda: ["x" * 2**20 for _ in range(10**5)], lambda: "x".ljust(10**10)],
 )
 def test_what_takes_gigabytes_is_ended(much):
     import resource
@@ -41,16 +41,19 @@ def test_what_takes_gigabytes_is_ended(much):
 
 
 def test_another_s_timer_goes_on():
-    rung = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    def ring(*_):
+        raise AssertionError("an hour has not gone by")
+
+    before = signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 3600)
         with time_limit(5):
             time.sleep(0.05)
-        assert not rung
-        time.sleep(0.3)
-        assert len(rung) == 1
+            assert signal.getitimer(signal.ITIMER_REAL)[0] <= 5
+        assert 5 < signal.getitimer(signal.ITIMER_REAL)[0] <= 3600 - 0.05
+        assert signal.getsignal(signal.SIGALRM) is ring
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 

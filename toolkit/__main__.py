@@ -1,5 +1,19 @@
-"""`python -m toolkit` is the command `toolkit`."""
+"""The command `toolkit`, also as `python -m toolkit`.
 
-from toolkit.cli import app
+Before a command has begun, and once it has ended, Ctrl-C ends the process at once and in silence: imports and what
+libraries do at exit take seconds, in which there is nothing to save.
+"""
 
-app(prog_name="toolkit")
+import signal
+
+
+def main() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody has decided otherwise
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from toolkit.cli import app
+
+    app(prog_name="toolkit")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from toolkit.errors import ToolkitError
 MANIFEST = "manifest.json"
 RESULT_FILE = "result.json"  # of a finished stage
 ASIDE = ".partial"
+_UNFINISHED = re.compile(rf"\.toolkit-[0-9a-f]{{16}}{ASIDE}")
 
 
 @contextmanager
@@ -53,12 +56,27 @@ def sync(path: Path) -> None:
 
 def write_whole(path: Path, text: str) -> Path:
     """Write a file that is the old one or the new one at any moment: aside first, and on the disk before its name."""
-    aside = path.with_name(f"{path.name}{ASIDE}")
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    aside.replace(path)
+    aside = path.with_name(f".toolkit-{secrets.token_hex(8)}{ASIDE}")  # no other file's
+    try:
+        with aside.open("x", encoding="utf-8") as file:
+            file.write(text)
+        sync(aside)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     sync(path.parent)
     return path
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a kill has left this of a file that `write_whole` wrote."""
+    return is_plain(path) and _UNFINISHED.fullmatch(path.name) is not None
+
+
+def unfinished_in(folder: Path) -> list[Path]:
+    """What kills have left so in a folder, not within it."""
+    return [path for path in sorted(folder.glob(f".toolkit-*{ASIDE}")) if is_unfinished(path)]
 
 
 def read_text(path: Path) -> str:

@@ -220,6 +220,17 @@ def test_a_model_that_reads_both_ways_is_refused():
         SharedBase(made("bert", **_NO_GROUPS))
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_refused_as_that(name, number):
+    model = tiny_model()
+    model.get_submodule(name).weight.data[0] = number
+    with pytest.raises(
+        ModelError, match="tokens is not finite: a weight is damaged, or too large for float32. Download"
+    ):
+        SharedBase(model)
+
+
 def test_modules_that_are_called_as_a_role_are_refused():
     with pytest.raises(ModelError, match='^a BertGenerationDecoder has modules called "value", as a role is'):
         SharedBase(made("bert-generation", **_NO_GROUPS, is_decoder=True))

@@ -4,7 +4,15 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertModel,
+    BitsAndBytesConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.tiny_models import ARCHITECTURES, lora, randomize, tiny_model
 from tests.tiny_runs import byte_tokenizer, save_llama
@@ -108,6 +116,7 @@ def test_a_missing_checkpoint_says_how_to_name_one(tmp_path):
     [
         ("config.json", '{"model_type": "llama", "head_dim": [1]}'),
         ("config.json", '{"model_type": "llama", "rope_parameters": "x"}'),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}'),
         ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}'),
         ("tokenizer_config.json", '{"bos_token": 0}'),
         ("tokenizer_config.json", '{"tokenizer_class": true}'),
@@ -138,6 +147,29 @@ def test_layers_without_end_are_refused_at_once(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
     with pytest.raises(ModelError, match=r"num_hidden_layers: 1000000000, and no model has more than 1000\. Mend"):
+        load_model(ModelSpec(str(tmp_path)), device=META)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "head_dim", "num_key_value_heads", "vocab_size"])
+@pytest.mark.parametrize("value", [10**18, 10**79, 10**400])
+def test_a_size_that_no_model_has_is_named(key, value, tmp_path):
+    save_llama(tmp_path, byte_tokenizer())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(ModelError) as caught:
+        load_model(ModelSpec(str(tmp_path)), device=META)
+    said = (
+        f'model: "{tmp_path}": transformers cannot build this model: no model has {key}: {value}. Mend its config.json'
+    )
+    assert str(caught.value) == f"{said}."
+
+
+@pytest.mark.parametrize(("key", "value"), [("pad_token_id", 259), ("num_key_value_heads", 0), ("head_dim", -1)])
+def test_a_value_that_fits_no_model_is_named_beside_what_transformers_says(key, value, tmp_path):
+    save_llama(tmp_path, byte_tokenizer())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(ModelError, match=rf"\(its configuration has {key}: {value}\) Mend its config.json"):
         load_model(ModelSpec(str(tmp_path)), device=META)
 
 
@@ -212,14 +244,16 @@ def test_classifiers_that_do_not_fit(tmp_path):
     assert alone.vocab_size == len(other) and alone.num_labels == 1
 
 
-def test_a_classifier_that_lacks_weights_is_not_filled_up_at_random(tmp_path):
+@pytest.mark.parametrize("device", [None, META])  # by its weights, and by the headers of its files alone
+def test_a_classifier_that_lacks_weights_is_not_filled_up_at_random(device, tmp_path):
     own_classifier("llama").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     layer, head = "model.layers.1.mlp.up_proj.weight", "score.weight"
     for missing, trained, refused in ((layer, False, True), (head, False, False), (head, True, True)):
         kept = {name: tensor for name, tensor in weights.items() if name != missing}
         save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        spec, settings = ModelSpec(str(tmp_path), dtype="float32"), {"num_labels": 1, "trained": trained}
+        spec = ModelSpec(str(tmp_path), dtype="float32")
+        settings = {"num_labels": 1, "trained": trained, "device": device}
         if refused:
             with pytest.raises(ModelError, match=rf"has no weights for {missing}, where the model would be random"):
                 load_model(spec, "sequence_classifier", **settings)
@@ -227,13 +261,74 @@ def test_a_classifier_that_lacks_weights_is_not_filled_up_at_random(tmp_path):
             load_model(spec, "sequence_classifier", **settings)  # a fresh head on a language model
 
 
-def test_a_language_model_that_lacks_weights_is_refused(tmp_path):
+@pytest.mark.parametrize("device", [None, META])
+def test_a_language_model_that_lacks_weights_is_refused(device, tmp_path):
     tiny_model().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="has no weights for lm_head.weight, where the model would be random"):
+        load_base(str(tmp_path), device=device)
+
+
+@pytest.mark.parametrize("device", [None, META])
+def test_weights_of_another_shape_are_refused(device, tmp_path):
+    own_classifier("llama", labels=1).save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path))
+    with pytest.raises(
+        ModelError, match=r"score.weight is \[1, (\d+)\], and \[3, \1\] is asked for. Name a checkpoint wi"
+    ):
+        load_model(spec, "sequence_classifier", num_labels=3, device=device)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(3)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"than its configuration asks for: model.norm.weight is \[3\], and .*Mend its"
+    ):
+        load_model(spec, "sequence_classifier", num_labels=1, device=device)
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mixtral", "tied"])
+def test_what_transformers_renames_or_ties_is_not_missing(architecture, tmp_path):
+    if architecture == "mixtral":  # whose files name each expert, and the model all of them together
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
+        model = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    else:
+        model = tiny_model("llama" if architecture == "tied" else architecture)
+    if architecture == "tied":
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model.save_pretrained(tmp_path, max_shard_size="20kB")  # several files
+    named = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert architecture not in ("mixtral", "tied") or named.keys() != model.state_dict().keys()
+    load_base(str(tmp_path), device=META)
+    name = next(name for name in named if "norm." in name or "ln_1." in name)
+    path = tmp_path / named[name]
+    save_file({key: x for key, x in load_file(path).items() if key != name}, path, metadata={"format": "pt"})
+    for device in (None, META):
+        with pytest.raises(ModelError, match=f"has no weights for {re.escape(name)}, where the model would be random"):
+            load_base(str(tmp_path), device=device)
+
+
+def test_an_expert_that_is_missing_is_no_traceback(tmp_path):
+    """transformers puts the experts of a layer into one tensor, and fails where it lacks one."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
+    MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[next(name for name in weights if ".experts.1." in name)]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="cannot put the model together from its weights: one is missing, or of anot"):
         load_base(str(tmp_path))
+
+
+def test_an_outline_needs_no_weights(tmp_path):
+    """What a plan is made of: a configuration, and as many files as have been downloaded."""
+    tiny_model().save_pretrained(tmp_path, max_shard_size="20kB")
+    next(tmp_path.glob("*.safetensors")).unlink()
+    load_base(str(tmp_path), device=META)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    load_base(str(tmp_path), device=META)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from peft import LoraConfig, PeftModel
 
 from tests.tiny_models import ARCHITECTURES, lora, randomize, shared_base, tiny_model
 from tests.tolerances import EXACT, FP32
-from toolkit.errors import AdapterError
+from toolkit.errors import AdapterError, ModelError
 from toolkit.models import SharedBase, save_role
 
 IDS = torch.tensor([[1, 5, 9, 12, 7]])
@@ -164,6 +164,32 @@ def test_a_new_role_is_as_quiet_as_the_base():
     base.train()
     base.add_role("value", lora(lora_dropout=0.5))
     assert all(module.training for module in base.modules())
+
+
+@pytest.mark.parametrize("end", [10**6, -1, 10**79, [2, 10**6]])
+@pytest.mark.parametrize("place", ["config", "generation_config"])
+def test_a_base_that_ends_responses_at_a_token_that_it_lacks(place, end):
+    model = tiny_model()
+    rows = model.get_input_embeddings().weight.shape[0]
+    odd = end[1] if isinstance(end, list) else end
+    getattr(model, place).eos_token_id = end
+    with pytest.raises(
+        ModelError, match=rf"eos_token_id is {odd} in its config.json .* embeddings for 0 to {rows - 1}: no"
+    ):
+        SharedBase(model)
+
+
+def test_other_special_tokens_that_the_base_lacks_are_of_no_use():
+    model = tiny_model()
+    model.config.bos_token_id, model.config.pad_token_id = 10**79, -1
+    assert SharedBase(model).causal_lm.generation_config.pad_token_id is None
+
+
+def test_a_rate_of_dropout_that_is_a_whole_number_is_switched_off():
+    model = tiny_model()
+    model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 10**9
+    SharedBase(model)
+    assert model.config.attention_dropout == model.model.layers[0].self_attn.attention_dropout == 0
 
 
 def test_base_dropout_and_generation_settings_are_neutral():

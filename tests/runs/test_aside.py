@@ -125,6 +125,18 @@ def test_files_of_others_stay_where_they_are(run):
     assert left == {name for name in mine if name.startswith("ppo/")}
 
 
+def test_what_a_kill_left_of_a_write_goes_and_files_of_similar_names_stay(run):
+    left = [run / name / f".toolkit-{16 * '0'}.partial" for name in ("", "ppo", "ppo/policy", "new")]
+    mine = dict.fromkeys(("report.html.partial", "ppo/report.html.partial", "ppo/.toolkit-x.partial"), "mine")
+    (run / "new").mkdir()
+    write(run, mine | {path.relative_to(run).as_posix(): "cut" for path in left})
+    aside.settle(run)
+    owned.delete(run / "ppo")
+    owned.delete(run / "new")
+    assert not any(path.exists() for path in left) and not (run / "new").exists()
+    assert {name: (run / name).read_text() for name in mine} == mine
+
+
 def test_a_folder_without_a_manifest_is_not_the_toolkit_s(tmp_path):
     theirs = {"ppo/result.json": "mine", "ppo/policy/adapter_model.safetensors": "mine", "ppo/notes.md": "mine"}
     write(tmp_path, theirs)

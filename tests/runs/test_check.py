@@ -103,9 +103,9 @@ def test_the_estimate_is_what_a_quantised_base_takes(double, checkpoint, tmp_pat
     assert check(recipe).base.gigabytes == taken / 1e9
 
 
-def test_pairs_on_a_checkpoint(checkpoint, tmp_path):
+def test_pairs_on_a_checkpoint(checkpoint, tmp_path, capfd):
     report = check(chat_recipe(tmp_path, checkpoint, "ppo.num_mini_batches=2", "ppo.num_ppo_epochs=3"))
-    assert texts(report) == ()
+    assert texts(report) == () and "[transformers]" not in capfd.readouterr().err
     assert role(report, "policy").parameters == LORA_PARAMETERS and role(report, "policy").modules == 14
     assert role(report, "value").parameters == role(report, "reward").parameters == LORA_PARAMETERS + 64
     assert role(report, "reference").parameters == 0 and role(report, "reference").start == "the base itself"
@@ -155,6 +155,14 @@ def test_a_shared_value_role(checkpoint, tmp_path):
     assert texts(report) == () and role(report, "value").rank is None
     assert role(report, "value").parameters == 64
     assert "value      a head on the policy's adapter; head 64 (float32); 64 parameters train in ppo" in str(report)
+
+
+def test_the_policy_of_the_sft_stage_alone(checkpoint, tmp_path):
+    adapters = {"policy": ADAPTERS["policy"]}
+    sft = {"max_steps": 2, "per_device_train_batch_size": 2}
+    report = check(chat_recipe(tmp_path, checkpoint, adapters=adapters, sft=sft, reward=None, ppo=None))
+    assert texts(report) == () and [facts.role for facts in report.roles] == ["policy"]
+    assert "8,192 parameters train in sft" in str(report)
 
 
 def test_a_recipe_of_the_reward_stage_alone(checkpoint, tmp_path):
@@ -370,6 +378,11 @@ def test_weights_that_are_missing_or_cut_short(tmp_path):
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     assert problems_of(tmp_path, folder)[0].startswith(f"base.model — {weights} is damaged (")
+    weights.write_bytes(whole)
+    kept = {name: tensor for name, tensor in load_file(weights).items() if name != "model.norm.weight"}
+    save_file(kept, weights, metadata={"format": "pt"})
+    (found,) = problems_of(tmp_path, folder)
+    assert found.startswith(f'base.model — "{folder}" has no weights for model.norm.weight, where the model would be')
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
     found = problems_of(tmp_path, folder)

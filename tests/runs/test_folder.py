@@ -52,7 +52,7 @@ CASES = {
         {
             **DOWNSTREAM, "reward": OTHER, "collect": {"response_length": 3}, "reward_data": PAIRS_DATA, "scorer": RULE,
             "adapters": {"policy": LORA, "value": OTHER_LORA, "reward": OTHER_LORA, "q": LORA},
-            "value_head": {"bias": True}, "start": {"reward": "nowhere"},
+            "value_head": {"bias": True}, "start": {"policy": "nowhere"},
         },
     ),
     "reward": (

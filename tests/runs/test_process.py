@@ -26,6 +26,18 @@ def test_a_stage_that_was_killed_is_told_from_one_that_failed():
         process.run_stage(script("sys.exit(143)"), "sft", "ppo")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stage_that_was_stopped_before_it_began_is_not_told_as_a_failure(number):
+    dies = f"signal.signal({int(number)}, signal.SIG_DFL); os.kill(os.getpid(), {int(number)})"
+    with pytest.raises(RunInterrupted, match='"sft", which "ppo" needs, was stopped[.]') as raised:
+        process.run_stage(script(dies), "sft", "ppo")
+    assert raised.value.signal_number == number
+    if number == signal.SIGINT:
+        with pytest.raises(RunInterrupted, match="2 processes were stopped"):
+            process.run_in_processes(script(dies), 2)
+
+
 def test_each_of_several_processes_knows_its_number(tmp_path):
     told = "[os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')]"
     write = script(f"open(r'{tmp_path}/' + str(rank), 'w').write(' '.join({told}))")

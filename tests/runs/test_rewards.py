@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.rewards.server import Server, lengths
@@ -212,6 +213,11 @@ def test_a_check_of_each_kind(checkpoint, classifiers, questions, tmp_path, monk
     (damaged / "model.safetensors").write_bytes(b"\0" * 40)
     (found,) = problems(one={**model, "model": str(damaged)})
     assert found.startswith("scorer.model — ") and "model.safetensors is damaged" in found
+    weights = load_file(classifiers / "one" / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    (found,) = problems(one={**model, "model": str(damaged)})
+    assert found.startswith("scorer.model — ") and "has no weights for score.weight, where the model would be" in found
 
 
 def test_text_with_the_template_of_the_base_is_not_given_to_another_model(checkpoint, questions, tmp_path):

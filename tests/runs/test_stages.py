@@ -314,16 +314,14 @@ def test_processes_that_do_not_come_out_even_are_told_of(rows, said, monkeypatch
 
 
 def test_a_failing_prerequisite_is_named(tmp_path, checkpoint, stages_here, capsys):
-    """By what no check before it can see: a checkpoint without one of its weights."""
-    shutil.copytree(checkpoint, tmp_path / "cut")
+    """By what no check before it can see: a checkpoint with a weight that is no number."""
+    shutil.copytree(checkpoint, tmp_path / "odd")
     weights = load_file(checkpoint / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
+    weights["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
+    save_file(weights, tmp_path / "odd" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ToolkitError, match='stage "reward", which "ppo" needs, failed'):
-        stages.run(chat_recipe(tmp_path, tmp_path / "cut"), "ppo")
-    assert (
-        f'"{tmp_path / "cut"}" has no weights for model.layers.1.mlp.up_proj.weight, where' in capsys.readouterr().err
-    )
+        stages.run(chat_recipe(tmp_path, tmp_path / "odd"), "ppo")
+    assert "what a LlamaForCausalLM makes of a few tokens is not finite: a weight is damaged" in capsys.readouterr().err
 
 
 def test_a_mistake_of_the_last_stage_is_found_before_the_first_one_runs(tmp_path, checkpoint, monkeypatch):

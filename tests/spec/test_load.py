@@ -168,6 +168,8 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         ({"reward_data": {"task": "doubling", "sed": 1}}, "reward_data.sed — section doubling has no such field."),
         ({"sft_data": {"task": "doubling"}}, "sft_data — would have no effect: there is no section sft."),
+        ({"ppo": None, "start": {"policy": "x"}}, "start.policy — would have no effect: no stage begins with it."),
+        ({"scorer": {"kind": "length"}, "start": {"reward": "x"}}, "start.reward — would have no effect: no stage"),
         ({"adapters": {"q": {"r": 4}}}, "adapters.q — would have no effect: there is no section q."),
         ({"q": {}, "collect": {}}, "adapters.q — is missing: the q stage trains it."),
         ({"q": {}}, "q — has nothing to learn from: give rated responses (q_data), or sample them (collect)."),
@@ -275,6 +277,17 @@ def test_a_file_in_place_of_a_hub_id_takes_its_subset_away(tmp_path):
     assert values["reward_data"] == {"task": "preferences", "train": "x.jsonl", "subset": "mine"}
     for kept in (["data.train=other/pairs"], ["data.train=x.jsonl", "data.validation=some/pairs"]):
         assert recipes.load(path, *kept).values["data"]["subset"] == "part"
+
+
+def test_another_task_takes_away_what_is_not_its_own(tmp_path):
+    pairs = {"task": "preferences", "train": "some/pairs", "max_prompt_length": 9, "max_response_length": 8, "seed": 3}
+    path = written(tmp_path, {**MINIMAL, "data": pairs})
+    values = recipes.load(path, "data.task=prompts", "data.train=x.jsonl").values
+    assert values["data"] == {"task": "prompts", "train": "x.jsonl", "max_prompt_length": 9, "seed": 3}
+    # What the command line itself names is kept, and refused.
+    with pytest.raises(RecipeError, match="data.max_response_length — section prompts has no such field"):
+        recipes.load(path, "data.task=prompts", "data.train=x.jsonl", "data.max_response_length=7")
+    assert recipes.load(path, "data.task=preferences").values["data"] == pairs
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,21 @@ def test_what_a_run_sets_is_no_part_of_a_recipe(stage):
     assert [p.remedy for p in problems] == ["", "Name the run with $run.", "Give $resume."]
 
 
+@pytest.mark.parametrize("stage", STAGE_CLASSES)
+@pytest.mark.parametrize("loop", [{}, {"loop": "trl"}])
+def test_what_transformers_alone_reads_is_refused_in_every_stage(stage, loop):
+    values = {"local_rank": 1, "restore_callback_states_from_checkpoint": True}
+    problems = check_stage(stage, {**values, **(loop if stage == "ppo" and HAS_PPO else {})})
+    assert [(p.field, p.wrong[:16]) for p in problems] == [(f"{stage}.{name}", "it has no effect") for name in values]
+
+
+def test_rows_of_sft_are_prepared_as_its_own_settings_say():
+    """TRL would skip max_length and packing, of which the stage says what they do, and no other key is read."""
+    for value in ({"skip_prepare_dataset": True}, {"bogus": 1}):
+        (problem,) = check_stage("sft", {"dataset_kwargs": value})
+        assert problem.field == "sft.dataset_kwargs" and problem.wrong.startswith("would have no effect: rows come tok")
+
+
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_the_tokenizer_is_the_same_in_every_stage(stage):
     """TRL would look a token up as late as in its trainer, and change the tokenizer that the other stages read with."""

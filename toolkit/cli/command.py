@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import shlex
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ def command(example: str, *, name: str | None = None) -> Callable[[Callable[...,
         @wraps(function)
         def run(*, debug: bool, **arguments: Any) -> None:
             # With a name it is part of another command, which says how to go on.
-            with _errors(debug, resumable="resume" in arguments and arguments["name"] is None):
+            with _interruptible(), _errors(debug, resumable="resume" in arguments and arguments["name"] is None):
                 function(**arguments)
 
         own = inspect.signature(function).parameters.values()
@@ -96,6 +97,19 @@ def join(number: int) -> None:
 
 
 @contextmanager
+def _interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C is a KeyboardInterrupt, where it was to end the process: see `toolkit.__main__`."""
+    ends = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if ends:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ends:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
 def _errors(debug: bool, *, resumable: bool) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
     try:
@@ -124,16 +138,26 @@ def _errors(debug: bool, *, resumable: bool) -> Iterator[None]:
         print(f"{wrong} Ask for less: shorter responses, fewer rows at a time, a smaller base.", file=sys.stderr)
         raise typer.Exit(1) from error
     except OSError as error:  # of what nobody has asked first: standard output, a name too long, a folder kept shut
-        unnamed = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
-        place = error.filename or unnamed.get(error.errno or 0)
-        if debug or place is None:  # a closed pipe, which typer ends at in silence, or a fault of ours
+        if debug:
             raise
-        wrong = f"ToolkitError: {printable(str(place)[:200])}: {error.strerror}."
-        print(f"{wrong} Check the name and its permissions, or make room there.", file=sys.stderr)
+        _say_of_the_system(error, resumable=resumable)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         print(f"Interrupted.{_way_on() if resumable else ''}", file=sys.stderr)
         raise typer.Exit(130) from error
+
+
+def _say_of_the_system(error: OSError, *, resumable: bool) -> None:
+    """A sentence about an error of the system; it is raised again where it names no place, as a fault of ours, and for
+    a closed pipe, at which typer ends in silence."""
+    unnamed = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
+    place = error.filename or unnamed.get(error.errno or 0)
+    if isinstance(error, BrokenPipeError) and resumable:
+        print(f"Standard output was closed.{_way_on()}", file=sys.stderr)
+    if place is None:
+        raise error
+    wrong = f"ToolkitError: {printable(str(place)[:200])}: {error.strerror}."
+    print(f"{wrong} Check the name and its permissions, or make room there.", file=sys.stderr)
 
 
 def _import_quietly() -> None:

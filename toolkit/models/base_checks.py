@@ -39,7 +39,8 @@ def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
             module.p = rate if module.p else 0.0
         for owner in (module, getattr(module, "config", None)):  # some models read their configuration in each pass
             for name, value in list(vars(owner).items()) if owner is not None else ():
-                if isinstance(value, float) and value and ("drop" in name or "jitter" in name):
+                number = isinstance(value, float | int) and not isinstance(value, bool)
+                if number and value and ("drop" in name or "jitter" in name):
                     setattr(owner, name, rate)
 
 
@@ -66,6 +67,7 @@ def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> 
     ids = _ids(model)
     with _tried(model):
         given = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+        _check_finite(model, given)
         logits = _logits_of(model, model.get_output_embeddings()(states), given)
         steps = _decoded(model, ids[0], torch.stack([ids[0, 2:4], ids[0, 4:6]]))
         apart = apart_by(torch.stack(steps), torch.stack([given[0, [1, 3]], given[0, [2, 4]]]))
@@ -213,6 +215,15 @@ def check_checkpointing(model: nn.Module) -> None:
         raise ModelError(wrong, field="gradient_checkpointing", remedy="Set it to false.")
 
 
+def _check_finite(model: PreTrainedModel, made: Tensor) -> None:
+    if not made.isfinite().all():
+        wrong = (
+            f"what a {type(model).__name__} makes of a few tokens is not finite: a weight is damaged, or too large for "
+        )
+        remedy = "Download or convert it again, or load it in another dtype."
+        raise ModelError(f"{wrong}{str(model.dtype).removeprefix('torch.')}.", remedy=remedy)
+
+
 def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> Tensor:
     """The last hidden states of a few tokens, the same in training and whatever comes after; else a `ModelError`.
 
@@ -228,6 +239,7 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
 
     with _tried(model):
         states = read()
+        _check_finite(model, states)
         if not apart_by(states[0, :-1], states[1, :-1]) <= tolerance(model):
             wrong = f"a {name} reads both ways: what it makes of a token depends on the tokens after it."
             raise ModelError(wrong, remedy=f"Take a decoder. {_SUGGESTION}")

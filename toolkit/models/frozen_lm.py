@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit.errors import ModelError
 from toolkit.models.base_checks import check_base
 from toolkit.models.decoding import decode
 
@@ -35,12 +36,17 @@ class FrozenLM(nn.Module):
         causal_lm.requires_grad_(False)
         ends = [getattr(of, "eos_token_id", None) for of in (causal_lm.config, causal_lm.generation_config)]
         stops = [x for end in ends if end is not None for x in (end if isinstance(end, list) else [end])]
+        rows = causal_lm.get_input_embeddings().weight.shape[0]
+        if odd := [end for end in stops if not _is_token(end, rows)]:
+            wrong = f"eos_token_id is {odd[0]} in its config.json or generation_config.json, and it has embeddings for "
+            raise ModelError(f"{wrong}0 to {rows - 1}: no response could end there.", remedy="Mend that file.")
         self.checkpoint_stops: tuple[int, ...] = tuple(dict.fromkeys(stops))
         """Tokens that end a response by the checkpoint's configuration, then by its `generation_config.json`."""
         # transformers fills what a caller leaves open from the checkpoint's own settings; a repetition penalty from
         # there would make the sampled distribution differ from the one that PPO trains. So only special tokens stay.
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
         tokens = {name: getattr(causal_lm.config, name, None) for name in special}
+        tokens = {name: x for name, x in tokens.items() if isinstance(x, list) or _is_token(x, rows)}  # not pad's -1
         causal_lm.generation_config = GenerationConfig(**tokens)
         self.model: PreTrainedModel | PeftModel = causal_lm
         self._base: tuple[PreTrainedModel] = (causal_lm,)  # in a tuple, so that it is not registered twice
@@ -134,6 +140,10 @@ class FrozenLM(nn.Module):
             yield
         finally:
             self.train(was_training)
+
+
+def _is_token(token: Any, rows: int) -> bool:
+    return isinstance(token, int) and 0 <= token < rows
 
 
 def _dtype(layer: Any) -> torch.dtype:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from transformers import (
 
 from toolkit.errors import ModelError, did_you_mean
 from toolkit.models.precision import AUTO, default_device, resolved
-from toolkit.models.pretrained import check_same_tokenizer, check_there, not_loaded
+from toolkit.models.pretrained import check_same_tokenizer, check_there, not_loaded, weights_outline
 
 Kind = Literal["causal_lm", "sequence_classifier"]
 _OWNERS = {"causal_lm": AutoModelForCausalLM, "sequence_classifier": AutoModelForSequenceClassification}
@@ -35,12 +36,13 @@ _FRESH = {"score", "classifier", "pre_classifier", "pooler"}
 _COMMON_SETTINGS = ("model_type", "num_labels", "rope_theta", "rope_scaling")
 # What transformers and torch raise of a configuration's values.
 _REFUSALS = (
-    TypeError, ValueError, LookupError, AttributeError, ImportError, ArithmeticError, RuntimeError,
+    TypeError, ValueError, LookupError, AttributeError, ImportError, ArithmeticError, AssertionError, RuntimeError,
     StrictDataclassError,
 )  # fmt: skip
 META = torch.device("meta")
 MOST_LAYERS = 1000
 """More than any model has: to build a billion would come to no end."""
+_LARGEST = 10**8  # size of any model, its vocabulary and positions included
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,16 @@ def load_with_report(
         try:
             # Random numbers are drawn on the CPU, so that they are the same wherever the model goes.
             with device if device.type == "meta" else nullcontext():
-                return owner.from_config(config, **arguments).to(device), False
+                model = owner.from_config(config, **arguments).to(device)
         except torch.OutOfMemoryError:
             raise
         except _REFUSALS as error:
-            raise _not_built(error, "" if spec.config is None else "config", spec.model) from error
+            raise _not_built(error, spec, config) from error
+        if spec.model is not None:
+            _check_complete(spec.model, _report_of_headers(model, spec.model), kind, trained=trained)
+        return model, False
     try:
-        with _no_table_of_missing_weights() if kind == "sequence_classifier" else nullcontext():
+        with _quiet("transformers.modeling_utils") if kind == "sequence_classifier" else nullcontext():
             model, report = owner.from_pretrained(
                 spec.model,
                 config=config,
@@ -112,20 +117,18 @@ def load_with_report(
                 revision=spec.revision,
                 use_safetensors=True,
                 device_map={"": device},
+                ignore_mismatched_sizes=True,  # reported, where it would be a RuntimeError
                 output_loading_info=True,
                 **arguments,
             )
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise not_loaded(spec.model, error) from error
-    fresh = set() if trained or kind == "causal_lm" else _FRESH
-    missing = [key for key in sorted(report["missing_keys"]) if not fresh & set(key.split("."))]
-    if missing:
-        raise ModelError(
-            f'"{spec.model}" has no weights for {", ".join(missing[:3])}{" and others" * (len(missing) > 3)}, where '
-            "the model would be random.",
-            field="model",
-            remedy="Download, convert or train it again.",
-        )
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise
+        wrong = f'"{spec.model}": transformers cannot put the model together from its weights: one is missing, or '
+        raise ModelError(f"{wrong}of another shape.", field="model", remedy="Download or convert it again.") from error
+    _check_complete(spec.model, report, kind, trained=trained)
     # In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks 4-bit weights for a kernel outside autograd, for good:
     # each later backward pass would leave out the base's part of the gradient, with nothing but a warning. One that is
     # only read may have the layout, which decodes about a quarter faster and is slower in whole forward passes.
@@ -133,6 +136,53 @@ def load_with_report(
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
     return model, not report["missing_keys"]
+
+
+def _check_complete(model: str, report: Mapping[str, Any], kind: Kind, *, trained: bool) -> None:
+    """That all weights of a model come from its checkpoint, by what transformers reports of loading it."""
+    fresh = set() if trained or kind == "causal_lm" else _FRESH
+    missing = [key for key in sorted(report["missing_keys"]) if not fresh & set(key.split("."))]
+    if missing:
+        raise ModelError(
+            f'"{model}" has no weights for {", ".join(missing[:3])}{" and others" * (len(missing) > 3)}, where '
+            "the model would be random.",
+            field="model",
+            remedy="Download, convert or train it again.",
+        )
+    if other := sorted((key, list(there), list(asked)) for key, there, asked in report["mismatched_keys"]):
+        key, there, asked = other[0]
+        wrong = f'"{model}" has weights of another shape than its configuration asks for: {key} is {there}, and '
+        wrong += f"{asked} is asked for{' (and others)' * (len(other) > 1)}."
+        remedy = "Mend its config.json, or download it again."
+        if _FRESH & set(key.split(".")):
+            remedy = "Name a checkpoint with as many outputs, or a language model, whose head is new."
+        raise ModelError(wrong, field="model", remedy=remedy)
+
+
+def _report_of_headers(model: PreTrainedModel, folder: str) -> Mapping[str, Any]:
+    """What loading a checkpoint's folder would report of its weights, by the headers of its files alone.
+
+    transformers loads names and shapes into a model on the meta device. Where it cannot, as with weights that are
+    quantised already, or files are missing, nothing is known.
+    """
+    unknown: Mapping[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    state = {} if quantised else weights_outline(Path(folder).expanduser())
+    if not state:
+        return unknown
+    try:
+        with _quiet("transformers"):
+            return type(model).from_pretrained(
+                None,
+                config=model.config,
+                state_dict=state,
+                dtype=model.dtype,
+                device_map={"": META},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )[1]
+    except Exception:  # of an architecture that wants numbers: the build will say
+        return unknown
 
 
 def model_config(
@@ -180,13 +230,32 @@ def _random_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
     try:
         return AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **config})
     except _REFUSALS as error:
-        raise _not_built(error, "config") from error
+        raise _not_built(error, ModelSpec(config=config), config) from error
 
 
-def _not_built(error: Exception, field: str, model: str | None = None) -> ModelError:
-    said = str(error).partition("Exception raised from")[0]  # torch goes on with the frames of its C++
-    whose = "" if model is None else f'"{model}": '
-    return ModelError(f"{whose}transformers cannot build this model: {' '.join(said.split())}", field=field)
+def _not_built(error: Exception, spec: ModelSpec, config: PreTrainedConfig | Mapping[str, Any]) -> ModelError:
+    """What to raise where a model cannot be built of its configuration, with the values there that no model has."""
+    if isinstance(config, PreTrainedConfig):
+        text = config.get_text_config()
+        values, size = text.to_diff_dict(), getattr(text, "vocab_size", None)
+    else:
+        values, size = config, None
+    numbers = {name: x for name, x in values.items() if isinstance(x, int) and not isinstance(x, bool)}
+    odd = {name: x for name, x in numbers.items() if x < (0 if name.endswith("_id") else 1)}
+    if isinstance(size, int):
+        odd |= {name: x for name, x in numbers.items() if name.endswith("_token_id") and x >= size}
+    large = {name: x for name, x in numbers.items() if x > _LARGEST}
+    said = " ".join(str(error).partition("Exception raised from")[0].split())  # torch goes on with frames of its C++
+    seen = ", ".join(f"{name}: {x}" for name, x in (large or odd).items())
+    if large:  # of which torch says how it stores numbers
+        said = f"no model has {seen}."
+    elif odd:
+        said += f" (its configuration has {seen})"
+    if spec.model is None:
+        remedy = "Lower it." if large else ""
+        return ModelError(f"transformers cannot build this model: {said}", field="config", remedy=remedy)
+    wrong = f'"{spec.model}": transformers cannot build this model: {said}'
+    return ModelError(wrong, field="model", remedy="Mend its config.json.")
 
 
 def _check_size(config: PreTrainedConfig, spec: ModelSpec) -> None:
@@ -221,9 +290,10 @@ def _check_classifier(config: PreTrainedConfig, spec: ModelSpec, tokenizer: PreT
 
 
 @contextmanager
-def _no_table_of_missing_weights() -> Iterator[None]:
-    """A language model has no score and its lm_head is not wanted: transformers would print a table of warnings."""
-    log = logging.getLogger("transformers.modeling_utils")
+def _quiet(name: str) -> Iterator[None]:
+    """transformers prints tables of weights that are missing or not wanted, as where a language model has no score; and
+    for the headers alone, layers that it has not divided among devices."""
+    log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.ERROR)
     try:

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -80,6 +82,9 @@ def not_loaded(model: str, error: Exception) -> ModelError:
     reason = " ".join(lines[:1] if isinstance(error, OSError) else lines)  # which goes on with how the hub is asked
     if type(error) in (AttributeError, TypeError):  # Python's words for what a file of JSON holds
         reason = "its config.json or tokenizer files have a value of a kind that it cannot be"
+    if isinstance(error, ArithmeticError):
+        much = "is too large" if isinstance(error, OverflowError) else "is 0 where it cannot be"
+        reason = f"its config.json has a number that {much}"
     if kind == "folder" and not path.exists():
         reason = "there is no such folder."
     elif path.is_file():
@@ -97,16 +102,35 @@ def not_loaded(model: str, error: Exception) -> ModelError:
     )
 
 
-def weight_file_problems(folder: Path) -> Iterator[str]:
-    """Weights that are missing or cut short, by their headers."""
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint's weights, by its index where it has one. Raises what an index that is damaged does."""
     index, names = folder / SAFE_WEIGHTS_INDEX_NAME, [SAFE_WEIGHTS_NAME]
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            yield f"{index} cannot be read ({error}). Download it again."
-            return
-    for path in (folder / name for name in names):
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [folder / name for name in names]
+
+
+def weights_outline(folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint's folder by name, on the meta device; none where a file is missing or damaged."""
+    state: dict[str, Tensor] = {}
+    try:
+        for path in _weight_files(folder):
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                state |= {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in names}
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+    return state
+
+
+def weight_file_problems(folder: Path) -> Iterator[str]:
+    """Weights that are missing or cut short, by their headers."""
+    try:
+        paths = _weight_files(folder)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"{folder / SAFE_WEIGHTS_INDEX_NAME} cannot be read ({error}). Download it again."
+        return
+    for path in paths:
         if not path.is_file():
             yield f"{path} is missing: weights are read from safetensors alone. Download or convert the checkpoint."
             continue

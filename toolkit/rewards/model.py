@@ -173,6 +173,7 @@ class ModelScorer(TextScorer):
         problems += problems_of(self._tokenizer, context.tokenizer)
         if Path(self.model).is_dir():
             problems += [Problem(wrong, "model") for wrong in models.weight_file_problems(Path(self.model))]
+            problems = problems or problems_of(self._loaded, models.META)
         columns = context.prompt_columns()
         if columns is not None:
             problems += problems_of(self.column_of, columns, chats=context.chats)
@@ -187,8 +188,10 @@ class ModelScorer(TextScorer):
     def load(self, device: torch.device | None = None) -> RewardModel:
         """The reward model, with its weights. For errors see `RewardModel.load`."""
         tokenizer = self._tokenizer()
-        model = models.load_model(self._spec, "sequence_classifier", trained=True, device=device)
-        return RewardModel(model, tokenizer, **self._text_settings)
+        return RewardModel(self._loaded(device), tokenizer, **self._text_settings)
+
+    def _loaded(self, device: torch.device | None) -> PreTrainedModel:
+        return models.load_model(self._spec, "sequence_classifier", trained=True, device=device)
 
     def outlines(self) -> Iterator[PreTrainedModel]:
         if self.model is not None:

@@ -13,7 +13,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, files_in, is_plain, prune, read_object, write_whole, writing
+from toolkit.disk import (
+    MANIFEST,
+    RESULT_FILE,
+    files_in,
+    is_plain,
+    prune,
+    read_object,
+    unfinished_in,
+    write_whole,
+    writing,
+)
 from toolkit.errors import ToolkitError
 from toolkit.runs.owned import RECIPE_FILE, WEIGHTS, delete, written
 
@@ -90,7 +100,8 @@ def settle(run: Path) -> bool:
     with writing(run):
         _carry_out(run)
         _forget(run / _DELETED)
-        (run / f"{_MOVES}{ASIDE}").unlink(missing_ok=True)
+        for path in unfinished_in(run):
+            path.unlink()
         state = _moves_in(run / REPLACED)
         if state is not None:
             folder = run / str(state["wanted"])

@@ -26,7 +26,7 @@ from toolkit.spec.sections import BaseSection
 from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
 from toolkit.trainers.self_checks import check_tokenizer
 
-_TRAINED_BY = {"policy": "ppo", "value": "ppo", "reward": "reward", "q": "q"}
+_TRAINED_BY = {"policy": ("ppo", "sft"), "value": ("ppo",), "reward": ("reward",), "q": ("q",)}
 _SHOWN_ROLES = ("policy", "reward", "judge", "value", "q", "q_target", "reference")  # in the order of the report
 
 
@@ -141,7 +141,9 @@ class RolesCheck:
                 self.findings.note(Problem(problem, f"{section}.model"))
 
     def _role_facts(self, roles: SharedBase) -> Iterator[RoleFacts]:
+        stages = {plan.stage for plan in self.plans}
         for role in sorted(self.starts.keys() & set(roles.roles), key=_SHOWN_ROLES.index):
+            trained_by = next((stage for stage in _TRAINED_BY.get(role, ()) if stage in stages), None)
             if role == "reference":
                 yield RoleFacts(role, self.starts[role])
                 continue
@@ -159,7 +161,7 @@ class RolesCheck:
                 adapter,
                 head,
                 ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
-                None if saved else _TRAINED_BY.get(role),
+                None if saved else trained_by,
             )
 
     def _classifier_facts(self, model: Any) -> RoleFacts:

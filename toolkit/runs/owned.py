@@ -11,11 +11,12 @@ from toolkit.disk import (
     RESULT_FILE,
     check_file,
     files_in,
-    is_plain,
+    is_unfinished,
     prune,
     read_object,
     seal,
     sealed_files,
+    unfinished_in,
     writing,
     written_in,
 )
@@ -26,8 +27,8 @@ RECIPE_FILE = "recipe.yaml"
 # What a stage or an evaluation writes into its folder, and the folders for weights in it with what is in them.
 _FILES = {
     RESULT_FILE, MANIFEST, "before.json", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "rows.jsonl",
-    "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "report.html", "README.md",
-    "warnings.jsonl", "not_finite.jsonl", "not_finite.safetensors",
+    "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "responses.jsonl.partial", "report.html",
+    "README.md", "warnings.jsonl", "not_finite.jsonl", "not_finite.safetensors",
 }  # fmt: skip
 WEIGHTS = {"policy", "value", "reward", "q", "q_target", "model"}
 _SUFFIXES = {".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ASIDE}
@@ -35,12 +36,12 @@ _SUFFIXES = {".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ASID
 
 def _is_written(name: Path, listed: Collection[str]) -> bool:
     """Whether a file of a stage's folder, by its name there, is one that the toolkit writes."""
-    top = name.parts[0].removesuffix(ASIDE)
+    top = name.parts[0]
     if len(name.parts) == 1:
         return top in _FILES
     if listed and top in WEIGHTS:  # a finished stage: what it has written is listed
         return name.as_posix() in listed
-    unfinished = name.parts[0].startswith(CHECKPOINT) and name.parts[0].endswith(ASIDE)
+    unfinished = top.startswith(CHECKPOINT) and top.endswith(ASIDE)
     return (top in WEIGHTS or unfinished) and name.suffix in _SUFFIXES
 
 
@@ -48,11 +49,12 @@ def written(folder: Path) -> list[Path]:
     """Files in a stage's folder that the toolkit wrote: none where no manifest says that it writes there."""
     listed = sealed_files(folder)
     if listed is None:  # but for what a kill has left of the manifest itself
-        return [path for path in (folder / f"{MANIFEST}{ASIDE}",) if is_plain(path) and not folder.is_symlink()]
-    names = {path: path.relative_to(folder) for path in files_in(folder)}
+        return [] if folder.is_symlink() else unfinished_in(folder)
+    left = [path for path in files_in(folder) if is_unfinished(path)]
+    names = {path: path.relative_to(folder) for path in files_in(folder) if path not in left}
     others = _others(folder)
     ours = [path for path, name in names.items() if _is_written(name, listed) and name.as_posix() not in others]
-    return ours + _of_checkpoints(folder)
+    return ours + left + _of_checkpoints(folder)
 
 
 def _of_checkpoints(folder: Path) -> list[Path]:
@@ -75,7 +77,7 @@ def refuse_others(folder: Path, *, adopt: bool = False) -> None:
     links = [folder.parent, folder.parent / RECIPE_FILE, folder]
     for place, folders, names in os.walk(folder) if not folder.is_symlink() else ():
         inner = [Path(place, name) for name in (*folders, *names)]
-        links += [path for path in inner if path.relative_to(folder).parts[0].removesuffix(ASIDE) in _FILES | WEIGHTS]
+        links += [path for path in inner if path.relative_to(folder).parts[0] in _FILES | WEIGHTS]
     for path in links:
         refuse_link(path)
     theirs = _unclaimed(folder)

@@ -29,6 +29,8 @@ def run_stage(command: list[str], stage: str, needed_by: str) -> None:
     (code,) = _ended([subprocess.Popen(command, env=processes.environment())])
     if code - 128 in (signal.SIGINT, signal.SIGTERM):
         raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped and is saved.', code - 128)
+    if -code in (signal.SIGINT, signal.SIGTERM):  # at its start or its end, where nothing meets them
+        raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped.', -code)
     if code < 0:
         raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, was killed by {_signal(code)}.')
     if code:
@@ -40,6 +42,7 @@ def run_in_processes(command: list[str], number: int) -> int:
 
     Raises:
         ToolkitError: this machine has no use for so many, or one was killed; the others have been ended.
+        RunInterrupted: Ctrl-C came at their start or their end, where nothing meets it.
     """
     cores = os.cpu_count() or 1
     if number > max(_ANYWHERE, cores):
@@ -53,6 +56,8 @@ def run_in_processes(command: list[str], number: int) -> int:
         environment = shared | dict(os.environ) | {name: str(value) for name, value in of_rank.items()}
         children.append(subprocess.Popen(command, env=environment))
     codes = _ended(children)
+    if -signal.SIGINT in codes:
+        raise RunInterrupted(f"{number} processes were stopped.", signal.SIGINT)
     killed = [(rank, code) for rank, code in enumerate(codes) if code < 0]
     if killed:
         rank, code = killed[0]

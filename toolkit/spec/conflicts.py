@@ -63,6 +63,9 @@ def _without_effect(values: Values, stages: Mapping[str, StagePlan]) -> Iterator
         yield Problem("would have no effect: there is no section ppo or q.", "judge")
     if at(values, "start.judge") is not None and not any(plan.reads_key("start.judge") for plan in stages.values()):
         yield Problem("would have no effect: no judge reads an adapter.", "start.judge", "Add judge.kind=adapter.")
+    for key in ("start.policy", "start.reward"):
+        if at(values, key) is not None and not any(plan.reads_key(key) for plan in stages.values()):
+            yield Problem("would have no effect: no stage begins with it.", key, "Remove it.")
     for key in _OF_VALUE if "ppo" in stages else ():
         if at(values, key) is not None and not stages["ppo"].reads_key(key):
             why = "the head starts as start.value says"

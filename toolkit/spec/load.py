@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml.representer import RepresenterError
 
+from toolkit.data import TASKS
 from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
 from toolkit.errors import Problem, RecipeError
 from toolkit.rewards.function import beside
@@ -182,11 +183,17 @@ def _with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Probl
 
 
 def _without_the_replaced(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The recipe without what it says of a hub id in whose place an override names a file or folder."""
+    """The recipe without what it says of a task, or of a hub id, in whose place an override names another task, or a
+    file or folder."""
     given = {override.partition("=")[0] for override in overrides}
     for section in DATA_SECTIONS:
         data = values.get(section)
-        if f"{section}.train" not in given or not isinstance(data, dict):
+        if not isinstance(data, dict):
+            continue
+        if f"{section}.task" in given and (task := TASKS.get(str(data.get("task")))) is not None:
+            others = data.keys() - {"task", *owner_fields(task)}
+            data = values[section] = {k: v for k, v in data.items() if k not in others or f"{section}.{k}" in given}
+        if f"{section}.train" not in given:
             continue
         if not any(is_hub_id(str(name)) for key in ("train", "validation") for name in names_of(data.get(key))):
             for key in HUB_SETTINGS:

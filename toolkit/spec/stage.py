@@ -32,6 +32,8 @@ OF_NO_RECIPE = {
     "resume_from_checkpoint": Problem("to resume is no part of a recipe.", remedy="Give $resume."),
     "hub_token": Problem("it is a secret, and the recipe is saved with the run.", remedy="Log in with hf auth login."),
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), Problem("it has no effect: a stage trains and measures.")),
+    "local_rank": Problem("it has no effect: processes are numbered by torchrun's variables."),
+    "restore_callback_states_from_checkpoint": Problem("it has no effect: a run that goes on restores them."),
 }
 
 # Fields of TRL's PPOConfig that our loop reads, but for those that ours declares: TRL's own, and transformers'.
@@ -106,7 +108,10 @@ _OF_THE_TOKENIZER = dict.fromkeys(
     ("pad_token", "eos_token", "chat_template_path"), "the tokenizer is that of the base in every stage"
 )
 WITHOUT_EFFECT = {
-    "sft": _OF_THE_TOKENIZER,
+    "sft": {
+        **_OF_THE_TOKENIZER,
+        "dataset_kwargs": "rows come tokenised, and its skip_prepare_dataset would skip max_length and packing alone",
+    },
     "reward": _OF_THE_TOKENIZER,
     "ppo": {
         name: _INSTEAD.get(name, "the toolkit's PPO loop does not read it")

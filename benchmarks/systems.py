@@ -1,0 +1,223 @@
+"""Other systems' settings, and Q-learning and cloning, on instructions that a program checks:
+
+    python -m benchmarks.systems base.model=/path/to/SmolLM2-135M-Instruct
+
+All begin where the sft stage of `smollm2_135m_instructions` ends. PPO is run with the recipe's settings and with those
+of other recipes; Q-learning, and cloning of what kept all rules, learn from as many responses of that beginning,
+sampled once. Stages that are finished are not repeated. Writes `benchmarks/results/DATE_systems.json`,
+`docs/figures/systems.svg` and the table in `docs/demonstrations.md`.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from matplotlib.figure import Figure
+
+from benchmarks.demonstrations import PAGE, measured, run_stage, share, untrained
+from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, newest, write_result
+from toolkit import recipes
+from toolkit.data.instructions import COMPOSITIONS
+from toolkit.recipes import Recipe
+from toolkit.reports import read_jsonl
+
+RECIPE = "smollm2_135m_instructions"
+UPDATES = {"actor_critic_lora": (25, 64), "llama3_8b_lora": (300, 2), "llama3_8b_lora_fast": (50, 32)}
+"""By recipe: updates, and the responses of each. The second's are so small that fewer take as long."""
+SAMPLES = 1600
+"""Responses of the recipe's own PPO, and those that Q-learning and cloning learn from."""
+OF_THE_TASK = (
+    *("response_length", "temperature", "missing_eos_penalty", "per_device_eval_batch_size", "eval_do_sample"),
+    *("logging_steps", "save_strategy", "save_steps", "save_total_limit", "gradient_checkpointing"),
+)
+"""What of section `ppo` is the task's or the machine's: the recipe's own in every run."""
+LOGGED = {"max_prompts": 400, "samples_per_prompt": 4, "batch_size": 32}
+Q = {"max_steps": 200, "lowest_return": 0.0, "highest_return": 1.0, "gamma": 1.0, "decoding_temperature": 0.1}
+"""What the task asks of Q-learning: one reward from 0 to 1 at the end. All else is `smollm2_135m_q`'s."""
+LABELS = {
+    RECIPE: "PPO, as the recipe says",
+    "actor_critic_lora": "PPO, `actor_critic_lora`",
+    "llama3_8b_lora": "PPO, `llama3_8b_lora`",
+    "llama3_8b_lora_fast": "PPO, `llama3_8b_lora_fast`",
+    "q": "Q-learning",
+    "cloning": "cloning of what kept all rules",
+}
+
+
+def without_stages(begun: Recipe, **sections: Any) -> dict[str, Any]:
+    """The recipe with other sections in place of its stages."""
+    return {key: value for key, value in begun.values.items() if key not in ("sft", "ppo", "value_head")} | sections
+
+
+def _after_sft(begun: Recipe) -> dict[str, str]:
+    return {"policy": str(begun.stage_folder("sft") / "policy")}
+
+
+def with_ppo_of(name: str, begun: Recipe) -> dict[str, Any]:
+    """PPO with another recipe's settings, and its value role."""
+    theirs, adapters = recipes.load(name).values, dict(begun.values["adapters"])
+    if "value" in theirs["adapters"]:
+        adapters["value"] = theirs["adapters"]["value"]
+    ppo = theirs["ppo"] | {key: begun.values["ppo"][key] for key in OF_THE_TASK} | {"max_steps": UPDATES[name][0]}
+    head = {"value_head": theirs["value_head"]} if "value_head" in theirs else {}
+    return without_stages(begun, start=_after_sft(begun), adapters=adapters, ppo=ppo, **head)
+
+
+def with_q(begun: Recipe) -> dict[str, Any]:
+    """Q-learning from responses that are sampled where PPO starts."""
+    theirs, ppo = recipes.load("smollm2_135m_q").values, begun.values["ppo"]
+    of_task = {"response_length": ppo["response_length"]}
+    collect = LOGGED | of_task | {"temperature": ppo["temperature"]}
+    evaluated = {"per_device_eval_batch_size": ppo["per_device_eval_batch_size"]}
+    adapters = {**begun.values["adapters"], "q": theirs["adapters"]["q"]}
+    q = theirs["q"] | Q | of_task | evaluated
+    return without_stages(begun, start=_after_sft(begun), adapters=adapters, collect=collect, q=q)
+
+
+def with_cloning(begun: Recipe, collected: Path, kept: Path) -> dict[str, Any]:
+    """The sft stage with those of the collected responses that kept all their rules, in place of its demonstrations.
+
+    Args:
+        begun: the recipe.
+        collected: `responses.jsonl` of a stage collect.
+        kept: where the demonstrations go.
+    """
+    rows = [
+        {"prompt": row["prompt"], "completion": row["response"]}
+        for row in read_jsonl(collected)
+        if row["ended"] and row["rewards"][-1] == 1.0
+    ]
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = {"task": "demonstrations", "train": str(kept), "validation_size": 32, "chat": False}
+    return without_stages(begun, sft_data=data, sft=begun.values["sft"])
+
+
+def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
+    """All stages, and the result's path."""
+    runs = runs.resolve()
+    runs.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, Any]] = {name: {} for name in LABELS}
+    for seed in seeds:
+        name, settings = f"{RECIPE}-{seed}", (f"seed={seed}", *overrides)
+        for stage in ("sft", "ppo"):
+            run_stage(stage, RECIPE, name, runs, *settings)
+        begun = recipes.load(RECIPE, *settings, run=name, runs_dir=runs)
+        found[RECIPE][str(seed)] = measured(begun.stage_folder("ppo"))
+        for theirs in UPDATES:
+            found[theirs][str(seed)] = measured(_run("ppo", theirs, with_ppo_of(theirs, begun), runs, seed))
+        q = _run("q", "q", with_q(begun), runs, seed)
+        found["q"][str(seed)] = measured(q)
+        cloning = with_cloning(begun, q.parent / "collect" / "responses.jsonl", runs / f"kept-{seed}.jsonl")
+        cloned = _run("sft", "cloning", cloning, runs, seed) / "policy"
+        with tempfile.TemporaryDirectory() as folder:
+            evaluation = untrained(begun, folder, policy=str(cloned)).evaluate_rollout(begun.task.prompts("test"))
+        figures = {key: value for key, value in evaluation.metrics.items() if key != "kl"}  # to itself
+        found["cloning"][str(seed)] = {"after": figures, "kept": len(read_jsonl(runs / f"kept-{seed}.jsonl"))}
+    prompts = len(begun.task.prompts("test"))
+    return write_result(new_result("systems", arms=found, prompts=prompts), RESULTS)
+
+
+def _run(stage: str, name: str, values: Mapping[str, Any], runs: Path, seed: int) -> Path:
+    path = runs / f"systems-{name}-{seed}.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    run_stage(stage, path, f"systems-{name}-{seed}", runs)
+    return runs / f"systems-{name}-{seed}" / stage
+
+
+# ---------------------------------------------------------------------- figure and table
+
+
+_WINDOW = 160  # responses that a point of the curve is the mean of
+
+
+def _responses(name: str) -> int:
+    """How many an arm has learned from."""
+    updates, each = UPDATES.get(name, (1, SAMPLES))
+    return updates * each
+
+
+def _curve(name: str, points: Sequence[Sequence[float]]) -> Iterator[tuple[float, float]]:
+    """Responses so far, and the mean score of the last `_WINDOW` of them; every update had as many."""
+    scores = [score for _, score in points]
+    each = _responses(name) / len(scores)
+    window = max(1, round(_WINDOW / each))
+    for end in range(window, len(scores) + 1, window):
+        yield end * each, sum(scores[end - window : end]) / window
+
+
+def _figure(arms: Mapping[str, Any]) -> Figure:
+    """The score of the rollouts by responses, and where each ends against KL beside the best of N."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    rollouts, ends = figure.subplots(1, 2)
+    for colour, (name, label) in enumerate(LABELS.items()):
+        for i, one in enumerate(arms[name].values()):
+            style = {"color": f"C{colour}", "label": None if i else label.replace("`", "")}
+            if name in (RECIPE, *UPDATES):
+                rollouts.plot(*zip(*_curve(name, one["score"]), strict=True), lw=1.2, marker=".", **style)
+            if "kl" in one["after"]:
+                ends.plot(one["after"]["kl"], one["after"]["score"], linestyle="", marker="o", **style)
+    instructions = newest("demonstration_instructions")
+    if instructions is not None:
+        best = next(one["best_of"] for one in instructions["arms"]["recipe"].values() if "best_of" in one)
+        ends.plot([kl for _, kl, _ in best], [score for *_, score in best], "k:", label="the best of 1 to 16")
+    rollouts.set_xlabel("responses", fontsize=9)
+    rollouts.set_title("score of the rollouts", fontsize=10)
+    ends.set_xlabel("KL a response", fontsize=9)
+    ends.set_title("held out: score", fontsize=10)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    figure.legend(*ends.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+_COLUMNS = {"satisfied": "all rules kept", "satisfied_unseen": "pairs never trained", "score": "score"}
+_COLUMNS |= {"kl": "KL a response", "length": "tokens"}
+
+
+def _table(arms: Mapping[str, Any], prompts: int) -> str:
+    def cell(ends: Sequence[Mapping[str, float]], key: str) -> str:
+        if key not in ends[0]:
+            return ""
+        values = [end[key] for end in ends]
+        if key.startswith("satisfied"):
+            return share(values, [prompts if key == "satisfied" else prompts // len(COMPOSITIONS)] * len(values))
+        return f"{sum(values) / len(values):.3f}"
+
+    lines = {("where all begin", ""): [one["before"] for one in arms[RECIPE].values()]}
+    lines |= {
+        (label, f"{_responses(name):,}"): [one["after"] for one in arms[name].values()]
+        for name, label in LABELS.items()
+    }
+    rows = [[*begins, *(cell(ends, key) for key in _COLUMNS)] for begins, ends in lines.items()]
+    return (
+        markdown(["", "responses", *_COLUMNS.values()], rows) + f"\n\n{len(arms[RECIPE])} seed(s) of {prompts} prompts"
+    )
+
+
+def show(path: Path) -> None:
+    """Draw the figure of a result and put its table into the page."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    (DOCS / "figures").mkdir(exist_ok=True)
+    _figure(result["arms"]).savefig(DOCS / "figures" / "systems.svg", metadata={"Date": None})
+    machine = result["machine"]
+    where = f"{machine['processor']}, {machine['threads']} thread(s), {result['date'][:10]}."
+    text = f"{_table(result['arms'], result['prompts'])}; {where}"
+    page = fill(PAGE.read_text(encoding="utf-8"), "systems: made by benchmarks.systems", "end of systems", text)
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def main(
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for the recipe")] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demonstrations"),
+    seed: Annotated[list[int] | None, typer.Option(help="0 if none is given; may be given several times.")] = None,
+) -> None:
+    """Run what is not finished yet, draw the figure and fill the table."""
+    show(run(runs_dir, overrides or (), seed or (0,)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

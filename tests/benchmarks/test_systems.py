@@ -1,0 +1,66 @@
+"""Other systems on instructions: each is a recipe, and what is measured is what the page says."""
+
+import json
+
+import pytest
+
+from benchmarks import systems
+from benchmarks.systems import LABELS, RECIPE, SAMPLES, UPDATES
+from toolkit import recipes
+from toolkit.spec.validate import check_recipe
+
+
+@pytest.fixture(scope="module")
+def begun():
+    return recipes.load(RECIPE, runs_dir="nowhere")
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_ppo_has_the_settings_of_the_other_recipe_and_the_batches_that_are_said(begun, name):
+    values = systems.with_ppo_of(name, begun)
+    assert check_recipe(values) == []
+    ppo, theirs = values["ppo"], recipes.load(name).values["ppo"]
+    for key in ("learning_rate", "num_mini_batches", "value", "value_pooling", "kl_coef", "old_policy_kl_coef"):
+        assert ppo.get(key) == theirs.get(key)
+    assert ppo["temperature"] == begun.values["ppo"]["temperature"] != theirs["temperature"]
+    batch = ppo["per_device_train_batch_size"] * ppo["gradient_accumulation_steps"] * ppo.get("rollouts_per_update", 1)
+    assert (ppo["max_steps"], batch) == UPDATES[name]
+
+
+def test_q_learning_and_cloning_learn_from_the_same_responses(begun, tmp_path):
+    values = systems.with_q(begun)
+    assert check_recipe(values) == []
+    assert values["collect"]["max_prompts"] * values["collect"]["samples_per_prompt"] == SAMPLES
+    collected, kept = tmp_path / "responses.jsonl", tmp_path / "kept.jsonl"
+    rows = [("a", [None, 1.0], True), ("b", [None, 0.75], True), ("c", [1.0], False), ("d", [None, None, 1.0], True)]
+    lines = [{"prompt": "p", "response": r, "rewards": given, "ended": ended} for r, given, ended in rows]
+    collected.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = systems.with_cloning(begun, collected, kept)
+    assert check_recipe(values) == []
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == [
+        {"prompt": "p", "completion": "a"},
+        {"prompt": "p", "completion": "d"},
+    ]
+
+
+def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
+    end = {"score": 0.5, "kl": 2.0, "length": 20.0, "satisfied": 0.5, "satisfied_unseen": 0.2}
+    logged = [[update, float(update > 25)] for update in range(1, 51)]
+    arms = {name: {"0": {"before": end, "after": end, "score": logged}} for name in LABELS}
+    arms["cloning"] = {"0": {"after": {key: value for key, value in end.items() if key != "kl"}, "kept": 7}}
+    result = {"arms": arms, "prompts": 30, "date": "2026-01-01", "machine": {"processor": "a chip", "threads": 1}}
+    (tmp_path / "systems.json").write_text(json.dumps(result))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- systems: made by benchmarks.systems -->\n<!-- end of systems -->\n")
+    monkeypatch.setattr(systems, "DOCS", tmp_path)
+    monkeypatch.setattr(systems, "PAGE", page)
+    systems.show(tmp_path / "systems.json")
+    text = page.read_text()
+    # 15 of 30 and 2 of 10: Wilson's intervals, by hand (n + z² = 33.8416 and 13.8416)
+    assert "| where all begin |  | 0.500 (0.332–0.668) | 0.200 (0.057–0.510) | 0.500 | 2.000 | 20.000 |" in text
+    assert (
+        "| cloning of what kept all rules | 1,600 | 0.500 (0.332–0.668) | 0.200 (0.057–0.510) | 0.500 |  | 20.000 |"
+        in text
+    )
+    assert "</svg>" in (tmp_path / "figures" / "systems.svg").read_text()
+    assert list(systems._curve(RECIPE, logged)) == [(160 * n, mean) for n, mean in enumerate([0] * 5 + [1] * 5, 1)]

@@ -1,0 +1,43 @@
+import os
+
+import pytest
+
+from toolkit import disk
+from toolkit.disk import unfinished_in, write_whole
+
+
+def test_what_is_written_whole_touches_no_file_beside_it(tmp_path):
+    (tmp_path / "page.html.partial").write_text("mine")
+    assert write_whole(tmp_path / "page.html", "é\n") == tmp_path / "page.html"
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == {
+        "page.html.partial": "mine",
+        "page.html": "é\n",
+    }
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert (tmp_path / "page.html").stat().st_mode == plain.stat().st_mode  # others may read it as any new file
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(error, tmp_path, monkeypatch):
+    (tmp_path / "page.html").write_text("old")
+
+    def fails(path):
+        raise error
+
+    monkeypatch.setattr(disk, "sync", fails)
+    with pytest.raises(type(error)):
+        write_whole(tmp_path / "page.html", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert (tmp_path / "page.html").read_text() == "old"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_a_kill_leaves_of_a_write_is_known(tmp_path, monkeypatch):
+    (tmp_path / ".toolkit-notes.partial").write_text("mine")
+    monkeypatch.setattr(disk, "sync", lambda path: os._exit(0))
+    if (child := os.fork()) == 0:
+        write_whole(tmp_path / "page.html", "new")
+    os.waitpid(child, 0)
+    (left,) = unfinished_in(tmp_path)
+    assert left.read_text() == "new" and left.name != ".toolkit-notes.partial"
