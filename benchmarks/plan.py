@@ -4,31 +4,37 @@
 
 Small Llamas with random weights: vocabulary, batch, length, checkpointing, precision and the value role vary. Each is
 planned without a weight, then built and trained for two updates, the second under torch's profiler, which records every
-allocation. What is compared is the most that is live in a phase: weights, optimizer and all. `--page docs/plan.md`
-writes the table into a page.
+allocation; so are a step of sft and one of the reward stage. What is compared is the most that is live in a phase:
+weights, optimizer and all. `--page docs/plan.md` writes the tables into a page.
 """
 
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
+from trl import SFTConfig
 
 from benchmarks.contenders import Job, add_roles, our_loop, ppo_config
 from benchmarks.gpu import random_work
-from benchmarks.planned import planned
+from benchmarks.planned import planned, static_bytes, without_numbers
 from benchmarks.random_llama import TINY, id_tokenizer, random_llama
 from benchmarks.records import fill, markdown
 from benchmarks.work import Size, given_responses
-from toolkit.costs import Lengths, weight_bytes_of
+from toolkit.costs import Lengths, counted_step, weight_bytes_of
+from toolkit.data import Kind
 from toolkit.models import SharedBase
+from toolkit.trainers.reward import RewardConfig, reward_trainer
+from toolkit.trainers.sft import sft_trainer
 
 PHASES = ("rollout", "score", "step")
 _OF_PHASE = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "step", "update": "step"}
@@ -67,6 +73,24 @@ class Case:
         settings |= {"local_rollout_forward_batch_size": self.micro_batch, "bf16": self.weights != "float32"}
         return job, ppo_config(job, **settings)
 
+    def stage(self, kind: Kind, folder: Path) -> Any:
+        """The configuration of a stage with as many rows of that length in a step."""
+        settings: dict[str, Any] = {"output_dir": str(folder), "report_to": "none", "use_cpu": True, "max_length": None}
+        settings |= {"gradient_checkpointing": self.checkpointing, "bf16": self.weights != "float32"}
+        settings |= {"per_device_train_batch_size": self.micro_batch}
+        if kind == "pairs":
+            return RewardConfig(**settings)
+        return SFTConfig(**settings, dataset_kwargs={"skip_prepare_dataset": True})
+
+    def roles(self) -> SharedBase:
+        """A real one, with random weights."""
+        torch.manual_seed(0)
+        if self.weights == "nf4":
+            return add_roles(SharedBase(random_llama(self.llama, torch.device("cpu"))), self.value)
+        dtype = torch.float32 if self.weights == "float32" else torch.bfloat16
+        base = AutoModelForCausalLM.from_config(LlamaConfig(**self.llama), dtype=dtype).requires_grad_(False)
+        return add_roles(SharedBase(base), self.value)
+
     def __str__(self) -> str:
         tokens = f"{self.rollouts} × {self.prompt}+{self.response}, micro-batch {self.micro_batch}"
         extra = [f"value {self.value}", *(["checkpointing"] if self.checkpointing else [])]
@@ -101,26 +125,63 @@ def predicted(case: Case) -> dict[str, int]:
 
 def measured(case: Case) -> dict[str, int]:
     """The same of a real update, by the allocator's own count."""
-    cpu = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as inside:
         job, args = case.job(Path(folder))
-        torch.manual_seed(0)
-        if case.weights == "nf4":
-            base = random_llama(case.llama, cpu)
-        else:
-            dtype = torch.float32 if case.weights == "float32" else torch.bfloat16
-            base = AutoModelForCausalLM.from_config(LlamaConfig(**case.llama), dtype=dtype).requires_grad_(False)
-        roles = add_roles(SharedBase(base), case.value)
+        roles = case.roles()
         trainer = our_loop(job, roles, args).trainer
         batch = trainer.data_collator([{"input_ids": ids} for ids in job.work.prompt_ids])
         inside.enter_context(given_responses(roles.causal_lm, job.work))
         trainer.step(batch, first := trainer.generate(batch), trainer.score(batch, first))
-        state = [t for held in trainer.optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor)]
-        static = weight_bytes_of(roles) + sum(t.nbytes for t in state if t.numel() > 1)
+        static = _static(trainer)
         responses, rollout = _peak(lambda: trainer.generate(batch))
         scores, score = _peak(lambda: trainer.score(batch, responses))
         _, step = _peak(lambda: trainer.step(batch, responses, scores))
     return {"static": static, "rollout": static + rollout, "score": static + score, "step": static + step}
+
+
+STAGES: dict[str, Kind] = {"sft": "demonstrations", "reward": "pairs"}
+
+
+def steps_predicted(case: Case) -> dict[str, int]:
+    """Bytes that are live at the most in a step of sft, and of the reward stage, without a weight."""
+    found = {}
+    for stage, kind in STAGES.items():
+        roles = without_numbers(case.llama, value=case.value, weights=case.weights)
+        with tempfile.TemporaryDirectory() as folder:
+            args = case.stage(kind, Path(folder))
+            step = counted_step(kind, roles, args, case.prompt + case.response)
+        found[stage] = static_bytes(roles, args) + step.costs.peak
+    return found
+
+
+def steps_measured(case: Case) -> dict[str, int]:
+    """The same of a real step, the second."""
+    found, ids = {}, [1] * (case.prompt + case.response)
+    for stage, kind in STAGES.items():
+        roles, sft = case.roles(), stage == "sft"
+        rows = [
+            {"input_ids": ids, "labels": ids} if sft else {"chosen_ids": ids, "rejected_ids": ids}
+        ] * case.micro_batch
+        with tempfile.TemporaryDirectory() as folder, roles.role("policy") if sft else nullcontext():
+            given = case.stage(kind, Path(folder)), id_tokenizer(case.llama), roles, Dataset.from_list(rows)
+            trainer: Any = (sft_trainer if sft else reward_trainer)(*given)
+            trainer.create_optimizer_and_scheduler(2)
+            trainer.current_gradient_accumulation_steps = 1
+            if case.checkpointing:
+                roles.gradient_checkpointing_enable()
+            batch = trainer.data_collator(rows)
+            trainer.training_step(trainer.model, dict(batch))
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            _, peak = _peak(partial(trainer.training_step, trainer.model, dict(batch)))
+            found[stage] = _static(trainer) + peak
+    return found
+
+
+def _static(trainer: Any) -> int:
+    """Bytes of the weights and of the optimizer's state."""
+    state = [t for held in trainer.optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor)]
+    return weight_bytes_of(trainer.roles) + sum(t.nbytes for t in state if t.numel() > 1)
 
 
 def _peak(work: Callable[[], Any]) -> tuple[Any, int]:
@@ -136,40 +197,46 @@ def _peak(work: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def errors(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, float]:
-    """By how much of the measured bytes a prediction is over, of each phase."""
-    return {phase: ours[phase] / theirs[phase] - 1 for phase in PHASES}
+    """By how much of the measured bytes a prediction is over, of each phase that was measured."""
+    return {phase: ours[phase] / theirs[phase] - 1 for phase in theirs if phase != "static"}
 
 
-_COLUMNS = (
-    "case",
-    *(f"{phase}: planned MB" for phase in PHASES),
-    *(f"{phase}: measured MB" for phase in PHASES),
-    "off",
-)
+def columns(phases: Sequence[str]) -> list[str]:
+    """The table's first line."""
+    return ["case", *(f"{phase}: {how} MB" for how in ("planned", "measured") for phase in phases), "off"]
 
 
 def row(case: Case, ours: Mapping[str, int], theirs: Mapping[str, int]) -> list[str]:
     """A row of the table; the last cell is the largest error."""
-    off = max(errors(ours, theirs).values(), key=abs)
-    cells = [f"{found[phase] / 1e6:.2f}" for found in (ours, theirs) for phase in PHASES]
-    return [str(case), *cells, f"{off:+.1%}"]
+    off = errors(ours, theirs)
+    cells = [f"{found[phase] / 1e6:.2f}" for found in (ours, theirs) for phase in off]
+    return [str(case), *cells, f"{max(off.values(), key=abs):+.1%}"]
+
+
+# What is compared, by the name of its table on the page.
+TABLES: dict[str, tuple[Sequence[str], Sequence[Case], Callable[[Case], Any], Callable[[Case], Any]]] = {
+    "plan results": (PHASES, CASES, predicted, measured),
+    "plan of stages": (tuple(STAGES), CASES[:6], steps_predicted, steps_measured),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page", type=Path, help="page between whose markers the table goes")
+    parser.add_argument("--page", type=Path, help="page between whose markers the tables go")
     args = parser.parse_args()
-    rows, worst = [], 0.0
-    for case in CASES:
-        ours, theirs = predicted(case), measured(case)
-        rows.append(row(case, ours, theirs))
-        worst = max(worst, *map(abs, errors(ours, theirs).values()))
-        print(" | ".join(rows[-1]), flush=True)
+    worst = 0.0
+    for name, (phases, cases, predict, measure) in TABLES.items():
+        rows = []
+        for case in cases:
+            ours, theirs = predict(case), measure(case)
+            rows.append(row(case, ours, theirs))
+            worst = max(worst, *map(abs, errors(ours, theirs).values()))
+            print(" | ".join(rows[-1]), flush=True)
+        if args.page is not None:
+            text = args.page.read_text(encoding="utf-8")
+            text = fill(text, name, f"end of {name}", markdown(columns(phases), rows))
+            args.page.write_text(text, encoding="utf-8")
     print(f"largest error: {worst:.1%}")
-    if args.page is not None:
-        text = args.page.read_text(encoding="utf-8")
-        table = markdown(_COLUMNS, rows)
-        args.page.write_text(fill(text, "plan results", "end of plan results", table), encoding="utf-8")
     return int(worst > LIMIT)
 
 

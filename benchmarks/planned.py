@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, TrainingArguments
 
 from benchmarks.contenders import add_roles, nf4
 from benchmarks.random_llama import outline
@@ -20,6 +20,29 @@ class Planned(NamedTuple):
     phases: dict[str, list[Phase]]
 
 
+def without_numbers(values: dict[str, Any], *, value: str, weights: str) -> SharedBase:
+    """A Llama with its roles, of the form that it would be loaded in.
+
+    Args:
+        values: arguments of `LlamaConfig`.
+        value: "separate" or "shared".
+        weights: "float32", "bf16" or "nf4".
+    """
+    base = outline(LlamaConfig(**values)).to(torch.float32 if weights == "float32" else torch.bfloat16)
+    if weights == "nf4":
+        quantize_outline(base, nf4())
+    with torch.device("meta"):
+        roles = add_roles(SharedBase(base.requires_grad_(False)), value)
+    take_shape(roles)
+    return roles
+
+
+def static_bytes(roles: SharedBase, args: TrainingArguments) -> int:
+    """Of weights and optimizer."""
+    trained = sum(p.numel() for p in roles.trained_parameters)
+    return weight_bytes_of(roles) + round(trained * optimizer_bytes(args))
+
+
 def planned(
     values: dict[str, Any], args: PPOConfig, lengths: Lengths, *, value: str, weights: str, names: Mapping[str, str]
 ) -> Planned:
@@ -29,20 +52,13 @@ def planned(
         values: arguments of `LlamaConfig`.
         args: of the trainer.
         lengths: of all rows.
-        value: "separate" or "shared".
-        weights: "float32", "bf16" or "nf4".
+        value: as for `without_numbers`, and so are the weights.
         names: what the benchmark calls a plan's phases; others are left out.
     """
-    base = outline(LlamaConfig(**values)).to(torch.float32 if weights == "float32" else torch.bfloat16)
-    if weights == "nf4":
-        quantize_outline(base, nf4())
-    with torch.device("meta"):
-        roles = add_roles(SharedBase(base.requires_grad_(False)), value)
-    counted = Counted(values["vocab_size"])
-    take_shape(roles)
+    roles = without_numbers(values, value=value, weights=weights)
     phases: dict[str, list[Phase]] = {name: [] for name in names.values()}
-    for phase in CountedUpdate(counted, roles, args, lengths, on_cpu=args.use_cpu).phases():
+    update = CountedUpdate(Counted(values["vocab_size"]), roles, args, lengths, on_cpu=args.use_cpu)
+    for phase in update.phases():
         if phase.name in names:
             phases[names[phase.name]].append(phase)
-    trained = sum(p.numel() for p in roles.trained_parameters)
-    return Planned(weight_bytes_of(roles) + round(trained * optimizer_bytes(args)), phases)
+    return Planned(static_bytes(roles, args), phases)

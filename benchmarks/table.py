@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, where
-from benchmarks.summary import bar_line
+from benchmarks.summary import bars_in_words
 from benchmarks.work import PHASES
 
 PAGE = DOCS / "benchmarks.md"
@@ -71,16 +71,18 @@ def _rounds(found: Mapping[str, Any]) -> str:
 
 def _cpu(result: Mapping[str, Any]) -> str:
     model, updates = result["model"], result["arguments"]["updates"]
+    of_precision = result["cpu"]["gigaoperations_per_second"].items()
+    rates = " and ".join(f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in of_precision)
     parts = [
         f"{where(result)} Model: {model['architecture']} of {model['parameters'] / 1e6:.1f} million parameters. "
-        f"{updates} measured update{'s' * (updates > 1)} of each contender in a round."
+        f"{updates} measured update{'s' * (updates > 1)} of each contender in a round. "
+        f"{result['cpu']['capability']}; a square product reaches {rates}."
     ]
     for size, found in result["sizes"].items():
         fastest = CONTENDERS[found["summary"]["fastest_stock"]].label
-        verdicts = "\n".join(f"- {bar_line(bar)}" for bar in found["bars"])
         title = f"**{_size_title(size, found['work'])}; {_rounds(found)}**"
         parts += [title, markdown(_COLUMNS, _rows(found))]
-        parts += [f"The fastest stock form: {fastest}.", verdicts]
+        parts += [f"The fastest stock form: {fastest}. {bars_in_words(found['bars'])}"]
     return "\n\n".join(parts)
 
 

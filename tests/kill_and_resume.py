@@ -33,7 +33,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 
 from tests.several import context
 from toolkit.checkpoints import checkpoint_folders, problem_of
@@ -57,7 +56,7 @@ def run(folder: Path, name: str, stage: str, way: dict[str, bool]) -> None:
     with (folder / f"{name}.log").open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
-        stages.run(recipe, stage, **way, console=Console(file=log))
+        stages.run(recipe, stage, **way)
 
 
 class Runs:

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-try:
-    import resource
-except ImportError:  # on Windows
-    resource = None  # type: ignore[assignment]
+import psutil
 
 SECONDS = 10.0
 """For what takes milliseconds."""
@@ -47,10 +44,12 @@ def time_limit(seconds: float = SECONDS, megabytes: int = MEGABYTES) -> Iterator
 
 @contextmanager
 def _memory_limit(megabytes: int) -> Iterator[None]:
-    taken = _address_space()
-    if taken is None:
+    if not psutil.LINUX:
         yield
         return
+    import resource  # which Windows does not have
+
+    taken = psutil.Process().memory_info().vms
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limits = [taken + megabytes * 2**20, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
@@ -60,12 +59,3 @@ def _memory_limit(megabytes: int) -> Iterator[None]:
         raise MemoryError(f"it takes more than {megabytes} MB of memory") from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _address_space() -> int | None:
-    """Bytes of this process's addresses; None where the system does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as sizes:
-            return int(sizes.read().split()[0]) * resource.getpagesize()
-    except (OSError, AttributeError):
-        return None

@@ -2,17 +2,22 @@ import pytest
 
 from benchmarks import plan
 
+CASES = [
+    plan.Case(value="shared", rollouts=4, micro_batch=2),
+    plan.Case(weights="nf4", checkpointing=True, layers=3, prompt=64, rollouts=4, micro_batch=2),
+]
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        plan.Case(value="shared", rollouts=4, micro_batch=2),
-        plan.Case(weights="nf4", checkpointing=True, layers=3, prompt=64, rollouts=4, micro_batch=2),
-    ],
-    ids=["float32", "nf4-and-checkpointing"],
-)
+
+@pytest.mark.parametrize("case", CASES, ids=["float32", "nf4-and-checkpointing"])
 def test_what_is_planned_is_what_is_allocated(case):
     """On a CPU's own count of its allocations; all cases are in `python -m benchmarks.plan`."""
     ours, theirs = plan.predicted(case), plan.measured(case)
     assert ours["static"] == pytest.approx(theirs["static"], rel=0.001)
     assert all(abs(error) < plan.LIMIT for error in plan.errors(ours, theirs).values()), plan.row(case, ours, theirs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=["float32", "nf4-and-checkpointing"])
+def test_so_it_is_of_steps_of_sft_and_of_the_reward_stage(case):
+    ours, theirs = plan.steps_predicted(case), plan.steps_measured(case)
+    assert theirs.keys() == {"sft", "reward"}
+    assert all(abs(error) < 0.02 for error in plan.errors(ours, theirs).values()), plan.row(case, ours, theirs)

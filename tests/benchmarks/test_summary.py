@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.summary import bar_line, bars, summarise
+from benchmarks.summary import bars, bars_in_words, summarise
 from tests.benchmarks.examples import one_round
 
 
@@ -26,17 +26,19 @@ def test_ratios_by_hand():
 
 
 def test_bars_by_hand():
-    verdicts = {(bar["contender"], bar["bar"]): bar["met"] for bar in bars(_summary())}
-    assert verdicts == {
-        ("ours-separate-bf16", "speed"): True,  # 1.0
-        ("ours-separate-bf16", "memory"): True,  # 0.55
-        ("ours-shared-bf16", "speed"): True,  # 1.67
-        ("ours-shared-bf16", "memory"): True,  # 0.6
-        ("ours-separate-nf4", "speed"): False,  # 0.67
-        ("ours-separate-nf4", "memory"): True,
-        ("ours-shared-nf4", "speed"): False,  # 1.33
-        ("ours-shared-nf4", "memory"): False,  # 0.625
-    }
-    lines = [bar_line(bar) for bar in bars(_summary())]
-    assert lines[0] == ("ours, separate value, bf16: at least 1 × the speed of the fastest stock form: 1.000, met")
-    assert lines[-1].endswith("at most 0.6 of the memory of the fastest stock form: 0.625, missed by 0.025")
+    found = bars(_summary())
+    met = {(bar["contender"], bar["bar"]) for bar in found if bar["met"]}
+    assert len(found) == 4 * 3 and met == set()  # 0.67 to 1.67 times as fast, 0.5 to 0.625 of the memory, 4 to 6 floors
+    almost = {"speed": {"median": 2.4}, "memory": {"median": 0.45}, "over_floor": {"median": 2.01}}
+    met = [bar["met"] for bar in bars({"contenders": dict.fromkeys(("ours-separate-nf4", "stock-full"), almost)})]
+    assert met == [True, True, False]
+    met = [bar["met"] for bar in bars({"contenders": {"ours-shared-nf4": almost}})]
+    assert met == [False, True, False]
+
+
+def test_bars_in_words():
+    asked = "Asked of ours: speed of 2 with a separate value and 2.5 with a shared one, memory of 0.45, 2 × floor."
+    words = bars_in_words(bars(_summary()))
+    assert words.startswith(f"{asked} Missed by ours, separate value, bf16: speed 1.00, memory 0.55, × floor 4.00; ")
+    assert words.endswith("; ours, shared value, NF4: speed 1.33, memory 0.62, × floor 5.00.")
+    assert bars_in_words([]) == f"{asked} All are met."

@@ -17,10 +17,8 @@ def test_the_page_is_filled_from_the_newest_result_of_each_kind(result, tmp_path
         "0.60 (0.60–0.60) | 4.00 (4.00–4.00) |"
     )
     assert "| floor, separate value | 1.00 | 1.00 | 3.00 | 5.00 |" in filled
-    assert (
-        "- ours, shared value, NF4: at least 1.4 × the speed of the fastest stock form: 1.333, missed by 0.067"
-        in filled
-    )
+    assert "The fastest stock form: stock TRL, whole value and reward models, bf16. Asked of ours: speed of 2" in filled
+    assert "; a square product reaches " in filled and " GFLOP/s in bfloat16." in filled
     with pytest.raises(ValueError, match='lacks the markers "cpu results" and "end of cpu results"'):
         table.filled("no markers")
 

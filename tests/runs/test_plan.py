@@ -23,7 +23,7 @@ def phases(report):
 def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     report = plan(chat_recipe(tmp_path, checkpoint), "4090")
     found = phases(report)
-    assert list(found) == ["rollout", "score", "read", "update", "evaluation"]
+    assert list(found) == ["reward", "rollout", "score", "read", "update", "evaluation"]
     assert [time.phase for time in report.times] == ["prefill", "decode", "score", "read", "update", "optimizer"]
     decode = report.times[1]
     assert decode.eager > decode.graphs > decode.merged > 0 and report.times[0].graphs is None
@@ -34,11 +34,28 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     parts = found["update"].parts
     assert parts["adapters"] == 4 * (3 * lora + 2 * 64) and parts["optimizer"] == 8 * (2 * lora + 64)
     assert parts["gradients"] == 4 * (2 * lora + 64)
+    parts = found["reward"].parts  # which trains itself alone
+    assert parts["adapters"] == 4 * (lora + 64) and parts["optimizer"] == 8 * (lora + 64)
     # Keys and values of 2 layers of 32 numbers in 16 bits, of 4 rows; the last token's place is made as it is said.
     tokens = report.lengths.prompt + report.lengths.response - 1
     assert found["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
     assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
     assert report.seconds == sum(time.eager for time in report.times)
+
+
+def test_steps_of_stages_that_train_a_role(checkpoint, tmp_path):
+    recipe = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2, "per_device_train_batch_size": 3, "max_length": 16})
+    pairs = recipe.task.pairs("train")
+    longest = max(len(ids) for side in ("chosen_ids", "rejected_ids") for ids in pairs[side])
+    report = plan(recipe, "4090")
+    said = [note.text() for note in report.notes]
+    assert said[0].startswith("sft has 3 rows of 16 tokens at a time; a step takes about ")
+    assert said[1].startswith(f"reward has 2 pairs of 2 × {longest} tokens at a time; a step takes about ")
+    assert [memory.phase for memory in report.memory][:2] == ["sft", "reward"]
+    assert not (tmp_path / "runs").exists()
+    limited = {"data.max_prompt_length=20", "data.max_response_length=10", "reward.per_device_train_batch_size=1"}
+    said = [note.text() for note in plan(chat_recipe(tmp_path, checkpoint, *limited), "24GB").notes]
+    assert said[0] == "reward has 1 pair of 2 × 30 tokens at a time."
 
 
 def test_a_checkpoint_that_is_quantised_already_takes_what_one_does_that_loading_quantises(checkpoint, tmp_path):
@@ -98,7 +115,9 @@ def test_where_it_does_not_fit_what_would_is_named(checkpointing, checkpoint, tm
     report = plan(chat_recipe(tmp_path, checkpoint, *keys), limit)
     (said,) = [note.text() for note in report.notes if "takes" in note.text()]
     assert not report.fits and report.times == () and "(FSDP) is not supported" in said
-    changes = re.findall(r"ppo\.\w+=\w+", said)
+    changes = re.findall(r"\w+\.\w+=\w+", said)
+    stage = "reward" if whole.phase == "reward" else "ppo"
+    assert all(change.startswith(f"{stage}.") for change in changes)
     assert changes and said.startswith(f"{whole.phase} takes")
     changed = plan(chat_recipe(tmp_path, checkpoint, *keys, *changes), limit, notes=False)
     assert {memory.phase: memory.total for memory in changed.memory}[whole.phase] < whole.total - 1000  # as promised

@@ -6,7 +6,6 @@ import shutil
 import numpy
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, TrainerCallback
 
@@ -308,7 +307,7 @@ def test_prerequisites(tmp_path, checkpoint):
 )  # fmt: skip
 def test_processes_that_do_not_come_out_even_are_told_of(rows, said, monkeypatch, capsys):
     monkeypatch.setattr(processes, "count", lambda: 4)
-    say_shares(Console(), "sft", rows)
+    say_shares("sft", rows)
     found = capsys.readouterr().out
     assert found.endswith(said) and bool(found) == bool(said)
 

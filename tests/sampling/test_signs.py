@@ -68,18 +68,18 @@ def test_the_phrase_that_has_risen():
     now = ["As a model, I am so sorry"] * 24 + ["other words of it all"] * 16
     found = since_first(now, first)
     # "As a model, I" has become rarer, "other words of it" was in 8 of 40 at first, "I am so sorry" in 2.
-    assert found.phrase_rows == 24 and found.phrase_now == 24 / 40
-    assert found.phrase == "a model, I am" and found.phrase_then == 0.0  # of several the first
-    assert found.different_kept == 2 / 32
+    assert found["phrase_rows"] == 24 and found["phrase_now"] == 24 / 40
+    assert found["phrase"] == "a model, I am" and found["phrase_then"] == 0.0  # of several the first
+    assert found["different_kept"] == 2 / 32
 
 
 def test_shares_are_of_equally_many():
     found = since_first(ANSWERS[:10], ANSWERS)
-    assert found.pairs_kept == found.different_kept == 1.0 and found.phrase_now == found.phrase_then
-    assert since_first(ANSWERS, ANSWERS[:10]).pairs_kept == 1.0
+    assert found["pairs_kept"] == found["different_kept"] == 1.0 and found["phrase_now"] == found["phrase_then"]
+    assert since_first(ANSWERS, ANSWERS[:10])["pairs_kept"] == 1.0
 
 
 def test_short_answers_may_be_alike():
     """Right answers of few words, as in doubling or a class."""
     found = since_first(["yes"] * 20, ANSWERS)
-    assert found.different_kept == 1.0 and found.phrase == "" and found.phrase_now == 0.0
+    assert found["different_kept"] == 1.0 and found["phrase"] == "" and found["phrase_now"] == 0.0

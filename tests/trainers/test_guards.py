@@ -68,8 +68,7 @@ def test_each_sign_is_told_once_after_so_many_updates(name):
     assert "{" not in warning["text"]
     for step in range(101, 300):
         assert watch.seen(step, broken) == []
-    again = Watch()
-    again.load_state_dict(watch.state_dict())
+    again = Watch(**vars(watch))
     assert again.seen(300, broken) == [] and names(again) == [name]
 
 
@@ -130,8 +129,7 @@ def test_each_sign_of_a_fooled_reward_is_told_once(name):
     (warning,) = [one for one in new if one["name"] == name]
     assert text in warning["text"] and warning["step"] == 1 and warning["remedy"] and again == []
     assert {guard.name for guard in EVALUATION_GUARDS} == FOOLED.keys()
-    resumed = Watch()
-    resumed.load_state_dict(watch.state_dict())
+    resumed = Watch(**vars(watch))
     assert resumed.evaluated(3, {**MEASURED, **changed}, responses) == [] and resumed.first == watch.first
 
 

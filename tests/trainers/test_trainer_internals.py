@@ -12,12 +12,16 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.test_versions import pins
+from tests.trainers.helpers import trainer
+from toolkit.models import Precision
+from toolkit.spec.stage import stage_config
 from toolkit.trainers.trainer_internals import READ_FROM, TrainerHooks, take_rates_of_schedule
 
+PUBLIC = ("autocast_smart_context_manager", "create_accelerator_and_postprocess")
 OVERRIDDEN = [
     name
     for name, member in vars(TrainerHooks).items()
-    if inspect.isfunction(member) and (name.startswith("_") or name == "autocast_smart_context_manager")
+    if inspect.isfunction(member) and (name.startswith("_") or name in PUBLIC)
 ]
 READ_IN_THIS_ORDER = (
     "self._load_from_checkpoint(resume_from_checkpoint)",
@@ -47,7 +51,7 @@ def test_the_hooks_override_what_they_are_known_for():
     assert set(OVERRIDDEN) == {
         "_save_checkpoint", "_load_from_checkpoint", "_load_callback_state", "_load_optimizer_and_scheduler",
         "_load_scaler", "_load_rng_state", "_load_best_model", "_determine_best_metric", "_send_telemetry",
-        "autocast_smart_context_manager",
+        *PUBLIC,
     }  # fmt: skip
 
 
@@ -92,3 +96,19 @@ def test_the_rates_are_those_of_the_schedule_that_now_is():
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trainer_goes_on_after_settings_and_a_trainer_of_another_precision(bf16, tmp_path):
+    """As in a notebook that reads a second recipe."""
+    first, expected = trainer(tmp_path / "first", bf16=bf16), torch.bfloat16 if bf16 else torch.float32
+
+    def computed_in():
+        with first.compute_loss_context_manager():
+            return (torch.ones(1, 2) @ torch.ones(2, 1)).dtype
+
+    stage_config("reward", {}, output_dir=str(tmp_path), seed=0, precision=Precision("float32"))
+    assert computed_in() is expected
+    first.train()
+    trainer(tmp_path / "second", bf16=not bf16)
+    assert computed_in() is expected and first.evaluate_rollout(first.train_dataset).metrics

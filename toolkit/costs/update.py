@@ -2,14 +2,15 @@
 
 import inspect
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, Trainer
+from transformers import DynamicCache, Trainer, TrainingArguments
 
 from toolkit.costs.counted import Costs, Counted, Kernel
 from toolkit.costs.outline import alike, truncated
@@ -56,6 +57,49 @@ class _Cache(DynamicCache):
         return kept
 
 
+def of_all_layers(roles: SharedBase, count: Callable[[], list[Phase]]) -> list[Phase]:
+    """What is counted of a base. Layers that are all alike are counted two and three at a time: what the third one
+    adds, the others do."""
+    number = alike(roles)
+    if number is None or number <= _FEW + 1:
+        return count()
+    with truncated(roles, _FEW):
+        few = count()
+    with truncated(roles, _FEW + 1):
+        more = count()
+    pairs = zip(few, more, strict=True)
+    return [replace(a, costs=a.costs.with_more_layers(b.costs, number - _FEW)) for a, b in pairs]
+
+
+@contextmanager
+def learning(counted: Counted, roles: SharedBase, args: Any, *, further: bool) -> Iterator[Costs]:
+    """Inside is a micro-batch forward and backward; a `further` one on top of the gradients of an earlier one."""
+    trained = roles.trained_parameters
+    if further:
+        with counted:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+                counted.keep(parameter.grad, "gradients")
+
+    def named(parameter: Any) -> None:
+        counted.keep(parameter.grad, "gradients")
+
+    hooks = [parameter.register_post_accumulate_grad_hook(named) for parameter in trained]
+    roles.train()
+    if args.gradient_checkpointing:
+        roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    try:
+        with counted.phase() as costs:
+            yield costs
+    finally:
+        roles.gradient_checkpointing_disable()
+        roles.eval()
+        for parameter in trained:  # of layers that are left out, too
+            parameter.grad = None
+        for hook in hooks:
+            hook.remove()
+
+
 class CountedUpdate:
     """An update on roles without numbers.
 
@@ -87,19 +131,7 @@ class CountedUpdate:
         A "rollout" is prefill, decode, and what its tokens would be by the base alone, "merged".
         """
 
-        def count() -> list[Phase]:
-            return [phase for name in names or PHASES for phase in self._parts(name)]
-
-        # Layers that are all alike are counted two and three at a time: what the third one adds, the others do.
-        number = alike(self.roles)
-        if number is None or number <= _FEW + 1:
-            return count()
-        with truncated(self.roles, _FEW):
-            few = count()
-        with truncated(self.roles, _FEW + 1):
-            more = count()
-        pairs = zip(few, more, strict=True)
-        return [replace(a, costs=a.costs.with_more_layers(b.costs, number - _FEW)) for a, b in pairs]
+        return of_all_layers(self.roles, lambda: [phase for name in names or PHASES for phase in self._parts(name)])
 
     def _parts(self, name: str) -> list[Phase]:
         args, batch = self.args, self.args.update_batch_size
@@ -193,30 +225,9 @@ class CountedUpdate:
         mask, read, rest = torch.ones_like(per_token, dtype=torch.bool), (per_token,) * 3, (per_token,) * 4
         experience = Experience(self._rollout(rows), mask, *read, per_row, per_row, *rest)
         step = partial(trainer._backward_micro_batch, experience, list(range(rows)), 1.0)
-        trained = roles.trained_parameters
-        if args.update_batch_size // args.num_mini_batches > rows:
-            with self.counted:
-                for parameter in trained:
-                    parameter.grad = torch.empty_like(parameter)
-                    self.counted.keep(parameter.grad, "gradients")
-
-        def named(parameter: Any) -> None:
-            self.counted.keep(parameter.grad, "gradients")
-
-        hooks = [parameter.register_post_accumulate_grad_hook(named) for parameter in trained]
-        roles.train()
-        if args.gradient_checkpointing:
-            roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        try:
-            with self.counted.phase() as costs:
-                step()
-        finally:
-            roles.gradient_checkpointing_disable()
-            roles.eval()
-            for parameter in trained:  # of layers that are left out, too
-                parameter.grad = None
-            for hook in hooks:
-                hook.remove()
+        further = args.update_batch_size // args.num_mini_batches > rows
+        with learning(self.counted, roles, args, further=further) as costs:
+            step()
         return costs
 
     def _stepping(self) -> Costs:
@@ -228,7 +239,7 @@ class CountedUpdate:
         return Costs(Counter({Kernel(0.0, moved, torch.float32): 1}))
 
 
-def optimizer_bytes(args: PPOConfig) -> float:
+def optimizer_bytes(args: TrainingArguments) -> float:
     """Bytes of an optimizer's state for each number that trains: tried where it is torch's own."""
     layer = torch.nn.Linear(64, 64, bias=False)
     kind, arguments = Trainer.get_optimizer_cls_and_kwargs(args, layer)

@@ -76,7 +76,6 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     output: Path | None = None,
-    console: Console | None = None,
 ) -> list[dict[str, str]]:
     """Respond to prompts as a trained run does, show it, and write it to `output` as JSON Lines.
 
@@ -95,7 +94,7 @@ def generate(
     if compare:
         columns["reference"] = respond(sampler.reference, asked)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    (console or Console()).print(texts_table(rows, list(columns)))
+    Console().print(texts_table(rows, list(columns)))
     if output is not None:
         processes.by_main(partial(write_jsonl, output, rows))
     return rows
@@ -110,7 +109,6 @@ def generate_best(
     number: int = 5,
     seed: int = 0,
     output: Path | None = None,
-    console: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Sample several responses to each prompt, score all by the run's reward, and show the best.
 
@@ -124,7 +122,6 @@ def generate_best(
         RewardError: the reward needs a column that given prompts do not have.
     """
     processes.by_main(lambda: _check_output(recipe, output, file))
-    console = console or Console()
     with processes.agreed():
         roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
         rollouts = build.make_rollouts(recipe, roles)
@@ -141,13 +138,13 @@ def generate_best(
         rows.append({"prompt": prompt, "policy": best, "score": max(scores), "candidates": scored})
         shown.append({**rows[-1], "score: best, mean": f"{max(scores):.3f}, {means[i]:.3f}"})
     title = f"the best of {num_samples}"
-    console.print(texts_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
+    Console().print(texts_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
     growth = Table(title=f"mean score of the best of N, over {len(rows)} prompts")
     for name in ("N", "score", "KL at most"):
         growth.add_column(name, justify="right")
     for n, score in enumerate(expected_best(sampled.scores).tolist(), 1):
         growth.add_row(str(n), f"{score:.4f}", f"{best_of_kl_bound(n):.4f}")
-    console.print(growth)
+    Console().print(growth)
     if output is not None:
         processes.by_main(partial(write_jsonl, output, rows))
     return rows

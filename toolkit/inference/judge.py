@@ -17,9 +17,7 @@ from toolkit.runs.comparison import differing, labels_of
 from toolkit.runs.owned import check_output
 
 
-def judge(
-    names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = Path("runs"), console: Console | None = None
-) -> dict[str, Any]:
+def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = Path("runs")) -> dict[str, Any]:
     """Score what the policies of runs say to their held-out prompts by reward and judge, before and after training.
 
     The responses are sampled again, as `evaluate` does.
@@ -29,7 +27,6 @@ def judge(
         overrides: "section.key=value", of all runs: the section `judge`, where their recipes have none.
         output: the page to write; the figures go beside it as JSON.
         runs_dir: folder of all runs.
-        console: for the table; standard output if None.
 
     Returns:
         By run, its metrics `before` and `after`.
@@ -37,7 +34,6 @@ def judge(
     Raises:
         RecipeError: there is no such run, it is not finished, or there is no judge for it.
     """
-    console = console or Console()
     if not names:
         raise RecipeError("to judge takes a run or more.")
     recipes = [open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in names]
@@ -51,7 +47,7 @@ def judge(
             raise RecipeError(f'the run "{recipe.run}" has no section judge.', field="judge", remedy=remedy)
     runs = []
     for label, recipe in zip(labels_of(folders), recipes, strict=True):
-        result, samples = measured(recipe, console)
+        result, samples = measured(recipe)
         runs.append(ComparedRun(label, result, [], samples))  # without the metrics of training
     figures = {run.name: {side: run.result[side] for side in ("before", "after")} for run in runs}
 
@@ -61,7 +57,7 @@ def judge(
         write_json(figures_file, figures)
 
     processes.by_main(write)
-    console.print(_table(figures))
+    Console().print(_table(figures))
     return figures
 
 

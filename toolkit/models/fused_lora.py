@@ -7,7 +7,6 @@ backward pass keeps the input once. The adapters stay PEFT's, and so do all laye
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -37,19 +36,6 @@ def fuse(layers: Iterable[BaseTunerLayer], read: Callable[[], Any]) -> tuple["Fu
         for place, layer in enumerate(group.layers):
             layer.forward = partial(group, place)
     return groups
-
-
-@contextmanager
-def weights_kept(groups: Iterable["Fused"]) -> Iterator[None]:
-    """Inside, where no weight may change, each adapter is converted to the precision of the passes once."""
-    groups = tuple(groups)
-    for group in groups:
-        group.kept = {}
-    try:
-        yield
-    finally:
-        for group in groups:
-            group.kept = None
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -123,11 +109,10 @@ class Fused:
             return [base(x) for base in bases]
         dtype = torch.get_autocast_dtype(device) if _in_autocast(x) else x.dtype
         key = (len(layers), *names, dtype)
-        adapters = None if self.kept is None else self.kept.get(key)
-        if adapters is None:
-            adapters = _adapters(layers, names, dtype)
-            if self.kept is not None:
-                self.kept[key] = adapters
+        kept: dict[Any, _Adapters] = {} if self.kept is None else self.kept
+        if key not in kept:
+            kept[key] = _adapters(layers, names, dtype)
+        adapters = kept[key]
         factors = [factor for pair in adapters.factors for factor in pair]
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *factors)):
             return _Pass.apply(x, bases, adapters, *factors)

@@ -1,7 +1,7 @@
 """One base model and the roles on it. Which role is active is switched here alone."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base_checks import check_adapter, check_checkpointing, probe
 from toolkit.models.frozen_lm import FrozenLM
-from toolkit.models.fused_lora import Fused, fuse, weights_kept
+from toolkit.models.fused_lora import Fused, fuse
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.lora import (
     activate,
@@ -288,9 +288,16 @@ class SharedBase(FrozenLM):
         with self.weights_kept():
             return super().generate(*args, **further)
 
-    def weights_kept(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def weights_kept(self) -> Iterator[None]:
         """Inside, where no weight may change, each adapter is converted to the precision of the passes once."""
-        return weights_kept(self._fused)
+        for group in self._fused:
+            group.kept = {}
+        try:
+            yield
+        finally:
+            for group in self._fused:
+                group.kept = None
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:

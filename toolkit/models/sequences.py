@@ -3,7 +3,7 @@
 import ctypes
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 # SmolLM2-135M: resident memory grows by some 20 MB a length); a GPU's matrix units like multiples of 8 too.
 LENGTH_MULTIPLE = 8
 _PADDING = 1 / 16  # of a line of packed rows, at the most: lengths are then few
+_SHORT = 256  # tokens of a row whose attention in bfloat16 would take longer than in float32 (docs/benchmarks.md)
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,15 @@ def attention_by_rows(
     """
     if row_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+    lengths, dtype = list(row_lengths), query.dtype
     parts, start = [], 0
-    for length in row_lengths:
+    for *own, length in zip(*(of_all.split(lengths, dim=2) for of_all in (query, key, value)), lengths, strict=True):
         row = slice(start, start := start + length)
         mask = None if attention_mask is None else attention_mask[..., row, row]
-        own = query[:, :, row], key[:, :, row], value[:, :, row]
-        parts.append(sdpa_attention_forward(module, *own, mask, **named)[0])
+        in_float32 = dtype is torch.bfloat16 and length <= _SHORT
+        with torch.autocast(query.device.type, enabled=False) if in_float32 else nullcontext():
+            own = [part.float() for part in own] if in_float32 else own
+            parts.append(sdpa_attention_forward(module, own[0], own[1], own[2], mask, **named)[0].to(dtype))
     return torch.cat(parts, dim=1), None
 
 

@@ -20,8 +20,10 @@ from toolkit.models.roles import SharedBase
 
 def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
     """Give a model on the meta device the layers that loading would quantise, as PEFT knows them."""
-    AutoHfQuantizer.from_config(quantization, pre_quantized=False).preprocess_model(model, device_map=None)
-    model.is_loaded_in_4bit = quantization.load_in_4bit  # as loading says; PEFT chooses its layer by this
+    # Attributes as loading leaves them: trainers ask for the quantizer, and PEFT chooses its layer by the last one.
+    model.hf_quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    model.hf_quantizer.preprocess_model(model, device_map=None)
+    model.is_loaded_in_4bit = quantization.load_in_4bit
 
 
 def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:

@@ -1,7 +1,6 @@
 """From a recipe to a trainer: base, roles, data and configuration put together."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ from toolkit.data import Kind, RatedResponses
 from toolkit.errors import RecipeError, RewardError, ToolkitError, within
 from toolkit.models import HEAD_ROLES, SharedBase, fast_precision, load_model, slow_here
 from toolkit.reports import METRICS_FILE, MetricsFile
-from toolkit.rewards import Reward, Scorer, ScorerContext
-from toolkit.sampling import Evaluator
+from toolkit.rewards import Reward, ScorerContext
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site
 from toolkit.trainers.common import precision
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_learning import QTrainer
 from toolkit.trainers.reward import reward_trainer
-from toolkit.trainers.rollouts import Rollouts
+from toolkit.trainers.rollouts import QRollouts, Rollouts
 from toolkit.trainers.sft import sft_trainer
 from toolkit.trainers.stock_ppo import stock_ppo_trainer
 
@@ -125,16 +123,31 @@ def placed_roles(
     return roles, pad_tokens
 
 
-def make_reward(recipe: Recipe, roles: SharedBase, pad_tokens: PadTokens, batch_size: int) -> Reward:
-    """The reward callback of a recipe; `batch_size` is that of the reward adapter.
+def make_reward(
+    recipe: Recipe, roles: SharedBase, pad_tokens: PadTokens, batch_size: int, *, role: str = "reward"
+) -> Reward:
+    """The reward callback of a recipe, or, as the role "judge", that of its judge; `batch_size` is that of an adapter.
 
     Raises:
-        RewardError: what the section `scorer` names cannot be used.
+        RewardError: what the section `scorer`, or `judge`, names cannot be used.
     """
-    own = recipe.plan.scored_by
-    model = None if own is None else own.trained_classifier(site(recipe))
-    context = _scorer_context(recipe, roles, "reward", pad_tokens, batch_size)
-    return _callback(recipe, "scorer", recipe.scorer, replace(context, reward_model=model))
+    section, scorer = ("judge", recipe.judge) if role == "judge" else ("scorer", recipe.scorer)
+    assert scorer is not None
+    own = recipe.plan.scored_by if role == "reward" else None
+    context = ScorerContext(
+        roles=roles,
+        tokenizer=recipe.tokenizer,
+        prompt_columns=lambda: stage_dataset(recipe, "ppo", "prompts", "train").column_names,
+        chats=recipe.task.chats,
+        pad_token_id=pad_tokens[role],
+        batch_size=batch_size,
+        role=role,
+        reward_model=None if own is None else own.trained_classifier(site(recipe)),
+    )
+    with within(section):
+        if problems := scorer.check(context):
+            raise RewardError(recipe.name, problems=problems)
+        return scorer.build(context)
 
 
 def measures(
@@ -152,30 +165,8 @@ def measures(
     """
     reward = reward or make_reward(recipe, roles, pad_tokens, batch_size)
     if judge is None and recipe.judge is not None:
-        context = _scorer_context(recipe, roles, "judge", pad_tokens, batch_size)
-        judge = _callback(recipe, "judge", recipe.judge, context)
+        judge = make_reward(recipe, roles, pad_tokens, batch_size, role="judge")
     return {"reward": reward, "metrics": recipe.task.metrics, "judge": judge}
-
-
-def _scorer_context(
-    recipe: Recipe, roles: SharedBase, role: str, pad_tokens: PadTokens, batch_size: int
-) -> ScorerContext:
-    return ScorerContext(
-        roles=roles,
-        tokenizer=recipe.tokenizer,
-        prompt_columns=lambda: stage_dataset(recipe, "ppo", "prompts", "train").column_names,
-        chats=recipe.task.chats,
-        pad_token_id=pad_tokens[role],
-        batch_size=batch_size,
-        role=role,
-    )
-
-
-def _callback(recipe: Recipe, section: str, scorer: Scorer, context: ScorerContext) -> Reward:
-    with within(section):
-        if problems := scorer.check(context):
-            raise RewardError(recipe.name, problems=problems)
-        return scorer.build(context)
 
 
 def make_ppo_trainer(
@@ -204,16 +195,10 @@ def make_ppo_trainer(
         return PPOTrainer(config, recipe.tokenizer, roles, named.pop("reward"), prompts, held_out, **named)
 
 
-def make_rollouts(recipe: Recipe, roles: SharedBase) -> Rollouts:
-    """What makes and measures rollouts as the ppo stage does, without a trainer."""
-    config = trainer_config(recipe, "ppo")
-    return Rollouts(config, recipe.tokenizer, roles, precision(config, roles))
-
-
-def make_evaluator(recipe: Recipe, rollouts: Rollouts, pad_tokens: PadTokens) -> Evaluator:
-    """Measures the policy as the ppo stage does, without a trainer of ours."""
-    set_seed(recipe.seed)
-    return rollouts.evaluator(**measures(recipe, rollouts.roles, pad_tokens, rollouts.portion.rows))
+def make_rollouts(recipe: Recipe, roles: SharedBase, stage: str = "ppo") -> Any:
+    """What makes and measures rollouts as the ppo or the q stage does, without a trainer."""
+    config, kind = trainer_config(recipe, stage), QRollouts if stage == "q" else Rollouts
+    return kind(config, recipe.tokenizer, roles, precision(config, roles))
 
 
 RESPONSES_FILE = "responses.jsonl"  # of the collect stage

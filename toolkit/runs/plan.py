@@ -1,25 +1,27 @@
-"""What an update of a recipe costs on a card or a CPU: memory and time by phase, before a weight is loaded.
+"""What a recipe costs on a card or a CPU: memory by stage and phase, and time, before a weight is loaded.
 
 report = plan(recipes.load("llama3_8b_lora_fast"), "4090")
 print(report)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
 from toolkit.costs import (
     CARDS,
     PHASES,
+    SUPERVISED,
     Costs,
     Counted,
     CountedUpdate,
     Device,
     Lengths,
     Phase,
+    counted_step,
     here,
     named,
     optimizer_bytes,
@@ -32,7 +34,7 @@ from toolkit.models import AUTO, META, SharedBase, outlined, quantize_outline
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
 from toolkit.runs.check_roles import own_quantization
-from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, size_of
+from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, seconds_of, size_of
 from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase, Site
@@ -43,10 +45,10 @@ _ROWS = {"score": _AT_ONCE, "read": _AT_ONCE, "evaluation": "per_device_eval_bat
 
 
 def plan(recipe: Recipe, gpu: str | None = None, *, notes: bool = True) -> PlanReport:
-    """Plan the ppo stage of a recipe.
+    """Plan the ppo stage of a recipe, and the sft and reward stages that train a role of the base.
 
     Args:
-        recipe: whose data is read only where it sets no `max_prompt_length`.
+        recipe: whose data is read only where it sets no lengths.
         gpu: a card by its name, or a size of memory; None for the card, or CPU, of this machine.
         notes: whether to find out, too, what checkpointing changes and what would fit.
 
@@ -71,6 +73,29 @@ def _in_its_precision(recipe: Recipe, card: Device | int, gpu: str | None) -> Re
     return replace(recipe, values={**recipe.values, "base": {**base, "dtype": str(half).removeprefix("torch.")}})
 
 
+def _without_numbers(recipe: Recipe, stage: str) -> SharedBase:
+    """The base with the roles of a stage, as it would be loaded, without numbers."""
+    tokenizer = recipe.tokenizer if recipe.base.model is None else None
+    base = outlined(recipe.base.model_spec(), tokenizer=tokenizer).requires_grad_(False)
+    if recipe.quantization() is None and (quantization := own_quantization(base.config)) is not None:
+        quantize_outline(base, quantization)
+    roles, sources = SharedBase(base), recipe.plan.stages[stage].roles
+    own_base = any(isinstance(source, OwnBase) for source in sources)
+    nothing_yet = Site(recipe.tokenizer if own_base else None, lambda stage: None)
+    with torch.device("meta"):
+        for source in sources:
+            source.as_of(nothing_yet).place(roles, nothing_yet)
+    take_shape(roles)
+    return roles
+
+
+def _weights(roles: SharedBase, args: Any) -> dict[str, int]:
+    """Bytes of the base, the adapters and heads of all roles, and the optimizer of those that are trained."""
+    adapters = sum({id(p): p.nbytes for role in roles.roles for p in roles.parameters_of(role)}.values())
+    state = round(optimizer_bytes(args) * sum(p.numel() for p in roles.trained_parameters))
+    return {"base": weight_bytes_of(roles) - adapters, "adapters": adapters, "optimizer": state}
+
+
 class _Planner:
     def __init__(self, recipe: Recipe, card: Device | int):
         self.recipe, self.card = recipe, card
@@ -79,8 +104,10 @@ class _Planner:
         self.context = card.context if isinstance(card, Device) else next(iter(CARDS.values())).context
         self.args = recipe.stage_config("ppo")
         self.lengths = self._lengths()
-        self.roles, self.update = self._outlined()
-        self.static = self._static()
+        self.roles = _without_numbers(recipe, "ppo")
+        self.counted = Counted(self.roles.config.get_text_config().vocab_size)
+        self.update = self._update(self.args)
+        self.static = {**_weights(self.roles, self.args), **self._beside()}
 
     def _lengths(self) -> Lengths:
         data, args = self.recipe.values["data"], self.args
@@ -88,61 +115,63 @@ class _Planner:
         longest = args.max_length or prompt + args.response_length
         return Lengths(prompt, min(args.response_length, longest - prompt))
 
-    def _outlined(self) -> tuple[SharedBase, CountedUpdate]:
-        """The base with the roles of the stage, as it would be loaded, without numbers."""
+    def _update(self, args: Any) -> CountedUpdate:
+        on_cpu = self.device is not None and not self.device.graphs
+        return CountedUpdate(self.counted, self.roles, args, self.lengths, on_cpu=on_cpu)
+
+    def _beside(self) -> dict[str, int]:
+        """Bytes of the models that reward and judge load beside the base."""
         recipe = self.recipe
-        tokenizer = recipe.tokenizer if recipe.base.model is None else None
-        base = outlined(recipe.base.model_spec(), tokenizer=tokenizer).requires_grad_(False)
-        if recipe.quantization() is None and (quantization := own_quantization(base.config)) is not None:
-            quantize_outline(base, quantization)
-        roles, sources = SharedBase(base), recipe.plan.stages["ppo"].roles
-        own_base = any(isinstance(source, OwnBase) for source in sources)
-        nothing_yet = Site(recipe.tokenizer if own_base else None, lambda stage: None)
-        with torch.device("meta"):
-            for source in sources:
-                source.as_of(nothing_yet).place(roles, nothing_yet)
-        counted = Counted(base.config.get_text_config().vocab_size)
-        take_shape(roles)
-        return roles, CountedUpdate(counted, roles, self.args, self.lengths, on_cpu=self._on_cpu)
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self.device is not None and not self.device.graphs
-
-    def _static(self) -> dict[str, int]:
-        roles = self.roles
-        own = {id(p): p.nbytes for role in roles.roles for p in roles.parameters_of(role)}
-        trained = sum(p.numel() for p in roles.trained_parameters)
-        adapters = sum(own.values())
-        found = {
-            "base": weight_bytes_of(roles) - adapters,
-            "adapters": adapters,
-            "optimizer": round(trained * optimizer_bytes(self.args)),
-        }
-        beside = sum(map(weight_bytes_of, self._beside()))
-        return {**found, "reward models": beside} if beside else found
-
-    def _beside(self) -> Iterator[nn.Module]:
-        """The models that reward and judge load beside the base."""
-        recipe = self.recipe
-        for scorer in (recipe.scorer, recipe.judge):
-            for model in () if scorer is None else scorer.outlines():
-                pack(model)
-                yield model
+        models = [
+            model for scorer in (recipe.scorer, recipe.judge) if scorer is not None for model in scorer.outlines()
+        ]
         if recipe.plan.scored_by is not None:
-            model = recipe.plan.scored_by.classifier(Site(recipe.tokenizer, lambda stage: None), device=META)
+            models.append(recipe.plan.scored_by.classifier(Site(recipe.tokenizer, lambda stage: None), device=META))
+        for model in models:
             pack(model)
-            yield model
+        return {"reward models": sum(map(weight_bytes_of, models))} if models else {}
 
     def report(self, *, notes: bool = True) -> PlanReport:
         phases = self.update.phases(*(name for name in PHASES if name != "score" or "reward" in self.roles.roles))
-        memory = tuple(self._memory(phases))
+        supervised = {stage: self._supervised(stage) for stage in SUPERVISED if self._trains_a_role(stage)}
+        memory = (*(memory for memory, _ in supervised.values()), *self._memory(phases))
         times = tuple(self._times(phases, self.device)) if self.device is not None else ()
         dtype = self.recipe.precision("ppo").dtype
         name = self.device.name if self.device is not None else f"a card of {size_of(self.limit)}"
         about = (self.recipe.name, f"{name} in {dtype}", self.lengths, memory, self.limit, times)
         report = PlanReport(*about, ())
-        return replace(report, notes=tuple(self._notes(report))) if notes else report
+        if not notes:
+            return report
+        steps = (self._step(stage, step) for stage, (_, step) in supervised.items())
+        return replace(report, notes=(*steps, *self._notes(report)))
+
+    # ------------------------------------------------------------------ sft and reward
+
+    def _trains_a_role(self, stage: str) -> bool:
+        planned = self.recipe.plan.stages.get(stage)
+        return planned is not None and planned.own is None and self.recipe.base.model is not None
+
+    def _supervised(self, stage: str, changes: Mapping[str, Any] = MappingProxyType({})) -> tuple[PhaseMemory, Phase]:
+        args, roles = self.recipe.stage_config(stage, **changes), _without_numbers(self.recipe, stage)
+        kind = self.recipe.plan.stages[stage].rows
+        step = counted_step(kind, roles, args, self._longest(stage, args))
+        return self._of_phase(stage, step.costs, _weights(roles, args)), step
+
+    def _longest(self, stage: str, args: Any) -> int:
+        """Tokens of the longest row that a stage trains on."""
+        data, kind = self.recipe.values[self.recipe.data_section(stage)], self.recipe.plan.stages[stage].rows
+        limits = [data.get(key) for key in ("max_prompt_length", "max_response_length")]
+        longest = sum(limits) if all(limits) else longest_row(stage_dataset(self.recipe, stage, kind, "train"))
+        return args.max_length if getattr(args, "packing", False) else min(longest, args.max_length or longest)
+
+    def _step(self, stage: str, step: Phase) -> Problem:
+        args = self.recipe.stage_config(stage)
+        rows, length = args.per_device_train_batch_size, self._longest(stage, args)
+        what, each = ("pair", "2 × ") if self.recipe.plan.stages[stage].rows == "pairs" else ("row", "")
+        time = ""
+        if self.device is not None:
+            time = f"; a step takes about {seconds_of(step.times * self.device.eager(step.costs))}"
+        return Problem(f"{stage} has {rows} {what}{'s' * (rows > 1)} of {each}{length} tokens at a time{time}.")
 
     # ------------------------------------------------------------------ memory
 
@@ -155,8 +184,11 @@ class _Planner:
             if name not in of or phase.costs.peak > of[name].peak:
                 of[name] = phase.costs
         for name, costs in of.items():
-            parts = {kind: size for kind, size in costs.of_peak.items() if size}
-            yield PhaseMemory(name, {**self.static, **parts, **({"context": self.context} if self.context else {})})
+            yield self._of_phase(name, costs, self.static)
+
+    def _of_phase(self, name: str, costs: Costs, static: Mapping[str, int]) -> PhaseMemory:
+        parts = {kind: size for kind, size in costs.of_peak.items() if size}
+        return PhaseMemory(name, {**static, **parts, **({"context": self.context} if self.context else {})})
 
     # ------------------------------------------------------------------ time
 
@@ -202,46 +234,53 @@ class _Planner:
     def _way_out(self, report: PlanReport) -> Problem:
         """What would fit, and which key to change first."""
         no_sharding = "One base over several cards (FSDP) is not supported."
-        needed = sum(self.static.values()) + self.context
+        largest = report.largest
+        needed = sum(largest.parts.get(kind, 0) for kind in (*self.static, "context"))
         if needed > self.limit:
             fewer = "base.quantization in 4 bits, a smaller base, or " if self.recipe.quantization() is None else ""
             wrong = f"weights and optimizer alone take {size_of(needed)} of {size_of(self.limit)}."
-            cards = [card.name for card in CARDS.values() if card.memory > report.largest.total]
+            cards = [card.name for card in CARDS.values() if card.memory > largest.total]
             another = f"a card as {cards[0]}" if cards else "fewer parameters"
             return Problem(wrong, "base", f"Take {fewer}{another}. {no_sharding}")
-        takes = f"{report.largest.phase} takes {size_of(report.largest.total)} of {size_of(self.limit)}"
-        for changes in self._changes(report.largest.phase):
-            memory = self._with(changes, report.largest.phase)
+        takes = f"{largest.phase} takes {size_of(largest.total)} of {size_of(self.limit)}"
+        stage = _stage_of(largest.phase)
+        for changes in self._changes(largest.phase):
+            memory = self._with(changes, largest.phase)
             if memory.total <= self.limit:
-                keys = " ".join(f"ppo.{key}={str(value).lower()}" for key, value in changes.items())
+                keys = " ".join(f"{stage}.{key}={str(value).lower()}" for key, value in changes.items())
                 return Problem(f"{takes}.", remedy=f"Set {keys}: {size_of(memory.total)}. {no_sharding}")
         remedy = f"Shorten the rows, or take another card. {no_sharding}"
         return Problem(f"{takes}, a row at a time too.", remedy=remedy)
 
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
         """What takes less memory in a phase and changes no gradient, the cheapest first."""
-        args = self.args
+        args = self.recipe.stage_config(_stage_of(phase))
         if name := _ROWS.get(phase):
             rows = getattr(args, name)
             while rows > 1:
                 rows //= 2
                 yield {name: rows}
-        checkpointing = {} if args.gradient_checkpointing or phase != "update" else {"gradient_checkpointing": True}
+        learns = phase == "update" or phase in SUPERVISED
+        checkpointing = {"gradient_checkpointing": True} if learns and not args.gradient_checkpointing else {}
         if checkpointing:
             yield checkpointing
         rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        if phase == "update":
+        if learns:
             while rows > 1 and rows % 2 == 0:
                 rows, steps = rows // 2, steps * 2
                 changed = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
                 yield {**checkpointing, **changed}
-        several = args.rollouts_per_update
         while phase == "rollout" and steps > 1 and steps % 2 == 0:
-            steps, several = steps // 2, several * 2
+            steps //= 2
+            several = args.rollouts_per_update * args.gradient_accumulation_steps // steps
             yield {"gradient_accumulation_steps": steps, "rollouts_per_update": several}
 
     def _with(self, changes: dict[str, Any], phase: str) -> PhaseMemory:
-        args = self.recipe.stage_config("ppo", **changes)
-        update = CountedUpdate(self.update.counted, self.roles, args, self.lengths, on_cpu=self._on_cpu)
-        (memory,) = self._memory(update.phases(phase))
+        if phase in SUPERVISED:
+            return self._supervised(phase, changes)[0]
+        (memory,) = self._memory(self._update(self.recipe.stage_config("ppo", **changes)).phases(phase))
         return memory
+
+
+def _stage_of(phase: str) -> str:
+    return phase if phase in SUPERVISED else "ppo"

@@ -71,7 +71,7 @@ class PlanReport:
         taken = f"{size_of(largest.total)} in {largest.phase}"
         yield "memory", f"{taken}; {verdict} {self.where} ({size_of(self.limit)})"
         if self.times:
-            yield "time", f"an update about {_seconds(self.seconds)}, by the model of toolkit plan"
+            yield "time", f"an update about {seconds_of(self.seconds)}, by the model of toolkit plan"
 
     def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
         """The report, for a notebook or with the options of the command line."""
@@ -88,7 +88,9 @@ class PlanReport:
         if self.times:
             columns = ["seconds", "as it runs"]
             columns += ["with CUDA graphs", "and merged"] if any(time.graphs for time in self.times) else []
-            shown = [[t.phase, *(_seconds(s) if s else "" for s in (t.eager, t.graphs, t.merged))] for t in self.times]
+            shown = [
+                [t.phase, *(seconds_of(s) if s else "" for s in (t.eager, t.graphs, t.merged))] for t in self.times
+            ]
             lines += ["", *_table(columns, [row[: len(columns)] for row in shown])]
         lines += ["", *(f"- {note.text(options)}" for note in self.notes)]
         return printable("\n".join(lines))
@@ -101,7 +103,8 @@ def size_of(number: float) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
-def _seconds(value: float) -> str:
+def seconds_of(value: float) -> str:
+    """A time as a report shows it."""
     return f"{value:.3g} s" if value < 600 else f"{value / 60:.3g} min"
 
 

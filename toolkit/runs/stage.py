@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from toolkit import phases, processes, reports
 from toolkit.data import PER_RULE
 from toolkit.errors import RunInterrupted, printable
 from toolkit.models import save_high_score
 from toolkit.reports import Progress, Responses, ScoredPair, write_jsonl
-from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, make_evaluator, stage_dataset
+from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, measures, stage_dataset
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
 from toolkit.sampling import SIGNS
@@ -34,34 +34,34 @@ from toolkit.trainers.stock_ppo import save_stock_roles, stock_rollouts
 BEFORE_FILE = "before.json"
 
 
-def say(console: Console, sentence: str) -> None:
+def say(sentence: str) -> None:
     """A line for a person, neither coloured nor wrapped; square brackets in it are no markup."""
-    console.print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
+    Console().print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
 
 
-def collect_stage(recipe: Recipe, console: Console) -> dict[str, Any]:
+def collect_stage(recipe: Recipe) -> dict[str, Any]:
     """Sample and score responses; there is nothing to train, and so nothing before."""
     started, folder = time.perf_counter(), recipe.stage_folder("collect")
     for sentence in about_precision(recipe, "collect"):
-        say(console, sentence)
-    say_shares(console, "collect", recipe.collect.batch_size)
+        say(sentence)
+    say_shares("collect", recipe.collect.batch_size)
     collected = collect(recipe, folder / RESPONSES_FILE)
     result = figures(recipe, "collect", started, {}, collected)
     processes.by_main(lambda: finish(folder, result))
     shown = ", ".join(f"{key} {value:.4g}" for key, value in result["after"].items())
-    say(console, f"collect took {result['seconds']:.0f} s: {shown}")
-    say(console, f"responses: {folder / RESPONSES_FILE}")
+    say(f"collect took {result['seconds']:.0f} s: {shown}")
+    say(f"responses: {folder / RESPONSES_FILE}")
     return result
 
 
-def say_shares(console: Console, stage: str, rows: int) -> None:
+def say_shares(stage: str, rows: int) -> None:
     """Say where several processes do not come out even, and what would."""
     number = processes.count()
     if rows % number:
         wrong = f"{stage}: {number} processes divide the {rows} rows of a step, to the same result, but not evenly: "
         wrong += f"{number - rows} have none" if rows < number else f"some have {-(-rows // number)}"
         even = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-        say(console, f"{wrong}. Numbers that divide them: {even}.")
+        say(f"{wrong}. Numbers that divide them: {even}.")
 
 
 def banner(recipe: Recipe, stage: str, trainer: Any) -> Iterator[str]:
@@ -84,37 +84,37 @@ def banner(recipe: Recipe, stage: str, trainer: Any) -> Iterator[str]:
     yield f"trains {trained}; writes to {recipe.stage_folder(stage)}"
 
 
-def train_stage(recipe: Recipe, stage: str, console: Console, checkpoint: Path | None) -> dict[str, Any]:
+def train_stage(recipe: Recipe, stage: str, checkpoint: Path | None) -> dict[str, Any]:
     """Train a stage, from a checkpoint if there is one; what stands in `result.json`."""
     progress = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
     with progress:
-        result, samples = _trained(recipe, stage, console, checkpoint, progress)
-    show_result(console, result, samples)
-    say(console, f"report: {recipe.stage_folder(stage) / reports.REPORT_FILE}")
+        result, samples = _trained(recipe, stage, checkpoint, progress)
+    show_result(result, samples)
+    say(f"report: {recipe.stage_folder(stage) / reports.REPORT_FILE}")
     return result
 
 
 def _trained(
-    recipe: Recipe, stage: str, console: Console, checkpoint: Path | None, progress: Progress
+    recipe: Recipe, stage: str, checkpoint: Path | None, progress: Progress
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     started = time.perf_counter()
     folder = recipe.stage_folder(stage)
     with phases.phase("load"), processes.agreed():
         for sentence in about_precision(recipe, stage):
-            say(console, sentence)
+            say(sentence)
         trainer = MAKERS[stage](recipe, callbacks=[] if progress.quiet else [progress])
     for line in banner(recipe, stage, trainer):
-        say(console, line)
+        say(line)
     if processes.count() > 1:  # never by TRL's own loop, whose arguments are others
         args = trainer.args
         of_step = args.train_batch_size * args.gradient_accumulation_steps
         if stage == "ppo":
             of_step = args.update_batch_size // args.num_mini_batches
-        say_shares(console, stage, of_step)
+        say_shares(stage, of_step)
     task = recipe.task_of(stage)
     if (rows := task.report()) is not None:
-        say(console, f"data: {rows}")
-    cut = _report_cuts(recipe, trainer.args, console) if stage == "sft" else {}
+        say(f"data: {rows}")
+    cut = _report_cuts(recipe, trainer.args) if stage == "sft" else {}
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     before, responses_before = _before(recipe, stage, trainer)
     if processes.is_main():
@@ -221,7 +221,7 @@ def _write_up(
     finish(folder, result)
 
 
-def _report_cuts(recipe: Recipe, args: Any, console: Console) -> dict[str, dict[str, int]]:
+def _report_cuts(recipe: Recipe, args: Any) -> dict[str, dict[str, int]]:
     """Rows of the sft stage that `sft.max_length` cuts, by split: TRL cuts them without a word."""
     cuts = {}
     for split in ("train", "validation"):
@@ -231,7 +231,7 @@ def _report_cuts(recipe: Recipe, args: Any, console: Console) -> dict[str, dict[
             cuts[split] = cut
             of = f"{cut['cut']} of {len(rows)} rows are cut to sft.max_length ({args.max_length})"
             lost = f"{cut['without_loss']} of them lose all that the loss is taken of, and are left out"
-            say(console, f"data: {split}: {of}; {lost}")
+            say(f"data: {split}: {of}; {lost}")
     return cuts
 
 
@@ -267,7 +267,10 @@ def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], 
     elif isinstance(trainer, PPOTrainer):
         evaluation = trainer.evaluate_rollout(prompts)
     else:  # in the same way as ours
-        evaluation = make_evaluator(recipe, stock_rollouts(trainer), trainer.toolkit_pad_tokens)(prompts)
+        set_seed(recipe.seed)
+        rollouts = stock_rollouts(trainer)
+        named = measures(recipe, rollouts.roles, trainer.toolkit_pad_tokens, rollouts.portion.rows)
+        evaluation = rollouts.evaluator(**named)(prompts)
     return evaluation.metrics, Responses.of(evaluation.rollout, evaluation.scores, evaluation.judged)
 
 
@@ -281,9 +284,10 @@ def _reward_figures(recipe: Recipe, trainer: Any) -> dict[str, Any]:
     return pair_figures(trainer.judged)
 
 
-def show_result(console: Console, result: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+def show_result(result: dict[str, Any], samples: list[dict[str, Any]]) -> None:
     """The samples; the figures before and after but the signs of a reward that is fooled and single rules, seconds
     and memory; a verdict."""
+    console = Console()
     if samples:
         console.print(reports.samples_table(samples))
     before, after = result["before"], result["after"]
@@ -299,4 +303,4 @@ def show_result(console: Console, result: dict[str, Any], samples: list[dict[str
     memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
     console.print(f"{result['stage']} took {result['seconds']:.0f} s; peak memory: {memory}", highlight=False)
     if said := reports.verdict(result, samples):
-        say(console, said)
+        say(said)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole
@@ -30,7 +29,6 @@ from toolkit.spec.recipe import Recipe
 def _run_prerequisites(
     recipe: Recipe,
     stage: str,
-    console: Console,
     *,
     from_run: str | None,
     handed_over: Collection[str] = (),
@@ -43,7 +41,7 @@ def _run_prerequisites(
     needs = recipe.plan.needs(stage)
     if from_run is not None:
         for sentence in processes.by_main(lambda: list(take_over(recipe, from_run, needs, wanted=stage, **way))):
-            say(console, sentence)
+            say(sentence)
     missing = processes.by_main(lambda: [earlier for earlier in needs if finished(recipe, earlier) is None])
     if missing:
         # A mistake of the last stage's is found before the first one has run for an hour.
@@ -60,7 +58,7 @@ def _run_prerequisites(
 
 
 @contextmanager
-def _kept_whole(recipe: Recipe, stage: str, console: Console, **way: bool) -> Iterator[str | None]:
+def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]:
     """Inside, the run folder is this process's alone, of several the main one's; what is overwritten comes back if an
     error ends it.
 
@@ -72,7 +70,7 @@ def _kept_whole(recipe: Recipe, stage: str, console: Console, **way: bool) -> It
         with processes.agreed():
             ours = processes.is_main() and stack.enter_context(at_work(recipe.folder))
             if ours and (sentence := settle(recipe, stage, **way)):
-                say(console, sentence)
+                say(sentence)
         if not ours:
             yield None
             return
@@ -80,7 +78,7 @@ def _kept_whole(recipe: Recipe, stage: str, console: Console, **way: bool) -> It
             yield stage
         except BaseException:
             if sentence := restore(recipe.folder):
-                say(console, sentence)
+                say(sentence)
             raise
         aside.settle(recipe.folder)  # what a finished stage has replaced goes
 
@@ -99,9 +97,9 @@ def prepared(
     `given` comes before what the recipe says: `reward`, `judge` and `train_dataset` of ppo.
     """
     given = {name: value for name, value in (given or {}).items() if value is not None}
-    with _kept_whole(recipe, stage, Console(), **way):
+    with _kept_whole(recipe, stage, **way):
         handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
-        _run_prerequisites(recipe, stage, Console(), from_run=from_run, handed_over=handed_over, **way)
+        _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
         claim(recipe, stage, wanted=stage, **way)
         shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
         trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
@@ -112,13 +110,7 @@ def prepared(
 
 
 def run(
-    recipe: Recipe,
-    stage: str,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-    from_run: str | None = None,
-    console: Console | None = None,
+    recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool = False, from_run: str | None = None
 ) -> dict[str, Any]:
     """Run one stage and what it needs; what stands in its `result.json`. One that is finished is not repeated.
 
@@ -130,29 +122,27 @@ def run(
         resume: go on from the newest whole checkpoint of each unfinished stage; from the beginning where none is.
         from_run: name of another run in the same folder of runs. Its finished stages are taken where this one lacks
             them and the settings that they read agree.
-        console: for what a person reads; standard output if None.
 
     Raises:
         RunInterrupted: a signal asked to stop, and the stage was saved.
         ToolkitError: whatever a user can mend.
     """
-    console = console or Console()
     way: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
     recipe.plan.needs(stage)
-    with _kept_whole(recipe, stage, console, **way) as wanted:
+    with _kept_whole(recipe, stage, **way) as wanted:
         done = None if overwrite else processes.by_main(lambda: finished(recipe, stage))
         if done is not None:
-            say(console, f"{stage} of this run is finished: {recipe.stage_folder(stage)}. OVERWRITE=1 repeats it.")
+            say(f"{stage} of this run is finished: {recipe.stage_folder(stage)}. OVERWRITE=1 repeats it.")
             return done
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
-        _run_prerequisites(recipe, stage, console, from_run=from_run, **way)
+        _run_prerequisites(recipe, stage, from_run=from_run, **way)
         processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
         goes_on = resume and stage != "collect"
-        checkpoint = processes.by_main(lambda: _to_resume(recipe, stage, console)) if goes_on else None
+        checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
         try:
             if stage == "collect":
-                return collect_stage(recipe, console)
-            return train_stage(recipe, stage, console, checkpoint)
+                return collect_stage(recipe)
+            return train_stage(recipe, stage, checkpoint)
         except torch.OutOfMemoryError as error:
             raise _out_of_memory(stage, recipe.stage_folder(stage)) from error
 
@@ -168,16 +158,16 @@ def _check_way(recipe: Recipe, stage: str, *, resume: bool) -> None:
         raise RecipeError(f"there is nothing to go on with: {no_such_run(recipe.run, recipe.runs_dir)}")
 
 
-def _to_resume(recipe: Recipe, stage: str, console: Console) -> Path | None:
+def _to_resume(recipe: Recipe, stage: str) -> Path | None:
     folder = recipe.stage_folder(stage)
-    checkpoint = newest_whole(folder, say=lambda sentence: say(console, sentence))
+    checkpoint = newest_whole(folder, say=say)
     if checkpoint is not None:
-        say(console, f"{stage} goes on from {checkpoint}.")
+        say(f"{stage} goes on from {checkpoint}.")
         return checkpoint
     if checkpoint_folders(folder):
         remedy = "Save what you want of them, then begin anew with $overwrite."
         raise CheckpointError(f"{folder}: no checkpoint there is whole.", remedy=remedy)
-    say(console, f"{folder} holds no checkpoint: {stage} begins anew.")
+    say(f"{folder} holds no checkpoint: {stage} begins anew.")
     claim(recipe, stage, overwrite=True)
     return None
 

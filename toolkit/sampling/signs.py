@@ -5,7 +5,7 @@ A word is what stands between white space, so that a text without any has one, a
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,39 +51,28 @@ def distinct_share(rollout: Rollout) -> float:
     return min(1.0, len(set(map(tuple, rollout.response_ids))) / len(set(rollout.prompts)))
 
 
-class SinceFirst(NamedTuple):
-    """What responses have become since the first evaluation, over equally many of each."""
+def since_first(responses: Sequence[str], first: Sequence[str]) -> dict[str, Any]:
+    """What responses have become since the first evaluation, over equally many of each: shares depend on how many.
 
-    pairs_kept: float
-    """`distinct_2` as a multiple of what it was."""
-    different_kept: float
-    """Different responses as a multiple of what there were; 1 where a response is shorter than a phrase on average."""
-    phrase: str
-    """The commonest of the phrases that were rare; empty where there is none."""
-    phrase_rows: int
-    """Responses that have it."""
-    phrase_now: float
-    """Their share."""
-    phrase_then: float
-    """The share that had it at first."""
-
-
-def since_first(responses: Sequence[str], first: Sequence[str]) -> SinceFirst:
-    """Compare responses with those of the first evaluation; shares depend on how many there are."""
+    `pairs_kept`: `distinct_2` as a multiple of what it was. `different_kept`: different responses as a multiple of what
+    there were; 1 where a response is shorter than a phrase on average. `phrase`: the commonest of the phrases that were
+    rare; empty where there is none. `phrase_rows`: responses that have it; `phrase_now`: their share; `phrase_then`:
+    the share that had it at first.
+    """
     rows = min(len(responses), len(first))
     now, then = responses[:rows], first[:rows]
     mean_words = sum(len(_words(text)) for text in now) / rows
     counts, earlier = _phrases(now), _phrases(then)
     risen = {phrase: count for phrase, count in counts.items() if earlier[phrase] <= RARE * rows}
     phrase = max(risen, key=risen.__getitem__, default=())
-    return SinceFirst(
-        pairs_kept=_distinct_2(now) / _distinct_2(then),
-        different_kept=len(set(now)) / len(set(then)) if mean_words >= PHRASE else 1.0,
-        phrase=" ".join(phrase),
-        phrase_rows=counts[phrase],
-        phrase_now=counts[phrase] / rows,
-        phrase_then=earlier[phrase] / rows,
-    )
+    return {
+        "pairs_kept": _distinct_2(now) / _distinct_2(then),
+        "different_kept": len(set(now)) / len(set(then)) if mean_words >= PHRASE else 1.0,
+        "phrase": " ".join(phrase),
+        "phrase_rows": counts[phrase],
+        "phrase_now": counts[phrase] / rows,
+        "phrase_then": earlier[phrase] / rows,
+    }
 
 
 def _words(text: str) -> Words:

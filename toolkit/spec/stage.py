@@ -15,6 +15,7 @@ from toolkit.spec.keys import check_keys, suggestion
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.spec.trial import check_training
 from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.trainer_internals import trainers_kept
 from toolkit.trainers.trl_compat import PPOFields, TRLPPOConfig
 
 _IN_FLOAT32 = Precision("float32")
@@ -200,8 +201,9 @@ def presets(stage: str, values: dict[str, Any], *, precision: Precision, model: 
 def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, precision: Precision) -> Any:
     """A stage's section as an object of its owner's class, with the toolkit's presets where it is silent."""
     ours = {name: preset.value for name, preset in presets(stage, values, precision=precision).items()}
-    made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **ours, **values)
-    # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active role,
-    # and multiply the batch: the first card is the one (CUDA_VISIBLE_DEVICES chooses another).
-    made._n_gpu = min(made.n_gpu, 1)
+    with trainers_kept():
+        made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **ours, **values)
+        # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active
+        # role, and multiply the batch: the first card is the one (CUDA_VISIBLE_DEVICES chooses another).
+        made._n_gpu = min(made.n_gpu, 1)
     return made

@@ -248,7 +248,7 @@ class Watch:
             self.first = {"metrics": dict(metrics), "responses": list(responses)}
         if "judge" in metrics and (self.best is None or metrics["judge"] > self.best["judge"]):
             self.best = {**metrics, "step": float(step)}
-        numbers: dict[str, Any] = {**metrics, **since_first(responses, self.first["responses"])._asdict()}
+        numbers: dict[str, Any] = {**metrics, **since_first(responses, self.first["responses"])}
         for moment, held in (("first", self.first["metrics"]), ("best", self.best or {})):
             numbers |= {f"{name}_{moment}": value for name, value in held.items()}
         return self._new(EVALUATION_GUARDS, step, numbers)
@@ -266,12 +266,3 @@ class Watch:
                 new.append(about)
         self.given += new
         return new
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on has to know."""
-        return {"in_a_row": dict(self.in_a_row), "given": self.given, "first": self.first, "best": self.best}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave."""
-        self.in_a_row, self.given = dict(state["in_a_row"]), list(state["given"])
-        self.first, self.best = state.get("first", self.first), state.get("best", self.best)

@@ -238,7 +238,7 @@ class PPOLoop(SharedBaseTrainer):
             "metrics": self._last_metrics,
             "last_logged": self._last_logged,
             "frozen": self._frozen(),
-            "watch": self.watch.state_dict(),
+            "watch": vars(self.watch),
         }
 
     def load_own_state(self, state: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ class PPOLoop(SharedBaseTrainer):
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
         if "watch" in state:
-            self.watch.load_state_dict(state["watch"])
+            self.watch = Watch(**state["watch"])
 
     def _frozen(self) -> dict[str, str]:
         base = self.roles

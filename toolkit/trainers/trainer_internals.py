@@ -1,17 +1,20 @@
-"""The private parts of transformers' and TRL's trainers that resuming needs; no other module names them.
+"""The private parts of transformers' and TRL's trainers, and of accelerate, that we need; no other module names them.
 
 Read from the versions in `READ_FROM`. `tests/trainers/test_trainer_internals.py` holds them against what is installed,
 and `pyproject.toml` admits no version beyond those that have been run.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
-READ_FROM = {"transformers": "5.23.0", "trl": "1.16.0"}
+READ_FROM = {"transformers": "5.23.0", "trl": "1.16.0", "accelerate": "1.15.0"}
 
 
 class TrainerHooks(Trainer):
@@ -57,8 +60,14 @@ class TrainerHooks(Trainer):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """The autocast region that `bf16` or `fp16` asks for. transformers leaves it to accelerate's wrapper around the
-        forward pass of the whole model, and the forward passes here are of its parts."""
-        return self.accelerator.autocast()
+        forward pass of the whole model, and the forward passes here are of its parts. (accelerate's own is that of the
+        trainer that was made last.)"""
+        dtype, on = torch.float16 if self.args.fp16 else torch.bfloat16, self.args.bf16 or self.args.fp16
+        return torch.autocast(self.args.device.type, dtype=dtype, enabled=on, cache_enabled=cache_enabled)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        AcceleratorState._reset_state()  # of an earlier trainer, which may have another precision
+        super().create_accelerator_and_postprocess()
 
     def _send_telemetry(self) -> None:
         """TRL reports architecture and GPU of each run; the toolkit sends nothing anywhere."""
@@ -98,6 +107,24 @@ class TrainerHooks(Trainer):
         self._globalstep_last_logged = state["last_logged"]
         self.measured().update(state["metrics"])
         self.tokens_read = state["tokens"]
+
+
+@contextmanager
+def trainers_kept() -> Iterator[None]:
+    """Inside, training arguments and trainers may be made, after which those that there were go on.
+
+    accelerate has one state for all trainers of a process, and transformers clears it with each new TrainingArguments:
+    a notebook's trainer would end in "Please make sure to properly initialize your accelerator".
+    """
+    states = [state._shared_state for state in (AcceleratorState, PartialState, GradientState)]
+    before = [dict(state) for state in states]
+    try:
+        yield
+    finally:
+        if before[0]:
+            for state, values in zip(states, before, strict=True):
+                state.clear()
+                state.update(values)
 
 
 def take_rates_of_schedule(scheduler: Any, optimizer: Any) -> None:

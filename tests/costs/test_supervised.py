@@ -1,0 +1,56 @@
+"""Steps of sft and reward on a tiny Llama without numbers; `benchmarks.plan` holds them against an allocator."""
+
+import pytest
+import torch
+from trl import RewardConfig, SFTConfig
+
+from tests.tiny_models import shared_base
+from toolkit.costs import counted_step, take_shape
+
+
+def without_numbers():
+    roles = shared_base()
+    take_shape(roles)
+    return roles
+
+
+def step(kind, *, rows=2, length=24, steps=1, roles=None, **settings):
+    roles = roles or without_numbers()
+    owner = SFTConfig if kind == "demonstrations" else RewardConfig
+    args = owner(
+        output_dir="nowhere", per_device_train_batch_size=rows, gradient_accumulation_steps=steps, use_cpu=True,
+        bf16=False, report_to="none", **settings,
+    )  # fmt: skip
+    return counted_step(kind, roles, args, length)
+
+
+def matmuls(phase):
+    return sum(kernel.flops * number for kernel, number in phase.costs.kernels.items())
+
+
+def test_twice_the_rows_are_twice_the_operations():
+    assert matmuls(step("pairs", rows=4)) == pytest.approx(2 * matmuls(step("pairs")))
+    assert step("pairs", steps=3).times == 3
+
+
+def test_a_further_micro_batch_stands_on_the_gradients_of_the_first():
+    once, again = step("pairs").costs, step("pairs", steps=2).costs
+    assert again.of_peak["gradients"] > once.of_peak.get("gradients", 0) and again.peak > once.peak
+
+
+def test_checkpointing_takes_less_and_computes_more():
+    kept, again = (step("pairs", rows=8, gradient_checkpointing=on) for on in (False, True))  # TRL's default is True
+    assert again.costs.peak < kept.costs.peak and matmuls(again) > matmuls(kept)
+
+
+def test_classes_have_one_sequence_where_pairs_have_two():
+    roles = without_numbers()
+    pairs = step("pairs", roles=roles)
+    roles.head("reward").out_features = 3
+    assert matmuls(step("labelled", roles=roles)) == pytest.approx(matmuls(pairs) / 2, rel=0.01)
+
+
+def test_what_is_drawn_afterwards_is_as_if_nothing_had_been_counted():
+    before = torch.get_rng_state()
+    step("pairs")
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,64 @@
+"""A step of sft or of the reward stage, by the trainer that takes it: what is counted is what runs."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, TrainingArguments
+
+from toolkit.checkpoints import kept_random_states
+from toolkit.costs.counted import Counted
+from toolkit.costs.update import _TOKEN, Phase, learning, of_all_layers
+from toolkit.data import Kind
+from toolkit.models import SharedBase
+from toolkit.trainers.common import precision
+from toolkit.trainers.reward import reward_trainer
+from toolkit.trainers.sft import sft_trainer
+from toolkit.trainers.trainer_internals import trainers_kept
+
+SUPERVISED = ("sft", "reward")
+
+
+def counted_step(kind: Kind, roles: SharedBase, args: TrainingArguments, length: int) -> Phase:
+    """The micro-batches of an optimizer step, on roles without numbers.
+
+    Args:
+        kind: of the stage's data: "demonstrations" for sft, "pairs" or "labelled" for a reward.
+        roles: as `take_shape` leaves them, with the role that the stage trains.
+        args: of the stage.
+        length: tokens of all rows, which are as long as they can be.
+    """
+    sft, ids = kind == "demonstrations", [_TOKEN] * length
+    row = {
+        "demonstrations": {"input_ids": ids, "labels": ids},
+        "pairs": {"chosen_ids": ids, "rejected_ids": ids},
+        "labelled": {"input_ids": ids, "labels": 0},
+    }[kind]
+    rows, steps = [row] * args.per_device_train_batch_size, args.gradient_accumulation_steps
+    counted = Counted(roles.config.get_text_config().vocab_size)
+    with trainers_kept(), kept_random_states(), TemporaryDirectory() as folder:
+        # Nothing is written, rows need no cutting, and autocast is given: accelerate has none in float16 on a CPU.
+        changes: dict[str, Any] = {"output_dir": folder, "report_to": "none", "use_cpu": True, "bf16": False}
+        changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False} if sft else {}
+        make: Any = sft_trainer if sft else reward_trainer
+        trainer = make(replace(args, fp16=False, **changes), _tokenizer(), roles, Dataset.from_list(rows))
+        trainer.compute_loss_context_manager = precision(args, roles)
+        trainer.current_gradient_accumulation_steps = steps
+
+        def count() -> list[Phase]:
+            with learning(counted, roles, args, further=steps > 1) as costs:
+                trainer.training_step(trainer.model, trainer.data_collator(rows))
+            return [Phase("sft" if sft else "reward", costs, steps)]
+
+        with roles.role("policy") if sft else nullcontext():
+            (phase,) = of_all_layers(roles, count)
+    return phase
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One for ids that nobody reads, so that a plan needs no file of a tokenizer."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<any>": _TOKEN, "<end>": 2}, unk_token="<any>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
