@@ -137,8 +137,12 @@ def test_what_is_not_planned_says_so(checkpoint, tmp_path):
 
 
 def test_a_recipe_from_nothing_is_planned_here():
-    report = plan(recipes.load("doubling"), notes=False)
+    report = plan(recipes.load("doubling"))
     assert report.times and report.largest.total > 0
+    assert next(iter(phases(report))) == "reward"  # of classes, one sequence each
+    said = [note.text() for note in report.notes]
+    assert re.match(r"reward has \d+ rows of \d+ tokens at a time; a step takes about ", said[0])
+    assert said[1] == "sft trains a model of its own, which is not planned."
     assert torch.cuda.is_available() or all(time.graphs is None for time in report.times)
 
 

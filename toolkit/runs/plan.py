@@ -133,7 +133,8 @@ class _Planner:
 
     def report(self, *, notes: bool = True) -> PlanReport:
         phases = self.update.phases(*(name for name in PHASES if name != "score" or "reward" in self.roles.roles))
-        supervised = {stage: self._supervised(stage) for stage in SUPERVISED if self._trains_a_role(stage)}
+        stages = {stage: self.recipe.plan.stages[stage] for stage in SUPERVISED if stage in self.recipe.plan.stages}
+        supervised = {stage: self._supervised(stage) for stage, planned in stages.items() if planned.roles}
         memory = (*(memory for memory, _ in supervised.values()), *self._memory(phases))
         times = tuple(self._times(phases, self.device)) if self.device is not None else ()
         dtype = self.recipe.precision("ppo").dtype
@@ -142,14 +143,15 @@ class _Planner:
         report = PlanReport(*about, ())
         if not notes:
             return report
-        steps = (self._step(stage, step) for stage, (_, step) in supervised.items())
-        return replace(report, notes=(*steps, *self._notes(report)))
+        steps = [self._step(stage, step) for stage, (_, step) in supervised.items()]
+        whole = [
+            Problem(f"{stage} trains a model of its own, which is not planned.")
+            for stage in stages
+            if stage not in supervised
+        ]
+        return replace(report, notes=(*steps, *whole, *self._notes(report)))
 
     # ------------------------------------------------------------------ sft and reward
-
-    def _trains_a_role(self, stage: str) -> bool:
-        planned = self.recipe.plan.stages.get(stage)
-        return planned is not None and planned.own is None and self.recipe.base.model is not None
 
     def _supervised(self, stage: str, changes: Mapping[str, Any] = MappingProxyType({})) -> tuple[PhaseMemory, Phase]:
         args, roles = self.recipe.stage_config(stage, **changes), _without_numbers(self.recipe, stage)
