@@ -17,6 +17,8 @@
 # make smoke                                 a few tests with the packages of the newest set that differ, as CI runs them
 # make test-gpu                              the tests that only a GPU can run: float16
 # make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
+# make bench-slice MODEL=/path/to/SmolLM2-135M-Instruct   the same on two layers of Llama-3.1-8B's width (16 GB)
+# make bench-growth MODEL=/path/to/SmolLM2-135M-Instruct  up to 1,024 new tokens, and 64 rollouts
 # make bench-gpu                             an 8B-shaped random Llama in NF4 on a GPU; needs no network, no checkpoint
 # make docs                                  docs/recipe_reference.md anew from the owners' classes
 
@@ -54,7 +56,7 @@ divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
 run = "$(or $(RUN),$(RECIPE))"
 
 .PHONY: help env sft reward ppo collect q show validate plan chat generate eval judge export recipes test smoke test-gpu lint types check format docs wheel \
-        bench bench-gpu clean
+        bench bench-slice bench-growth bench-gpu clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -125,8 +127,8 @@ format: $(BIN)/.installed
 docs: $(BIN)/.installed
 	$(BIN)/python -m docs.make_reference docs/recipe_reference.md
 
-bench: $(BIN)/.installed
-	$(BIN)/python -m benchmarks.run --model "$(or $(MODEL),$(error make bench needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct))"
+bench bench-slice bench-growth: $(BIN)/.installed
+	$(BIN)/python -m benchmarks.run $(subst bench,cpu,$(@:bench-%=%)) --model "$(or $(MODEL),$(error make $@ needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct))"
 	$(BIN)/python -m benchmarks.table
 
 bench-gpu: $(BIN)/.installed

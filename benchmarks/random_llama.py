@@ -1,17 +1,24 @@
-"""A Llama with random weights, built in NF4 on the device, one layer at a time.
+"""Llamas with random weights, for measuring time and memory, which do not depend on the weights' values.
 
-For measuring time and memory, which do not depend on the weights' values. The whole model never exists in 16 bits: each
-linear layer is filled on the device and quantised there before the next one, so that a machine needs neither a
-checkpoint nor the memory of one.
+`random_llama` is built in NF4 on the device. It never exists in 16 bits as a whole: each linear layer is filled on the
+device and quantised there before the next one, so that a machine needs neither a checkpoint nor the memory of one.
+`save_slice` is a checkpoint of two layers of the true width, where a machine's memory does not hold all of them.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.contenders import nf4
@@ -109,6 +116,22 @@ def random_llama(values: dict[str, Any], device: torch.device, *, seed: int = 0)
     with device:
         model.model.rotary_emb = LlamaRotaryEmbedding(config)
     return model.requires_grad_(False)
+
+
+def save_slice(folder: Path, tokenizer: PreTrainedTokenizerBase, values: dict[str, Any], *, layers: int = 2) -> None:
+    """Write a checkpoint in bfloat16 with so many layers, random weights, and a tokenizer of a smaller vocabulary.
+
+    Args:
+        folder: where to.
+        tokenizer: of the prompts; its special tokens are the model's.
+        values: arguments of `LlamaConfig`.
+        layers: in place of the configuration's own number.
+    """
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = LlamaConfig(**{**values, **special, "num_hidden_layers": layers})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def id_tokenizer(values: dict[str, Any]) -> PreTrainedTokenizerFast:

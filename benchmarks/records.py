@@ -24,19 +24,9 @@ def result_path(result: Mapping[str, Any], folder: Path) -> Path:
 
 
 def write_result(result: dict[str, Any], folder: Path) -> Path:
-    """Write a result in place of one of the same kind and day.
-
-    Sizes that this one has not run are taken over from that one, if machine, versions and model are the same.
-    """
+    """Write a result in place of one of the same kind and day."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = result_path(result, folder)
-    if "sizes" in result and path.is_file():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        if all(earlier[key] == result[key] for key in ("machine", "versions", "model")):
-            repeats = {**earlier["arguments"]["repeats"], **result["arguments"]["repeats"]}
-            sizes = {**earlier["sizes"], **result["sizes"]}
-            result = {**result, "arguments": {**result["arguments"], "repeats": repeats}, "sizes": sizes}
-    return write_json(path, result)
+    return write_json(result_path(result, folder), result)
 
 
 def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
-"""`make bench`: every contender on the same work, one process each, in turn, several rounds.
+"""`make bench`: contenders on the same work, one process each, in turn, several rounds.
 
-    python -m benchmarks.run --model /path/to/SmolLM2-135M-Instruct
+    python -m benchmarks.run cpu --model /path/to/SmolLM2-135M-Instruct
 
 First the contenders' losses on one micro-batch are compared; if one differs, nothing is timed. Then each round runs
-all contenders and the floor. The result goes to `benchmarks/results/<date>_cpu.json` after every round, and
+all contenders and the floor. The result goes to `benchmarks/results/<date>_<kind>.json` after every round, and
 `python -m benchmarks.table` makes the docs' table from it.
 """
 
@@ -11,7 +11,8 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,47 @@ from rich.console import Console
 from benchmarks.compare import check_equal
 from benchmarks.contenders import CONTENDERS
 from benchmarks.processes import run_module
+from benchmarks.random_llama import LLAMA_8B, save_slice
 from benchmarks.records import RESULTS, new_result, result_path, write_result
 from benchmarks.summary import bars, seconds_of, summarise
 from benchmarks.table import section
-from benchmarks.work import SIZES, Work
+from benchmarks.work import Work
 from toolkit.costs.devices import this_cpu
 from toolkit.errors import ToolkitError
-from toolkit.models import META, ModelSpec, load_model
+from toolkit.models import META, ModelSpec, load_model, load_tokenizer
 
 Step = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a kind of benchmark runs.
+
+    Args:
+        about: for whoever chooses.
+        sizes: names of `SIZES`.
+        rounds: of all contenders at each size.
+        contenders: names of `CONTENDERS`.
+        of_a_slice: on two layers of Llama-3.1-8B's shape with random weights in place of the checkpoint's model.
+    """
+
+    about: str
+    sizes: tuple[str, ...] = ("base",)
+    rounds: int = 5
+    contenders: tuple[str, ...] = tuple(CONTENDERS)
+    of_a_slice: bool = False
+
+
+BENCHMARKS = {
+    "cpu": Benchmark("a checkpoint as it is"),
+    "slice": Benchmark("two layers of Llama-3.1-8B's width, with a checkpoint's tokenizer", rounds=3, of_a_slice=True),
+    "growth": Benchmark(
+        "a checkpoint over longer responses and more rollouts",
+        sizes=("few", "base", "many", "longer", "longest"),
+        rounds=1,
+        contenders=("ours-separate-bf16", "ours-shared-bf16", "stock-full"),
+    ),
+}
 
 
 def step_in_process(step: str, *, model: str, work: Path, **options: Any) -> dict[str, Any]:
@@ -63,14 +96,16 @@ def about_cpu() -> dict[str, Any]:
     return {"capability": torch.backends.cpu.get_cpu_capability(), "gigaoperations_per_second": rates}
 
 
-def compare_all(step: Step, *, model: str, work: Path, console: Console) -> dict[str, dict[str, float]]:
+def compare_all(
+    step: Step, names: Sequence[str], *, model: str, work: Path, console: Console
+) -> dict[str, dict[str, float]]:
     """The contenders' figures on one micro-batch.
 
     Raises:
         BenchmarkError: they differ.
     """
     found = {}
-    for name in CONTENDERS:
+    for name in names:
         found[name] = step("compare", model=model, work=work, contender=name)
         shown = ", ".join(f"{key} {value:.4f}" for key, value in found[name].items())
         console.print(f"compare {name}: {shown}", highlight=False, soft_wrap=True)
@@ -78,10 +113,12 @@ def compare_all(step: Step, *, model: str, work: Path, console: Console) -> dict
     return found
 
 
-def run_round(step: Step, *, model: str, work: Path, updates: int, console: Console, title: str) -> dict[str, Any]:
-    """All contenders in turn, and the floor."""
+def run_round(
+    step: Step, names: Sequence[str], *, model: str, work: Path, updates: int, console: Console, title: str
+) -> dict[str, Any]:
+    """These contenders in turn, and the floor."""
     found: dict[str, Any] = {}
-    for name in CONTENDERS:
+    for name in names:
         started = time.perf_counter()
         found[name] = step("time", model=model, work=work, contender=name, updates=updates)
         seconds = seconds_of(found[name])
@@ -96,18 +133,20 @@ def run_round(step: Step, *, model: str, work: Path, updates: int, console: Cons
 
 
 def run_size(
-    step: Step, name: str, *, model: str, updates: int, repeats: int, console: Console
+    step: Step, name: str, kind: str, *, model: str, updates: int, repeats: int, console: Console
 ) -> Iterator[dict[str, Any]]:
     """The benchmark at one size: comparison, then rounds; gives what there is after each round."""
+    contenders = BENCHMARKS[kind].contenders
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "work.json"
         step("sample", model=model, work=path, size=name)
         work = Work.read(path)
-        comparison = compare_all(step, model=model, work=path, console=console)
+        comparison = compare_all(step, contenders, model=model, work=path, console=console)
         rounds: list[dict[str, Any]] = []
         for number in range(1, repeats + 1):
             title = f"{name}, round {number}/{repeats},"
-            rounds.append(run_round(step, model=model, work=path, updates=updates, console=console, title=title))
+            found = run_round(step, contenders, model=model, work=path, updates=updates, console=console, title=title)
+            rounds.append(found)
             summary = summarise(rounds, tokens=work.tokens, rollouts=work.size.rollouts)
             yield {
                 "work": {
@@ -119,24 +158,25 @@ def run_size(
                 "comparison": comparison,
                 "rounds": rounds,
                 "summary": summary,
-                "bars": bars(summary),
+                "bars": bars(summary, kind),
             }
 
 
 def run(
     model: str,
+    kind: str,
     *,
-    repeats: Mapping[str, int],
+    rounds: int,
     updates: int,
     console: Console,
     save: Callable[[dict[str, Any]], object],
     step: Step = step_in_process,
 ) -> dict[str, Any]:
-    """Run the benchmark: so many rounds of each size. Returns the result, which is also saved after each round."""
-    arguments = {"updates": updates, "repeats": dict(repeats)}
-    result = new_result("cpu", cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
-    for name, rounds in repeats.items():
-        for found in run_size(step, name, model=model, updates=updates, repeats=rounds, console=console):
+    """Run a benchmark: so many rounds of each size. Returns the result, which is also saved after each round."""
+    arguments = {"updates": updates, "rounds": rounds}
+    result = new_result(kind, cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
+    for name in BENCHMARKS[kind].sizes:
+        for found in run_size(step, name, kind, model=model, updates=updates, repeats=rounds, console=console):
             result["sizes"][name] = found
             save(result)
     return result
@@ -144,30 +184,33 @@ def run(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    kinds = "; ".join(f"{kind}: {benchmark.about}" for kind, benchmark in BENCHMARKS.items())
+    parser.add_argument("kind", choices=BENCHMARKS, help=kinds)
     parser.add_argument("--model", required=True, help="folder of a chat checkpoint, such as SmolLM2-135M-Instruct")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
-    parser.add_argument(
-        "--repeats", type=int, nargs="+", default=[5, 1], help="rounds of all contenders, for each size"
-    )
+    parser.add_argument("--rounds", type=int, help="of all contenders at each size")
     parser.add_argument("--updates", type=int, default=1, help="measured updates of a contender in a round")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
-    if len(args.repeats) < len(args.sizes):
-        parser.error(f"--repeats needs a number for each of {', '.join(args.sizes)}")
+    benchmark = BENCHMARKS[args.kind]
     progress = Console(stderr=True)
-    try:
-        result = run(
-            # Steps run in the repository's folder.
-            str(Path(args.model).expanduser().resolve()),
-            repeats=dict(zip(args.sizes, args.repeats, strict=False)),
-            updates=args.updates,
-            console=progress,
-            save=lambda found: write_result(found, args.output),
-        )
-    except ToolkitError as error:
-        progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
-        return 1
-    print(section("cpu", result))
+    model = Path(args.model).expanduser().resolve()  # steps run in the repository's folder
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            if benchmark.of_a_slice:
+                save_slice(Path(folder), load_tokenizer(str(model)), LLAMA_8B)
+                model = Path(folder)
+            result = run(
+                str(model),
+                args.kind,
+                rounds=args.rounds or benchmark.rounds,
+                updates=args.updates,
+                console=progress,
+                save=lambda found: write_result(found, args.output),
+            )
+        except ToolkitError as error:
+            progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
+            return 1
+    print(section(args.kind, result))
     progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
     return 0
 

@@ -1,19 +1,22 @@
-"""The tables of `docs/benchmarks.md`, made from the newest result of each kind.
+"""The tables of `docs/benchmarks.md`, and its figure, made from the newest result of each kind.
 
 python -m benchmarks.table
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, where
 from benchmarks.summary import bars_in_words
 from benchmarks.work import PHASES
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PAGE = DOCS / "benchmarks.md"
-KINDS = ("cpu", "gpu")
+KINDS = ("cpu", "slice", "growth", "gpu")
 _COLUMNS = (
     "contender",
     *(f"{phase} s" for phase in PHASES),
@@ -69,21 +72,68 @@ def _rounds(found: Mapping[str, Any]) -> str:
     return "one round" if number == 1 else f"medians of {number} rounds"
 
 
-def _cpu(result: Mapping[str, Any]) -> str:
+def _about(result: Mapping[str, Any]) -> str:
     model, updates = result["model"], result["arguments"]["updates"]
     of_precision = result["cpu"]["gigaoperations_per_second"].items()
     rates = " and ".join(f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in of_precision)
-    parts = [
-        f"{where(result)} Model: {model['architecture']} of {model['parameters'] / 1e6:.1f} million parameters. "
+    return (
+        f"{where(result)} Model: {model['architecture']} of {model['parameters'] / 1e6:.1f} million parameters, "
+        f"{model['layers']} layers of width {model['hidden_size']}. "
         f"{updates} measured update{'s' * (updates > 1)} of each contender in a round. "
         f"{result['cpu']['capability']}; a square product reaches {rates}."
-    ]
+    )
+
+
+def _cpu(result: Mapping[str, Any]) -> str:
+    parts = [_about(result)]
     for size, found in result["sizes"].items():
         fastest = CONTENDERS[found["summary"]["fastest_stock"]].label
         title = f"**{_size_title(size, found['work'])}; {_rounds(found)}**"
         parts += [title, markdown(_COLUMNS, _rows(found))]
-        parts += [f"The fastest stock form: {fastest}. {bars_in_words(found['bars'])}"]
+        parts += [f"The fastest stock form: {fastest}. {bars_in_words(found['bars'], result['kind'])}"]
     return "\n\n".join(parts)
+
+
+def _growth_cells(size: str, found: Mapping[str, Any]) -> list[str]:
+    work, summary = found["work"], found["summary"]
+    tokens = work["tokens"]["score"]
+    cells = [size, f"{work['rollouts']} × {work['response_length']}", str(tokens)]
+    for figures in summary["contenders"].values():
+        seconds = figures["seconds"]["total"]
+        cells += [f"{seconds:.1f} ({1e3 * seconds / tokens:.1f})", f"{figures['memory_gb']:.2f}"]
+    return cells
+
+
+def _growth(result: Mapping[str, Any]) -> str:
+    sizes = result["sizes"]
+    names = next(iter(sizes.values()))["summary"]["contenders"]
+    columns = ["", "rollouts × longest response", "tokens"]
+    for name in names:
+        columns += [f"{CONTENDERS[name].label}: s (ms a token)", "peak GB"]
+    rows = [_growth_cells(size, found) for size, found in sizes.items()]
+    return "\n\n".join([_about(result), markdown(columns, rows)])
+
+
+def growth_figure(result: Mapping[str, Any]) -> "Figure":
+    """Seconds and peak memory of an update against its tokens, by more rollouts and by longer responses."""
+    from matplotlib.figure import Figure  # `gpu` reads this module on machines that have no more than it needs
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    drawn = figure.subplots(1, 2)
+    series = {"more rollouts": ("few", "base", "many"), "longer responses": ("few", "longer", "longest")}
+    for colour, name in enumerate(next(iter(result["sizes"].values()))["summary"]["contenders"]):
+        for style, (by, sizes) in zip(("o-", "s--"), series.items(), strict=True):
+            found = [result["sizes"][size] for size in sizes if size in result["sizes"]]
+            tokens = [one["work"]["tokens"]["score"] for one in found]
+            figures = [one["summary"]["contenders"][name] for one in found]
+            label = f"{CONTENDERS[name].label}, {by}"
+            drawn[0].plot(tokens, [one["seconds"]["total"] for one in figures], style, color=f"C{colour}", label=label)
+            drawn[1].plot(tokens, [one["memory_gb"] for one in figures], style, color=f"C{colour}", label=label)
+    for axes, title in zip(drawn, ("seconds of an update", "peak memory, GB"), strict=True):
+        axes.set(title=title, xlabel="tokens of an update, prompts and responses", xlim=(0, None), ylim=(0, None))
+        axes.grid(alpha=0.3)
+    drawn[0].legend(fontsize=7)
+    return figure
 
 
 _GPU_COLUMNS = (
@@ -126,7 +176,7 @@ def _gpu(result: Mapping[str, Any]) -> str:
     return "\n\n".join([about, markdown(*gpu_rows(result))])
 
 
-_SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {"cpu": _cpu, "gpu": _gpu}
+_SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {"cpu": _cpu, "slice": _cpu, "growth": _growth, "gpu": _gpu}
 
 
 def section(kind: str, result: Mapping[str, Any] | None) -> str:
@@ -148,3 +198,5 @@ def filled(page: str, folder: Path = RESULTS) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    if growth := newest("growth"):
+        growth_figure(growth).savefig(DOCS / "figures" / "growth.svg", metadata={"Date": None})

@@ -48,7 +48,13 @@ class Size:
     epochs: int = 2
 
 
-SIZES = {"base": Size(rollouts=16, response_length=48), "large": Size(rollouts=24, response_length=72)}
+SIZES = {
+    "base": Size(rollouts=16, response_length=48),
+    "few": Size(rollouts=8, response_length=48),
+    "many": Size(rollouts=64, response_length=48),
+    "longer": Size(rollouts=8, response_length=256),
+    "longest": Size(rollouts=8, response_length=1024),
+}
 
 
 @dataclass(frozen=True)

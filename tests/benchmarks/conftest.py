@@ -46,7 +46,7 @@ def result(checkpoint):
     def save(so_far):
         saved.append(len(so_far["sizes"]["base"]["rounds"]))
 
-    found = driver.run(checkpoint, repeats={"base": 2}, updates=1, console=console, save=save, step=step)
+    found = driver.run(checkpoint, "cpu", rounds=2, updates=1, console=console, save=save, step=step)
     assert saved == [1, 2]  # a benchmark that is stopped keeps its rounds
     return found, asked, console.file.getvalue()
 

@@ -5,8 +5,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks import run as driver
+from benchmarks.compare import PARTNER
 from benchmarks.contenders import CONTENDERS
 from benchmarks.errors import BenchmarkError
+from benchmarks.summary import FLOOR_BAR
+from benchmarks.table import KINDS
+from benchmarks.work import SIZES
 from tests.benchmarks.examples import BY_HAND
 from tests.tiny_runs import REPOSITORY
 
@@ -31,7 +35,17 @@ def test_contenders_that_compute_something_else_are_not_timed(checkpoint, monkey
 
     with pytest.raises(BenchmarkError, match="value_loss: 2 in stock-views, 1 in ours-separate-bf16"):
         console = Console(file=io.StringIO())
-        driver.run(checkpoint, repeats={"base": 1}, updates=1, console=console, save=pytest.fail, step=step)
+        driver.run(checkpoint, "cpu", rounds=1, updates=1, console=console, save=pytest.fail, step=step)
+
+
+def test_what_is_run_can_be_run():
+    for kind, benchmark in driver.BENCHMARKS.items():
+        assert kind in KINDS and kind in FLOOR_BAR
+        assert set(benchmark.sizes) <= set(SIZES) and benchmark.rounds > 0
+        # The figures of each are compared with its partner's.
+        partners = {PARTNER[CONTENDERS[name].weights] for name in benchmark.contenders}
+        assert partners <= set(benchmark.contenders) <= set(CONTENDERS)
+        assert {CONTENDERS[name].kind for name in benchmark.contenders} >= {"ours", "stock"}
 
 
 def test_make_bench_without_a_model_says_so():

@@ -26,19 +26,23 @@ def test_ratios_by_hand():
 
 
 def test_bars_by_hand():
-    found = bars(_summary())
+    found = bars(_summary(), "cpu")
     met = {(bar["contender"], bar["bar"]) for bar in found if bar["met"]}
     assert len(found) == 4 * 3 and met == set()  # 0.67 to 1.67 times as fast, 0.5 to 0.625 of the memory, 4 to 6 floors
     almost = {"speed": {"median": 2.4}, "memory": {"median": 0.45}, "over_floor": {"median": 2.01}}
-    met = [bar["met"] for bar in bars({"contenders": dict.fromkeys(("ours-separate-nf4", "stock-full"), almost)})]
+    met = [
+        bar["met"] for bar in bars({"contenders": dict.fromkeys(("ours-separate-nf4", "stock-full"), almost)}, "cpu")
+    ]
     assert met == [True, True, False]
-    met = [bar["met"] for bar in bars({"contenders": {"ours-shared-nf4": almost}})]
+    met = [bar["met"] for bar in bars({"contenders": {"ours-shared-nf4": almost}}, "cpu")]
     assert met == [False, True, False]
+    of_a_slice = bars({"contenders": {"ours-shared-nf4": almost}}, "slice")
+    assert [bar["needed"] for bar in of_a_slice] == [2.5, 0.45, 1.4]
 
 
 def test_bars_in_words():
     asked = "Asked of ours: speed of 2 with a separate value and 2.5 with a shared one, memory of 0.45, 2 × floor."
-    words = bars_in_words(bars(_summary()))
+    words = bars_in_words(bars(_summary(), "cpu"), "cpu")
     assert words.startswith(f"{asked} Missed by ours, separate value, bf16: speed 1.00, memory 0.55, × floor 4.00; ")
     assert words.endswith("; ours, shared value, NF4: speed 1.33, memory 0.62, × floor 5.00.")
-    assert bars_in_words([]) == f"{asked} All are met."
+    assert bars_in_words([], "cpu") == f"{asked} All are met."

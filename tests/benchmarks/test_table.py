@@ -23,6 +23,24 @@ def test_the_page_is_filled_from_the_newest_result_of_each_kind(result, tmp_path
         table.filled("no markers")
 
 
+def test_growth_is_seconds_and_memory_by_tokens(result):
+    found, _, _ = result
+    base = found["sizes"]["base"]
+    names = ("ours-separate-bf16", "stock-full")
+    base = {**base, "summary": {**base["summary"], "contenders": {n: base["summary"]["contenders"][n] for n in names}}}
+    grown = {**base, "work": {**base["work"], "rollouts": 4, "tokens": {**base["work"]["tokens"], "score": 28}}}
+    growth = {**found, "kind": "growth", "sizes": {"few": base, "many": grown}}
+    text = table.section("growth", growth)
+    assert "| few | 2 × 4 | 14 | 20.0 (1428.6) | 2.20 | 20.0 (1428.6) | 4.00 |" in text
+    assert "| many | 4 × 4 | 28 | 20.0 (714.3) | 2.20 | 20.0 (714.3) | 4.00 |" in text
+    seconds, memory = table.growth_figure(growth).axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in memory.get_lines()}
+    assert len(lines) == 4
+    assert lines["ours, separate value, bf16, more rollouts"] == ([14, 28], [2.2, 2.2])
+    assert lines["ours, separate value, bf16, longer responses"] == ([14], [2.2])
+    assert [list(line.get_ydata()) for line in seconds.get_lines()] == [[20, 20], [20]] * 2
+
+
 def test_the_docs_have_the_tables_of_the_committed_results():
     page = table.PAGE.read_text(encoding="utf-8")
     assert page == table.filled(page), "run python -m benchmarks.table"
