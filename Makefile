@@ -17,7 +17,7 @@
 # make smoke                                 a few tests with the packages of the newest set that differ, as CI runs them
 # make test-gpu                              the tests that only a GPU can run: float16
 # make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
-# make bench-slice MODEL=/path/to/SmolLM2-135M-Instruct   the same on two layers of Llama-3.1-8B's width (16 GB)
+# make bench-slice MODEL=/path/to/SmolLM2-135M-Instruct   on two layers of Llama-3.1-8B's width (15 GB)
 # make bench-growth MODEL=/path/to/SmolLM2-135M-Instruct  up to 1,024 new tokens, and 64 rollouts
 # make bench-gpu                             an 8B-shaped random Llama in NF4 on a GPU; needs no network, no checkpoint
 # make docs                                  docs/recipe_reference.md anew from the owners' classes

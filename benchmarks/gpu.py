@@ -32,7 +32,7 @@ from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, outline, rando
 from benchmarks.records import RESULTS, new_result, result_path, write_result
 from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
-from toolkit.costs import Lengths, here, weight_bytes_of
+from toolkit.costs import Device, Lengths, here, weight_bytes_of
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
 
@@ -56,8 +56,11 @@ def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
     """Those of the benchmark, or the small ones.
 
     Raises:
-        BenchmarkError: there is no GPU, or it has no bfloat16.
+        BenchmarkError: there is no GPU, it has no bfloat16, or its limits are not known.
     """
+    if not isinstance(here(), Device):
+        name = torch.cuda.get_device_name(0)
+        raise BenchmarkError(f"the limits of {name} are not known: add them to toolkit/costs/devices.py.")
     if small:
         size = Size(rollouts=4, response_length=6, micro_batch=2)
         return Settings(TINY, size, prompt_length=10, updates=1, device=torch.device("cpu"))
@@ -147,6 +150,7 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, check
 def _foreseen(given: Settings, args: Any, value: str) -> dict[str, dict[str, float]]:
     """What a plan says of a row: allocated memory, without what the context takes, and seconds as it runs."""
     lengths, device = Lengths(given.prompt_length, given.size.response_length), here()
+    assert isinstance(device, Device)  # see `settings`
     static, phases = planned(given.llama, args, lengths, value=value, weights="nf4", names=_OF_PLAN)
     peaks = {name: static + max(part.costs.peak for part in parts) for name, parts in phases.items()}
     seconds = {name: sum(part.times * device.eager(part.costs) for part in parts) for name, parts in phases.items()}

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,9 +143,32 @@ def test_cards_and_sizes():
     assert named("4090").name == "RTX 4090" and named("rtx-3090").name == "RTX 3090"
     assert named("H100").name == "H100 SXM" and named("a100-80gb").name == "A100 80 GB"
     assert named("A100").name == named("A100-40").name == "A100 40 GB"
-    for other in ("B300", "A10", "40", "9", "RTX"):  # no part of a name is a card
+    for other in ("B300", "A11", "40", "9", "RTX"):  # no part of a name is a card
         with pytest.raises(ToolkitError, match=rf"'{other}' is no card that is known, and no size of memory. Name"):
             named(other)
+
+
+GIB = 2**30
+CALLED = {  # as torch names them, what they are taken for, and GiB
+    "NVIDIA H100 80GB HBM3": ("H100 SXM", 79), "NVIDIA H100 PCIe": ("H100 PCIe", 79), "NVIDIA H200": ("H200", 139),
+    "NVIDIA A100-SXM4-80GB": ("A100 80 GB", 79), "NVIDIA A100-PCIE-40GB": ("A100 40 GB", 39),
+    "NVIDIA L4": ("L4", 22), "NVIDIA L40S": ("L40S", 44), "Tesla T4": ("T4", 14), "NVIDIA A10": ("A10", 22),
+    "NVIDIA GeForce RTX 4090": ("RTX 4090", 23), "NVIDIA RTX A6000": ("RTX A6000", 47),
+}  # fmt: skip
+OTHERS = ("NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA T400 4GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+
+
+@pytest.mark.parametrize("name", [*CALLED, *OTHERS])
+def test_the_card_of_a_machine_is_known_by_its_whole_name_and_has_its_own_memory(name, monkeypatch):
+    expected, gib = CALLED.get(name, (None, 7))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    has = SimpleNamespace(name=name, total_memory=gib * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: has)
+    card = here()
+    if expected is None:  # another card than the one whose name it begins with: what it does is not known
+        assert card == 7 * GIB
+    else:
+        assert (card.name, card.memory) == (expected, gib * GIB)
 
 
 def test_a_device_takes_the_longer_of_operations_and_bytes():

@@ -46,6 +46,8 @@ def write(path, rows):
 def test_conversational_forms(row):
     assert read_pair("x", row) == Pair(ASKED, "Paris.", "Rome.")
     assert read_pair("x", {**row, "margin": 2}).margin == 2.0
+    assert read_pair("x", {**row, "margin": "0.5"}).margin == 0.5  # of CSV, which has no other numbers
+    assert read_pair("x", {**row, "margin": ""}).margin is None
 
 
 def test_forms_of_text():

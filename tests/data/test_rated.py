@@ -39,6 +39,17 @@ def test_rows(tmp_path, tokenizer, changes, expected):
     assert rated(tmp_path, tokenizer, [row]).rated("train")[0] == expected
 
 
+def test_a_reward_in_csv_is_a_number(tmp_path, tokenizer):
+    path = tmp_path / "x.csv"
+    rows = ("-0.5,False", "1e1,", "2,true", "much,", ",", "nan,", "1_0,")
+    path.write_text("prompt,response,rewards,ended\n" + "".join(f"S23,45,{row}\n" for row in rows))
+    task = RatedResponses(tokenizer, str(path), chat=False)
+    read = [(row["rewards"][-1], row["ended"]) for row in task.rated("train")]
+    assert read == [(-0.5, False), (10.0, True), (2.0, True)]
+    reasons = {"rewards that are no numbers": 2, "no reward": 1, "rewards that are not finite": 1}
+    assert task.left_out["train"] == reasons
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from toolkit.data import messages_of_row, read_rows, sources
+from toolkit.data import read_rows, sources
+from toolkit.data.messages import messages_of_row
 from toolkit.data.sources import check_hub_settings, has_splits, is_hub_id
 from toolkit.errors import DataError
 
@@ -286,9 +287,6 @@ def test_the_messages_of_a_row():
         assert messages_of_row("x.jsonl, line 1", row) == asked
     # Tables give every message the keys of all; a template must not see those that a message does not have.
     assert messages_of_row("x.parquet, row 1", {"messages": [{**asked[0], "name": None}]}) == asked
-    columns = {"prompt": "question", "chosen": "good"}  # of which the row needs no other than the prompt's
-    assert messages_of_row("x.jsonl, line 1", {"question": "a", "prompt": "b"}, columns) == asked
-    assert messages_of_row("x.jsonl, line 1", {"prompt": "a"}, columns) == asked
     with pytest.raises(DataError, match="line 1: no column messages, prompt or query; present: input_ids. Rename"):
         messages_of_row("x.jsonl, line 1", {"input_ids": [1]})
     with pytest.raises(DataError, match='line 1, column "query": an empty prompt. Mend or remove the row'):

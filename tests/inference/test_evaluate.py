@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.tiny_runs import PAIRS
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
 from toolkit.spec.validate import measured_names
@@ -21,3 +22,17 @@ def test_evaluation_gives_the_figures_of_training(trained, monkeypatch):
     samples = (recipe.folder / "eval" / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 6
     assert json.loads((recipe.stage_folder("ppo") / "result.json").read_text()) == trained_result  # left as it was
+
+
+def test_prompts_of_other_data_that_were_trained_on_are_counted(trained, monkeypatch, capsys):
+    folder, _ = trained
+    monkeypatch.chdir(folder)
+    unseen = [{"prompt": "Never asked", "chosen": "a", "rejected": "b"}]
+    (folder / "unseen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unseen))
+    assert "trained_on" not in evaluate(open_run("chat"))
+    # The run's held-out rows are its training rows, all of them; and one is neither.
+    more = evaluate(open_run("chat", f"data.validation=[{PAIRS},unseen.jsonl]", "data.max_validation_rows=null"))
+    prompts = len(PAIRS.read_text(encoding="utf-8").splitlines())
+    assert more["trained_on"] == prompts
+    said = f"{prompts} of these {prompts + 1} prompts are training prompts of the run's ppo stage."
+    assert said in " ".join(capsys.readouterr().out.split())

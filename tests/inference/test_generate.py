@@ -9,7 +9,7 @@ from transformers import TextStreamer
 
 from tests.tiny_runs import command_here
 from toolkit import recipes
-from toolkit.errors import ToolkitError, printable
+from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, prompts_of, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
@@ -88,8 +88,31 @@ def test_a_file_of_prompts_has_the_columns_of_the_recipe_s_data(trained, tmp_pat
     texts, rows = prompts_of(recipe, (), path, 5)
     ids = recipe.task.prompt_ids([{"role": "user", "content": "Capital?"}])
     assert texts == ["Capital?"] and rows == [{"input_ids": list(ids)}]
+    path.write_text("query,question\nRiver?,Capital?\n")
+    assert prompts_of(recipe, (), path, 5)[0] == ["Capital?"]  # and no other
     path.write_text("prompt,topic\nRiver?,towns\n")  # and those that every file may have
     assert prompts_of(recipe, (), path, 5)[0] == ["River?"]
+
+
+def test_a_file_s_prompts_are_read_as_those_that_were_trained_on(trained, tmp_path):
+    _, recipe = trained
+    turns = [("user", "A river?"), ("assistant", "The Rhine."), ("user", "Another?")]
+    dialogue = "\n\nHuman: A river?\n\nAssistant: The Rhine.\n\nHuman: Another?\n\nAssistant:"
+    rows = [{"prompt": dialogue}, {"input_ids": [5, 6, 7]}, {"prompt": [{"role": "user", "content": "Hi"}]}]
+    path = tmp_path / "ask.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts, asked = prompts_of(recipe, (), path, 5)
+    tokenizer, chat = recipe.tokenizer, [{"role": role, "content": text} for role, text in turns]
+    written = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert asked[0]["input_ids"] == tokenizer.encode(written, add_special_tokens=False)
+    assert asked[1]["input_ids"] == [5, 6, 7]
+    assert texts == ["Another?", tokenizer.decode([5, 6, 7]), "Hi"]
+    path.write_text('{"prompt": ""}\n')
+    with pytest.raises(DataError, match=r"ask.jsonl, line 1: an empty prompt. Mend or remove the row."):
+        prompts_of(recipe, (), path, 5)
+    path.write_text("")
+    with pytest.raises(DataError, match=r"ask.jsonl"):
+        prompts_of(recipe, (), path, 5)
 
 
 def test_prompts_are_not_written_over(trained, tmp_path):

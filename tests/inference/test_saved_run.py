@@ -89,18 +89,23 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     merged = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
     assert merged.returncode == 0 and "the logits differ" in merged.stdout, merged.stderr
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    ids = torch.tensor([tokenizer("Hello there")["input_ids"]])
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == len(recipe.tokenizer)
     dtype = getattr(torch, recipe.base.dtype)
-    base = AutoModelForCausalLM.from_pretrained(recipe.base_path, dtype=dtype).eval()
-    with torch.no_grad():
-        untouched = base(input_ids=ids).logits.float()
-        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids).logits.float()
-        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        assert whole.dtype is dtype and not hasattr(whole.config, "quantization_config")
-        merged_logits = whole.eval()(input_ids=ids).logits.float()
-    error = (merged_logits - adapted).abs().max()
-    assert error < 0.05 * (adapted - untouched).abs().max()
+    base = AutoModelForCausalLM.from_pretrained(recipe.base_path, dtype=dtype)
+    base_weights = {name: value.clone() for name, value in base.state_dict().items()}
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert whole.dtype is dtype and not hasattr(whole.config, "quantization_config")
+    merged_weights, changed = whole.state_dict(), 0
+    for name, module in adapted.named_modules():
+        if hasattr(module, "lora_A"):
+            apart, delta = module.get_base_layer().weight.float(), module.get_delta_weight("default").float()
+            weight = merged_weights.pop(f"{name.removeprefix('base_model.model.')}.weight").float()
+            # In weights and not in logits, which at some token of a random model hang on the last bit of one.
+            assert bool(((weight - apart - delta).abs() <= 2**-7 * (apart.abs() + delta.abs())).all()), name
+            changed += bool((weight != apart).any())
+    assert changed == 2 * 7
+    assert all(torch.equal(value, base_weights[name]) for name, value in merged_weights.items())
     assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
     again = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
     assert again.returncode == 1 and "is not empty. Name a new folder." in again.stderr

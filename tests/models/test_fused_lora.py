@@ -102,7 +102,8 @@ def test_in_16_bits_they_are_as_near_to_exact_ones_as_peft_s(tmp_path, bits):
     tiny_model(size=64).to(torch.bfloat16).save_pretrained(tmp_path)
     settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
     quantization = BitsAndBytesConfig(bnb_4bit_use_double_quant=True, **settings) if bits == 4 else None
-    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization))
+    given = {"device": torch.device("cpu"), "dtype": "bfloat16", "quantization": quantization}
+    base = SharedBase(load_base(str(tmp_path), **given))
     base.add_role("policy", lora())
     randomize(base, "policy")
     base.train_roles("policy")
@@ -169,6 +170,27 @@ def test_what_is_kept_while_responses_are_generated_is_not_kept_after_it():
         after = base.generate(IDS, MASK, config)
         by_peft(base)
         assert torch.equal(after, base.generate(IDS, MASK, config)) and not torch.equal(before, after)
+
+
+def test_layers_of_a_group_whose_first_has_another_role_s_adapter_keep_their_own():
+    base = SharedBase(tiny_model())
+    base.add_role("policy", LoraConfig(r=4, lora_alpha=8, target_modules=["k_proj", "v_proj"]))
+    base.add_role("value", LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    randomize(base, "policy", "value")
+    assert ("q_proj", "k_proj", "v_proj") in names(base)
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=2)
+
+    def of_roles():
+        for role in ("policy", "value"):
+            with base.role(role), torch.no_grad(), base.weights_kept():
+                states = base.hidden_states(IDS, MASK)
+            with base.role(role):
+                yield states, base.generate(IDS, MASK, config)
+
+    ours = list(of_roles())
+    by_peft(base)
+    for (states, ids), (its_states, its_ids) in zip(ours, of_roles(), strict=True):
+        assert is_near(states, its_states) and torch.equal(ids, its_ids)
 
 
 def test_4_bit_layers_are_unpacked_while_responses_are_generated(tmp_path):

@@ -11,13 +11,14 @@ from toolkit.models import precision as module
 def machine(monkeypatch):
     """A machine by the capability of its card, or by what its CPU has."""
 
-    def be(card=None, amx=False, bf16=False):
+    def be(card=None, amx=False, bf16=False, slower=0.4):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A card")
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        monkeypatch.setattr(module, "slower_than_float32", lambda dtype: slower)
 
     return be
 
@@ -33,7 +34,12 @@ def machine(monkeypatch):
             "float16, since A card has compute capability 7.0, and bfloat16 begins with 8.0",
         ),
         ({"amx": True}, "bfloat16, since this CPU has AMX"),
+        ({"amx": True, "bf16": True, "slower": 2}, "bfloat16, since this CPU has AMX"),
         ({"bf16": True}, "bfloat16, since this CPU has AVX512-BF16"),
+        (
+            {"bf16": True, "slower": 1.9},
+            "float32, since this CPU computes it faster than bfloat16, in spite of AVX512-BF16",
+        ),
         ({}, "float32, since this CPU (AVX2) has neither AMX nor AVX512-BF16"),
     ],
 )
@@ -59,8 +65,11 @@ def test_the_sentence_about_a_slow_one_has_what_was_measured(machine, monkeypatc
     monkeypatch.setattr(module, "slower_than_float32", lambda dtype: 1.2)  # units that torch does not tell of
     assert slow_here("bfloat16") == ""
     machine(bf16=True)
-    monkeypatch.setattr(module, "slower_than_float32", lambda dtype: pytest.fail("was measured"))
     assert slow_here("bfloat16") == ""
+    machine(bf16=True, slower=1.9)
+    assert slow_here("bfloat16").startswith(
+        "a matmul in bfloat16 takes 1.9 times as long here as in float32: this CPU "
+    )
 
 
 def test_the_ratio_is_of_two_times():

@@ -64,6 +64,14 @@ def test_how_far_runs_are_and_what_goes_on(runs):
     assert working.stages[1].state == "at work" and working.stages[1].where == "step 4" and working.command == ()
 
 
+def test_what_trl_s_own_loop_has_begun_begins_anew(runs):
+    recipe(runs / "a", ppo={"max_steps": 8, "loop": "trl"})
+    recipe(runs / "c", ppo={"max_steps": 8, "loop": "trl"})
+    a, _, c = all_runs(runs)
+    assert "--overwrite" in a.command and "--resume" not in a.command  # it saves no checkpoints
+    assert "--resume" in c.command  # the stages before it do
+
+
 def test_a_damaged_file_is_a_state(runs):
     (runs / "b" / "ppo" / "result.json").write_text("[]")
     (runs / "a" / "ppo" / "metrics.jsonl").write_text("{\n")

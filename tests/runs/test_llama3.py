@@ -17,7 +17,8 @@ def test_the_scripts_settings_to_the_letter():
     recipe = recipes.load("llama3_8b_lora")
     quantization = recipe.quantization()
     assert quantization.load_in_4bit and quantization.bnb_4bit_use_double_quant
-    assert quantization.bnb_4bit_quant_type == "nf4" and quantization.bnb_4bit_compute_dtype is torch.bfloat16
+    assert quantization.bnb_4bit_quant_type == "nf4"
+    assert quantization.bnb_4bit_compute_dtype is getattr(torch, recipe.base.dtype)
     for role in ("policy", "reward"):
         adapter = recipe.adapter(role)
         assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (8, 16, 0.05)

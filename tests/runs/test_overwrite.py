@@ -205,3 +205,12 @@ def test_a_later_stage_reads_no_damaged_one(tmp_path, checkpoint):
     second = chat_recipe(tmp_path, checkpoint, reward=reward, ppo=SAVING, name="second")
     with pytest.raises(ToolkitError, match="adapter_model.safetensors is damaged"):
         stages.run(second, "ppo", from_run="chat")
+
+
+def test_a_stage_that_is_repeated_names_what_stands_on_the_one_before(tmp_path, checkpoint, capsys):
+    recipe = recipe_of(tmp_path, checkpoint, reward={"max_steps": 1, "per_device_train_batch_size": 2})
+    finished(recipe, "reward", "ppo")
+    stages.run(recipe, "reward", overwrite=True)
+    said = "ppo of this run was trained on the reward before this one; OVERWRITE=1 repeats it."
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert (recipe.stage_folder("ppo") / "result.json").is_file()  # it stays

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tiny_models import needs_trl_loop
-from tests.tiny_runs import begun, chat_recipe, command_here, cut_short, ended, stages_here
+from tests.tiny_runs import PAIRS, begun, chat_recipe, command_here, cut_short, ended, stages_here
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.errors import CheckpointError, RecipeError, ToolkitError
@@ -54,6 +54,26 @@ def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys):
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 6
     assert stages.run(recipe, "ppo", resume=True) == result  # finished: not repeated
+
+
+def test_other_held_out_rows_are_found_before_anything_is_trained(tmp_path, checkpoint):
+    held_out = tmp_path / "held_out.jsonl"
+    lines = PAIRS.read_text(encoding="utf-8").splitlines()
+    held_out.write_text("\n".join(lines[:4]), encoding="utf-8")
+    data = {"task": "preferences", "train": str(PAIRS), "validation": str(held_out)}
+    ppo = {"max_steps": 2, "per_device_train_batch_size": 2, "response_length": 4, **SAVING}
+
+    def recipe_now():
+        return chat_recipe(tmp_path, checkpoint, data=data, ppo=ppo)
+
+    recipe = recipe_now()
+    stages.run(recipe, "reward")
+    cut_short(recipe, "ppo", at=1)
+    held_out.write_text("\n".join(lines[:5]), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"before.json was measured on other held-out rows.*overwrite=True"):
+        stages.run(recipe_now(), "ppo", resume=True)
+    held_out.write_text("\n".join(lines[:4]), encoding="utf-8")
+    assert stages.run(recipe_now(), "ppo", resume=True)["resumed_at"] == [1]
 
 
 def test_what_holds_no_checkpoint_begins_anew_and_says_so(tmp_path, checkpoint, capsys):
@@ -193,6 +213,9 @@ def test_the_command_goes_on_with_what_a_notebook_began(tmp_path, checkpoint):
 @needs_trl_loop
 def test_trl_s_own_loop_saves_no_checkpoints_and_says_so(tmp_path, checkpoint):
     recipe = chat_recipe(tmp_path, checkpoint, "ppo.loop=trl", "ppo.save_strategy=steps")
+    with pytest.raises(RecipeError, match="there is nothing to go on with"):
+        stages.run(recipe, "ppo", resume=True)
+    stages.claim(recipe, "ppo")
     with pytest.raises(RecipeError, match=r"ppo.loop: trl saves no checkpoints.*trl#2657"):
         stages.run(recipe, "ppo", resume=True)
 

@@ -133,8 +133,11 @@ def test_a_check_finds_what_does_not_fit(checkpoint, tmp_path):
     config = {"model_type": "bert", "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 1}
     assert problems(dtype="float32", config=config) == ()
     short = problems(dtype="float32", config={**config, "max_position_embeddings": 16})
-    assert len(short) == 1 and short[0].startswith("reward — the longest row comes to ")
-    assert "and reward_model has positions for 16 (max_position_embeddings)" in short[0]
+    assert [one.partition(" comes to ")[0] for one in sorted(short)] == [
+        "ppo — the longest prompt with ppo.response_length",
+        "reward — the longest row",
+    ]
+    assert all("and reward_model has positions for 16 (max_position_embeddings)" in one for one in short)
     classes = problems({**OWN, "class_column": "messages"}, dtype="float32", config=config)
     assert classes == (
         "scorer.class_column — the model of section reward_model has 1 output(s) and class_column is "

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from tests.tiny_models import shared_base
+from tests.tiny_models import SPECIAL, lora, shared_base, tiny_model
 from tests.tiny_runs import llama2_tokenizer
 from tests.trainers.helpers import PROMPTS
 from toolkit.data import concatenate, doubling, select
 from toolkit.errors import DataError, ToolkitError
+from toolkit.models import SharedBase, ValueModel
 from toolkit.sampling import Sampler, check_room
 from toolkit.sampling.sampler import rollout_of, uniforms
 
@@ -40,6 +42,28 @@ def test_the_positions_of_the_base_limit_a_response_too():
         assert len(row["input_ids"]) + len(ids) <= 64
     with pytest.raises(DataError, match="a prompt has 64 tokens, and the base has positions for 64. Shorten"):
         made(made.collator([{**ROWS[0], "input_ids": [3] * 64}]))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
+def test_a_long_prompt_beside_a_short_one_does_not_run_past_the_positions(architecture):
+    made = Sampler(shared_base(architecture=architecture), doubling.tokenizer(), response_length=40)
+    rows = [{"input_ids": [1, *[11] * 61]}, {"input_ids": [1, *[12] * 9]}]  # of 64
+    both = made(made.collator(rows), keys=torch.tensor([1, 2]))
+    (alone,) = made(made.collator(rows[1:]), keys=torch.tensor([2])).response_ids
+    assert len(both.response_ids[0]) <= 2 < len(alone) and both.response_ids[1] == alone
+
+
+def test_the_positions_of_a_value_model_limit_a_response_as_well():
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=8, num_labels=1, **SPECIAL)
+    base = SharedBase(tiny_model("gpt2"))
+    base.add_role("policy", lora())
+    base.add_role("reference")
+    base.place_value(ValueModel(GPT2ForSequenceClassification(config), None))
+    made = Sampler(base, doubling.tokenizer(), response_length=40)
+    for row, ids in zip(ROWS, respond(made).response_ids, strict=True):
+        assert len(row["input_ids"]) + len(ids) <= 8
+    with pytest.raises(DataError, match="a prompt has 9 tokens, and the value model has positions for 8. Shorten"):
+        made(made.collator([{"input_ids": [3] * 9}]))
 
 
 def test_text_of_a_prompt_and_its_response_together_has_the_space_that_decoding_alone_drops():

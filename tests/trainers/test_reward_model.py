@@ -179,6 +179,28 @@ def test_classes_and_their_accuracy(tmp_path):
         trainer(own_classifier("bert"), task.tokenizer, tmp_path, labelled)
 
 
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_a_step_on_classes_is_the_same_however_its_rows_are_divided(architecture, tmp_path):
+    task = doubling.Doubling()
+    eight = task.labelled("validation").select(range(8))
+    dropout = ("classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    without = dict.fromkeys(dropout, 0.0) if architecture == "bert" else {}
+
+    def step(rows):
+        made = trainer(
+            own_classifier(architecture, labels=4, **without), task.tokenizer, tmp_path, eight, max_steps=1,
+            optim="sgd", learning_rate=0.1, per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows,
+            logging_steps=1,
+        )  # fmt: skip
+        made.train()
+        (logged,) = (row for row in made.state.log_history if "loss" in row)
+        return [logged["loss"], logged["grad_norm"]], made.model.state_dict()
+
+    (whole, weights), (divided, of_parts) = step(8), step(2)
+    assert divided == pytest.approx(whole, rel=1e-3)
+    torch.testing.assert_close(of_parts, weights, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpointing, tmp_path):
     base = own_classifier("llama")

@@ -119,6 +119,16 @@ def test_every_weight_of_a_value_model_learns(tmp_path):
     assert (tmp_path / "out" / "value" / "model.safetensors").is_file()
 
 
+def test_weights_decay_and_biases_and_norms_do_not(tmp_path):
+    made = ValueModel(classifier(), None)
+    ours = trainer(tmp_path, base_with(made), value_weight_decay=0.1)
+    groups = [group for group in ours.create_optimizer().param_groups if group["role"] == "value"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    decaying, others = (group["params"] for group in groups)
+    assert all(p.ndim == 2 for p in decaying) and all(p.ndim == 1 for p in others)  # of GPT-2
+    assert len(decaying) + len(others) == len(ours.roles.parameters_of("value"))
+
+
 def test_a_cut_response_goes_on_with_the_value_model_s_value(tmp_path):
     made = ValueModel(classifier(), None)
     ours = trainer(tmp_path, base_with(made), truncated_as="bootstrap")

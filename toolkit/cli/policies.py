@@ -85,7 +85,7 @@ def chat(
     converse(recipe, sampler, compare=compare)
 
 
-@command("toolkit eval doubling data.test_size=5000", name="eval")
+@command("toolkit eval my-run data.validation=unseen.jsonl", name="eval")
 def evaluate(
     run: RunName, overrides: Overrides = None, runs_dir: RunsDir = Path("runs"), processes: Processes = 1
 ) -> None:

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -90,12 +90,17 @@ def _card(
 CARDS = {
     "T4": _card("T4", 14.6, 320, 65, 8.1, bf16=False),
     "L4": _card("L4", 22.0, 300, 121, 30.3),
+    "A10": _card("A10", 22.0, 600, 125, 31.2),
     "RTX3090": _card("RTX 3090", 23.6, 936, 71, 35.6),
     "RTX4090": _card("RTX 4090", 23.5, 1008, 165, 82.6),
+    "RTX5090": _card("RTX 5090", 31.3, 1792, 209, 104.8),
     "A100-40GB": _card("A100 40 GB", 39.4, 1555, 312, 19.5),
+    "L40S": _card("L40S", 44.4, 864, 362, 91.6),
+    "RTXA6000": _card("RTX A6000", 47.4, 768, 155, 38.7),
     "A100-80GB": _card("A100 80 GB", 79.2, 2039, 312, 19.5),
     "H100": _card("H100 SXM", 79.1, 3350, 989, 66.9),
     "H100-PCIE": _card("H100 PCIe", 79.1, 2000, 756, 51.2),
+    "H200": _card("H200", 139.8, 4800, 989, 66.9),
 }
 _MOST_GB = 1e6
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GIB)", re.IGNORECASE)
@@ -124,21 +129,24 @@ def _names_of(card: str) -> set[str]:
     return {whole, whole.removeprefix("RTX"), whole.removesuffix("GB"), card.partition("-")[0]}
 
 
-def here() -> Device:
-    """The card of this machine, or this CPU as measured.
+# Of a name: what has other limits than the card of that name.
+_OTHERS = {"LAPTOP", "MAX", "MOBILE", "MIG", "NVL", "SUPER", "TI", "D"}
 
-    Raises:
-        ToolkitError: a card whose limits are not known.
-    """
+
+def here() -> Device | int:
+    """The card of this machine with the memory that it has, or that alone, in bytes, where its limits are not known; or
+    this CPU as measured."""
     if not torch.cuda.is_available():
         return this_cpu()
     has = torch.cuda.get_device_properties(0)
-    said = re.sub(r"[\s_-]", "", has.name).upper()
-    near = [card for name, card in CARDS.items() if name.split("-")[0] in said]
+    said = set(re.split(r"[\s_-]+", has.name.upper()))
+    near = [name for name in CARDS if _names_of(name) & said and not _OTHERS & said]
     if not near:
-        remedy = f"Name the one of these that is nearest: {', '.join(CARDS)}."
-        raise ToolkitError(f"the limits of {has.name} are not known.", remedy=remedy)
-    return min(near, key=lambda card: abs(card.memory - has.total_memory))
+        return int(has.total_memory)
+    # An "H100 PCIe" is nearer to H100-PCIE than to H100; of an A100's two sizes its own is nearer.
+    parts = {name: len(set(name.split("-")) & said) for name in near}
+    best = min(near, key=lambda name: (-parts[name], abs(CARDS[name].memory - has.total_memory)))
+    return replace(CARDS[best], memory=int(has.total_memory))
 
 
 @cache

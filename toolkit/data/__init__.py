@@ -15,7 +15,6 @@ from toolkit.data.batches import (
 )
 from toolkit.data.doubling import Doubling
 from toolkit.data.instructions import PER_RULE, Instructions
-from toolkit.data.messages import messages_of_row
 from toolkit.data.preferences import Preferences
 from toolkit.data.prompts import Demonstrations, Prompts
 from toolkit.data.rated import RatedResponses, check_rated

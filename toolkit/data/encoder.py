@@ -128,7 +128,12 @@ class PromptEncoder:
         return frozenset(self.tokenizer.get_vocab().values())
 
     def row(
-        self, place: str, row: dict[str, Any], first: dict[str, Any], columns: Mapping[str, str] | None, limit: int
+        self,
+        place: str,
+        row: dict[str, Any],
+        first: dict[str, Any],
+        columns: Mapping[str, str] | None,
+        limit: int | None,
     ) -> tuple[str, dict[str, Any]]:
         """The column of a row's prompt, and the prompt encoded; of token ids without its text.
 
@@ -149,7 +154,7 @@ class PromptEncoder:
         messages = kind == "messages" or (kind == "prompt" and isinstance(value, list))
         return named[kind], self._of_kind(place, "messages" if messages else kind, value, limit)
 
-    def _of_kind(self, place: str, kind: str, value: Any, limit: int) -> dict[str, Any]:
+    def _of_kind(self, place: str, kind: str, value: Any, limit: int | None) -> dict[str, Any]:
         if kind == "messages" and not self.chat:
             remedy = "Set it to true, or name a column of text."
             raise DataError(f"{place}: messages need the chat template.", field="chat", remedy=remedy)

@@ -1,11 +1,11 @@
 """Conversations: lists of messages, also in ShareGPT's form, or in hh-rlhf's (`"\\n\\nHuman: a\\n\\nAssistant: b"`)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from toolkit.data.files import kind_of
-from toolkit.data.rows import Unusable, present, renamed
+from toolkit.data.rows import Unusable, present
 from toolkit.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -59,13 +59,11 @@ def read_prompt(value: Messages | str) -> Messages | str:
     return dialogue_turns(value, answered=False) if is_dialogue(value) else value
 
 
-def messages_of_row(place: str, row: dict[str, Any], columns: Mapping[str, str] | None = None) -> Messages:
+def messages_of_row(place: str, row: dict[str, Any]) -> Messages:
     """The conversation of one row: its `messages`, or its `prompt` or `query` as a message of the user.
 
-    `columns` are the source's names of ours, where they are others and the row has them. Raises DataError, with the
-    place, if the row has no conversation that can be used.
+    Raises DataError, with the place, if the row has no conversation that can be used.
     """
-    row = renamed(place, row, {ours: theirs for ours, theirs in (columns or {}).items() if theirs in row})
     column = next((name for name in ("messages", "prompt", "query") if name in row), None)
     if column is None:
         wrong = f"{place}: no column messages, prompt or query; {present(row)}"

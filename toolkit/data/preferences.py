@@ -30,7 +30,7 @@ from toolkit.data.messages import (
     read_response,
     text_or_messages,
 )
-from toolkit.data.rows import STAGES, Split, Unusable, draw_parts, renamed
+from toolkit.data.rows import STAGES, Split, Unusable, as_number, draw_parts, renamed
 from toolkit.data.source_task import SplitTask
 from toolkit.errors import DataError, did_you_mean
 
@@ -171,6 +171,7 @@ def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:
 
 
 def _margin(value: Any) -> float | None:
+    value = as_number(value)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:

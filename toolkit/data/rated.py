@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from toolkit.data.encoder import PROMPT_COLUMNS, within_limit
 from toolkit.data.files import listed
-from toolkit.data.rows import Unusable, present
+from toolkit.data.rows import Unusable, as_number, present
 from toolkit.data.source_task import SourceTask
 from toolkit.errors import DataError
 
@@ -52,6 +52,8 @@ class RatedResponses(SourceTask):
 
     def _response(self, place: str, row: dict[str, Any]) -> tuple[list[int], bool]:
         ids, ended, end = row.get("response_ids"), row.get("ended"), self.tokenizer.eos_token_id
+        if isinstance(ended, str):  # of CSV
+            ended = {"true": True, "false": False, "": None}.get(ended.strip().lower(), ended)
         if ended is not None and not isinstance(ended, bool):
             raise Unusable("ended that is neither true nor false")
         if ids is not None:
@@ -74,7 +76,7 @@ class RatedResponses(SourceTask):
 def _rewards(place: str, row: dict[str, Any], length: int) -> list[float | None]:
     if "rewards" not in row:
         raise DataError(f'{place}: no column "rewards"; {present(row)}')
-    value = row["rewards"]
+    value = as_number(row["rewards"])
     if value is None:
         raise Unusable("no reward")
     if not isinstance(value, list):

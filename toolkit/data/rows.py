@@ -26,6 +26,16 @@ class Unusable(Exception):
         self.limit = limit
 
 
+def as_number(value: Any) -> Any:
+    """A number that stands as text, as CSV has it, where an empty cell is none; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value.replace("_", "?")) if value.strip() else None  # Python would take 1_000
+    except ValueError:
+        return value
+
+
 def present(row: Mapping[str, Any]) -> str:
     """The columns that a row has, for an error."""
     return f"present: {listed(row) or 'none'}."

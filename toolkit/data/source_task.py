@@ -10,10 +10,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import phases
-from toolkit.data.encoder import OnLong, PromptEncoder
+from toolkit.data.encoder import PROMPT_COLUMNS, OnLong, PromptEncoder
 from toolkit.data.files import listed
 from toolkit.data.messages import Messages
-from toolkit.data.rows import Split, check_columns, draw_held_out, usable_rows
+from toolkit.data.rows import Split, Unusable, check_columns, draw_held_out, usable_rows
 from toolkit.data.sources import Source, check_hub_settings, has_splits, names_of, read_rows
 from toolkit.data.task import Task
 from toolkit.errors import DataError
@@ -124,6 +124,19 @@ class SourceTask(Task):
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation as a prompt; its last message alone where prompts are mere text."""
         return self._encoder.typed(messages, plain=self.may_be_plain and not self.chats)
+
+    def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, list[int]]:
+        columns = (self.columns or {}).items()
+        named = {ours: theirs for ours, theirs in columns if ours in PROMPT_COLUMNS and theirs in row}
+        plain = self.may_be_plain and not self.chats
+        encoder = PromptEncoder(self.tokenizer, chat=False) if plain else self._encoder
+        try:
+            _, prompt = encoder.row(place, row, row, named or PROMPT_COLUMNS, None)
+        except Unusable as reason:
+            raise DataError(f"{place}: {reason}.", remedy="Mend or remove the row.") from reason
+        if "messages" in prompt:
+            return prompt["messages"][-1]["content"], prompt["input_ids"]
+        return prompt.get("prompt") or self.tokenizer.decode(prompt["input_ids"]), prompt["input_ids"]
 
 
 @dataclass(frozen=True)

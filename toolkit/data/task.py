@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.messages import Messages
+from toolkit.data.messages import Messages, messages_of_row
 from toolkit.data.rollouts import Rollout
 from toolkit.data.rows import Split
 from toolkit.errors import DataError
@@ -78,6 +78,11 @@ class Task:
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation that a person typed, as a prompt; raises DataError if it cannot be one."""
         raise self._lacks("prompts")
+
+    def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, list[int]]:
+        """The prompt of a row of another file, as text and as ids; raises DataError, with the place, if it has none."""
+        messages = messages_of_row(place, row)
+        return messages[-1]["content"], self.prompt_ids(messages)
 
     metric_names: ClassVar[tuple[str, ...]] = ()
     """Of what `metrics` gives."""

@@ -7,14 +7,16 @@ from datasets import Dataset
 from transformers import set_seed
 
 from toolkit import processes
+from toolkit.errors import DataError
 from toolkit.inference.saved_run import policy_folder, responds_by_q
 from toolkit.models import load_weights
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, sample_rows, write_jsonl, write_result
 from toolkit.runs import build, stage
 from toolkit.runs.folder import EVALUATION
-from toolkit.runs.owned import begin, refuse_others
+from toolkit.runs.owned import RECIPE_FILE, begin, refuse_others
 from toolkit.sampling import Evaluation
+from toolkit.spec.load import load
 from toolkit.spec.recipe import Recipe
 
 
@@ -24,11 +26,30 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     processes.by_main(lambda: refuse_others(folder))
     processes.by_main(lambda: begin(folder))
     result, samples = measured(recipe)
+    result |= _trained_on(recipe)
     processes.by_main(lambda: write_jsonl(folder / "samples.jsonl", samples))
     processes.by_main(lambda: write_result(folder, result))
     stage.show_result(result, samples)
     stage.say(f"result: {folder / 'result.json'}")
     return result
+
+
+def _trained_on(recipe: Recipe) -> dict[str, int]:
+    """How many prompts of changed data PPO, or collect, has responded to in training: a larger split reaches into what
+    the run did not hold out. Nothing where the data are those of the run."""
+    run = load(recipe.folder / RECIPE_FILE, run=recipe.run, runs_dir=recipe.runs_dir)
+    if run.values["data"] == recipe.values["data"]:
+        return {}
+    try:
+        trained = set(map(tuple, run.task.prompts("train")["input_ids"]))
+    except DataError as error:  # they may be gone
+        stage.say(f"data: which of these are training prompts of the run is not known: {error}")
+        return {}
+    prompts = recipe.task.prompts("test")["input_ids"]
+    number = sum(tuple(ids) in trained for ids in prompts)
+    by = "collect" if responds_by_q(recipe) else "ppo"
+    stage.say(f"data: {number:,} of these {len(prompts):,} prompts are training prompts of the run's {by} stage.")
+    return {"trained_on": number}
 
 
 def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:

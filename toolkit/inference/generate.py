@@ -10,7 +10,7 @@ from rich.table import Table
 from transformers import TextStreamer, set_seed
 
 from toolkit import processes
-from toolkit.data import messages_of_row, read_rows
+from toolkit.data import read_rows
 from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import policy_folder, trained_sampler
@@ -45,11 +45,12 @@ def prompts_of(
         held_out = recipe.task.prompts("test")
         rows = [held_out[i] for i in range(min(number, len(held_out)))]
         return list(recipe.tokenizer.batch_decode([row["input_ids"] for row in rows])), rows
-    conversations: list[Messages] = [[{"role": "user", "content": text}] for text in texts]
-    for place, row in read_rows(str(file), field="file") if file is not None else ():
-        conversations.append(messages_of_row(place, row, recipe.task.columns))
-    rows = [{"input_ids": list(recipe.task.prompt_ids(messages))} for messages in conversations]
-    return [messages[-1]["content"] for messages in conversations], rows
+    asked = [(text, recipe.task.prompt_ids([{"role": "user", "content": text}])) for text in texts]
+    if file is not None:
+        asked += [recipe.task.prompt_of(place, row) for place, row in read_rows(str(file), field="file")]
+    if not asked:
+        raise DataError(f"{file}: no prompts.", field="file", remedy="Give a file that has some.")
+    return [text for text, _ in asked], [{"input_ids": list(ids)} for _, ids in asked]
 
 
 def _check_output(recipe: Recipe, output: Path | None, file: Path | None) -> None:
@@ -172,6 +173,9 @@ def converse(
             line = read("> ").strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            wrong = f"standard input is no text in {error.encoding}."
+            raise DataError(wrong, remedy="Send it in that encoding.") from error
         if line == "/quit":
             return
         if line == "/reset":

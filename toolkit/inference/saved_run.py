@@ -50,7 +50,10 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             by_policy = "ppo" in recipe.values or "q" not in recipe.values
             last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
             wrong = f'the run "{folder.name}" has no {what}: its {last} stage has not finished.'
-            raise RecipeError(wrong, remedy=f"Run that stage of {folder / RECIPE_FILE} again with $resume.")
+            remedy = f"Run that stage of {folder / RECIPE_FILE} again with $resume."
+            if folder.parent != Path("runs"):
+                remedy = remedy.replace("$resume", f"$resume, and $runs_dir (here {folder.parent})")
+            raise RecipeError(wrong, remedy=remedy)
         check_outputs(folder, [*recipe.plan.stages[last].needs, last])
     return recipe
 

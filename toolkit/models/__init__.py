@@ -21,7 +21,7 @@ from toolkit.models.classifier import (
     save_model,
     train_in_float32,
 )
-from toolkit.models.decoding import RowProcessor
+from toolkit.models.decoding import RowProcessor, positions_of
 from toolkit.models.folders import read_tensors
 from toolkit.models.forward import (
     PolicyReading,
@@ -34,7 +34,16 @@ from toolkit.models.forward import (
 from toolkit.models.heads import QBound, ScoreHead, score_positions
 from toolkit.models.load import META, MOST_LAYERS, ModelSpec, load_base, load_model, model_config
 from toolkit.models.lora import adapter_dropouts
-from toolkit.models.precision import AUTO, Dtype, Precision, fast_precision, quantization_config, resolved, slow_here
+from toolkit.models.precision import (
+    AUTO,
+    Dtype,
+    Precision,
+    fast_precision,
+    on_another_machine,
+    quantization_config,
+    resolved,
+    slow_here,
+)
 from toolkit.models.pretrained import check_same_tokenizer, load_tokenizer, weight_file_problems
 from toolkit.models.q_values import (
     LargestQ,

@@ -14,12 +14,19 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
     TextStreamer,
 )
 
 _LIVING = 0.75  # of the rows computed; at or below it the others leave. Each time costs a copy of the cache
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a model takes, where its configuration says so."""
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
 
 
 class RowProcessor(LogitsProcessor):
@@ -53,6 +60,7 @@ def decode(
     output[:, :width] = input_ids
     rows = torch.arange(len(ids), device=ids.device)  # of the output
     living = torch.ones_like(rows, dtype=torch.bool)
+    positions = positions_of(model.config)
     passed = model(**model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs), return_dict=True)
     with model._optimize_model_for_decode():
         while True:
@@ -80,6 +88,9 @@ def decode(
             of_token = model.prepare_inputs_for_generation(
                 ids, next_sequence_length=1 if inputs["use_cache"] else None, **inputs
             )
+            if positions is not None and of_token.get("position_ids") is not None:
+                # A row that is at its own limit, of which nothing more is kept, is computed beside others.
+                of_token["position_ids"] = of_token["position_ids"].clamp(max=positions - 1)
             passed = model(**of_token, return_dict=True)
     if streamer is not None:
         streamer.end()

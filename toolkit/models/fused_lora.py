@@ -82,12 +82,12 @@ class Fused:
         self.layers = layers
         self.kept: dict[Any, _Adapters] | None = None
         self._read: tuple[Any, ...] = ()
-        self._results: dict[int, Tensor] = {}
+        self._results: dict[int, tuple[tuple[str, ...], Tensor]] = {}  # with the adapter that is in it
 
     def __call__(self, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        now = (_active(self.layers[place]), torch.is_grad_enabled())
-        if place in self._results and self._read[0] is x and self._read[1:] == now:
-            result = self._results.pop(place)
+        active, result = self._results.pop(place, (None, None))
+        if active == _active(self.layers[place]) and (self._read[0] is x and self._read[1] == torch.is_grad_enabled()):
+            assert result is not None
             if not self._results:
                 self._read = ()
             return result
@@ -96,19 +96,20 @@ class Fused:
         if args or kwargs or not all(_is_known(layer, x) for layer in layers):
             layer = self.layers[place]
             return type(layer).forward(layer, x, *args, **kwargs)
-        result, *further = self._compute(x, layers)
+        first, *further = self._compute(x, layers, place)
         if further:
-            self._read, self._results = (x, *now), dict(enumerate(further, 1))
-        return result
+            self._read = (x, torch.is_grad_enabled())
+            self._results = dict(enumerate(zip(map(_active, layers[1:]), further, strict=True), 1))
+        return first
 
-    def _compute(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:
+    def _compute(self, x: Tensor, layers: list[Any], place: int) -> Sequence[Tensor]:
         """The results of layers that are known, for one input (..., I)."""
         bases, device = [layer.base_layer for layer in layers], x.device.type
         names = [next(iter(_active(layer)), None) for layer in layers]
         if not any(names):
             return [base(x) for base in bases]
         dtype = torch.get_autocast_dtype(device) if _in_autocast(x) else x.dtype
-        key = (len(layers), *names, dtype)
+        key = (place, *names, dtype)
         kept: dict[Any, _Adapters] = {} if self.kept is None else self.kept
         if key not in kept:
             kept[key] = _adapters(layers, names, dtype)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base_checks import check_adapter, check_checkpointing, probe
+from toolkit.models.decoding import positions_of
 from toolkit.models.frozen_lm import FrozenLM
 from toolkit.models.fused_lora import Fused, fuse
 from toolkit.models.heads import HeadInit, ScoreHead
@@ -89,6 +90,15 @@ class SharedBase(FrozenLM):
         return (
             self.device.type == "cpu" and self._packs_rows and (self.value_model is None or self.value_model.packs_rows)
         )
+
+    @property
+    def positions(self) -> tuple[int | None, str]:
+        """The longest sequence that base and value model take, where a configuration says so; and which takes less."""
+        own = None if self.value_model is None else positions_of(self.value_model.classifier.config)
+        of_base = positions_of(self.config)
+        if own is not None and (of_base is None or own < of_base):
+            return own, "the value model"
+        return of_base, "the base"
 
     def adapter_config(self, role: str) -> LoraConfig:
         """The LoRA configuration of a role's own adapter, or of the one that it shares."""

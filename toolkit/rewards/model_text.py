@@ -7,6 +7,7 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from toolkit.errors import Problem, RewardError
+from toolkit.models import positions_of
 from toolkit.rewards.scorer import ClassScorer
 from toolkit.settings import AT_LEAST_1, setting
 from toolkit.time_limit import time_limit
@@ -73,7 +74,7 @@ class TextScorer(ClassScorer):
         if self.reads == "conversation" and tokenizer.chat_template is None:
             wrong = "conversation needs a chat template, and the model's tokenizer has none."
             raise RewardError(wrong, field="reads", remedy="Use text, pair or response.")
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        positions = positions_of(config)
         limits = [n for n in (positions, tokenizer.model_max_length) if isinstance(n, int) and 0 < n < _ENDLESS]
         if self.max_length is not None and limits and self.max_length > min(limits):
             wrong = f"{self.max_length} tokens, and the model takes {min(limits)}."

@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedTokeniz
 from toolkit import models
 from toolkit.costs import pack, weight_bytes_of
 from toolkit.errors import Problem
-from toolkit.models import META, SharedBase, check_reads_tokens, head_name, load_model
+from toolkit.models import META, SharedBase, check_reads_tokens, head_name, load_model, positions_of
 from toolkit.runs import build
 from toolkit.runs.check_report import BaseFacts, Findings, RoleFacts
 from toolkit.runs.folder import finished
@@ -63,10 +63,15 @@ class RolesCheck:
 
     def positions(self, stage: str) -> tuple[int | None, str]:
         """The longest sequence that the model of a stage takes, where its configuration says so; and whose it is."""
-        of_base = self.recipe.plan.stages[stage].own is None
-        model, whose = (self.roles, "the base") if of_base else (self.own_reward, "reward_model")
-        config = None if model is None else model.config.get_text_config()
-        return getattr(config, "max_position_embeddings", None), whose
+        own = None if self.own_reward is None else positions_of(self.own_reward.config)
+        if self.recipe.plan.stages[stage].own is not None:
+            return own, "reward_model"
+        if self.roles is None:
+            return None, "the base"
+        positions, whose = self.roles.positions if stage == "ppo" else (positions_of(self.roles.config), "the base")
+        if stage == "ppo" and own is not None and (positions is None or own < positions):
+            return own, "reward_model"
+        return positions, whose
 
     def _check_base(self) -> None:
         base, recipe = self.recipe.base, self.recipe
@@ -99,7 +104,7 @@ class RolesCheck:
                 sum(parameter.numel() for parameter in self.roles.parameters()),
                 precision,
                 weight_bytes_of(counted) / 1e9,
-                getattr(config, "max_position_embeddings", None),
+                positions_of(config),
                 str(chosen) if (chosen := recipe.base_precision).why else "",
             )
         with self.findings.at("base", "model"):

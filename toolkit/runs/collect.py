@@ -71,7 +71,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
             progress.steps(done, len(starts), "batch")
             for batch in left:
                 rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
-                set_seed(recipe.seed * 1_000_003 + batch)
+                set_seed((recipe.seed * 1_000_003 + batch) % 2**32)  # what numpy takes
                 with phases.phase("rollout"):
                     rollout = sampler(sampler.collator([prompts[row // settings.samples_per_prompt] for row in rows]))
                 with phases.phase("score"):

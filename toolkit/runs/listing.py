@@ -10,8 +10,8 @@ from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result
 from toolkit.runs.differences import recorded
 from toolkit.runs.lock import owner_of
-from toolkit.runs.owned import RECIPE_FILE
-from toolkit.spec.plan import STAGES
+from toolkit.runs.owned import RECIPE_FILE, has_begun
+from toolkit.spec.plan import STAGES, at
 from toolkit.spec.sections import STAGE_CLASSES
 
 FINISHED, AT_WORK, STOPPED, DAMAGED = "finished", "at work", "stopped", "damaged"
@@ -45,7 +45,7 @@ def all_runs(runs_dir: Path) -> Iterator[RunState]:
 def state_of(run: Path) -> RunState:
     """How far a run is."""
     at_work = owner_of(run) is not None
-    begun = [stage for stage in STAGES if (run / stage).is_dir() and any((run / stage).iterdir())]
+    begun = [stage for stage in STAGES if has_begun(run / stage)]
     open_ = [stage for stage in begun if not (run / stage / RESULT_FILE).is_file()]
     newest = max(open_, key=lambda stage: (run / stage).stat().st_mtime, default=None)
     states = tuple(_stage(run / stage, at_work=at_work and stage == newest) for stage in begun)
@@ -82,4 +82,6 @@ def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[
         return ("toolkit", "chat", run.name, *elsewhere)
     if not aims or aims[0] in done:
         return ()
-    return ("toolkit", aims[0], str(run / RECIPE_FILE), "--resume", *elsewhere)
+    # TRL's own loop saves no checkpoints.
+    anew = aims[0] == "ppo" and at(recipe, "ppo.loop") == "trl" and has_begun(run / "ppo")
+    return ("toolkit", aims[0], str(run / RECIPE_FILE), "--overwrite" if anew else "--resume", *elsewhere)

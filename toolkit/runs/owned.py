@@ -127,6 +127,11 @@ def refuse_link(path: Path) -> None:
         raise ToolkitError(f"{path} is a pipe or a device.", remedy="Remove it, or name a new run ($run).")
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether there is anything of a stage."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def begin(folder: Path, *, adopt: bool = False) -> None:
     """Say in a stage's folder that the toolkit writes there, and which files are others'; for `adopt` see above."""
     ours = written(folder) + (_unclaimed(folder) if adopt else [])

@@ -5,6 +5,7 @@ print(report)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +31,7 @@ from toolkit.costs import (
     weight_bytes_of,
 )
 from toolkit.errors import Problem, RecipeError
-from toolkit.models import AUTO, META, SharedBase, outlined, quantize_outline
+from toolkit.models import META, Precision, SharedBase, on_another_machine, outlined, quantize_outline
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
 from toolkit.runs.check_roles import own_quantization
@@ -61,16 +62,14 @@ def plan(recipe: Recipe, gpu: str | None = None, *, notes: bool = True) -> PlanR
     if at(recipe.values, "ppo.loop") == "trl":
         raise RecipeError("trl is TRL's own loop, which is not planned.", field="ppo.loop", remedy="Take toolkit.")
     card = here() if gpu is None else named(gpu)
-    return _Planner(_in_its_precision(recipe, card, gpu), card).report(notes=notes)
+    with nullcontext() if gpu is None else on_another_machine(_precision_of(card)):
+        return _Planner(recipe, card).report(notes=notes)
 
 
-def _in_its_precision(recipe: Recipe, card: Device | int, gpu: str | None) -> Recipe:
-    """With what `base.dtype: auto` comes to on another machine than this one."""
-    base = recipe.values["base"]
-    if gpu is None or base.get("dtype", AUTO) != AUTO or base.get("model") is None:
-        return recipe
-    half = torch.bfloat16 if isinstance(card, int) or torch.bfloat16 in card.peak else torch.float16
-    return replace(recipe, values={**recipe.values, "base": {**base, "dtype": str(half).removeprefix("torch.")}})
+def _precision_of(card: Device | int) -> Precision:
+    """What `auto` comes to on a card that was named."""
+    half = "bfloat16" if isinstance(card, int) or torch.bfloat16 in card.peak else "float16"
+    return Precision(half, "that is what the card computes fast")
 
 
 def _without_numbers(recipe: Recipe, stage: str) -> SharedBase:
@@ -113,7 +112,8 @@ class _Planner:
         data, args = self.recipe.values["data"], self.args
         prompt = data.get("max_prompt_length") or longest_row(stage_dataset(self.recipe, "ppo", "prompts", "train"))
         longest = args.max_length or prompt + args.response_length
-        return Lengths(prompt, min(args.response_length, longest - prompt))
+        response = min(args.response_length, max(1, longest - 1))
+        return Lengths(max(1, min(prompt, longest - response)), response)
 
     def _update(self, args: Any) -> CountedUpdate:
         on_cpu = self.device is not None and not self.device.graphs
@@ -217,8 +217,9 @@ class _Planner:
         yield Problem(f"the update {said} gradient checkpointing: {size_of(other.total)}.")
         if not report.fits:
             yield self._way_out(report)
-        if self.device is not None:
-            yield Problem(self._assumed(self.device))
+        yield Problem(
+            self._assumed(self.device) if self.device else "time: not planned, for want of the card's limits."
+        )
         yield Problem("the allocator's unused blocks are not counted: leave a tenth of a card free.")
 
     def _assumed(self, device: Device) -> str:

@@ -16,8 +16,8 @@ from rich.console import Console
 from transformers import TrainerCallback, set_seed
 
 from toolkit import phases, processes, reports
-from toolkit.data import PER_RULE
-from toolkit.errors import RunInterrupted, printable
+from toolkit.data import PER_RULE, data_digest
+from toolkit.errors import CheckpointError, RunInterrupted, printable
 from toolkit.models import save_high_score
 from toolkit.reports import Progress, Responses, ScoredPair, write_jsonl
 from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, measures, stage_dataset
@@ -145,12 +145,17 @@ def _trained(
 def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:
     """What was measured first, by this process or by one that began the stage."""
     path = recipe.stage_folder(stage) / BEFORE_FILE
+    rows = recipe.task.prompts("test") if stage in ("ppo", "q") else trainer.eval_dataset
+    held_out = None if rows is None else data_digest(rows)
     kept = processes.by_main(lambda: reports.read_json(path))
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
         with phases.phase("answers before" if stage in ("ppo", "q") else "measure before"):
             measured, responses = _measure(recipe, stage, trainer)
-        kept = {"metrics": measured, "answers": asdict(responses) if responses else None}
+        kept = {"metrics": measured, "answers": asdict(responses) if responses else None, "held_out": held_out}
         processes.by_main(partial(reports.write_json, path, kept))
+    elif kept.get("held_out", held_out) != held_out:
+        wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."
+        raise CheckpointError(wrong, remedy="Give those rows back, or begin anew with $overwrite.")
     before, responses = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
     _tell_evaluated(trainer, before, responses)
     return before, responses

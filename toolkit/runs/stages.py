@@ -19,7 +19,7 @@ from toolkit.runs.build import MAKERS, Callbacks
 from toolkit.runs.check import check_stages
 from toolkit.runs.folder import check_outputs, claim, finished, no_such_run, restore, settle
 from toolkit.runs.lock import acquire, at_work, release
-from toolkit.runs.owned import RECIPE_FILE
+from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage
 from toolkit.runs.stage import collect_stage, say, train_stage
 from toolkit.runs.take_over import take_over
@@ -137,6 +137,9 @@ def run(
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
         _run_prerequisites(recipe, stage, from_run=from_run, **way)
         processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
+        for later, planned in recipe.plan.stages.items() if overwrite else ():
+            if stage in planned.needs and processes.by_main(partial(finished, recipe, later)):
+                say(f"{later} of this run was trained on the {stage} before this one; OVERWRITE=1 repeats it.")
         goes_on = resume and stage != "collect"
         checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
         try:
@@ -151,9 +154,9 @@ def _check_way(recipe: Recipe, stage: str, *, resume: bool) -> None:
     by_trl = stage == "ppo" and recipe.values["ppo"].get("loop") == "trl"
     if by_trl and processes.count() > 1:
         raise RecipeError("trl is TRL's own loop, which runs in one process.", field="ppo.loop", remedy="Take toolkit.")
-    if resume and by_trl:
+    if resume and by_trl and has_begun(recipe.stage_folder(stage)):  # stages before it may go on
         wrong = "trl saves no checkpoints, since TRL's loop cannot go on from one (huggingface/trl#2657)."
-        raise RecipeError(wrong, field="ppo.loop", remedy="Run it anew, or use ppo.loop: toolkit.")
+        raise RecipeError(wrong, field="ppo.loop", remedy="Run it anew with $overwrite, or use ppo.loop: toolkit.")
     if resume and not (recipe.folder / RECIPE_FILE).is_file():
         raise RecipeError(f"there is nothing to go on with: {no_such_run(recipe.run, recipe.runs_dir)}")
 

@@ -132,9 +132,9 @@ class Sampler:
 
     def _limits(self, prompt_lengths: list[int]) -> list[int]:
         check_room(prompt_lengths, self.max_length)
-        positions = getattr(self.roles.config.get_text_config(), "max_position_embeddings", None)
+        positions, whose = self.roles.positions
         if positions is not None and (longest := max(prompt_lengths)) >= positions:
-            wrong = f"a prompt has {longest} tokens, and the base has positions for {positions}."
+            wrong = f"a prompt has {longest} tokens, and {whose} has positions for {positions}."
             raise DataError(wrong, remedy=f"Shorten the prompts to {positions - 1} tokens or less.")
         most = min((one for one in (self.max_length, positions) if one is not None), default=math.inf)
         return [int(min(self.response_length, most - length)) for length in prompt_lengths]

@@ -1,6 +1,7 @@
 """PPO's trainer without its loop: set-up, optimizer, saving; and what remains of TRL's trainer."""
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         """An optimizer over the trained roles, whichever of them happens to be active."""
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.roles)
-            groups = [
-                {"params": self.roles.parameters_of(role), "weight_decay": self.args.weight_decay, "role": role}
-                | (self.args.value_optimizer if role == "value" else {})
-                for role in self.roles.trained_roles
-            ]
-            self.optimizer = kind(groups, **arguments)
+            self.optimizer = kind(list(self._parameter_groups()), **arguments)
             unknown = self.args.value_optimizer.keys() - self.optimizer.defaults.keys()
             if unknown:
                 wrong = f"{self.args.optim.value} has no {', '.join(sorted(unknown))}, which the settings of the value "
@@ -101,6 +97,19 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
                     f"{wrong}role (value_…) name.", field="optim", remedy="Leave those out, or take adamw_torch."
                 )
         return self.optimizer
+
+    def _parameter_groups(self) -> Iterator[dict[str, Any]]:
+        """The parameters of each trained role; where weights decay, biases and those of norms apart, which do not."""
+        decays = set(self.get_decay_parameter_names(self.roles))
+        exempt = {id(p) for name, p in self.roles.named_parameters() if name not in decays}
+        for role in self.roles.trained_roles:
+            group = {"weight_decay": self.args.weight_decay, "role": role}
+            group |= self.args.value_optimizer if role == "value" else {}
+            parameters = self.roles.parameters_of(role)
+            apart = [p for p in parameters if id(p) in exempt] if group["weight_decay"] else []
+            yield {"params": [p for p in parameters if not any(p is one for one in apart)], **group}
+            if apart:
+                yield {"params": apart, **group, "weight_decay": 0.0}
 
     def _prepare_training(self) -> None:
         if self._ready:

@@ -244,6 +244,9 @@ class ResumableTrainer(GuardedSteps):
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
         state = self._restoring
         check_same_run(checkpoint, self._restoring, self._identity)
+        if len(state["optimizer"]["param_groups"]) != len(self.optimizer.param_groups):
+            wrong = f"{checkpoint} was written with another weight decay, or by an earlier version of the toolkit."
+            raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:

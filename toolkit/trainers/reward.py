@@ -138,6 +138,9 @@ def reward_trainer(
     trainer = kind(read, args, collator, train_dataset, eval_dataset, **given)
     for one, rate in dropouts:  # disable_dropout is of the base; TRL sets the adapters' own to 0 with it
         one.p = rate
+    # Its loss is a mean over a batch's rows. transformers takes a classifier with **kwargs for one that divides by the
+    # rows of all batches of a step, and would sum the means.
+    trainer.model_accepts_loss_kwargs = False
     trainer.scorer, trainer.roles, trainer.base_name = model, roles, base_name
     if roles is None:
         models.train_in_float32(model)  # after TRL, which casts what trains on a quantised base to bfloat16
