@@ -11,10 +11,11 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.errors import BenchmarkError
 
 # How far from its partner's figure one may be: as a share of it, or absolutely where it is near 0. Measured on
-# SmolLM2-135M-Instruct: gradients 1.2 % apart, value losses 0.7 %, the sum of log-probabilities of a response 0.006 %.
+# SmolLM2-135M-Instruct: gradients 1.2 to 3.2 % apart, value losses 0.7 %, the sum of log-probabilities of a response
+# 0.006 to 0.14 %. Its KL is the rounding of such sums, and may be so much of their size: 0.5 % of it on one CPU.
 TOLERANCES = {
     "score": (0.0, 0.02),
-    "kl": (0.0, 0.5),
+    "kl": (0.01, 0.0),
     "entropy": (0.01, 0.0),
     "policy_loss": (0.0, 0.02),
     "value_loss": (0.05, 0.0),
@@ -44,7 +45,8 @@ def differences(found: Mapping[str, Mapping[str, float]]) -> list[str]:
             relative, absolute = TOLERANCES[figure]
             ours, theirs = found[partner][figure], figures[figure]
             # Not "more than": a figure that is not a number differs.
-            if not abs(theirs - ours) <= relative * abs(ours) + absolute:
+            size = found[partner]["entropy"] if figure == "kl" else ours
+            if not abs(theirs - ours) <= relative * abs(size) + absolute:
                 lines.append(f"{figure}: {theirs:.5g} in {name}, {ours:.5g} in {partner}")
     return lines
 

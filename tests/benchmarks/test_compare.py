@@ -34,7 +34,9 @@ def test_what_differs_is_named():
     found["stock-peft"]["value_loss"] = 0.53
     found["ours-shared-bf16"]["policy_gradient"] = 9.0  # holds the value loss too: not compared
     found["ours-shared-nf4"]["kl"] = float("nan")
+    found["stock-full"]["kl"], found["stock-views"]["kl"] = 0.49, 0.51  # of 50
     assert differences(found) == [
         "kl: nan in ours-shared-nf4, 0 in ours-separate-nf4",
         "value_loss: 0.53 in stock-peft, 0.5 in ours-separate-bf16",
+        "kl: 0.51 in stock-views, 0 in ours-separate-bf16",
     ]
