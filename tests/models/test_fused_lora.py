@@ -188,6 +188,10 @@ def test_layers_of_a_group_whose_first_has_another_role_s_adapter_keep_their_own
                 yield states, base.generate(IDS, MASK, config)
 
     ours = list(of_roles())
+    attention, x = base.causal_lm.model.layers[0].self_attn, torch.randn(2, 3, 32)
+    with base.role("policy"), torch.no_grad(), base.weights_kept():
+        for layer in (attention.k_proj, attention.v_proj):  # without q_proj, each by itself
+            torch.testing.assert_close(layer(x), type(layer).forward(layer, x), **FP32)
     by_peft(base)
     for (states, ids), (its_states, its_ids) in zip(ours, of_roles(), strict=True):
         assert is_near(states, its_states) and torch.equal(ids, its_ids)
