@@ -1,8 +1,8 @@
 """Whether all contenders compute the same: their figures on one micro-batch, before anything is timed.
 
 All start as the same functions, the learning rate is 0, the batch is one micro-batch, and its responses have full
-length. What is left between two trainers is rounding in bfloat16: TRL takes its old log-probabilities from generation,
-ours come from a forward pass; adapters run under autocast here and without it there.
+length. What is left between two trainers is rounding, which in bfloat16 is much: TRL takes its old log-probabilities
+from generation, ours come from a forward pass; adapters run under autocast here and without it there.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ TOLERANCES = {
     "value_head_gradient": (0.05, 0.0),
 }
 # Weights in 4 bits are other weights: they are compared among themselves.
-PARTNER = {"bf16": "ours-separate-bf16", "nf4": "ours-separate-nf4"}
+PARTNER = {False: "ours-separate", True: "ours-separate-nf4"}  # by whether they are quantised
 
 
 def _compared(name: str) -> list[str]:
@@ -40,7 +40,7 @@ def differences(found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """
     lines = []
     for name, figures in found.items():
-        partner = PARTNER[CONTENDERS[name].weights]
+        partner = PARTNER[CONTENDERS[name].quantised]
         for figure in _compared(name):
             relative, absolute = TOLERANCES[figure]
             ours, theirs = found[partner][figure], figures[figure]

@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import (
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
 from benchmarks.work import Work
-from toolkit.models import SharedBase, load_base
+from toolkit.models import SharedBase, load_base, quantization_config
 from toolkit.rewards import RewardAdapter
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import PPOConfig
@@ -33,6 +34,8 @@ from toolkit.trainers.stock_ppo import stock_ppo_trainer, trl_config
 
 RANK = 16
 LEARNING_RATE = 1e-5
+PRECISIONS = {"bfloat16": "bf16", "float32": "float32"}
+"""In which contenders run, and what the tables call them."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Job:
         tokenizer: from `padding_tokenizer`.
         folder: for whatever a trainer writes.
         updates: how many will be run.
+        dtype: in which the base is loaded and computed; of one in NF4, in which it is computed.
         learning_rate: 0 to leave the weights as they are.
     """
 
@@ -53,6 +57,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     folder: Path
     updates: int
+    dtype: str = "bfloat16"
     learning_rate: float = LEARNING_RATE
 
 
@@ -78,27 +83,27 @@ class Contender:
     """One way to run the work.
 
     Args:
-        label: what the tables call it.
+        name: what the tables call it, without the precision.
         kind: "ours"; "stock", a form that TRL's own interface allows; "views", stock TRL on our shared base.
         value: "separate" or "shared".
-        weights: of the base: "bf16" or "nf4".
+        quantised: whether the base is in NF4.
         build: makes the trainer.
     """
 
-    label: str
+    name: str
     kind: str
     value: str
-    weights: str
+    quantised: bool
     build: Callable[[Job], Built]
 
+    def label(self, dtype: str) -> str:
+        """What the tables call it where a base that is not quantised is in `dtype`."""
+        return f"{self.name}, {'NF4' if self.quantised else PRECISIONS[dtype]}"
 
-def nf4() -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
+
+def nf4(dtype: str = "bfloat16") -> BitsAndBytesConfig:
+    values = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return quantization_config(values, dtype)
 
 
 def lora(task_type: str = "CAUSAL_LM") -> LoraConfig:
@@ -159,7 +164,7 @@ def ppo_config(job: Job, **changes: Any) -> PPOConfig:
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,  # TRL's loop does not clip
         "gradient_checkpointing": False,
-        "bf16": True,
+        "bf16": job.dtype == "bfloat16",
         "use_cpu": True,
         "report_to": "none",
         "disable_tqdm": True,
@@ -195,9 +200,9 @@ def add_roles(base: SharedBase, value: str) -> SharedBase:
     return base
 
 
-def _roles(job: Job, value: str, weights: str) -> SharedBase:
-    quantization = nf4() if weights == "nf4" else None
-    return add_roles(SharedBase(load_base(job.model, quantization=quantization, dtype="bfloat16")), value)
+def _roles(job: Job, value: str, *, quantised: bool) -> SharedBase:
+    quantization = nf4(job.dtype) if quantised else None
+    return add_roles(SharedBase(load_base(job.model, quantization=quantization, dtype=job.dtype)), value)
 
 
 def built_on(roles: SharedBase, trainer: Any) -> Built:
@@ -212,16 +217,16 @@ def our_loop(job: Job, roles: SharedBase, args: PPOConfig) -> Built:
     return built_on(roles, PPOTrainer(args, job.tokenizer, roles, reward, prompts(job.work), callbacks=[]))
 
 
-def build_ours(job: Job, *, value: str, weights: str) -> Built:
+def build_ours(job: Job, *, value: str, quantised: bool) -> Built:
     """Our loop on the shared base."""
     # Ours generates all at once whatever this is. Rows of similar length together: 8 take a tenth less than all 16.
     args = ppo_config(job, value=value, local_rollout_forward_batch_size=2 * job.work.size.micro_batch)
-    return our_loop(job, _roles(job, value, weights), args)
+    return our_loop(job, _roles(job, value, quantised=quantised), args)
 
 
 def build_views(job: Job) -> Built:
     """TRL's loop on the shared base, through the role views."""
-    roles = _roles(job, "separate", "bf16")
+    roles = _roles(job, "separate", quantised=False)
     return built_on(roles, stock_ppo_trainer(ppo_config(job, loop="trl"), job.tokenizer, roles, prompts(job.work)))
 
 
@@ -229,7 +234,7 @@ def build_views(job: Job) -> Built:
 
 
 def _classifier(job: Job, role: str, *, adapter: bool) -> PreTrainedModel:
-    model = AutoModelForSequenceClassification.from_pretrained(job.model, num_labels=1, dtype=torch.bfloat16)
+    model = AutoModelForSequenceClassification.from_pretrained(job.model, num_labels=1, dtype=job.dtype)
     if adapter:
         wrapped = get_peft_model(model, lora("SEQ_CLS"))
         seed_adapter(wrapped.named_parameters(), role)
@@ -253,7 +258,7 @@ def build_stock(job: Job, *, adapters: bool) -> Built:
     trainer = TRLPPOTrainer(
         args=trl_config(ppo_config(job), len(dataset)),
         processing_class=job.tokenizer,
-        model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16),
+        model=AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype),
         ref_model=None,  # the policy with its adapter off
         reward_model=_classifier(job, "reward", adapter=adapters),
         value_model=value,
@@ -268,30 +273,21 @@ def build_stock(job: Job, *, adapters: bool) -> Built:
     return Built(trainer, policy.get_base_model(), trained, heads[0])
 
 
-def _ours(value: str, weights: str) -> Contender:
-    return Contender(
-        f"ours, {value} value, {'NF4' if weights == 'nf4' else weights}",
-        "ours",
-        value,
-        weights,
-        lambda job: build_ours(job, value=value, weights=weights),
-    )
+def _ours(value: str, *, quantised: bool) -> Contender:
+    build = partial(build_ours, value=value, quantised=quantised)
+    return Contender(f"ours, {value} value", "ours", value, quantised, build)
+
+
+def _stock(about: str, *, adapters: bool) -> Contender:
+    return Contender(f"stock TRL, {about}", "stock", "separate", False, partial(build_stock, adapters=adapters))
 
 
 CONTENDERS = {
-    "ours-separate-bf16": _ours("separate", "bf16"),
-    "ours-shared-bf16": _ours("shared", "bf16"),
-    "ours-separate-nf4": _ours("separate", "nf4"),
-    "ours-shared-nf4": _ours("shared", "nf4"),
-    "stock-full": Contender(
-        "stock TRL, whole value and reward models, bf16",
-        "stock",
-        "separate",
-        "bf16",
-        lambda job: build_stock(job, adapters=False),
-    ),
-    "stock-peft": Contender(
-        "stock TRL, three PEFT models, bf16", "stock", "separate", "bf16", lambda job: build_stock(job, adapters=True)
-    ),
-    "stock-views": Contender("stock TRL on our shared base, bf16", "views", "separate", "bf16", build_views),
+    "ours-separate": _ours("separate", quantised=False),
+    "ours-shared": _ours("shared", quantised=False),
+    "ours-separate-nf4": _ours("separate", quantised=True),
+    "ours-shared-nf4": _ours("shared", quantised=True),
+    "stock-full": _stock("whole value and reward models", adapters=False),
+    "stock-peft": _stock("three PEFT models", adapters=True),
+    "stock-views": Contender("stock TRL on our shared base", "views", "separate", False, build_views),
 }

@@ -3,7 +3,7 @@
     python -m benchmarks.run cpu --model /path/to/SmolLM2-135M-Instruct
 
 First the contenders' losses on one micro-batch are compared; if one differs, nothing is timed. Then each round runs
-all contenders and the floor. The result goes to `benchmarks/results/<date>_<kind>.json` after every round, and
+all contenders and the floor. The result goes to `benchmarks/results/<date>_<kind>_<dtype>.json` after every round, and
 `python -m benchmarks.table` makes the docs' table from it.
 """
 
@@ -30,6 +30,7 @@ from benchmarks.work import Work
 from toolkit.costs.devices import this_cpu
 from toolkit.errors import ToolkitError
 from toolkit.models import META, ModelSpec, load_model, load_tokenizer
+from toolkit.models.precision import AUTO, resolved
 
 Step = Callable[..., dict[str, Any]]
 
@@ -43,6 +44,7 @@ class Benchmark:
         sizes: names of `SIZES`.
         rounds: of all contenders at each size.
         contenders: names of `CONTENDERS`.
+        dtype: in which its contenders run: one of `PRECISIONS`, or "auto", what this machine computes faster.
         of_a_slice: on two layers of Llama-3.1-8B's shape with random weights in place of the checkpoint's model.
     """
 
@@ -50,6 +52,7 @@ class Benchmark:
     sizes: tuple[str, ...] = ("base",)
     rounds: int = 5
     contenders: tuple[str, ...] = tuple(CONTENDERS)
+    dtype: str = AUTO
     of_a_slice: bool = False
 
 
@@ -59,7 +62,8 @@ BENCHMARKS = {
         "two layers of Llama-3.1-8B's width, with a checkpoint's tokenizer",
         sizes=("few",),
         rounds=3,
-        # Whole value and reward models, with the optimizer of one, take more than 24 GB there.
+        # Whole value and reward models, with the optimizer of one, take more than 24 GB there; so does float32.
+        dtype="bfloat16",
         contenders=tuple(name for name in CONTENDERS if name not in ("stock-full", "stock-views")),
         of_a_slice=True,
     ),
@@ -67,7 +71,7 @@ BENCHMARKS = {
         "a checkpoint over longer responses and more rollouts",
         sizes=("few", "base", "many", "longer", "longest"),
         rounds=1,
-        contenders=("ours-separate-bf16", "ours-shared-bf16", "stock-full"),
+        contenders=("ours-separate", "ours-shared", "stock-full"),
     ),
 }
 
@@ -104,7 +108,7 @@ def about_cpu() -> dict[str, Any]:
 
 
 def compare_all(
-    step: Step, names: Sequence[str], *, model: str, work: Path, console: Console
+    step: Step, names: Sequence[str], *, model: str, work: Path, dtype: str, console: Console
 ) -> dict[str, dict[str, float]]:
     """The contenders' figures on one micro-batch.
 
@@ -113,7 +117,7 @@ def compare_all(
     """
     found = {}
     for name in names:
-        found[name] = step("compare", model=model, work=work, contender=name)
+        found[name] = step("compare", model=model, work=work, contender=name, dtype=dtype)
         shown = ", ".join(f"{key} {value:.4f}" for key, value in found[name].items())
         console.print(f"compare {name}: {shown}", highlight=False, soft_wrap=True)
     check_equal(found)
@@ -121,13 +125,13 @@ def compare_all(
 
 
 def run_round(
-    step: Step, names: Sequence[str], *, model: str, work: Path, updates: int, console: Console, title: str
+    step: Step, names: Sequence[str], *, model: str, work: Path, dtype: str, updates: int, console: Console, title: str
 ) -> dict[str, Any]:
     """These contenders in turn, and the floor."""
     found: dict[str, Any] = {}
     for name in names:
         started = time.perf_counter()
-        found[name] = step("time", model=model, work=work, contender=name, updates=updates)
+        found[name] = step("time", model=model, work=work, contender=name, dtype=dtype, updates=updates)
         seconds = seconds_of(found[name])
         shown = ", ".join(f"{key} {value:.1f}" for key, value in seconds.items())
         console.print(
@@ -136,11 +140,11 @@ def run_round(
             highlight=False,
             soft_wrap=True,
         )
-    return {"contenders": found, "floor": step("floor", model=model, work=work)}
+    return {"contenders": found, "floor": step("floor", model=model, work=work, dtype=dtype)}
 
 
 def run_size(
-    step: Step, name: str, kind: str, *, model: str, updates: int, repeats: int, console: Console
+    step: Step, name: str, kind: str, *, model: str, dtype: str, updates: int, repeats: int, console: Console
 ) -> Iterator[dict[str, Any]]:
     """The benchmark at one size: comparison, then rounds; gives what there is after each round."""
     contenders = BENCHMARKS[kind].contenders
@@ -148,11 +152,13 @@ def run_size(
         path = Path(folder) / "work.json"
         step("sample", model=model, work=path, size=name)
         work = Work.read(path)
-        comparison = compare_all(step, contenders, model=model, work=path, console=console)
+        comparison = compare_all(step, contenders, model=model, work=path, dtype=dtype, console=console)
         rounds: list[dict[str, Any]] = []
         for number in range(1, repeats + 1):
             title = f"{name}, round {number}/{repeats},"
-            found = run_round(step, contenders, model=model, work=path, updates=updates, console=console, title=title)
+            found = run_round(
+                step, contenders, model=model, work=path, dtype=dtype, updates=updates, console=console, title=title
+            )
             rounds.append(found)
             summary = summarise(rounds, tokens=work.tokens, rollouts=work.size.rollouts)
             yield {
@@ -180,10 +186,13 @@ def run(
     step: Step = step_in_process,
 ) -> dict[str, Any]:
     """Run a benchmark: so many rounds of each size. Returns the result, which is also saved after each round."""
-    arguments = {"updates": updates, "rounds": rounds}
-    result = new_result(kind, cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
+    dtype = resolved(BENCHMARKS[kind].dtype)
+    arguments = {"updates": updates, "rounds": rounds, "dtype": dtype}
+    result = new_result(f"{kind}_{dtype}", cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
     for name in BENCHMARKS[kind].sizes:
-        for found in run_size(step, name, kind, model=model, updates=updates, repeats=rounds, console=console):
+        for found in run_size(
+            step, name, kind, model=model, dtype=dtype, updates=updates, repeats=rounds, console=console
+        ):
             result["sizes"][name] = found
             save(result)
     return result

@@ -85,7 +85,7 @@ def bars(summary: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 
     Args:
         summary: from `summarise`.
-        kind: of the result.
+        kind: of the benchmark.
     """
     found = []
     for name, figures in summary["contenders"].items():
@@ -100,7 +100,7 @@ def bars(summary: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
     return found
 
 
-def bars_in_words(bars: Iterable[Mapping[str, Any]], kind: str) -> str:
+def bars_in_words(bars: Iterable[Mapping[str, Any]], kind: str, dtype: str) -> str:
     """The bars and where they are missed, in a paragraph."""
     asked = (
         f"Asked of ours: speed of {SPEED_BAR['separate']:g} with a separate value and {SPEED_BAR['shared']:g} with a "
@@ -109,7 +109,7 @@ def bars_in_words(bars: Iterable[Mapping[str, Any]], kind: str) -> str:
     missed: dict[str, list[str]] = {}
     for bar in bars:
         if not bar["met"]:
-            of_contender = missed.setdefault(CONTENDERS[bar["contender"]].label, [])
+            of_contender = missed.setdefault(CONTENDERS[bar["contender"]].label(dtype), [])
             of_contender.append(f"{_WORDS[bar['bar']]} {bar['reached']:.2f}")
     parts = "; ".join(f"{label}: {', '.join(figures)}" for label, figures in missed.items())
     return f"{asked} Missed by {parts}." if missed else f"{asked} All are met."

@@ -1,13 +1,14 @@
-"""The tables of `docs/benchmarks.md`, and its figure, made from the newest result of each kind.
+"""The tables of `docs/benchmarks.md`, and its figure, made from the newest result of each kind and precision.
 
 python -m benchmarks.table
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import CONTENDERS, PRECISIONS
 from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, where
 from benchmarks.summary import bars_in_words
 from benchmarks.work import PHASES
@@ -34,10 +35,10 @@ def _spread(figure: Mapping[str, float]) -> str:
     return f"{figure['median']:.2f} ({figure['min']:.2f}–{figure['max']:.2f})"
 
 
-def _cells(name: str, figures: Mapping[str, Any]) -> list[str]:
+def _cells(label: str, figures: Mapping[str, Any]) -> list[str]:
     seconds = figures["seconds"]
     return [
-        CONTENDERS[name].label,
+        label,
         *(f"{seconds[key]:.2f}" for key in (*PHASES, "total")),
         f"{figures['samples_per_second']:.2f}",
         " / ".join(f"{figures['tokens_per_second'][phase]:.0f}" for phase in PHASES),
@@ -53,9 +54,9 @@ def _floor_cells(value: str, seconds: Mapping[str, float]) -> list[str]:
     return [f"floor, {value} value", *(f"{time:.2f}" for time in times), *[""] * (len(_COLUMNS) - 5)]
 
 
-def _rows(found: Mapping[str, Any]) -> list[list[str]]:
+def _rows(found: Mapping[str, Any], dtype: str) -> list[list[str]]:
     summary = found["summary"]
-    rows = [_cells(name, figures) for name, figures in summary["contenders"].items()]
+    rows = [_cells(CONTENDERS[name].label(dtype), figures) for name, figures in summary["contenders"].items()]
     return rows + [_floor_cells(value, seconds) for value, seconds in summary["floor_seconds"].items()]
 
 
@@ -84,13 +85,13 @@ def _about(result: Mapping[str, Any]) -> str:
     )
 
 
-def _cpu(result: Mapping[str, Any]) -> str:
-    parts = [_about(result)]
+def _cpu(kind: str, result: Mapping[str, Any]) -> str:
+    parts, dtype = [_about(result)], result["arguments"]["dtype"]
     for size, found in result["sizes"].items():
-        fastest = CONTENDERS[found["summary"]["fastest_stock"]].label
+        fastest = CONTENDERS[found["summary"]["fastest_stock"]].label(dtype)
         title = f"**{_size_title(size, found['work'])}; {_rounds(found)}**"
-        parts += [title, markdown(_COLUMNS, _rows(found))]
-        parts += [f"The fastest stock form: {fastest}. {bars_in_words(found['bars'], result['kind'])}"]
+        parts += [title, markdown(_COLUMNS, _rows(found, dtype))]
+        parts += [f"The fastest stock form: {fastest}. {bars_in_words(found['bars'], kind, dtype)}"]
     return "\n\n".join(parts)
 
 
@@ -105,11 +106,11 @@ def _growth_cells(size: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def _growth(result: Mapping[str, Any]) -> str:
-    sizes = result["sizes"]
+    sizes, dtype = result["sizes"], result["arguments"]["dtype"]
     names = next(iter(sizes.values()))["summary"]["contenders"]
     columns = ["", "rollouts × longest response", "tokens"]
     for name in names:
-        columns += [f"{CONTENDERS[name].label}: s (ms a token)", "peak GB"]
+        columns += [f"{CONTENDERS[name].label(dtype)}: s (ms a token)", "peak GB"]
     rows = [_growth_cells(size, found) for size, found in sizes.items()]
     return "\n\n".join([_about(result), markdown(columns, rows)])
 
@@ -126,7 +127,7 @@ def growth_figure(result: Mapping[str, Any]) -> "Figure":
             found = [result["sizes"][size] for size in sizes if size in result["sizes"]]
             tokens = [one["work"]["tokens"]["score"] for one in found]
             figures = [one["summary"]["contenders"][name] for one in found]
-            label = f"{CONTENDERS[name].label}, {by}"
+            label = f"{CONTENDERS[name].label(result['arguments']['dtype'])}, {by}"
             drawn[0].plot(tokens, [one["seconds"]["total"] for one in figures], style, color=f"C{colour}", label=label)
             drawn[1].plot(tokens, [one["memory_gb"] for one in figures], style, color=f"C{colour}", label=label)
     for axes, title in zip(drawn, ("seconds of an update", "peak memory, GB"), strict=True):
@@ -176,12 +177,23 @@ def _gpu(result: Mapping[str, Any]) -> str:
     return "\n\n".join([about, markdown(*gpu_rows(result))])
 
 
-_SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {"cpu": _cpu, "slice": _cpu, "growth": _growth, "gpu": _gpu}
+_SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "cpu": partial(_cpu, "cpu"),
+    "slice": partial(_cpu, "slice"),
+    "growth": _growth,
+    "gpu": _gpu,
+}
 
 
-def section(kind: str, result: Mapping[str, Any] | None) -> str:
+def section(kind: str, *results: Mapping[str, Any]) -> str:
     """What stands between a kind's markers in the docs."""
-    return _SECTIONS[kind](result) if result else "No result yet."
+    return "\n\n".join(map(_SECTIONS[kind], results)) or "No result yet."
+
+
+def _newest(kind: str, folder: Path) -> list[dict[str, Any]]:
+    """The newest result of a kind in each precision; a card's has one."""
+    names = [kind] if kind == "gpu" else [f"{kind}_{dtype}" for dtype in PRECISIONS]
+    return [result for name in names if (result := newest(name, folder))]
 
 
 def filled(page: str, folder: Path = RESULTS) -> str:
@@ -191,12 +203,13 @@ def filled(page: str, folder: Path = RESULTS) -> str:
         ValueError: a marker is missing.
     """
     for kind in KINDS:
-        text = section(kind, newest(kind, folder))
+        text = section(kind, *_newest(kind, folder))
         page = fill(page, f"{kind} results", f"end of {kind} results", text)
     return page
 
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    if growth := newest("growth"):
-        growth_figure(growth).savefig(DOCS / "figures" / "growth.svg", metadata={"Date": None})
+    for found in _newest("growth", RESULTS):
+        file = DOCS / "figures" / f"{found['kind']}.svg"
+        growth_figure(found).savefig(file, metadata={"Date": None})

@@ -23,40 +23,40 @@ import torch
 from torch import Tensor
 
 from benchmarks import floor
-from benchmarks.contenders import CONTENDERS, LEARNING_RATE, RANK, Job
+from benchmarks.contenders import CONTENDERS, PRECISIONS, RANK, Job
 from benchmarks.loops import PhaseClock, gradient_norms, run
 from benchmarks.work import PROMPTS, SIZES, Size, Work, given_responses, padding_tokenizer, sample_work
-from toolkit.models import META, ModelSpec, frozen_lm, load_base, load_model
+from toolkit.models import META, ModelSpec, fast_precision, frozen_lm, load_base, load_model
 from toolkit.reports import peak_memory_gb
 
 WARM_UP = 1  # updates
 
 
 def sample(model: str, size: Size) -> Work:
-    """The prompts of the benchmark with sampled responses, by the checkpoint as it is in bfloat16."""
+    """The prompts of the benchmark with sampled responses, by the checkpoint as it is."""
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()
     return sample_work(load_base(model), padding_tokenizer(model), size, prompts=lines)
 
 
-def _job(model: str, work: Work, folder: str, updates: int, learning_rate: float = LEARNING_RATE) -> Job:
-    return Job(model, work, padding_tokenizer(model), Path(folder), updates, learning_rate)
+def _job(model: str, work: Work, folder: str, **settings: Any) -> Job:
+    return Job(model, work, padding_tokenizer(model), Path(folder), **settings)
 
 
-def compare(model: str, work: Work, name: str) -> dict[str, float]:
+def compare(model: str, work: Work, name: str, *, dtype: str) -> dict[str, float]:
     """Score, KL, entropy, losses and gradient norms of a contender on the first micro-batch of a work."""
     contender, work = CONTENDERS[name], work.one_micro_batch()
     with tempfile.TemporaryDirectory() as folder:
-        built = contender.build(_job(model, work, folder, updates=1, learning_rate=0.0))
+        built = contender.build(_job(model, work, folder, updates=1, dtype=dtype, learning_rate=0.0))
         with gradient_norms(built) as norms:
             found = run(contender.kind, built, work, PhaseClock(), 1)
     return {**found, **norms}
 
 
-def measure(model: str, work: Work, name: str, *, updates: int) -> dict[str, Any]:
+def measure(model: str, work: Work, name: str, *, dtype: str, updates: int) -> dict[str, Any]:
     """Seconds by phase of each measured update, after a warm-up, and the peak memory of this process."""
     contender, clock, total = CONTENDERS[name], PhaseClock(), WARM_UP + updates
     with tempfile.TemporaryDirectory() as folder:
-        built = contender.build(_job(model, work, folder, updates=total))
+        built = contender.build(_job(model, work, folder, updates=total, dtype=dtype))
         run(contender.kind, built, work, clock, total)
     return {"updates": clock.updates[WARM_UP:], "memory_gb": peak_memory_gb()}
 
@@ -66,12 +66,12 @@ def _loop_of_transformers(model: Any, ids: Tensor, *, rows_leave: bool, **inputs
     return tokens
 
 
-def measure_rollout(model: str, work: Work, name: str, *, rounds: int) -> dict[str, list[float]]:
+def measure_rollout(model: str, work: Work, name: str, *, dtype: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of the processor, which others on a machine change less than those of the clock, in the rollouts of one
     of ours: as they are, without something, and by transformers' own loop. All in turn in every round."""
     replaced = mock.patch.object
     with tempfile.TemporaryDirectory() as folder:
-        built = CONTENDERS[name].build(_job(model, work, folder, updates=1))
+        built = CONTENDERS[name].build(_job(model, work, folder, updates=1, dtype=dtype))
         as_they_are, rows_stay = (
             replaced(frozen_lm, "_lays_out", lambda: False),
             replaced(built.trainer.roles, "_rows_leave", False),
@@ -97,11 +97,11 @@ def measure_rollout(model: str, work: Work, name: str, *, rounds: int) -> dict[s
     return {way: of_way[WARM_UP:] for way, of_way in seconds.items()}
 
 
-def measure_floor(model: str, work: Work) -> dict[str, Any]:
+def measure_floor(model: str, work: Work, *, dtype: str) -> dict[str, Any]:
     """Operations and seconds of the matmuls, for a separate and for a shared value role."""
     layers, head = floor.linear_layers(load_model(ModelSpec(model), device=META))
     found = {value: floor.matmuls(work, layers, head, value=value, rank=RANK) for value in ("separate", "shared")}
-    return floor.measure(found, dtype=torch.bfloat16, device="cpu")
+    return floor.measure(found, dtype=getattr(torch, dtype), device="cpu")
 
 
 def main() -> None:
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--contender", choices=CONTENDERS)
+    parser.add_argument("--dtype", choices=PRECISIONS, default=fast_precision().dtype)
     parser.add_argument("--updates", type=int, default=1, help="measured ones, or rollouts")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -119,18 +120,18 @@ def main() -> None:
         return
     work = Work.read(args.work)
     if args.step == "compare":
-        found: dict[str, Any] = compare(args.model, work, args.contender)
+        found: dict[str, Any] = compare(args.model, work, args.contender, dtype=args.dtype)
     elif args.step == "time":
-        found = measure(args.model, work, args.contender, updates=args.updates)
+        found = measure(args.model, work, args.contender, dtype=args.dtype, updates=args.updates)
     elif args.step == "rollout":
-        found = measure_rollout(args.model, work, args.contender, rounds=args.updates)
+        found = measure_rollout(args.model, work, args.contender, dtype=args.dtype, rounds=args.updates)
         theirs = found["transformers' loop"]
         for way, seconds in found.items():
             ratios = sorted(b / a for a, b in zip(seconds, theirs, strict=True))
             median, least, most = statistics.median(ratios), ratios[0], ratios[-1]
             print(f"{way:26} {statistics.median(seconds):7.2f} s  {median:.2f} ({least:.2f}–{most:.2f}) times as fast")
     else:
-        found = measure_floor(args.model, work)
+        found = measure_floor(args.model, work, dtype=args.dtype)
     if args.output:
         args.output.write_text(json.dumps(found) + "\n", encoding="utf-8")
 

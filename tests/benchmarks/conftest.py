@@ -11,6 +11,7 @@ from benchmarks.reward_arms import Job
 from tests.benchmarks.examples import BY_HAND, SIZE, one_round
 from tests.tiny_models import tiny_model
 from tests.tiny_runs import byte_tokenizer, save_llama
+from toolkit.models import Precision, on_another_machine
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +33,8 @@ def result(checkpoint):
     figures = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0, "policy_gradient": 1.0,
                "value_head_gradient": 1.0}  # fmt: skip
 
-    def step(name, *, model, work, contender=None, size=None, updates=None):
+    def step(name, *, model, work, contender=None, size=None, dtype="bfloat16", updates=None):
+        assert dtype == "bfloat16"
         asked.append((name, contender))
         if name == "sample":
             replace(BY_HAND, size=replace(BY_HAND.size, epochs=1)).write(work)
@@ -46,7 +48,8 @@ def result(checkpoint):
     def save(so_far):
         saved.append(len(so_far["sizes"]["base"]["rounds"]))
 
-    found = driver.run(checkpoint, "cpu", rounds=2, updates=1, console=console, save=save, step=step)
+    with on_another_machine(Precision("bfloat16")):
+        found = driver.run(checkpoint, "cpu", rounds=2, updates=1, console=console, save=save, step=step)
     assert saved == [1, 2]  # a benchmark that is stopped keeps its rounds
     return found, asked, console.file.getvalue()
 

@@ -15,10 +15,10 @@ BY_HAND = Work(
 def one_round(slow=1.0):
     """Round figures; `slow` stretches what is not ours."""
     totals = {
-        "ours-separate-bf16": 20, "ours-shared-bf16": 12, "ours-separate-nf4": 30, "ours-shared-nf4": 15,
+        "ours-separate": 20, "ours-shared": 12, "ours-separate-nf4": 30, "ours-shared-nf4": 15,
         "stock-full": 20 * slow, "stock-peft": 25 * slow, "stock-views": 10 * slow,
     }  # fmt: skip
-    memory = {"ours-separate-bf16": 2.2, "ours-shared-bf16": 2.4, "ours-separate-nf4": 2.0, "ours-shared-nf4": 2.5,
+    memory = {"ours-separate": 2.2, "ours-shared": 2.4, "ours-separate-nf4": 2.0, "ours-shared-nf4": 2.5,
               "stock-full": 4.0, "stock-peft": 5.0, "stock-views": 3.0}  # fmt: skip
     return {
         "contenders": {

@@ -8,20 +8,30 @@ from benchmarks.errors import BenchmarkError
 
 @pytest.fixture(scope="module")
 def compared(checkpoint, work):
-    return {name: worker.compare(checkpoint, work, name) for name in ("ours-separate-bf16", "ours-shared-bf16")}
+    names = ("ours-separate", "ours-shared")
+    return {name: worker.compare(checkpoint, work, name, dtype="bfloat16") for name in names}
 
 
 @pytest.mark.parametrize("name", ["stock-full", "stock-peft", "stock-views"])
 def test_stock_computes_the_same_as_ours(name, checkpoint, work, compared):
-    found = {**compared, name: worker.compare(checkpoint, work, name)}
+    found = {**compared, name: worker.compare(checkpoint, work, name, dtype="bfloat16")}
     check_equal(found)
     assert found[name]["policy_gradient"] > 0 and found[name]["value_head_gradient"] > 0
+
+
+def test_in_float32_all_compute_the_same_but_for_its_rounding(checkpoint, work):
+    ours = worker.compare(checkpoint, work, "ours-separate", dtype="float32")
+    for name in ("ours-shared", "stock-full", "stock-peft", "stock-views"):
+        theirs = worker.compare(checkpoint, work, name, dtype="float32")
+        if name == "ours-shared":  # its gradient holds the value loss too
+            theirs["policy_gradient"] = ours["policy_gradient"]
+        assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5), name
 
 
 def test_a_contender_that_starts_elsewhere_is_refused(checkpoint, work, compared, monkeypatch):
     seed_head = contenders.seed_head
     monkeypatch.setattr(contenders, "seed_head", lambda weight, role: seed_head(weight, f"another {role}"))
-    found = {**compared, "stock-full": worker.compare(checkpoint, work, "stock-full")}
+    found = {**compared, "stock-full": worker.compare(checkpoint, work, "stock-full", dtype="bfloat16")}
     with pytest.raises(BenchmarkError, match=r"nothing is timed\. .*value_loss: \S+ in stock-full, \S+ in ours-sep"):
         check_equal(found)
 
@@ -32,11 +42,11 @@ def test_what_differs_is_named():
     found = {name: dict(same) for name in CONTENDERS}
     assert differences(found) == []
     found["stock-peft"]["value_loss"] = 0.53
-    found["ours-shared-bf16"]["policy_gradient"] = 9.0  # holds the value loss too: not compared
+    found["ours-shared"]["policy_gradient"] = 9.0  # holds the value loss too: not compared
     found["ours-shared-nf4"]["kl"] = float("nan")
     found["stock-full"]["kl"], found["stock-views"]["kl"] = 0.49, 0.51  # of 50
     assert differences(found) == [
         "kl: nan in ours-shared-nf4, 0 in ours-separate-nf4",
-        "value_loss: 0.53 in stock-peft, 0.5 in ours-separate-bf16",
-        "kl: 0.51 in stock-views, 0 in ours-separate-bf16",
+        "value_loss: 0.53 in stock-peft, 0.5 in ours-separate",
+        "kl: 0.51 in stock-views, 0 in ours-separate",
     ]

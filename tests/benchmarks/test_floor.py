@@ -36,7 +36,7 @@ def test_layers_are_those_of_the_model():
 
 
 def test_the_floor_has_seconds_for_every_phase(checkpoint, work):
-    found = worker.measure_floor(checkpoint, work)
+    found = worker.measure_floor(checkpoint, work, dtype="float32")
     for value in ("separate", "shared"):
         parts = found[value]["parts"]
         assert {part["phase"] for part in parts} == set(PHASES)

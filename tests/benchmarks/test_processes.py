@@ -9,7 +9,7 @@ from benchmarks.work import PHASES
 def test_a_step_runs_in_a_process_of_its_own(checkpoint, work, tmp_path):
     work.write(tmp_path / "work.json")
     given = {"model": checkpoint, "work": tmp_path / "work.json"}
-    found = driver.step_in_process("time", **given, contender="ours-separate-bf16", updates=1)
+    found = driver.step_in_process("time", **given, contender="ours-separate", dtype="float32", updates=1)
     assert set(found["updates"][0]) == set(PHASES)
 
 

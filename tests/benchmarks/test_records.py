@@ -11,7 +11,7 @@ from toolkit.models import load_base
 def test_the_result_says_where_it_ran_and_not_on_whose_machine(result, checkpoint, tmp_path):
     found, _, _ = result
     path = records.write_result(found, tmp_path)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_cpu\.json", path.name)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_cpu_bfloat16\.json", path.name)
     text = path.read_text(encoding="utf-8")
     assert checkpoint not in text and socket.gethostname() not in text
     read = json.loads(text)

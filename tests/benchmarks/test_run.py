@@ -33,7 +33,7 @@ def test_contenders_that_compute_something_else_are_not_timed(checkpoint, monkey
         return {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": value,
                 "policy_gradient": 1.0, "value_head_gradient": 1.0}  # fmt: skip
 
-    with pytest.raises(BenchmarkError, match="value_loss: 2 in stock-views, 1 in ours-separate-bf16"):
+    with pytest.raises(BenchmarkError, match="value_loss: 2 in stock-views, 1 in ours-separate"):
         console = Console(file=io.StringIO())
         driver.run(checkpoint, "cpu", rounds=1, updates=1, console=console, save=pytest.fail, step=step)
 
@@ -43,7 +43,7 @@ def test_what_is_run_can_be_run():
         assert kind in KINDS and kind in FLOOR_BAR
         assert set(benchmark.sizes) <= set(SIZES) and benchmark.rounds > 0
         # The figures of each are compared with its partner's.
-        partners = {PARTNER[CONTENDERS[name].weights] for name in benchmark.contenders}
+        partners = {PARTNER[CONTENDERS[name].quantised] for name in benchmark.contenders}
         assert partners <= set(benchmark.contenders) <= set(CONTENDERS)
         assert {CONTENDERS[name].kind for name in benchmark.contenders} >= {"ours", "stock"}
 

@@ -12,14 +12,14 @@ def _summary():
 def test_ratios_by_hand():
     summary = _summary()
     assert summary["fastest_stock"] == "stock-full"  # not the views: they are not TRL's own interface
-    separate = summary["contenders"]["ours-separate-bf16"]
+    separate = summary["contenders"]["ours-separate"]
     assert separate["seconds"] == {"rollout": 5, "score": 5, "update": 10, "total": 20}
     assert separate["samples_per_second"] == 16 / 20
     assert separate["tokens_per_second"] == {"rollout": 10, "score": 20, "update": 20}
     assert separate["speed"] == pytest.approx({"median": 1.0, "min": 0.9, "max": 1.2})  # 20, 18 and 24 over 20
     assert separate["memory"] == pytest.approx({"median": 0.55, "min": 0.55, "max": 0.55})
     assert separate["over_floor"]["median"] == 20 / 5
-    shared = summary["contenders"]["ours-shared-bf16"]
+    shared = summary["contenders"]["ours-shared"]
     assert shared["speed"]["median"] == pytest.approx(20 / 12)
     assert shared["over_floor"]["median"] == 12 / 3
     assert summary["contenders"]["stock-full"]["speed"]["median"] == 1.0
@@ -42,7 +42,7 @@ def test_bars_by_hand():
 
 def test_bars_in_words():
     asked = "Asked of ours: speed of 2 with a separate value and 2.5 with a shared one, memory of 0.45, 2 × floor."
-    words = bars_in_words(bars(_summary(), "cpu"), "cpu")
+    words = bars_in_words(bars(_summary(), "cpu"), "cpu", "bfloat16")
     assert words.startswith(f"{asked} Missed by ours, separate value, bf16: speed 1.00, memory 0.55, × floor 4.00; ")
     assert words.endswith("; ours, shared value, NF4: speed 1.33, memory 0.62, × floor 5.00.")
-    assert bars_in_words([], "cpu") == f"{asked} All are met."
+    assert bars_in_words([], "cpu", "bfloat16") == f"{asked} All are met."

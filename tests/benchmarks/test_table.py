@@ -26,7 +26,7 @@ def test_the_page_is_filled_from_the_newest_result_of_each_kind(result, tmp_path
 def test_growth_is_seconds_and_memory_by_tokens(result):
     found, _, _ = result
     base = found["sizes"]["base"]
-    names = ("ours-separate-bf16", "stock-full")
+    names = ("ours-separate", "stock-full")
     base = {**base, "summary": {**base["summary"], "contenders": {n: base["summary"]["contenders"][n] for n in names}}}
     grown = {**base, "work": {**base["work"], "rollouts": 4, "tokens": {**base["work"]["tokens"], "score": 28}}}
     growth = {**found, "kind": "growth", "sizes": {"few": base, "many": grown}}

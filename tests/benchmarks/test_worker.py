@@ -6,13 +6,13 @@ from benchmarks.work import PHASES
 
 @pytest.mark.parametrize("name", ["ours-shared-nf4", "stock-full"])
 def test_every_phase_of_every_measured_update_is_timed(name, checkpoint, work):
-    found = worker.measure(checkpoint, work, name, updates=2)
+    found = worker.measure(checkpoint, work, name, dtype="float32", updates=2)
     assert [set(update) for update in found["updates"]] == [set(PHASES)] * 2
     assert all(seconds > 0 for update in found["updates"] for seconds in update.values())
     assert found["memory_gb"]["resident"] > 0
 
 
 def test_rollouts_are_timed_in_turn(checkpoint, work):
-    found = worker.measure_rollout(checkpoint, work, "ours-shared-nf4", rounds=2)
+    found = worker.measure_rollout(checkpoint, work, "ours-shared-nf4", dtype="float32", rounds=2)
     assert {len(seconds) for seconds in found.values()} == {2} and "transformers' loop" in found
     assert min(map(min, found.values())) > 0

@@ -88,3 +88,17 @@ def test_the_ratio_is_of_two_times():
 def test_4_bit_layers_compute_in_the_precision_of_the_others(given, expected):
     config = quantization_config({"load_in_4bit": True, **given}, "float16")
     assert config.bnb_4bit_compute_dtype is getattr(torch, expected)
+
+
+def test_work_that_holds_up_the_cores_for_a_while_changes_no_ratio(monkeypatch):
+    class Clock:
+        """What begins in the first fifth of a second takes ten times as long as what begins later."""
+
+        now = 0.0
+
+        def perf_counter(self):
+            self.now += 0.01 if self.now < 0.2 else 0.001
+            return self.now
+
+    monkeypatch.setattr(module, "time", Clock())
+    assert module.slower_than_float32.__wrapped__("bfloat16") == pytest.approx(1)

@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
 AUTO: Dtype = "auto"
 _MATMUL = (128, 256, 256)  # of the comparison: under a millisecond in float32, some 20 in the slowest 16 bits
+_TRIED_SECONDS = 0.3  # more than other work on the same cores holds it up at a stretch
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,18 @@ def resolved(dtype: str) -> str:
 
 @cache
 def slower_than_float32(dtype: str) -> float:
-    """How many times the time of a float32 matmul one in `dtype` takes on this CPU: tried now, in milliseconds."""
-
-    def seconds(kind: torch.dtype) -> float:
-        rows, inner, columns = _MATMUL
-        ours, theirs = torch.ones(rows, inner, dtype=kind), torch.ones(inner, columns, dtype=kind)
-        best = float("inf")
-        for _ in range(10):
+    """How many times the time of a float32 matmul one in `dtype` takes on this CPU: tried now."""
+    rows, inner, columns = _MATMUL
+    kinds = (getattr(torch, dtype), torch.float32)
+    factors = [(torch.ones(rows, inner, dtype=kind), torch.ones(inner, columns, dtype=kind)) for kind in kinds]
+    best = [float("inf"), float("inf")]
+    until = time.perf_counter() + _TRIED_SECONDS
+    while time.perf_counter() < until:  # in turn: where other work holds the cores for a while, it holds up both
+        for i, (ours, theirs) in enumerate(factors):
             began = time.perf_counter()
             ours @ theirs
-            best = min(best, time.perf_counter() - began)
-        return best
-
-    return seconds(getattr(torch, dtype)) / seconds(torch.float32)
+            best[i] = min(best[i], time.perf_counter() - began)
+    return best[0] / best[1]
 
 
 def slow_here(dtype: str) -> str:
