@@ -62,7 +62,8 @@ BENCHMARKS = {
         "two layers of Llama-3.1-8B's width, with a checkpoint's tokenizer",
         sizes=("few",),
         rounds=3,
-        # Whole value and reward models, with the optimizer of one, take more than 24 GB there; so does float32.
+        # Whole value and reward models, with the optimizer of one, take more than 24 GB there; float32 would take twice
+        # the 15 of three PEFT models.
         dtype="bfloat16",
         contenders=tuple(name for name in CONTENDERS if name not in ("stock-full", "stock-views")),
         of_a_slice=True,

@@ -133,8 +133,8 @@ def q(folder: Path, **changes):
     data = rows(
         {
             "prompt_ids": lambda m: [1, *m[:2]],
-            "response_ids": lambda m: [*m[2:], 2],
-            "rewards": lambda m: [None, 0.0, m[3] / 50],
+            "response_ids": lambda m: [*m[2:], 2] if m[3] % 3 else [m[3], 2],  # not all are as long
+            "rewards": lambda m: [None, 0.0, m[3] / 50] if m[3] % 3 else [0.0, m[3] / 50],
             "ended": lambda m: True,
         },
         11,

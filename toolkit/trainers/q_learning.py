@@ -90,7 +90,9 @@ class QTrainer(SamplingTrainer):
         """L = L_TD + α · L_conservative over the response tokens of a batch, of which these are a part."""
         args, roles = self.args, self.roles
         sequences = models.Sequences(inputs["input_ids"], inputs["prompt_lengths"], inputs["response_lengths"])
-        mask, rewards, given = sequences.response_mask, inputs["rewards"], inputs["reward_mask"]
+        mask = sequences.response_mask
+        # As wide as the longest response of the micro-batch, of which these rows may be a part.
+        rewards, given = (inputs[name][:, : mask.shape[1]] for name in ("rewards", "reward_mask"))
         count = None if num_items_in_batch is None else float(num_items_in_batch)
         values = models.response_state_values(roles, sequences, chunk_size=args.q_chunk_size)
         cut = ~inputs["ended"] if args.truncated_as == "bootstrap" else torch.zeros_like(inputs["ended"])
