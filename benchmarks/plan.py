@@ -143,25 +143,25 @@ STAGES: dict[str, Kind] = {"sft": "demonstrations", "reward": "pairs"}
 
 
 def steps_predicted(case: Case) -> dict[str, int]:
-    """Bytes that are live at the most in a step of sft, and of the reward stage, without a weight."""
-    found = {}
-    for stage, kind in STAGES.items():
+    """Bytes that are live at the most in a step and in an evaluation of sft and of the reward stage, without a
+    weight."""
+    found: dict[str, int] = {}
+    for kind in STAGES.values():
         roles = without_numbers(case.llama, value=case.value, weights=case.weights)
         with tempfile.TemporaryDirectory() as folder:
             args = case.stage(kind, Path(folder))
-            step = counted_step(kind, roles, args, case.prompt + case.response)
-        found[stage] = static_bytes(roles, args) + step.costs.peak
+            phases = counted_step(kind, roles, args, case.prompt + case.response)
+        found |= {phase.name: static_bytes(roles, args) + phase.costs.peak for phase in phases}
     return found
 
 
 def steps_measured(case: Case) -> dict[str, int]:
-    """The same of a real step, the second."""
+    """The same of a real step, the second, and of an evaluation after it."""
     found, ids = {}, [1] * (case.prompt + case.response)
     for stage, kind in STAGES.items():
         roles, sft = case.roles(), stage == "sft"
-        rows = [
-            {"input_ids": ids, "labels": ids} if sft else {"chosen_ids": ids, "rejected_ids": ids}
-        ] * case.micro_batch
+        row = {"input_ids": ids, "labels": ids} if sft else {"chosen_ids": ids, "rejected_ids": ids}
+        rows = [row] * case.micro_batch
         with tempfile.TemporaryDirectory() as folder, roles.role("policy") if sft else nullcontext():
             given = case.stage(kind, Path(folder)), id_tokenizer(case.llama), roles, Dataset.from_list(rows)
             trainer: Any = (sft_trainer if sft else reward_trainer)(*given)
@@ -175,6 +175,11 @@ def steps_measured(case: Case) -> dict[str, int]:
             trainer.optimizer.zero_grad()
             _, peak = _peak(partial(trainer.training_step, trainer.model, dict(batch)))
             found[stage] = _static(trainer) + peak
+            trainer.optimizer.zero_grad()
+            trainer.model.eval()
+            batch = trainer.data_collator([row] * trainer.args.per_device_eval_batch_size)
+            _, peak = _peak(partial(trainer.prediction_step, trainer.model, dict(batch), True))
+            found[f"{stage} evaluation"] = _static(trainer) + peak
     return found
 
 
@@ -216,7 +221,12 @@ def row(case: Case, ours: Mapping[str, int], theirs: Mapping[str, int]) -> list[
 # What is compared, by the name of its table on the page.
 TABLES: dict[str, tuple[Sequence[str], Sequence[Case], Callable[[Case], Any], Callable[[Case], Any]]] = {
     "plan results": (PHASES, CASES, predicted, measured),
-    "plan of stages": (tuple(STAGES), CASES[:6], steps_predicted, steps_measured),
+    "plan of stages": (
+        tuple(f"{stage}{part}" for stage in STAGES for part in ("", " evaluation")),
+        CASES[:6],
+        steps_predicted,
+        steps_measured,
+    ),
 }
 
 

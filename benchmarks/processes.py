@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, KilledError
 
 _ROOT = Path(__file__).parents[1]
 
@@ -25,6 +26,7 @@ def run_module(module: str, *words: object, what: str) -> dict[str, Any]:
         What it wrote; {} for nothing.
 
     Raises:
+        KilledError: the system killed it.
         BenchmarkError: it failed.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -38,6 +40,8 @@ def run_module(module: str, *words: object, what: str) -> dict[str, Any]:
             text=True,
             check=False,
         )
+        if done.returncode == -signal.SIGKILL:
+            raise KilledError(f"{what} was killed, as where memory runs out.")
         if done.returncode != 0:
             said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
             raise BenchmarkError(f"{what} failed: {said[-1].strip()}")

@@ -29,6 +29,12 @@ def write_result(result: dict[str, Any], folder: Path) -> Path:
     return write_json(result_path(result, folder), result)
 
 
+def read_result(result: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What stands where a result is to be written, or None."""
+    path = result_path(result, folder)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any] | None:
     """The newest result of a kind, or None."""
     files = sorted(folder.glob(f"*_{kind}.json"))

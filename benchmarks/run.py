@@ -11,7 +11,8 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from rich.console import Console
 
 from benchmarks.compare import check_equal
 from benchmarks.contenders import CONTENDERS
+from benchmarks.errors import KilledError
 from benchmarks.processes import run_module
 from benchmarks.random_llama import LLAMA_8B, save_slice
-from benchmarks.records import RESULTS, new_result, result_path, write_result
+from benchmarks.records import RESULTS, new_result, read_result, result_path, write_result
 from benchmarks.summary import bars, seconds_of, summarise
 from benchmarks.table import section
 from benchmarks.work import Work
@@ -46,6 +48,7 @@ class Benchmark:
         contenders: names of `CONTENDERS`.
         dtype: in which its contenders run: one of `PRECISIONS`, or "auto", what this machine computes faster.
         of_a_slice: on two layers of Llama-3.1-8B's shape with random weights in place of the checkpoint's model.
+        leaves_out: whether a contender that the machine's memory does not hold is left out of a size.
     """
 
     about: str
@@ -54,6 +57,7 @@ class Benchmark:
     contenders: tuple[str, ...] = tuple(CONTENDERS)
     dtype: str = AUTO
     of_a_slice: bool = False
+    leaves_out: bool = False
 
 
 BENCHMARKS = {
@@ -73,6 +77,7 @@ BENCHMARKS = {
         sizes=("few", "base", "many", "longer", "longest"),
         rounds=1,
         contenders=("ours-separate", "ours-shared", "stock-full"),
+        leaves_out=True,
     ),
 }
 
@@ -108,31 +113,56 @@ def about_cpu() -> dict[str, Any]:
     return {"capability": torch.backends.cpu.get_cpu_capability(), "gigaoperations_per_second": rates}
 
 
+@contextmanager
+def _left_out(kind: str, title: str, console: Console) -> Iterator[None]:
+    """Inside a contender may be killed, if the kind leaves such out."""
+    try:
+        yield
+    except KilledError as error:
+        if not BENCHMARKS[kind].leaves_out:
+            raise
+        console.print(f"{title}: {error}", highlight=False, soft_wrap=True)
+
+
 def compare_all(
-    step: Step, names: Sequence[str], *, model: str, work: Path, dtype: str, console: Console
+    step: Step, kind: str, *, model: str, work: Path, dtype: str, console: Console
 ) -> dict[str, dict[str, float]]:
-    """The contenders' figures on one micro-batch.
+    """The figures of a kind's contenders on one micro-batch.
 
     Raises:
         BenchmarkError: they differ.
     """
     found = {}
-    for name in names:
-        found[name] = step("compare", model=model, work=work, contender=name, dtype=dtype)
-        shown = ", ".join(f"{key} {value:.4f}" for key, value in found[name].items())
+    for name in BENCHMARKS[kind].contenders:
+        with _left_out(kind, name, console):
+            found[name] = step("compare", model=model, work=work, contender=name, dtype=dtype)
+    for name, figures in found.items():
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in figures.items())
         console.print(f"compare {name}: {shown}", highlight=False, soft_wrap=True)
     check_equal(found)
     return found
 
 
 def run_round(
-    step: Step, names: Sequence[str], *, model: str, work: Path, dtype: str, updates: int, console: Console, title: str
+    step: Step,
+    kind: str,
+    names: Iterable[str],
+    *,
+    model: str,
+    work: Path,
+    dtype: str,
+    updates: int,
+    console: Console,
+    title: str,
 ) -> dict[str, Any]:
     """These contenders in turn, and the floor."""
     found: dict[str, Any] = {}
     for name in names:
         started = time.perf_counter()
-        found[name] = step("time", model=model, work=work, contender=name, dtype=dtype, updates=updates)
+        with _left_out(kind, f"{title} {name}", console):
+            found[name] = step("time", model=model, work=work, contender=name, dtype=dtype, updates=updates)
+        if name not in found:
+            continue
         seconds = seconds_of(found[name])
         shown = ", ".join(f"{key} {value:.1f}" for key, value in seconds.items())
         console.print(
@@ -148,17 +178,24 @@ def run_size(
     step: Step, name: str, kind: str, *, model: str, dtype: str, updates: int, repeats: int, console: Console
 ) -> Iterator[dict[str, Any]]:
     """The benchmark at one size: comparison, then rounds; gives what there is after each round."""
-    contenders = BENCHMARKS[kind].contenders
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "work.json"
         step("sample", model=model, work=path, size=name)
         work = Work.read(path)
-        comparison = compare_all(step, contenders, model=model, work=path, dtype=dtype, console=console)
+        comparison = compare_all(step, kind, model=model, work=path, dtype=dtype, console=console)
         rounds: list[dict[str, Any]] = []
         for number in range(1, repeats + 1):
             title = f"{name}, round {number}/{repeats},"
             found = run_round(
-                step, contenders, model=model, work=path, dtype=dtype, updates=updates, console=console, title=title
+                step,
+                kind,
+                comparison,
+                model=model,
+                work=path,
+                dtype=dtype,
+                updates=updates,
+                console=console,
+                title=title,
             )
             rounds.append(found)
             summary = summarise(rounds, tokens=work.tokens, rollouts=work.size.rollouts)
@@ -184,19 +221,34 @@ def run(
     updates: int,
     console: Console,
     save: Callable[[dict[str, Any]], object],
+    before: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda result: None,
     step: Step = step_in_process,
 ) -> dict[str, Any]:
-    """Run a benchmark: so many rounds of each size. Returns the result, which is also saved after each round."""
+    """Run a benchmark: so many rounds of each size. Returns the result, which is also saved after each round.
+
+    `before` gives what stands where a result is to be saved: a run that was broken off goes on with its next size.
+    """
     dtype = resolved(BENCHMARKS[kind].dtype)
     arguments = {"updates": updates, "rounds": rounds, "dtype": dtype}
     result = new_result(f"{kind}_{dtype}", cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
-    for name in BENCHMARKS[kind].sizes:
+    result["sizes"] = _whole_sizes(before(result), result)
+    for name in (size for size in BENCHMARKS[kind].sizes if size not in result["sizes"]):
         for found in run_size(
             step, name, kind, model=model, dtype=dtype, updates=updates, repeats=rounds, console=console
         ):
             result["sizes"][name] = found
             save(result)
     return result
+
+
+def _whole_sizes(before: Mapping[str, Any] | None, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that an earlier run of the same has finished; none of one that has finished all."""
+    if before is None or any(before[key] != result[key] for key in ("machine", "versions", "model", "arguments")):
+        return {}
+    rounds = result["arguments"]["rounds"]
+    whole = {name: found for name, found in before["sizes"].items() if len(found["rounds"]) == rounds}
+    kind = result["kind"].split("_")[0]
+    return {} if set(whole) == set(BENCHMARKS[kind].sizes) else whole
 
 
 def main() -> int:
@@ -223,6 +275,7 @@ def main() -> int:
                 updates=args.updates,
                 console=progress,
                 save=lambda found: write_result(found, args.output),
+                before=lambda found: read_result(found, args.output),
             )
         except ToolkitError as error:
             progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)

@@ -44,23 +44,24 @@ def _floor(one: Round, value: str) -> float:
     return sum(one["floor"][value]["seconds"].values())
 
 
-def fastest_stock(rounds: Sequence[Round]) -> str:
-    """The form of stock TRL with the smallest median time; the views of our base are not TRL's own interface."""
-    stock = [name for name in rounds[0]["contenders"] if CONTENDERS[name].kind == "stock"]
-    return min(stock, key=lambda name: statistics.median(_total(one, name) for one in rounds))
+def fastest_stock(rounds: Sequence[Round], names: Iterable[str]) -> str | None:
+    """The form of stock TRL with the smallest median time; the views of our base are not TRL's own interface. None
+    where none of these contenders is one."""
+    stock = [name for name in names if CONTENDERS[name].kind == "stock"]
+    return min(stock, key=lambda name: statistics.median(_total(one, name) for one in rounds), default=None)
 
 
 def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: int) -> dict[str, Any]:
     """Medians and ratios of each contender, and the seconds of the floor.
 
     Args:
-        rounds: raw figures.
+        rounds: raw figures; what a contender lacks in one of them is not told.
         tokens: of one update by phase, from `Work.tokens`.
         rollouts: of one update.
     """
-    stock = fastest_stock(rounds)
-    contenders = {}
-    for name in rounds[0]["contenders"]:
+    names = [name for name in rounds[0]["contenders"] if all(name in one["contenders"] for one in rounds)]
+    stock, contenders = fastest_stock(rounds, names), {}
+    for name in names:
         seen = [seconds_of(one["contenders"][name]) for one in rounds]
         seconds = {key: statistics.median(one[key] for one in seen) for key in (*PHASES, "total")}
         value = CONTENDERS[name].value
@@ -69,10 +70,11 @@ def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: i
             "samples_per_second": rollouts / seconds["total"],
             "tokens_per_second": {phase: tokens[phase] / seconds[phase] for phase in PHASES},
             "memory_gb": statistics.median(_memory(one, name) for one in rounds),
-            "speed": spread([_total(one, stock) / _total(one, name) for one in rounds]),
-            "memory": spread([_memory(one, name) / _memory(one, stock) for one in rounds]),
             "over_floor": spread([_total(one, name) / _floor(one, value) for one in rounds]),
         }
+        if stock is not None:
+            contenders[name]["speed"] = spread([_total(one, stock) / _total(one, name) for one in rounds])
+            contenders[name]["memory"] = spread([_memory(one, name) / _memory(one, stock) for one in rounds])
     floor = {
         value: {phase: statistics.median(one["floor"][value]["seconds"][phase] for one in rounds) for phase in PHASES}
         for value in SPEED_BAR
@@ -94,6 +96,8 @@ def bars(summary: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
             continue
         at_most = {"memory": MEMORY_BAR, "over_floor": FLOOR_BAR[kind]}
         for bar, needed in {"speed": SPEED_BAR[contender.value], **at_most}.items():
+            if bar not in figures:  # no stock form to hold it against
+                continue
             reached = figures[bar]["median"]
             met = reached <= needed if bar in at_most else reached >= needed
             found.append({"contender": name, "bar": bar, "needed": needed, "reached": reached, "met": met})

@@ -3,7 +3,7 @@
 python -m benchmarks.table
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,11 +95,14 @@ def _cpu(kind: str, result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _growth_cells(size: str, found: Mapping[str, Any]) -> list[str]:
+def _growth_cells(size: str, found: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     work, summary = found["work"], found["summary"]
     tokens = work["tokens"]["score"]
     cells = [size, f"{work['rollouts']} × {work['response_length']}", str(tokens)]
-    for figures in summary["contenders"].values():
+    for name in names:
+        if (figures := summary["contenders"].get(name)) is None:
+            cells += ["out of memory", ""]
+            continue
         seconds = figures["seconds"]["total"]
         cells += [f"{seconds:.1f} ({1e3 * seconds / tokens:.1f})", f"{figures['memory_gb']:.2f}"]
     return cells
@@ -111,7 +114,7 @@ def _growth(result: Mapping[str, Any]) -> str:
     columns = ["", "rollouts × longest response", "tokens"]
     for name in names:
         columns += [f"{CONTENDERS[name].label(dtype)}: s (ms a token)", "peak GB"]
-    rows = [_growth_cells(size, found) for size, found in sizes.items()]
+    rows = [_growth_cells(size, found, names) for size, found in sizes.items()]
     return "\n\n".join([_about(result), markdown(columns, rows)])
 
 
@@ -124,7 +127,8 @@ def growth_figure(result: Mapping[str, Any]) -> "Figure":
     series = {"more rollouts": ("few", "base", "many"), "longer responses": ("few", "longer", "longest")}
     for colour, name in enumerate(next(iter(result["sizes"].values()))["summary"]["contenders"]):
         for style, (by, sizes) in zip(("o-", "s--"), series.items(), strict=True):
-            found = [result["sizes"][size] for size in sizes if size in result["sizes"]]
+            every = [result["sizes"][size] for size in sizes if size in result["sizes"]]
+            found = [one for one in every if name in one["summary"]["contenders"]]
             tokens = [one["work"]["tokens"]["score"] for one in found]
             figures = [one["summary"]["contenders"][name] for one in found]
             label = f"{CONTENDERS[name].label(result['arguments']['dtype'])}, {by}"

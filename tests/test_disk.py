@@ -3,7 +3,7 @@ import os
 import pytest
 
 from toolkit import disk
-from toolkit.disk import unfinished_in, write_whole
+from toolkit.disk import check_file, unfinished_in, write_whole
 
 
 def test_what_is_written_whole_touches_no_file_beside_it(tmp_path):
@@ -41,3 +41,16 @@ def test_what_a_kill_leaves_of_a_write_is_known(tmp_path, monkeypatch):
     os.waitpid(child, 0)
     (left,) = unfinished_in(tmp_path)
     assert left.read_text() == "new" and left.name != ".toolkit-notes.partial"
+
+
+def test_a_link_that_leads_nowhere_yet_is_written_through(tmp_path):
+    link, target = tmp_path / "link", tmp_path / "target"
+    try:
+        link.symlink_to(target)
+    except OSError:
+        pytest.skip("no links can be made here")
+    check_file(link)
+    assert link.is_symlink() and not target.exists()
+    target.write_text("kept")
+    check_file(link)
+    assert target.read_text() == "kept"

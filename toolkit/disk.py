@@ -40,7 +40,7 @@ def check_file(path: Path | None) -> None:
                 raise ToolkitError(f"{path}: is no file.", remedy="Name one.")
             path.open("a", encoding="utf-8").close()
             if not there:
-                path.unlink()
+                Path(os.path.realpath(path)).unlink()  # not a link that leads to where nothing is yet
 
 
 def sync(path: Path) -> None:

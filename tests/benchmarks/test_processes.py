@@ -2,7 +2,7 @@ import pytest
 
 from benchmarks import processes
 from benchmarks import run as driver
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, KilledError
 from benchmarks.work import PHASES
 
 
@@ -17,3 +17,12 @@ def test_a_step_that_fails_says_which(tmp_path, monkeypatch):
     monkeypatch.setattr(processes.sys, "executable", "false")
     with pytest.raises(BenchmarkError, match='the step "time" of stock-peft failed: nothing was said'):
         driver.step_in_process("time", model="none", work=tmp_path / "none", contender="stock-peft")
+
+
+def test_a_step_that_the_system_kills_is_told_from_one_that_fails(tmp_path, monkeypatch):
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n", encoding="utf-8")
+    killed.chmod(0o755)
+    monkeypatch.setattr(processes.sys, "executable", str(killed))
+    with pytest.raises(KilledError, match='the step "time" of stock-full was killed, as where memory runs out'):
+        driver.step_in_process("time", model="none", work=tmp_path / "none", contender="stock-full")

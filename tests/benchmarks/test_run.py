@@ -1,3 +1,4 @@
+import copy
 import io
 import subprocess
 
@@ -7,11 +8,11 @@ from rich.console import Console
 from benchmarks import run as driver
 from benchmarks.compare import PARTNER
 from benchmarks.contenders import CONTENDERS
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, KilledError
 from benchmarks.summary import FLOOR_BAR
-from benchmarks.table import KINDS
+from benchmarks.table import KINDS, section
 from benchmarks.work import SIZES
-from tests.benchmarks.examples import BY_HAND
+from tests.benchmarks.examples import BY_HAND, one_round
 from tests.tiny_runs import REPOSITORY
 
 
@@ -36,6 +37,45 @@ def test_contenders_that_compute_something_else_are_not_timed(checkpoint, monkey
     with pytest.raises(BenchmarkError, match="value_loss: 2 in stock-views, 1 in ours-separate$"):
         console = Console(file=io.StringIO())
         driver.run(checkpoint, "cpu", rounds=1, updates=1, console=console, save=pytest.fail, step=step)
+
+
+def test_growth_leaves_out_whom_memory_does_not_hold_and_goes_on_where_it_was_broken_off(checkpoint):
+    figures = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0, "policy_gradient": 1.0,
+               "value_head_gradient": 1.0}  # fmt: skip
+    sizes, saved, stop_at = [], [], "many"
+
+    def step(name, *, contender=None, size=None, work=None, **_):
+        if name == "sample":
+            if size == stop_at:
+                raise KeyboardInterrupt
+            sizes.append(size)
+            BY_HAND.write(work)
+            return {}
+        if contender == "stock-full" and (name, sizes[-1]) in (("time", "longest"), ("compare", "longer")):
+            raise KilledError("it was killed")
+        one = one_round()
+        return {"compare": figures, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
+
+    def run(before):
+        console = Console(file=io.StringIO())
+        named = {"save": lambda found: saved.append(copy.deepcopy(found)), "before": lambda result: before}
+        return driver.run(checkpoint, "growth", rounds=1, updates=1, console=console, step=step, **named)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(None)
+    first, sizes[:], stop_at = saved[-1], [], None
+    assert set(first["sizes"]) == {"few", "base"}
+    found = run(first)
+    assert sizes == ["many", "longer", "longest"] and set(found["sizes"]) == set(driver.BENCHMARKS["growth"].sizes)
+    assert found["sizes"]["base"] == first["sizes"]["base"]
+    text = section("growth", found)
+    assert text.splitlines()[-1].endswith("| out of memory |  |") and text.count("out of memory") == 2
+    sizes.clear()
+    run(found)  # one that is whole is taken anew, as is one of other versions
+    assert len(sizes) == 5
+    sizes.clear()
+    run({**first, "versions": {"torch": "0.1"}})
+    assert len(sizes) == 5
 
 
 def test_what_is_run_can_be_run():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from tests.tiny_models import lora
+from tests.tiny_models import lora, shared_base
 from toolkit.costs import (
     Counted,
     CountedUpdate,
@@ -25,6 +25,7 @@ from toolkit.costs import (
 )
 from toolkit.costs.devices import here, this_cpu
 from toolkit.costs.outline import alike
+from toolkit.data import doubling
 from toolkit.errors import ToolkitError
 from toolkit.models import SharedBase, quantize_outline
 from toolkit.trainers.ppo_config import PPOConfig
@@ -192,6 +193,25 @@ def test_this_cpu_is_measured():
 def test_bytes_of_an_optimizer(optim, expected, tmp_path):
     args = PPOConfig(str(tmp_path), optim=optim, use_cpu=True, bf16=False)
     assert optimizer_bytes(args) == expected
+
+
+def test_a_micro_batch_has_no_more_rows_than_its_mini_batch(tmp_path):
+    """8 rollouts in 4 mini-batches are 2 rows a step, whatever would fit."""
+
+    def update(rows):
+        args = PPOConfig(
+            str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=rows,
+            gradient_accumulation_steps=8 // rows, num_mini_batches=4, local_rollout_forward_batch_size=8,
+        )  # fmt: skip
+        roles = shared_base()
+        take_shape(roles)
+        return CountedUpdate(Counted(len(doubling.VOCABULARY)), roles, args, Lengths(16, 8)).phases("update")
+
+    two, eight = update(2), update(8)
+    assert [phase.times for phase in two] == [phase.times for phase in eight] == [4 * 4, 4 * 4]
+    assert [phase.costs.kernels for phase in two] == [phase.costs.kernels for phase in eight]
+    assert [phase.costs.peak for phase in two] == [phase.costs.peak for phase in eight]
+    assert update(1)[0].times == 8 * 4  # two micro-batches a step
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

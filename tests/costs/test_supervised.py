@@ -14,7 +14,7 @@ def without_numbers():
     return roles
 
 
-def step(kind, *, rows=2, length=24, steps=1, roles=None, **settings):
+def phases(kind, *, rows=2, length=24, steps=1, roles=None, **settings):
     roles = roles or without_numbers()
     owner = SFTConfig if kind == "demonstrations" else RewardConfig
     args = owner(
@@ -24,6 +24,10 @@ def step(kind, *, rows=2, length=24, steps=1, roles=None, **settings):
     return counted_step(kind, roles, args, length)
 
 
+def step(kind, **settings):
+    return phases(kind, **settings)[0]
+
+
 def matmuls(phase):
     return sum(kernel.flops * number for kernel, number in phase.costs.kernels.items())
 
@@ -31,6 +35,17 @@ def matmuls(phase):
 def test_twice_the_rows_are_twice_the_operations():
     assert matmuls(step("pairs", rows=4)) == pytest.approx(2 * matmuls(step("pairs")))
     assert step("pairs", steps=3).times == 3
+
+
+def test_an_evaluation_reads_its_own_number_of_rows_forwards_alone():
+    for kind in ("demonstrations", "pairs"):
+        settings = {"rows": 2, "gradient_checkpointing": False}
+        train, four = phases(kind, per_device_eval_batch_size=4, **settings)
+        eight = phases(kind, per_device_eval_batch_size=8, **settings)[1]
+        assert matmuls(eight) == pytest.approx(2 * matmuls(four), rel=1e-3)
+        # A pass back takes once more for what it hands on, and no more for weights that are frozen.
+        assert matmuls(train) == pytest.approx(matmuls(four), rel=0.15)
+        assert not four.costs.of_peak.get("gradients") and eight.costs.peak > 1.5 * four.costs.peak
 
 
 def test_a_further_micro_batch_stands_on_the_gradients_of_the_first():

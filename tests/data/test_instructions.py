@@ -8,7 +8,7 @@ import pytest
 from tests.data.test_prompts import TEMPLATE
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Instructions, Rollout, check_rules, instruction, keeps
-from toolkit.data.instructions import FACTS, TOPICS, pairs, written
+from toolkit.data.instructions import FACTS, FORMS, TOPICS, pairs, written
 from toolkit.data.rules import sentences_of
 from toolkit.errors import DataError
 
@@ -63,6 +63,14 @@ def test_a_prompt_asks_for_its_rules_and_each_can_be_checked(tokenizer):
         assert tokenizer.decode(row["input_ids"]) == row["prompt"]
 
 
+def test_no_other_word_is_taken_for_a_topic():
+    other = "At first I should have been told what it must be, or that nothing could, and why that wins in the end."
+    assert not any(keeps({"rule": "mentions", "words": forms}, other) for forms in FORMS.values())
+    assert FORMS["batteries"] == ["batteries", "battery"] and FORMS["glass"] == ["glass", "glasses"]
+    for topic, facts in FACTS.items():
+        assert len(facts) == 3 and all(keeps({"rule": "mentions", "words": FORMS[topic]}, fact) for fact in facts)
+
+
 def test_a_seed_draws_the_rows_and_not_the_pairs(tokenizer):
     one, other = (Instructions(tokenizer, seed=seed, train_size=50).rows("train") for seed in (1, 2))
     assert Instructions(tokenizer, seed=1, train_size=50).rows("train") == one != other
@@ -90,7 +98,7 @@ def test_demonstrations_keep_the_rules_of_their_prompts_and_show_no_unseen_pair(
 
 def test_responses_are_written_in_the_form_that_is_asked_for():
     def asked(*rules):
-        required = [{"rule": "mentions", "words": ["sal"], "required": True}]
+        required = [{"rule": "mentions", "words": ["salt"], "required": True}]
         rules = [{"words": None, "number": None, "required": False} | rule for rule in rules]
         row = {"question": "Why salt?", "topic": "salt", "rules": [*rules, *required]}
         return written(row, random.Random(0))

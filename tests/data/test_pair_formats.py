@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_runs import byte_tokenizer
-from toolkit.data import Demonstrations, Preferences, Prompts, doubling
+from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, doubling
 from toolkit.data.preferences import Pair, read_pair
 from toolkit.data.rows import Unusable, draw_parts
 from toolkit.errors import DataError
@@ -29,6 +29,9 @@ SAME_PAIR = [
     {"prompt": "\n\nHuman: Capital?", "chosen": said("Paris."), "rejected": said("Rome.")},
     {"prompt": "Capital?", "chosen": ASKED + said("Paris."), "rejected": ASKED + said("Rome.")},  # UltraFeedback's
     {"prompt": ASKED, "chosen": ASKED + said("Paris."), "rejected": ASKED + said("Rome.")},
+    {"prompt": HH, "chosen": f"{HH} Paris.", "rejected": f"{HH} Rome."},
+    {"prompt": "Capital? ", "chosen": f"{HH} Paris.", "rejected": f"{HH} Rome."},
+    {"prompt": ASKED, "chosen": "\n\nAssistant: Paris.", "rejected": "\n\nAssistant: Rome."},
     {
         "prompt": [{"from": "human", "value": "Capital?"}],  # ShareGPT's, as LLaMA-Factory ranks
         "chosen": {"from": "gpt", "value": "Paris."},
@@ -73,7 +76,13 @@ def test_forms_of_text():
         ({"chosen": [{"role": "assistant"}], "rejected": said("b")}, 'a message without text as "content"'),
         ({"chosen": [*ASKED, *ASKED, *said("a")], "rejected": ASKED + said("b")}, "different prompts"),
         ({"prompt": ASKED, "chosen": ASKED + said("a"), "rejected": said("b")}, "an answer of 2 messages beside its"),
+        ({"prompt": "Else?", "chosen": f"{HH} a", "rejected": f"{HH} b"}, "an answer of 2 messages beside its"),
         ({"prompt": " ", "chosen": "a", "rejected": "b"}, "an empty prompt"),
+        ({**SAME_PAIR[0], "tools": [{"name": "search"}]}, "tools, which are not read"),
+        (
+            {"prompt": ASKED, "chosen": [{**said("a")[0], "tool_calls": [{"id": "1"}]}], "rejected": said("b")},
+            "a response with tool calls",
+        ),
         (
             {"prompt": f"{HH} Done.", "chosen": "a", "rejected": "b"},
             "a dialogue that cannot be a prompt: its last",
@@ -165,6 +174,23 @@ def test_the_plain_form_is_hh_rlhfs_own_text(tmp_path):
     assert tokenizer.decode([token for token in shown["labels"] if token != -100]) == " Paris.</s>"
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_response_stands_in_a_conversation_as_the_form_has_it_whatever_space_is_around_it(chat, tmp_path):
+    tokenizer = byte_tokenizer() if chat else plain(byte_tokenizer())
+    rows = [{"prompt": HH, "chosen": f"{space}Paris.", "rejected": f"{space}Rome. "} for space in ("", " ", "\n ")]
+    path = write(tmp_path / "x.jsonl", rows)
+    pairs = Preferences(tokenizer, path, path, chat=chat).pairs("train")
+    asked = "<s>Capital?</s><s>" if chat else f"{HH} "
+    assert {tokenizer.decode(ids) for ids in pairs["chosen_ids"]} == {f"{asked}Paris.</s>"}
+    assert {tokenizer.decode(ids) for ids in pairs["rejected_ids"]} == {f"{asked}Rome.</s>"}
+    rows = [
+        {"prompt": HH, "response": f"{row['chosen']}", "rewards": 1, "ended": row["chosen"][0] != " "} for row in rows
+    ]
+    rated = RatedResponses(tokenizer, write(tmp_path / "y.jsonl", rows), chat=chat).rated("train")
+    read = [tokenizer.decode(row["prompt_ids"] + row["response_ids"]) for row in rated]
+    assert read == [f"{asked}Paris.</s>", f"{asked}Paris.", f"{asked}Paris.</s>"]
+
+
 def test_plain_or_chat_is_said_and_not_guessed(tmp_path):
     path = write(tmp_path / "x.jsonl", SAME_PAIR)
     with pytest.raises(DataError, match=r"^chat: .* no chat template, .*set chat to false for .* hh-rlhf's"):
@@ -228,14 +254,14 @@ def test_demonstrations_in_every_form():
 def test_demonstrations_that_cannot_be_used(tmp_path):
     rows = [
         {"messages": ASKED}, {"messages": said("a")}, {"messages": "a"}, {"prompt": "a", "completion": " "},
-        {"text": " "}, {"text": 1}, {"text": "good"},
+        {"text": " "}, {"text": 1}, {"text": "good"}, {"prompt": "a", "completion": "b", "tools": [{"name": "c"}]},
     ]  # fmt: skip
     path = write(tmp_path / "x.jsonl", rows)
     task = Demonstrations(byte_tokenizer(), path, path)
     assert len(task.demonstrations("train")) == 1
     assert task.left_out["train"] == {
         "its last turn is not the assistant's": 1, "an empty prompt": 1, "messages that are no list": 1,
-        "an empty response": 1, "an empty text": 1, "a text that is no text": 1,
+        "an empty response": 1, "an empty text": 1, "a text that is no text": 1, "tools, which are not read": 1,
     }  # fmt: skip
     path = write(tmp_path / "y.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match=r"line 1: a demonstration is in the column messages, .*; present: prompt"):

@@ -59,6 +59,7 @@ def test_a_reward_in_csv_is_a_number(tmp_path, tokenizer):
         ({"rewards": [None, float("nan"), None]}, "rewards that are not finite"),
         ({"rewards": None}, "no reward"),
         ({"response_ids": []}, "an empty response"),
+        ({"response_ids": None, "response": " ", "rewards": 1}, "an empty response"),
         ({"response_ids": [7, "8", 2]}, "response_ids that are no list of whole numbers"),
         ({"response_ids": [7, 8000, 2]}, "ids that are not in the vocabulary"),
         ({"prompt_ids": []}, "an empty prompt"),

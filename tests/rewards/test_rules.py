@@ -1,7 +1,9 @@
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 
 from toolkit.data import Rollout
 from toolkit.errors import ConfigError, ToolkitError
@@ -50,7 +52,7 @@ def test_the_share_of_rules_kept_those_for_all_and_those_of_a_row():
         (
             KeptRules(column="rules"),
             {"rules": [[{"rule": "short"}]]},
-            "column \"rules\": {'rule': 'short'} names no rule",
+            "row 0 of the batch, column \"rules\": {'rule': 'short'} names no rule",
         ),
     ],
 )
@@ -61,11 +63,21 @@ def test_rows_without_rules_are_said(reward, columns, said):
 
 def test_what_a_recipe_says_of_rules():
     rule = {"rule": "no_comma"}
-    context = ScorerContext(roles=None, tokenizer=None, prompt_columns=lambda: ["prompt", "rules"])
+    prompts = Dataset.from_list([{"prompt": "a", "rules": [rule]}, {"prompt": "b", "rules": [rule]}])
+    context = ScorerContext(roles=None, tokenizer=None, prompts=lambda: prompts)
     assert scorer_of({"kind": "rules", "rules": [rule]}).build(context)(rollout("a,", "b")) == [0.0, 1.0]
     assert not scorer_of({"kind": "rules", "column": "rules"}).check(context)
     (problem,) = scorer_of({"kind": "rules", "column": "rule"}).check(context)
     assert problem.field == "column" and 'no column "rule"; present: prompt, rules.' in problem.wrong
+    for of_row, said in (
+        ([{"rule": "no_commas"}], 'row 1 of the prompts, column "rules"'),
+        ([], "row 1 of the prompts has"),
+    ):
+        rows = Dataset.from_list([{"rules": [rule]}, {"rules": of_row}])
+        other = replace(context, prompts=lambda rows=rows: rows)
+        (problem,) = scorer_of({"kind": "rules", "column": "rules"}).check(other)
+        assert problem.wrong.startswith(said)
+        assert (not of_row) == (not scorer_of({"kind": "rules", "column": "rules", "rules": [rule]}).check(other))
     for values, said in ({}, "rules or column is needed"), ({"rules": [{"rule": "x"}]}, "names no rule"):
         with pytest.raises(ConfigError, match=said):
             scorer_of({"kind": "rules", **values})

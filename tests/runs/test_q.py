@@ -140,6 +140,28 @@ def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatc
         file.write('{"prompt_ids": [1')  # what a kill leaves
     assert collect.collect(recipe, path)["responses"] == 30
     assert path.read_bytes() == whole and not partial.exists()
+    # A kill between its name and the result of the stage: nothing is sampled again.
+    monkeypatch.setattr(Sampler, "__call__", lambda *_: pytest.fail("sampled again"))
+    assert collect.collect(recipe, path)["responses"] == 30
+    assert path.read_bytes() == whole and not partial.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_last_batch_stops_what_would_come_after_it(number, run, tmp_path, monkeypatch):
+    folder, _ = run
+    recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=folder / "runs")
+    sample = Sampler.__call__
+
+    def interrupted(self, batch, calls=[]):  # noqa: B006
+        calls.append(1)
+        if len(calls) == 4:  # of 8, 8, 8 and 6 responses
+            signal.raise_signal(number)
+        return sample(self, batch)
+
+    monkeypatch.setattr(Sampler, "__call__", interrupted)
+    with pytest.raises(RunInterrupted, match=f"collect stopped by {number.name} after 30 of 30 responses"):
+        collect.collect(recipe, tmp_path / "responses.jsonl")
+    assert collect.collect(recipe, tmp_path / "responses.jsonl")["responses"] == 30
 
 
 def collected_together(runs, path):
@@ -160,7 +182,7 @@ def test_a_line_of_responses_ends_where_json_lines_end(tmp_path):
     partial = tmp_path / "responses.jsonl.partial"
     lines = [json.dumps({"response": f"{i} a\u2028b\u0085c"}, ensure_ascii=False) + "\n" for i in range(5)]
     partial.write_text("".join(lines) + '{"resp', encoding="utf-8")
-    assert collect._whole_batches(partial, 2) == 2
+    assert collect._whole_batches(tmp_path / "responses.jsonl", partial, 2, 6) == 2
     assert partial.read_text(encoding="utf-8") == "".join(lines[:4])
 
 
@@ -220,9 +242,9 @@ def test_a_data_set_of_ones_own_needs_no_collecting(tmp_path, checkpoint):
     recipe = made(tmp_path, checkpoint, "q.lowest_return=-0.5", **own)
     assert recipe.plan.needs("q") == []
     report = recipes.check(recipe)
-    assert texts(report) == () and "q_data: train: 3 rated responses" in str(report)
+    assert texts(report) == () and "q_data: train: 2 rated responses; 1 left out: 1 × an empty" in str(report)
     result = stages.run(recipe, "q")
-    assert result["left_out"] == {"train": {}}
+    assert result["left_out"] == {"train": {"an empty response": 1}}
     wrong = made(tmp_path, checkpoint, "q.lowest_return=0.0", **own, name="wrong")
     assert any(x.startswith("q_data.lowest_return") or x.startswith("q.lowest_return — ") for x in _problems(wrong))
     with pytest.raises(DataError, match='q_data.task: "preferences" has no rated data, which the q stage needs'):

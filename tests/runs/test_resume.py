@@ -122,6 +122,22 @@ def test_a_longer_run_that_is_stopped_is_not_taken_for_the_shorter_one(tmp_path,
     assert stages.run(longer, "ppo", resume=True)["resumed_at"] == [2, 3]
 
 
+def test_a_run_that_was_made_too_long_goes_back_to_what_has_been_done(tmp_path, checkpoint):
+    """Where 4 were asked for and 2 are done the run could be finished by no other number; nor could one that failed."""
+    recipe = chat(tmp_path, checkpoint, max_steps=2, lr_scheduler_type="constant")
+    stages.run(recipe, "reward")
+    shorter = stages.run(recipe, "ppo")
+    longer = chat(tmp_path, checkpoint, max_steps=9, lr_scheduler_type="constant")
+    stages.claim(longer, "ppo", resume=True)  # and then it fails as it loads
+    again = stages.run(recipe, "ppo", resume=True)
+    assert again["after"] == shorter["after"] and stages.finished(recipe, "ppo") is not None
+    cut_short(longer, "ppo", at=4, resume=True)
+    with pytest.raises(RecipeError, match="ppo.max_steps is 9 there and 2 here"):
+        stages.run(recipe, "ppo", resume=True)
+    four = chat(tmp_path, checkpoint, max_steps=4, lr_scheduler_type="constant")
+    assert stages.run(four, "ppo", resume=True)["resumed_at"] == [2, 4]
+
+
 def test_a_stage_before_it_is_made_longer_too(tmp_path, checkpoint):
     """In a process of its own, which must not find the shorter one's result."""
     reward = {"max_steps": 2, "per_device_train_batch_size": 2, **SAVING}

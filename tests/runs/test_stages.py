@@ -366,3 +366,21 @@ def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):
     rows = [json.loads(line) for line in (recipe.stage_folder("reward") / "rows.jsonl").read_text().splitlines()]
     assert [row["split"] for row in rows].count("train") == 16 and len(rows) == 18
     assert rows[-1] == {"split": "validation", "place": f"{PAIRS}, line 2"}
+
+
+def trained_in_a_script(folder, checkpoint):
+    lora = {"r": 4, "target_modules": "all-linear"}
+    rule = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
+    recipe = chat_recipe(folder, checkpoint, reward=None, scorer=rule, adapters={"policy": lora, "value": lora})
+    trainer = recipe.ppo_trainer()
+    found = trainer.train()
+    return {name: found[name] for name in ("score", "kl", "policy_loss", "value_loss")}, recipe.folder
+
+
+def test_the_trainer_of_a_recipe_in_a_script_of_several_processes(two, checkpoint, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (one, folder), (other, _) = two(trained_in_a_script, tmp_path / "two", checkpoint)
+    alone, _ = trained_in_a_script(tmp_path / "one", checkpoint)
+    assert one == other == pytest.approx(alone, rel=1e-3, abs=1e-4)
+    assert (folder / "recipe.yaml").is_file()

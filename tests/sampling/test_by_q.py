@@ -32,6 +32,19 @@ def test_greedy_decoding_takes_the_largest_q_of_whole_forward_passes(architectur
     assert base.active_role is None
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+def test_a_prompt_near_the_end_of_learnt_positions_waits_for_a_shorter_one(architecture):
+    base = q_base(architecture)
+    long, short = [5 + i % 20 for i in range(61)], PROMPTS[0]
+    torch.manual_seed(0)
+    sampler = Sampler(base, doubling.tokenizer(), role="q", response_length=12, temperature=1.0)
+    lengths = {len(ids): 0 for ids in (long, short)}
+    for _ in range(8):
+        made = sampler(sampler.collator([{"input_ids": long}, {"input_ids": short}]))
+        lengths = {len(p): max(lengths[len(p)], n) for p, n in zip(made.prompt_ids, made.lengths, strict=True)}
+    assert lengths[61] <= 3 < lengths[len(short)]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_samples_are_of_the_reference_times_exp_q(architecture):
     base = q_base(architecture)

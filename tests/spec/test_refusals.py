@@ -124,6 +124,12 @@ def test_an_optimizer_without_what_the_value_role_names():
             {"reward": {"center_rewards_coefficient": 0.01}, "reward_head": {"num_labels": 3}},
             "reward.center_rewards_coefficient — would have no effect: it is of pairs, and reward_head.num_labels says",
         ),
+        (
+            {"reward": {"label_smoothing_factor": 0.1}},
+            "reward.label_smoothing_factor — would have no effect: it is of classes, and reward_head.num_labels says",
+        ),
+        ({"sft": {"label_smoothing_factor": 0.1}}, "sft.label_smoothing_factor — would have no effect: the losses of"),
+        ({"q": {"torch_compile": True}}, "q.torch_compile — would have no effect: several roles read in a step"),
         ({"base": {"config": {"model_type": "gpt2", "n_layer": 10**9}}}, "base.config.n_layer — a whole number from 1"),
         ({"base": {"config": {"model_type": "llama", "num_hidden_layers": "2"}}}, "config.num_hidden_layers — a whole"),
         ({"base": {"config": {"model_type": ["gpt2"]}}}, "base.config.model_type — text is needed, got ['gpt2']."),

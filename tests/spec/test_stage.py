@@ -76,6 +76,15 @@ def test_the_tokenizer_is_the_same_in_every_stage(stage):
         assert name in {f.name for f in fields(STAGE_CLASSES[stage])}
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward", "q"])
+def test_rows_are_drawn_in_an_order_that_a_run_has_again_when_it_goes_on(stage):
+    for order in ("group_by_length", "batch_rebalance"):
+        (problem,) = check_stage(stage, {"train_sampling_strategy": order})
+        assert problem.field == f"{stage}.train_sampling_strategy" and problem.wrong.startswith(order)
+    for order in ("random", "sequential"):
+        assert not check_stage(stage, {"train_sampling_strategy": order})
+
+
 def test_a_stages_own_class_says_what_it_refuses():
     (problem,) = check_stage("ppo", {"use_score_norm": True})
     assert (problem.field, problem.wrong) == (

@@ -102,6 +102,18 @@ def test_parts_of_a_rollout_whose_update_failed_are_not_those_of_the_next(tmp_pa
     assert torch.equal(ours.score_parts()["fives"] + ours.score_parts()["nines"], scores)
 
 
+def test_parts_in_a_loop_of_ones_own_are_those_of_what_is_learnt_from(tmp_path):
+    reward = WeightedSum({"fives": count_reward(5), "nines": count_reward(9)})
+    ours = trainer(tmp_path, shared_base(), reward)
+    batch = next(iter(ours.dataloader))
+    responses = rollout(RESPONSES)
+    scores = ours.score(batch, responses)
+    expected = {f"score/{name}": float(part.mean()) for name, part in reward.last_parts.items()}
+    reward(rollout([[8, 2]] * len(RESPONSES)))  # as an evaluation does
+    stats = ours.step(batch, responses, scores)
+    assert {name: stats[name] for name in expected} == expected and any(expected.values())
+
+
 def test_a_ratio_that_was_refused_is_looked_at_again(tmp_path, monkeypatch):
     ours = made(tmp_path)
     monkeypatch.setattr(ours, "_make_experience", lambda *a, make=ours._make_experience: _shifted(make(*a)))

@@ -16,6 +16,7 @@ from trl import SFTConfig
 from tests.tiny_models import lora, randomize, tiny_model
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from toolkit.data import doubling
+from toolkit.errors import SelfCheckError
 from toolkit.models import SharedBase, add_q_roles, load_base
 from toolkit.models.load import default_device
 from toolkit.trainers.ppo import PPOTrainer
@@ -113,6 +114,15 @@ def test_the_base_computes_in_float16(tmp_path, monkeypatch):
     assert seen == {torch.float16}
 
 
+def _overflowing(made, backward):
+    def overflows(*arguments):
+        metrics = backward(*arguments)
+        made.roles.parameters_of("policy")[0].grad[0, 0] = float("inf")
+        return metrics
+
+    return overflows
+
+
 def test_a_step_that_overflows_is_skipped_and_the_scale_falls_until_one_does_not(tmp_path):
     made = in_float16(tmp_path, scale=HUGE, max_steps=3, num_ppo_epochs=1)
     before = weights(made)
@@ -120,6 +130,13 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_falls_until_one_does_not
     assert all(torch.equal(a, b) for a, b in zip(before, weights(made), strict=True))
     assert made.accelerator.scaler.get_scale() == HUGE / 2**3
     assert made.state.global_step == 3
+
+    # Three that overflow in a row at a scale of 1 are not for want of a smaller one.
+    made = in_float16(tmp_path / "never", scale=HUGE, max_steps=200, num_ppo_epochs=1)
+    made.accelerator.scaler.set_backoff_factor(HUGE**-0.5)
+    made._backward_micro_batch = _overflowing(made, made._backward_micro_batch)
+    with pytest.raises(SelfCheckError, match=r"the gradient's norm is (inf|nan) at step 5, and 3 optimizer steps"):
+        made.train()
 
     made = in_float16(tmp_path / "fits", max_steps=3)
     before = weights(made)
@@ -196,3 +213,18 @@ def test_the_other_stages_learn_in_float16_and_skip_what_overflows(stage, tmp_pa
     assert losses == pytest.approx(exact, rel=0.05)
     losses, moved = run("skipped", torch.float16, HUGE)
     assert not moved and len(losses) == STAGE["max_steps"]
+
+
+def test_a_stage_whose_steps_overflow_at_any_scale_ends(tmp_path):
+    made, roles = sft(tmp_path, torch.float16, {**STAGE, "max_steps": 50, "bf16": False, "fp16": True})
+    with_scaler(made, 4.0)
+    before = made.training_step
+
+    def training_step(*arguments, **named):
+        loss = before(*arguments, **named)
+        roles.parameters_of("policy")[0].grad[0, 0] = float("inf")
+        return loss
+
+    made.training_step = training_step
+    with pytest.raises(SelfCheckError, match="at step 5, and 3 optimizer steps in a row"):
+        made.train()

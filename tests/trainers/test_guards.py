@@ -16,6 +16,7 @@ from tests.trainers.resumable import TIMING
 from toolkit import processes
 from toolkit.data import doubling
 from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
+from toolkit.models import SharedBase
 from toolkit.reports import read_jsonl
 from toolkit.rewards import RewardAdapter, adapter, score_with
 from toolkit.trainers.guards import EVALUATION_GUARDS, GUARDS, Watch
@@ -289,6 +290,21 @@ def test_memory_that_runs_out_while_the_roles_read_halves_their_rows(tmp_path, m
     ours.micro_batch.rows = 2
     ours.train()
     assert ours.rollouts.portion.rows == 2
+
+
+def test_rows_that_were_too_many_to_generate_are_not_tried_again_in_the_next_rollout(tmp_path, monkeypatch):
+    ours = trainer(tmp_path, shared_base(), count_reward(9))
+    generate, sizes = SharedBase.generate, []
+
+    def limited(self, ids, *arguments, **named):
+        sizes.append(len(ids))
+        if len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return generate(self, ids, *arguments, **named)
+
+    monkeypatch.setattr(SharedBase, "generate", limited)
+    ours.train()
+    assert [size for size in sizes if size > 1] == [4, 2, 2, 2, 2]  # of two updates; the base is tried on one row
 
 
 def test_memory_that_runs_out_while_the_reward_reads_halves_its_rows(monkeypatch):

@@ -150,6 +150,21 @@ def test_a_signal_finishes_the_step_saves_and_says_where(stage, number, tmp_path
     assert logged == [row for row in metrics(tmp_path / "whole") if "train_loss" not in row]
 
 
+@pytest.mark.parametrize("stage", [sft_policy, ppo])
+def test_a_signal_after_the_last_step_stops_what_would_come_next_where_all_is_saved(stage, tmp_path):
+    made = make(stage, tmp_path / "saved")
+    made.add_callback(Ask("on_save", 6))
+    with pytest.raises(RunInterrupted, match=r"stopped by SIGTERM after step 6 of 6; .*checkpoint-6"):
+        made.train()
+    again = make(stage, tmp_path / "saved")
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights(made), weights(again))
+    unsaved = make(stage, tmp_path / "unsaved", save_strategy="no")
+    unsaved.add_callback(Ask("on_train_end", 6))
+    unsaved.train()  # what a stop would lose
+    assert_same(weights(made), weights(unsaved))
+
+
 def test_evaluation_leaves_the_random_states(tmp_path):
     for stage in (sft_model, reward_pairs, ppo):
         made = make(stage, tmp_path / stage.__name__, max_steps=1)

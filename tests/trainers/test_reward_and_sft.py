@@ -12,6 +12,7 @@ from trl import SFTTrainer as TRLSFTTrainer
 from tests.models.test_load import NF4
 from tests.tiny_models import lora, randomize, tiny_model
 from tests.tolerances import EXACT, FP32
+from tests.trainers import resumable
 from toolkit.data import doubling
 from toolkit.errors import DataError
 from toolkit.models import SharedBase, load_base, load_role, sequence_logits
@@ -189,6 +190,46 @@ def test_classes_are_trained_by_transformers_trainer(tmp_path):
     trainer.train()
     after = class_figures(base, labelled, pad_token_id=0, batch_size=64)
     assert before["accuracy"] < 0.6 and after["accuracy"] > 0.95 and after["loss"] < before["loss"]
+
+
+def test_noise_on_the_embeddings_reaches_the_reward_stage_and_goes_with_it(tmp_path):
+    def losses(alpha):
+        base = reward_base()
+        values = {**resumable.COMMON, "max_steps": 2, "logging_steps": 1, "save_strategy": "no"}
+        args = RewardConfig(output_dir=str(tmp_path / str(alpha)), max_length=None, neftune_noise_alpha=alpha, **values)
+        made = reward_trainer(args, doubling.tokenizer(), base, pairs(8), callbacks=[])
+        torch.manual_seed(0)
+        made.train()
+        assert not base.causal_lm.get_input_embeddings()._forward_hooks
+        return [line["loss"] for line in made.state.log_history if "loss" in line]
+
+    quiet, noisy = losses(None), losses(20.0)
+    assert abs(quiet[0] - noisy[0]) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["pairs", "classes"])
+def test_a_row_weighs_the_same_in_whatever_micro_batch_it_stands(kind, tmp_path):
+    """Of 11 pairs 4, 4 and 3, or 11 times one: a step of a whole pass is the same. So it is of 8 rows as 5 and 3."""
+
+    def trained(rows):
+        base, labels = SharedBase(tiny_model()), 1 if kind == "pairs" else 3
+        base.add_role("reward", lora(), num_labels=labels)
+        data = resumable.rows(resumable.PAIRS, 11) if kind == "pairs" else resumable.rows(resumable.CLASSES, 8)
+        args = RewardConfig(
+            output_dir=str(tmp_path / str(rows)), max_length=None,
+            **{**resumable.COMMON, "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 1, "logging_steps": 1,
+               "per_device_train_batch_size": rows, "gradient_accumulation_steps": 12, "save_strategy": "no"},
+        )  # fmt: skip
+        made = reward_trainer(args, doubling.tokenizer(), randomize(base, "reward"), data, callbacks=[])
+        torch.manual_seed(0)
+        made.train()
+        return made.state.log_history[0]["loss"], [p.detach().clone() for p in base.parameters_of("reward")]
+
+    loss, weights = trained(1)
+    other_loss, others = trained(4 if kind == "pairs" else 5)
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    for one, other in zip(weights, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_columns_must_fit_the_head(tmp_path):

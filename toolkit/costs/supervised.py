@@ -22,8 +22,8 @@ from toolkit.trainers.trainer_internals import trainers_kept
 SUPERVISED = ("sft", "reward")
 
 
-def counted_step(kind: Kind, roles: SharedBase, args: TrainingArguments, length: int) -> Phase:
-    """The micro-batches of an optimizer step, on roles without numbers.
+def counted_step(kind: Kind, roles: SharedBase, args: TrainingArguments, length: int) -> tuple[Phase, Phase]:
+    """The micro-batches of an optimizer step, and a batch of the evaluation, on roles without numbers.
 
     Args:
         kind: of the stage's data: "demonstrations" for sft, "pairs" or "labelled" for a reward.
@@ -38,6 +38,7 @@ def counted_step(kind: Kind, roles: SharedBase, args: TrainingArguments, length:
         "labelled": {"input_ids": ids, "labels": 0},
     }[kind]
     rows, steps = [row] * args.per_device_train_batch_size, args.gradient_accumulation_steps
+    held_out = [row] * args.per_device_eval_batch_size
     counted = Counted(roles.config.get_text_config().vocab_size)
     with trainers_kept(), kept_random_states(), TemporaryDirectory() as folder:
         # Nothing is written, rows need no cutting, and autocast is given: accelerate has none in float16 on a CPU.
@@ -51,11 +52,15 @@ def counted_step(kind: Kind, roles: SharedBase, args: TrainingArguments, length:
         def count() -> list[Phase]:
             with learning(counted, roles, args, further=steps > 1) as costs:
                 trainer.training_step(trainer.model, trainer.data_collator(rows))
-            return [Phase("sft" if sft else "reward", costs, steps)]
+            trainer.model.eval()
+            with counted.phase() as evaluation:
+                trainer.prediction_step(trainer.model, trainer.data_collator(held_out), True)
+            stage = "sft" if sft else "reward"
+            return [Phase(stage, costs, steps), Phase(f"{stage} evaluation", evaluation, 0)]
 
         with roles.role("policy") if sft else nullcontext():
-            (phase,) = of_all_layers(roles, count)
-    return phase
+            step, evaluation = of_all_layers(roles, count)
+    return step, evaluation
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

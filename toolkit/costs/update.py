@@ -148,8 +148,10 @@ class CountedUpdate:
             parts += [self._scoring(rows, role="judge")] if "judge" in self.roles.roles else []
             return [Phase(name, costs, 0) for costs in parts]
         if name == "update":
-            micro_batches, steps = batch / args.per_device_train_batch_size, min(args.num_mini_batches, batch)
-            update = Phase(name, self._learning(), args.num_ppo_epochs * micro_batches)
+            steps = min(args.num_mini_batches, batch)
+            mini_batch = batch // steps
+            rows = min(args.per_device_train_batch_size, mini_batch)
+            update = Phase(name, self._learning(rows, further=mini_batch > rows), args.num_ppo_epochs * batch / rows)
             return [update, Phase("optimizer", self._stepping(), args.num_ppo_epochs * steps)]
         return [Phase(name, self._scoring(rows) if name == "score" else self._reading(rows), batch / rows)]
 
@@ -208,9 +210,9 @@ class CountedUpdate:
             rollouts.read(self._rollout(rows), full_kl=args.kl_estimator == "full")
         return costs
 
-    def _learning(self) -> Costs:
-        """A micro-batch, on top of the gradients of an earlier one where a step has several."""
-        args, roles, rows = self.args, self.roles, self.args.per_device_train_batch_size
+    def _learning(self, rows: int, *, further: bool) -> Costs:
+        """A micro-batch, a `further` one on top of the gradients of an earlier one."""
+        args, roles = self.args, self.roles
         trainer: Any = object.__new__(PPOTrainer)
         vars(trainer).update(
             args=args,
@@ -225,7 +227,6 @@ class CountedUpdate:
         mask, read, rest = torch.ones_like(per_token, dtype=torch.bool), (per_token,) * 3, (per_token,) * 4
         experience = Experience(self._rollout(rows), mask, *read, per_row, per_row, *rest)
         step = partial(trainer._backward_micro_batch, experience, list(range(rows)), 1.0)
-        further = args.update_batch_size // args.num_mini_batches > rows
         with learning(self.counted, roles, args, further=further) as costs:
             step()
         return costs

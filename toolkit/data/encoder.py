@@ -104,15 +104,17 @@ class PromptEncoder:
             wrong = f'the prompt "{shown(messages[-1]["content"])}": {reason}.'
             raise DataError(wrong, remedy="Ask in another way.") from reason
 
-    def response(self, text: str, prompt: Mapping[str, Any]) -> list[int]:
-        """The ids of a response with its end.
+    def response(self, text: str, prompt: Mapping[str, Any], *, ended: bool = True) -> list[int]:
+        """The ids of a response, with its end where it has `ended`.
 
         It is tokenised alone and ends as a sampled one does, so that a reward is trained at the very position where it
-        is read in PPO. A chat template would add a newline after the end.
+        is read in PPO. A chat template would add a newline after the end. The space around a turn of a conversation is
+        the form's, not the row's.
         """
-        if "messages" in prompt and not self.chat:
-            text = f" {text}"  # hh-rlhf's own, after "Assistant:"
-        return [*self.ids(text), self.tokenizer.eos_token_id]
+        if "messages" in prompt:
+            text = text.strip()
+            text = text if self.chat else f" {text}"  # hh-rlhf's own, after "Assistant:"
+        return [*self.ids(text), *([self.tokenizer.eos_token_id] if ended else [])]
 
     def checked_ids(self, value: Any, column: str) -> list[int]:
         """Token ids of a column, taken as they are; raises `Unusable` if they are none of this tokenizer's."""

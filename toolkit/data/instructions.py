@@ -24,16 +24,15 @@ from toolkit.data.rules import RULES, instruction, keeps, sentences_of, share_ke
 from toolkit.data.task import Task
 from toolkit.errors import DataError
 
-# A line a topic, with three sentences that name it: what demonstrations are written from.
-FACTS = {
-    topic: sentences_of(facts)
-    for topic, facts in (
-        line.split(": ", 1)
-        for line in files(__package__).joinpath("facts.txt").read_text(encoding="utf-8").splitlines()
-    )
-}
+# A line a topic: its forms, the one that is asked about first, and three sentences that name it, from which
+# demonstrations are written.
+_LINES = [
+    line.split(": ", 1) for line in files(__package__).joinpath("facts.txt").read_text(encoding="utf-8").splitlines()
+]
+FORMS = {forms.split(", ")[0]: forms.split(", ") for forms, _ in _LINES}
+FACTS = {topic: sentences_of(facts) for topic, (_, facts) in zip(FORMS, _LINES, strict=True)}
 TOPICS = list(FACTS)
-_FORMS = (
+_QUESTIONS = (
     "Tell me something about {}.",
     "What is interesting about {}?",
     "Why do people care about {}?",
@@ -187,11 +186,11 @@ class Instructions(Task):
             names = [draw.choice(_ASKED)] if kind == "one" else list(draw.choice(together[kind]))
             draw.shuffle(names)
             rules = [_drawn(name, topic, draw) for name in names]
-            text = " ".join([draw.choice(_FORMS).format(topic), *map(instruction, rules)])
-            # What every response has to do; a topic's own end may change, as that of puzzles.
-            begins = {"rule": "mentions", "required": True, "number": None, "words": [topic[: max(3, len(topic) - 3)]]}
+            text = " ".join([draw.choice(_QUESTIONS).format(topic), *map(instruction, rules)])
+            # What every response has to do.
+            named = {"rule": "mentions", "required": True, "number": None, "words": FORMS[topic]}
             long = {"rule": "at_least_words", "required": True, "number": _WORDS, "words": None}
-            rows.append({"question": text, "topic": topic, "rules": [*rules, begins, long], "composition": kind})
+            rows.append({"question": text, "topic": topic, "rules": [*rules, named, long], "composition": kind})
         return rows
 
     def demonstrations(self, split: str) -> Dataset:

@@ -41,6 +41,8 @@ def checked_messages(value: Any, *, answered: bool = False) -> Messages:
     if (messages[-1]["role"] == "assistant") != answered:
         raise Unusable(f"its last turn is {'not ' if answered else ''}the assistant's")
     if answered:
+        if messages[-1].get("tool_calls"):
+            raise Unusable("a response with tool calls, which are not learnt")
         return messages
     if not any(message["role"] == "user" for message in messages):
         roles = ", ".join(sorted({message["role"] for message in messages}))
@@ -86,6 +88,12 @@ def text_or_messages(place: str, row: dict[str, Any], column: str) -> Messages |
         return value
     what = f"neither text nor messages, but {kind_of(value)}" if column in row else "missing"
     raise DataError(f'{place}: column "{column}" is {what}; {present(row)}')
+
+
+def refuse_tools(row: dict[str, Any]) -> None:
+    """Raises `Unusable` for a row with tools, which no chat template would be told of."""
+    if row.get("tools"):
+        raise Unusable("tools, which are not read")
 
 
 def read_response(value: Messages | str) -> str:

@@ -10,6 +10,7 @@ A row is a pair in hh-rlhf's form or in any of TRL's:
 | a response, as text | text, messages or a dialogue | itself |
 | messages, a response alone | messages or text | itself |
 | messages, a whole conversation | messages or text, which they repeat | the messages before the responses |
+| whole dialogues of hh-rlhf | a dialogue or text, which they repeat | likewise |
 """
 
 import sys
@@ -28,6 +29,7 @@ from toolkit.data.messages import (
     is_dialogue,
     read_prompt,
     read_response,
+    refuse_tools,
     text_or_messages,
 )
 from toolkit.data.rows import STAGES, Split, Unusable, as_number, draw_parts, renamed
@@ -134,6 +136,7 @@ class Pair:
 
 def read_pair(place: str, row: dict[str, Any]) -> Pair:
     """The pair of a row; raises DataError, with the place, if a column is missing or of a kind that no form has."""
+    refuse_tools(row)
     sides = [text_or_messages(place, row, column) for column in ("chosen", "rejected")]
     if isinstance(sides[0], str) != isinstance(sides[1], str):
         raise Unusable("one of chosen and rejected is text, the other messages")
@@ -145,6 +148,9 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
         wrong = f'{place}: there is no column "prompt", and "{other}" beside chosen and rejected is not read.'
         remedy = f"Name it (prompt: {other}), or take it out if the responses hold their prompts themselves."
         raise DataError(wrong, field="columns", remedy=remedy)
+    dialogues = [side for side in sides if isinstance(side, str) and is_dialogue(side)]
+    if given is not None and len(dialogues) == len(sides):
+        given, sides = read_prompt(given), [dialogue_turns(side, answered=True) for side in dialogues]
     if given is None or _repeats(given, *sides):
         prompt, chosen, rejected = _implicit(*sides)
     else:
@@ -167,7 +173,7 @@ def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:
     if isinstance(prompt, list):
         return chosen[: len(prompt)] == prompt == rejected[: len(prompt)]
     messages = (message for message in (*chosen, *rejected) if isinstance(message, dict))
-    return prompt in [message.get("content") for message in messages if message.get("role") == "user"]
+    return prompt.strip() in [message.get("content") for message in messages if message.get("role") == "user"]
 
 
 def _margin(value: Any) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from datasets import Dataset
 
 from toolkit.data.files import listed, reason, shown
-from toolkit.data.messages import checked_messages, read_prompt, read_response, text_or_messages
+from toolkit.data.messages import checked_messages, read_prompt, read_response, refuse_tools, text_or_messages
 from toolkit.data.rows import Split, Unusable, present
 from toolkit.data.source_task import SplitTask
 from toolkit.data.sources import Source, names_of
@@ -84,6 +84,7 @@ class Demonstrations(SplitTask):
     unit: ClassVar[str] = "demonstrations"
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+        refuse_tools(row)
         if row.get("messages") is not None:
             messages = checked_messages(row["messages"], answered=True)
             if len(messages) == 1:

@@ -45,12 +45,12 @@ class RatedResponses(SourceTask):
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         columns = {**PROMPT_COLUMNS, "input_ids": "prompt_ids"}
         _, prompt = self._encoder.row(place, row, first, columns, self.max_prompt_length)
-        ids, ended = self._response(place, row)
+        ids, ended = self._response(place, row, prompt)
         within_limit(ids, "response", self.max_response_length)
         rewards = _rewards(place, row, len(ids))
         return {"prompt_ids": prompt["input_ids"], "response_ids": ids, "rewards": rewards, "ended": ended}
 
-    def _response(self, place: str, row: dict[str, Any]) -> tuple[list[int], bool]:
+    def _response(self, place: str, row: dict[str, Any], prompt: dict[str, Any]) -> tuple[list[int], bool]:
         ids, ended, end = row.get("response_ids"), row.get("ended"), self.tokenizer.eos_token_id
         if isinstance(ended, str):  # of CSV
             ended = {"true": True, "false": False, "": None}.get(ended.strip().lower(), ended)
@@ -59,8 +59,8 @@ class RatedResponses(SourceTask):
         if ids is not None:
             ids = self._encoder.checked_ids(ids, "response_ids")
         elif isinstance(row.get("response"), str):
-            ids = self._encoder.ids(row["response"])
-            ids = ids if ended is False else [*ids, end]
+            text = row["response"] if row["response"].strip() else ""
+            ids = self._encoder.response(text, prompt, ended=ended is not False) if text else []
         else:
             wrong = f'{place}: a response is in the column "response_ids" or, as text, "response"; {present(row)}'
             raise DataError(wrong)

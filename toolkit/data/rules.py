@@ -14,7 +14,8 @@ from typing import Any
 from toolkit.errors import DataError
 
 _AFTER_A_SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)]))\s+""")
-_BULLET = re.compile(r"^\s*[-*•]\s+\S", re.MULTILINE)
+_BULLET = re.compile(r"^[^\S\n]*[-*•][^\S\n]+\S", re.MULTILINE)
+_AROUND_AN_END = '."!'  # what may follow an ending, and what it may be asked for with
 _ANSWER = re.compile(r"Answer: \S[^\n]*")
 
 
@@ -28,8 +29,30 @@ def sentences_of(text: str) -> list[str]:
     return [sentence for sentence in _AFTER_A_SENTENCE.split(text) if words_of(sentence)]
 
 
+def _whole(word: str) -> str:
+    """A pattern of a word that is no part of a longer one; also of one that begins or ends with a sign, as #python."""
+    before, after = ("(?<!\\w)" if _is_of_a_word(word[0]) else ""), ("(?!\\w)" if _is_of_a_word(word[-1]) else "")
+    return f"{before}{re.escape(word)}{after}"
+
+
+def _is_of_a_word(sign: str) -> bool:
+    return re.match(r"\w", sign) is not None
+
+
 def _occurrences(text: str, word: str) -> int:
-    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+    return len(re.findall(_whole(word), text, re.IGNORECASE))
+
+
+def _begins(text: str, word: str) -> bool:
+    return re.match(_whole(word), text, re.IGNORECASE) is not None
+
+
+def _ends(text: str, word: str) -> bool:
+    """Whether a text ends with a word. What may follow an ending does not matter, unless that is what is asked for."""
+    bare = word.rstrip(_AROUND_AN_END)
+    if not bare:
+        return text.endswith(word)
+    return re.search(rf"{_whole(bare)}\Z", text.rstrip(_AROUND_AN_END), re.IGNORECASE) is not None
 
 
 def _json_object(text: str) -> Any:
@@ -50,12 +73,14 @@ class Rule:
         keeps: whether a response, without space around it, keeps it; given the text, the number and the words.
         takes: which of "number" and "words" it needs.
         about: what it is about: two rules about the same may contradict each other.
+        one_text: whether its words are one text alone.
     """
 
     ask: str
     keeps: Callable[[str, int, Sequence[str]], bool]
     takes: tuple[str, ...] = ()
     about: str = ""
+    one_text: bool = False
 
 
 RULES: dict[str, Rule] = {
@@ -73,15 +98,17 @@ RULES: dict[str, Rule] = {
     ),
     "begins_with": Rule(
         "Begin your response with {words}.",
-        lambda text, n, w: text.lower().startswith(w[0].lower()),
+        lambda text, n, w: _begins(text, w[0]),
         ("words",),
         "begin",
+        one_text=True,
     ),
     "ends_with": Rule(
         "End your response with {words}.",
-        lambda text, n, w: text.rstrip('."!').lower().endswith(w[0].rstrip(".!").lower()),
+        lambda text, n, w: _ends(text, w[0]),
         ("words",),
         "end",
+        one_text=True,
     ),
     "contains": Rule(
         "Use the word {words} at least {number} time(s).",
@@ -91,7 +118,7 @@ RULES: dict[str, Rule] = {
     ),
     "mentions": Rule(
         "Mention {words}.",
-        lambda text, n, w: any(re.search(rf"\b{re.escape(part)}", text, re.IGNORECASE) for part in w),
+        lambda text, n, w: any(_occurrences(text, word) for word in w),
         ("words",),
         "topic",
     ),
@@ -139,8 +166,8 @@ def instruction(asked: Mapping[str, Any]) -> str:
 
 def keeps(asked: Mapping[str, Any], response: str) -> bool:
     """Whether a response keeps a rule that `check_rules` has passed; one without a word keeps none."""
-    text = response.strip()
-    return bool(words_of(text)) and RULES[asked["rule"]].keeps(text, asked.get("number") or 0, asked.get("words") or ())
+    text, words = response.strip(), [word.strip() for word in asked.get("words") or ()]
+    return bool(words_of(text)) and RULES[asked["rule"]].keeps(text, asked.get("number") or 0, words)
 
 
 def share_kept(rules: Sequence[Mapping[str, Any]], response: str) -> float:
@@ -174,6 +201,8 @@ def check_rules(value: Any, where: str) -> None:
         texts = isinstance(words, Sequence) and not isinstance(words, str) and len(words) > 0
         if "words" in given and not (texts and all(isinstance(word, str) and word.strip() for word in words)):
             raise DataError(f"{where}: the rule {name} needs a list of words, got {words!r}.", remedy=_EXAMPLE)
+        if "words" in given and RULES[name].one_text and len(words) > 1:
+            raise DataError(f"{where}: the rule {name} takes one text, got {words!r}.", remedy="Join them to one text.")
 
 
 _EXAMPLE = 'Write them as [{"rule": "contains", "words": ["salt"], "number": 2}, {"rule": "no_comma"}].'

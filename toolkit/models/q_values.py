@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
 from toolkit.functional.logprobs import in_chunks
-from toolkit.models.decoding import RowProcessor
+from toolkit.models.decoding import RowProcessor, positions_of
 from toolkit.models.forward import after_responses, before_response_tokens, hidden_states_of, response_logprobs, scatter
 from toolkit.models.heads import QBound
 from toolkit.models.roles import SharedBase
@@ -139,6 +139,8 @@ class WeightedByQ(RowProcessor):
         self.mask = torch.nn.functional.pad(self.mask, (0, input_ids.shape[1] - self.mask.shape[1]), value=1)
         # Both a padded and an unpadded row get the positions that an unpadded one has.
         positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)[:, -unread.shape[1] :]
+        if (learnt := positions_of(self.base.config)) is not None:  # of rows that have ended, and wait for others
+            positions = positions.clamp(max=learnt - 1)
         with self.base.role("q"):
             states = self.base.hidden_states(unread, self.mask, position_ids=positions, past_key_values=self.cache)
         q = _q_of_states(self.base, "q", states[:, -1])

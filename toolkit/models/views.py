@@ -62,6 +62,7 @@ class SequenceClassifierView(nn.Module):
         # TRL writes pad_token_id and reads num_labels here; the shared configuration stays as it is.
         self.config = type(base.config).from_dict(base.config.to_dict())
         self.config.num_labels = base.head("reward").out_features
+        self.get_input_embeddings = base.causal_lm.get_input_embeddings  # for neftune_noise_alpha
         self.gradient_checkpointing_enable = base.gradient_checkpointing_enable
         self.activation_checkpointing_enable = base.activation_checkpointing_enable
 

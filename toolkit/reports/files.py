@@ -47,9 +47,9 @@ def whole_lines(path: Path) -> list[str]:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write whole lines in place of what is there."""
+    """Write lines in place of what is there: all of them, or none."""
     with writing(path):
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -76,7 +76,8 @@ def keep_until(path: Path, step: int) -> None:
         rows = read_jsonl(path)
         if not all(isinstance(row.get("step"), (int, float)) for row in rows):
             raise ToolkitError(f"{path} is damaged: a line has no step.", remedy=_ANEW)
-        write_jsonl(path, [row for row in rows if row["step"] <= step])
+        lines = zip(whole_lines(path), rows, strict=True)
+        write_lines(path, (line for line, row in lines if row["step"] <= step))
 
 
 class MetricsFile(TrainerCallback, ExportableState):

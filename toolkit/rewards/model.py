@@ -174,9 +174,8 @@ class ModelScorer(TextScorer):
         if Path(self.model).is_dir():
             problems += [Problem(wrong, "model") for wrong in models.weight_file_problems(Path(self.model))]
             problems = problems or problems_of(self._loaded, models.META)
-        columns = context.prompt_columns()
-        if columns is not None:
-            problems += problems_of(self.column_of, columns, chats=context.chats)
+        if (prompts := context.prompts()) is not None:
+            problems += problems_of(self.column_of, prompts.column_names, chats=context.chats)
         return problems
 
     def build(self, context: ScorerContext) -> Reward:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from datasets import Dataset
+
 from toolkit.data import Rollout, check_rules, share_kept
 from toolkit.errors import Problem, RewardError
-from toolkit.rewards.base import Reward
 from toolkit.rewards.dense import DenseScores
 from toolkit.rewards.scorer import Scorer, ScorerContext, check_column, problems_of
 from toolkit.settings import setting
@@ -79,15 +80,24 @@ class KeptRules:
         if self.column is not None:
             check_column(self.column, list(rollout.columns), field="column")
             of_rows = rollout.columns[self.column]
-        scores = []
-        for row, (text, of_row) in enumerate(zip(rollout.responses, of_rows, strict=True)):
-            asked = [*self.rules, *(of_row or ())]
-            if not asked:
-                raise RewardError(f'row {row} of the batch has no rule in "{self.column}".', field="column")
-            if of_row:
-                check_rules(of_row, f'column "{self.column}"')
-            scores.append(share_kept(asked, text))
-        return scores
+        asked = (self._of_row(f"row {row} of the batch", of_row) for row, of_row in enumerate(of_rows))
+        return [share_kept(rules, text) for rules, text in zip(asked, rollout.responses, strict=True)]
+
+    def check_rows(self, prompts: Dataset) -> None:
+        """Raises: RewardError: prompts lack the column, or one has no rule. DataError: one has none that can be
+        used."""
+        assert self.column is not None
+        check_column(self.column, prompts.column_names, field="column")
+        for row, of_row in enumerate(prompts[self.column][:]):
+            self._of_row(f"row {row} of the prompts", of_row)
+
+    def _of_row(self, place: str, of_row: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
+        """The rules of a row, those for all among them."""
+        if of_row:
+            check_rules(of_row, f'{place}, column "{self.column}"')
+        elif not self.rules:
+            raise RewardError(f'{place} has no rule in "{self.column}".', field="column")
+        return [*self.rules, *(of_row or ())]
 
 
 @dataclass(kw_only=True)
@@ -107,8 +117,8 @@ class RulesScorer(Scorer):
             yield from problems_of(check_rules, self.rules, "rules")
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        columns = None if self.column is None else context.prompt_columns()
-        return [] if columns is None else problems_of(check_column, self.column, columns, field="column")
+        prompts = None if self.column is None else context.prompts()
+        return [] if prompts is None else problems_of(self.build(context).check_rows, prompts)
 
-    def build(self, context: ScorerContext) -> Reward:
+    def build(self, context: ScorerContext) -> "KeptRules":
         return KeptRules(self.rules or (), self.column)

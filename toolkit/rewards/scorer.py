@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ class ScorerContext:
         roles: the shared base, with the role where a scorer reads it; on the meta device for a check, and None
             where its base cannot be had.
         tokenizer: the policy's; None in a check that has none.
-        prompt_columns: gives the columns of the prompts; None in a check that has not read them.
+        prompts: gives the prompts to train on; None in a check that has not read them.
         chats: whether the text of the prompts has the chat template of the base around it.
         pad_token_id: the one that the reward head was trained with.
         batch_size: responses a forward pass of the reward adapter.
@@ -36,7 +37,7 @@ class ScorerContext:
 
     roles: SharedBase | None
     tokenizer: PreTrainedTokenizerBase | None
-    prompt_columns: Callable[[], Sequence[str] | None]
+    prompts: Callable[[], Dataset | None]
     chats: bool = False
     pad_token_id: int = 0
     batch_size: int = 64
@@ -94,8 +95,10 @@ class ClassScorer(Scorer):
             )
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        columns = None if self.class_column is None else context.prompt_columns()
-        return [] if columns is None else problems_of(check_column, self.class_column, columns, field="class_column")
+        prompts = None if self.class_column is None else context.prompts()
+        if prompts is None:
+            return []
+        return problems_of(check_column, self.class_column, prompts.column_names, field="class_column")
 
     def check_outputs(self, outputs: int, *, whose: str) -> None:
         """Raises: RewardError: a head of one output and a column to choose by, or of several and none."""

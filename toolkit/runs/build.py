@@ -137,7 +137,7 @@ def make_reward(
     context = ScorerContext(
         roles=roles,
         tokenizer=recipe.tokenizer,
-        prompt_columns=lambda: stage_dataset(recipe, "ppo", "prompts", "train").column_names,
+        prompts=lambda: stage_dataset(recipe, "ppo", "prompts", "train"),
         chats=recipe.task.chats,
         pad_token_id=pad_tokens[role],
         batch_size=batch_size,

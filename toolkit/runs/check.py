@@ -8,6 +8,8 @@ report.raise_problems()
 from collections.abc import Collection
 from dataclasses import replace
 
+from datasets import Dataset
+
 from toolkit.errors import Problem
 from toolkit.rewards import ScorerContext
 from toolkit.runs.build import about_slow
@@ -44,7 +46,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
     names = [plan.stage for plan in plans if plan.stage in STAGE_CLASSES and roles.tokenizer]
     data = DataCheck(recipe, names, findings, roles)
     facts = data.facts()
-    _check_scorers(recipe, roles, data.prompt_columns, findings, handed_over)
+    _check_scorers(recipe, roles, data.prompts, findings, handed_over)
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
     if roles.roles is not None and (slow := about_slow(recipe.base_precision.dtype, "base.dtype")):
         notes.append(Problem(slow))
@@ -56,7 +58,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
 def _check_scorers(
     recipe: Recipe,
     roles: RolesCheck,
-    prompt_columns: list[str] | None,
+    prompts: Dataset | None,
     findings: Findings,
     handed_over: Collection[str],
 ) -> None:
@@ -67,8 +69,8 @@ def _check_scorers(
     context = ScorerContext(
         roles=roles.roles,
         tokenizer=roles.tokenizer,
-        prompt_columns=lambda: prompt_columns,
-        chats=prompt_columns is not None and recipe.task.chats,
+        prompts=lambda: prompts,
+        chats=prompts is not None and recipe.task.chats,
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
     )
     named = {"scorer": (recipe.scorer, context), "judge": (recipe.judge, replace(context, role="judge"))}

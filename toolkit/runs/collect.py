@@ -4,6 +4,7 @@ Each line of the file is a JSON object: `prompt_ids`, `response_ids`, `prompt` a
 entry a token of the response, null where no reward is given: here the score, at the last token), and `ended`.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     starts = range(0, number, settings.batch_size)
     unfinished = partial_file(path.parent)
     try:
-        done = processes.by_main(lambda: _whole_batches(unfinished, settings.batch_size))
+        done = processes.by_main(lambda: _whole_batches(path, unfinished, settings.batch_size, number))
         left = range(done, len(starts))
         progress = Progress(f"{recipe.run} collect", quiet=not processes.is_main())
         with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
@@ -79,7 +80,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                 processes.by_main(partial(append_jsonl, unfinished, scored))
                 progress.step_ended(batch + 1)
                 asked = [received for received in processes.gather(request.received) if received is not None]
-                if asked and batch + 1 < len(starts):
+                if asked:
                     raise RunInterrupted(
                         f"collect stopped by {asked[0].name} after {rows.stop:,} of {number:,} responses; they are "
                         f"saved in {unfinished}.",
@@ -92,11 +93,15 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     return _figures(path)
 
 
-def _whole_batches(partial: Path, size: int) -> int:
-    """Batches that a partial file holds; what a kill left of another is cut off."""
+def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
+    """Batches of `number` responses that a partial file holds; what a kill left of another is cut off. One that has
+    its name already, where the kill came before the result, is partial again."""
+    if path.is_file() and not partial.exists():
+        path.rename(partial)
     lines = whole_lines(partial) if partial.is_file() else []
-    write_lines(partial, lines[: len(lines) // size * size])
-    return len(lines) // size
+    kept = len(lines) if len(lines) == number else len(lines) // size * size  # the last batch may be smaller
+    write_lines(partial, lines[:kept])
+    return math.ceil(kept / size)
 
 
 def _rows(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

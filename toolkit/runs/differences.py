@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import read_text
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.spec.plan import section
@@ -22,7 +23,7 @@ _MAY_CHANGE = (
     "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy",
     "save_steps", "save_total_limit", "logging_steps", "report_to", "run_name", "dataloader_num_workers",
 )  # fmt: skip
-_LENGTHS = ("max_steps", "num_train_epochs")  # these may grow
+_LENGTHS = ("max_steps", "num_train_epochs")  # these may grow, and steps shrink to what has been done
 _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _SHOWN = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
@@ -66,11 +67,15 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
 
 
 def may_change(recipe: Recipe, stage: str, folder: Path) -> set[str]:
-    """Keys that may differ where a stage goes on: those above, a length that grows, a product that stays."""
+    """Keys that may differ where a stage goes on: those above, a length that grows, or falls to no less than what its
+    newest checkpoint has behind it, a product that stays."""
     names = {*_MAY_CHANGE}
     if stage in STAGE_CLASSES:
         there, here = (_numbers(values, stage) for values in (recorded(folder), recipe.values))
         names |= {name for name in _LENGTHS if 0 < there[name] < here[name]}
+        saved = checkpoint_folders(folder / stage)
+        if saved and step_of(saved[-1]) <= here["max_steps"] < there["max_steps"]:
+            names.add("max_steps")
         if math.prod(there[name] for name in _ROWS_OF_A_STEP) == math.prod(here[name] for name in _ROWS_OF_A_STEP):
             names |= {*_ROWS_OF_A_STEP}
     return {f"{stage}.{name}" for name in names}

@@ -53,7 +53,8 @@ def work_of(folder: Path) -> Problem | None:
     if any(folder.glob(f"[!.]*/{SAFETENSORS}")) or any(folder.glob("value/value_head.safetensors")):
         wrong = f"{folder} holds weights that were saved without a checkpoint to go on from."
         return Problem(wrong, remedy=_RENAME_OR_DELETE)
-    if partial.is_file() and partial.stat().st_size > 0:
+    # The whole file, too, where a kill came before the result.
+    if any(file.is_file() and file.stat().st_size > 0 for file in (partial, partial.with_suffix(""))):
         wrong = f"{folder} holds responses of a {stage} stage that was not finished."
         return Problem(wrong, remedy=_GO_ON_OR_DELETE)
     return None

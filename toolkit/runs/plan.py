@@ -135,7 +135,7 @@ class _Planner:
         phases = self.update.phases(*(name for name in PHASES if name != "score" or "reward" in self.roles.roles))
         stages = {stage: self.recipe.plan.stages[stage] for stage in SUPERVISED if stage in self.recipe.plan.stages}
         supervised = {stage: self._supervised(stage) for stage, planned in stages.items() if planned.roles}
-        memory = (*(memory for memory, _ in supervised.values()), *self._memory(phases))
+        memory = (*(phase for memory, _ in supervised.values() for phase in memory), *self._memory(phases))
         times = tuple(self._times(phases, self.device)) if self.device is not None else ()
         dtype = self.recipe.precision("ppo").dtype
         name = self.device.name if self.device is not None else f"a card of {size_of(self.limit)}"
@@ -153,11 +153,15 @@ class _Planner:
 
     # ------------------------------------------------------------------ sft and reward
 
-    def _supervised(self, stage: str, changes: Mapping[str, Any] = MappingProxyType({})) -> tuple[PhaseMemory, Phase]:
+    def _supervised(
+        self, stage: str, changes: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[tuple[PhaseMemory, ...], Phase]:
+        """Memory of a step and of an evaluation, and the step."""
         args, roles = self.recipe.stage_config(stage, **changes), _without_numbers(self.recipe, stage)
         kind = self.recipe.plan.stages[stage].rows
-        step = counted_step(kind, roles, args, self._longest(stage, args))
-        return self._of_phase(stage, step.costs, _weights(roles, args)), step
+        step, evaluation = counted_step(kind, roles, args, self._longest(stage, args))
+        static = _weights(roles, args)
+        return tuple(self._of_phase(phase.name, phase.costs, static) for phase in (step, evaluation)), step
 
     def _longest(self, stage: str, args: Any) -> int:
         """Tokens of the longest row that a stage trains on."""
@@ -258,7 +262,7 @@ class _Planner:
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
         """What takes less memory in a phase and changes no gradient, the cheapest first."""
         args = self.recipe.stage_config(_stage_of(phase))
-        if name := _ROWS.get(phase):
+        if name := _ROWS.get(phase.split()[-1]):
             rows = getattr(args, name)
             while rows > 1:
                 rows //= 2
@@ -279,11 +283,12 @@ class _Planner:
             yield {"gradient_accumulation_steps": steps, "rollouts_per_update": several}
 
     def _with(self, changes: dict[str, Any], phase: str) -> PhaseMemory:
-        if phase in SUPERVISED:
-            return self._supervised(phase, changes)[0]
+        if (stage := _stage_of(phase)) in SUPERVISED:
+            return next(memory for memory in self._supervised(stage, changes)[0] if memory.phase == phase)
         (memory,) = self._memory(self._update(self.recipe.stage_config("ppo", **changes)).phases(phase))
         return memory
 
 
 def _stage_of(phase: str) -> str:
-    return phase if phase in SUPERVISED else "ppo"
+    stage = phase.split()[0]  # of "sft evaluation", too
+    return stage if stage in SUPERVISED else "ppo"

@@ -15,6 +15,7 @@ from toolkit.checkpoints import signals_to
 from toolkit.errors import RunInterrupted, ToolkitError
 
 _ANYWHERE = 16  # processes that may be tried out on a machine with fewer cores
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 GRACE = 20.0
 """Seconds in which the others end by themselves when one of several processes has failed."""
 
@@ -23,14 +24,13 @@ def run_stage(command: list[str], stage: str, needed_by: str) -> None:
     """Run the command of an earlier stage to its end; each of several processes runs it, and these join one another.
 
     Raises:
-        RunInterrupted: it was asked to stop, and has saved itself.
+        RunInterrupted: it was asked to stop, and has said what is saved.
         ToolkitError: it failed.
     """
     (code,) = _ended([subprocess.Popen(command, env=processes.environment())])
-    if code - 128 in (signal.SIGINT, signal.SIGTERM):
-        raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped and is saved.', code - 128)
-    if -code in (signal.SIGINT, signal.SIGTERM):  # at its start or its end, where nothing meets them
-        raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped.', -code)
+    # By its exit code, or at its start or its end, where nothing meets them, by the signal itself.
+    if (number := code - 128 if code > 0 else -code) in _STOPS:
+        raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped.', number)
     if code < 0:
         raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, was killed by {_signal(code)}.')
     if code:
@@ -42,7 +42,7 @@ def run_in_processes(command: list[str], number: int) -> int:
 
     Raises:
         ToolkitError: this machine has no use for so many, or one was killed; the others have been ended.
-        RunInterrupted: Ctrl-C came at their start or their end, where nothing meets it.
+        RunInterrupted: Ctrl-C or SIGTERM came at their start or their end, where nothing meets it.
     """
     cores = os.cpu_count() or 1
     if number > max(_ANYWHERE, cores):
@@ -56,8 +56,8 @@ def run_in_processes(command: list[str], number: int) -> int:
         environment = shared | dict(os.environ) | {name: str(value) for name, value in of_rank.items()}
         children.append(subprocess.Popen(command, env=environment))
     codes = _ended(children)
-    if -signal.SIGINT in codes:
-        raise RunInterrupted(f"{number} processes were stopped.", signal.SIGINT)
+    if stop := next((one for one in _STOPS if -one in codes), None):
+        raise RunInterrupted(f"{number} processes were stopped.", stop)
     killed = [(rank, code) for rank, code in enumerate(codes) if code < 0]
     if killed:
         rank, code = killed[0]

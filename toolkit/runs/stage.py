@@ -17,6 +17,7 @@ from transformers import TrainerCallback, set_seed
 
 from toolkit import phases, processes, reports
 from toolkit.data import PER_RULE, data_digest
+from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, printable
 from toolkit.models import save_high_score
 from toolkit.reports import Progress, Responses, ScoredPair, write_jsonl
@@ -127,7 +128,7 @@ def _trained(
             trainer.train(resume_from_checkpoint=checkpoint)
         except RunInterrupted as stop:
             raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
-        processes.by_main(lambda: trainer.save_model(str(folder)))
+        processes.by_main(lambda: _save_model(trainer, folder))
         started -= trainer.seconds_before
     with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"):
         after, responses_after = _measure(recipe, stage, trainer)
@@ -140,6 +141,11 @@ def _trained(
     with phases.phase("write"):
         processes.by_main(lambda: _write_up(recipe, stage, result, samples, judged))
     return result, samples
+
+
+def _save_model(trainer: Any, folder: Path) -> None:
+    with writing(folder, "Make room, then go on with $resume."):
+        trainer.save_model(str(folder))
 
 
 def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:

@@ -100,11 +100,11 @@ def prepared(
     with _kept_whole(recipe, stage, **way):
         handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
-        claim(recipe, stage, wanted=stage, **way)
+        processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
         shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
         trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
-        aside.train_by_hand(recipe.folder)
-        if acquire(recipe.folder):
+        processes.by_main(lambda: aside.train_by_hand(recipe.folder))
+        if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
         return trainer
 

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +23,11 @@ Rows: TypeAlias = Dataset | Sequence[dict[str, Any]]
 """Prompts: rows with `input_ids`, and the columns that a reward or a metric needs."""
 
 
+def all_at_once() -> Portion:
+    """All rows of a batch, until memory runs out."""
+    return Portion("the number of responses that are generated at a time", 2**31)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """A role of the shared base as something that responds to prompts. No setting of the checkpoint has a part in it.
@@ -37,6 +41,7 @@ class Sampler:
         temperature: of sampling from the whole vocabulary; for "q" the τ of π ∝ π_ref · exp(Q/τ). None decodes
             greedily.
         autocast: gives the precision region to respond in; that of the base if None.
+        portion: rows that are generated at a time; as many as there are, where memory holds them.
     """
 
     roles: SharedBase
@@ -47,6 +52,7 @@ class Sampler:
     max_length: int | None = None
     temperature: float | None = 1.0
     autocast: Callable[[], AbstractContextManager] | None = None
+    portion: Portion = field(default_factory=all_at_once)
 
     @property
     def reference(self) -> "Sampler":
@@ -58,11 +64,6 @@ class Sampler:
     def collator(self) -> PromptCollator:
         """Makes a batch of rows."""
         return PromptCollator(self.tokenizer.pad_token_id, multiple=LENGTH_MULTIPLE)
-
-    @cached_property
-    def portion(self) -> Portion:
-        """Rows that are generated at a time."""
-        return Portion("the number of responses that are generated at a time", 2**31)
 
     def __call__(
         self, batch: Mapping[str, Any], *, keys: Tensor | None = None, streamer: TextStreamer | None = None

@@ -90,6 +90,9 @@ class _Resolver:
         if labels != 1 and at(self.values, "reward.center_rewards_coefficient") is not None:
             wrong = "would have no effect: it is of pairs, and reward_head.num_labels says classes."
             self.problem("reward.center_rewards_coefficient", wrong, "Remove one.")
+        if labels == 1 and at(self.values, "reward.label_smoothing_factor"):
+            wrong = "would have no effect: it is of classes, and reward_head.num_labels says pairs."
+            self.problem("reward.label_smoothing_factor", wrong, "Remove one.")
         rows: Kind = "pairs" if labels == 1 else "labelled"
         if self.key("reward_model") is None:
             fresh = self._fresh("reward", "the reward stage trains it")

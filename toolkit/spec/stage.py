@@ -79,6 +79,10 @@ _INSTEAD = {
 # Fields of TrainingArguments that have no effect on Q-learning.
 _IGNORED_BY_Q = {
     **dict.fromkeys(("label_smoothing_factor", "label_names"), "the loss is that of Q-learning"),
+    **dict.fromkeys(
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+        "several roles read in a step, which is no forward pass of a model",
+    ),
     "neftune_noise_alpha": "states and targets have to be those of decoding",
     "remove_unused_columns": "the collator takes the columns that it needs",
     **dict.fromkeys(
@@ -89,6 +93,8 @@ _IGNORED_BY_Q = {
     "include_num_input_tokens_seen": "a batch has response tokens, which are what the loss is a mean of",
     "average_tokens_across_devices": "a mean is over all rows, whatever the number of processes",
 }  # fmt: skip
+
+_ORDERS = ("random", "sequential")
 
 # What a user of other generation code looks for, and why it is not to be had here. No fields: nothing could read them.
 _TRUNCATES = Problem(
@@ -111,6 +117,7 @@ _OF_THE_TOKENIZER = dict.fromkeys(
 WITHOUT_EFFECT = {
     "sft": {
         **_OF_THE_TOKENIZER,
+        "label_smoothing_factor": "the losses of TRL's trainer have none",
         "dataset_kwargs": "rows come tokenised, and its skip_prepare_dataset would skip max_length and packing alone",
     },
     "reward": _OF_THE_TOKENIZER,
@@ -145,6 +152,7 @@ def check_stage(
     def build(**values: Any) -> None:
         config = stage_config(stage, values, output_dir="unused", seed=0, precision=precision)
         check_training(config)
+        _check_order(config)
         best = config.metric_for_best_model
         if measured is not None and best is not None and best.removeprefix("eval_") not in measured:
             remedy = suggestion(best, measured) or f"There are {', '.join(measured)}."
@@ -155,6 +163,14 @@ def check_stage(
         wrong = "a whole number is needed with sft.packing, got None: rows are packed to it."
         problems.append(Problem(wrong, "sft.max_length"))
     return problems + _not_installed(stage, values)
+
+
+def _check_order(config: Any) -> None:
+    """Raises: ConfigError: rows in an order that a run which goes on would not have again."""
+    order = getattr(config, "train_sampling_strategy", _ORDERS[0])
+    if order not in _ORDERS:
+        wrong = f"{order} draws batches by the lengths of input_ids, in an order that no checkpoint keeps."
+        raise ConfigError(wrong, field="train_sampling_strategy", remedy=f"Take {' or '.join(_ORDERS)}.")
 
 
 def _not_installed(stage: str, values: dict[str, Any]) -> list[Problem]:

@@ -37,26 +37,35 @@ class Skipped:
         return self.in_a_row >= MOST_IN_A_ROW
 
 
+def loss_scale(accelerator: Any) -> float | None:
+    """By what float16's scaler multiplies a loss; None without a scaler.
+
+    It passes over a step that overflows and halves the scale; what overflows at 1 does so by itself.
+    """
+    return None if accelerator.scaler is None else float(accelerator.scaler.get_scale())
+
+
 class SkipNotFinite(TrainerCallback):
     """Passes over optimizer steps of transformers' own loop whose gradient is not finite; in float16 its scaler does.
 
     Args:
         skipped: counts them.
         skip: told why of each; may end the run.
+        scale: that of float16's scaler; None without one.
     """
 
-    def __init__(self, skipped: Skipped, skip: Callable[[str], None]):
-        self.skipped, self.skip = skipped, skip
+    def __init__(self, skipped: Skipped, skip: Callable[[str], None], scale: Callable[[], float | None]):
+        self.skipped, self.skip, self.scale = skipped, skip, scale
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        if args.fp16 or not parameters:
+        parameters, scale = [p for p in model.parameters() if p.grad is not None], self.scale()
+        if (scale is not None and scale > 1) or not parameters:
             return
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
         if math.isfinite(norm):
             self.skipped.in_a_row = 0
             return
-        for parameter in parameters:
+        for parameter in parameters if scale is None else ():
             parameter.grad = None  # which an optimizer passes over
         self.skip(f"the gradient's norm is {norm}")
 

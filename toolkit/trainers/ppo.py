@@ -34,6 +34,7 @@ from toolkit.data import Rollout, select
 from toolkit.models import read_policy, release_memory, response_logprobs, response_values
 from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores
 from toolkit.trainers import self_checks
+from toolkit.trainers.not_finite import loss_scale
 from toolkit.trainers.objective import Experience, describe, policy_objective
 from toolkit.trainers.ppo_loop import PPOLoop
 from toolkit.trainers.rollouts import by_length
@@ -84,11 +85,13 @@ class PPOTrainer(PPOLoop):
         Raises:
             RewardError: the reward callback raised, or did not return one finite number each.
         """
-        return score_with(self._known_reward, responses)
+        scores = score_with(self._known_reward, responses)
+        self._parts = dict(getattr(self.reward, "last_parts", {}))  # an evaluation scores others
+        return scores
 
     def score_parts(self) -> dict[str, Tensor]:
         """What each part of a weighted sum gave the rollout that was scored last, (B,) each."""
-        return getattr(self.reward, "last_parts", {}) if self._parts is None else self._parts
+        return self._parts
 
     # ------------------------------------------------------------------ one update
 
@@ -212,12 +215,14 @@ class PPOTrainer(PPOLoop):
         if math.isfinite(norm):
             self.skipped.in_a_row = 0
             totals["grad_norm"] = norm
-        elif not self.args.fp16:  # whose scaler passes over the step, and lowers its scale
-            self.optimizer.zero_grad()
-            if self.skipped.add():
+        else:
+            scale = loss_scale(self.accelerator)
+            if (scale is None or scale <= 1) and self.skipped.add():
                 why = f"the gradient's norm is {norm}"
                 self.stop_broken(why, rollout=experience.rollout, tensors=experience._asdict())
-            return {}
+            if scale is None:  # else the scaler passes over the step, and lowers its scale
+                self.optimizer.zero_grad()
+                return {}
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)

@@ -34,7 +34,8 @@ class PPOLoop(SharedBaseTrainer):
         super().__init__(*arguments, **named)
         self.watch = Watch()
         self._in_scoring: Rollout | None = None
-        self._parts: dict[str, Tensor] | None = None  # of the scores of several rollouts
+        self._parts: dict[str, Tensor] = {}
+        """Of the scores of what is learnt from, not of an evaluation's."""
         self._last_metrics: dict[str, float] = {}
         self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
@@ -184,13 +185,10 @@ class PPOLoop(SharedBaseTrainer):
         batch = self.data_collator(
             [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         )
-        try:
-            self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            started = time.perf_counter()
-            with phases.phase("update", self.args.num_ppo_epochs * self.args.num_mini_batches):
-                metrics = self.step(batch, rollout, scores)
-        finally:
-            self._parts = None
+        self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        started = time.perf_counter()
+        with phases.phase("update", self.args.num_ppo_epochs * self.args.num_mini_batches):
+            metrics = self.step(batch, rollout, scores)
         seconds = {"rollout_seconds": rollout_seconds, "score_seconds": score_seconds}
         seconds["step_seconds"] = time.perf_counter() - started
         speed = len(rollout) / sum(seconds.values())

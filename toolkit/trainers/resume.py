@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
 from toolkit.models import tensors_digest
-from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite
+from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
 from toolkit.trainers.same_run import check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
@@ -79,7 +79,7 @@ class ResumableTrainer(GuardedSteps):
                 self.load_saved(Path(best) if best else checkpoint)
                 self._count_resumption()
                 return TrainOutput(state.global_step, 0.0, {})
-        guard = SkipNotFinite(self.skipped, self.skip)
+        guard = SkipNotFinite(self.skipped, self.skip, lambda: loss_scale(self.accelerator))
         self.add_callback(guard)
         try:
             return super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **arguments)
@@ -126,13 +126,17 @@ class ResumableTrainer(GuardedSteps):
             finally:
                 self.remove_callback(callback)
         self._check_equal()
-        if request.received is not None and request.met:
-            step, saved = self.state.global_step, self._folder_of(self.state.global_step)
-            after = f"stopped by {request.received.name} after step {step} of {self.state.max_steps}"
-            raise RunInterrupted(f"{after}; everything is saved in {saved}.", request.received)
+        stop = next((one for one in processes.gather(request.received) if one is not None), None)
+        step, saved = self.state.global_step, self._folder_of(self.state.global_step)
+        # One that came after the last step ends nothing that would be lost.
+        if stop is not None and (request.met or processes.by_main(saved.is_dir)):
+            after = f"stopped by {stop.name} after step {step} of {self.state.max_steps}"
+            raise RunInterrupted(f"{after}; everything is saved in {saved}.", stop)
         return result
 
     def _meets(self) -> str:
+        if 0 < self.state.max_steps <= self.state.global_step:
+            return "what is in hand after the last step is finished and saved, then it stops."
         return f"step {self.state.global_step + 1} of {self.state.max_steps} is finished and saved, then it stops."
 
     def _whole_checkpoint(self, asked: str | Path | bool) -> Path:

@@ -15,7 +15,7 @@ from toolkit.data import Rollout
 from toolkit.functional import kl_k1, pool_values
 from toolkit.portion import Portion
 from toolkit.rewards import Reward
-from toolkit.sampling import Evaluator, Metrics, Sampler
+from toolkit.sampling import Evaluator, Metrics, Sampler, all_at_once
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.share import own_rows
@@ -47,8 +47,8 @@ class RoleRollouts:
     at_a_time: ClassVar[str]  # the setting that says how many rows are read
 
     def _sampler(self, **settings: Any) -> Sampler:
-        length = self.args.response_length
-        return Sampler(self.roles, self.tokenizer, response_length=length, autocast=self.autocast, **settings)
+        settings |= {"response_length": self.args.response_length, "portion": self.generated}
+        return Sampler(self.roles, self.tokenizer, autocast=self.autocast, **settings)
 
     def measured(self) -> tuple[Sampler, Callable[[Rollout], Tensor]]:
         """What is evaluated, and the log-ratios of its responses, as `Evaluator` has them."""
@@ -71,6 +71,11 @@ class RoleRollouts:
         return models.Sequences.from_ids(*ids, pad_token_id=pad, device=self.roles.device, pack=pack)
 
     @cached_property
+    def generated(self) -> Portion:
+        """Rows of a generation at a time."""
+        return all_at_once()
+
+    @cached_property
     def portion(self) -> Portion:
         """Rows of a reading at a time."""
         return Portion(self.at_a_time, getattr(self.args, self.at_a_time))
@@ -91,7 +96,7 @@ class RoleRollouts:
                     models.release_memory()
             return whole
 
-        whole = self.portion(attempt)
+        whole = self.portion(attempt, most=len(rows))
         processes.sum_([whole])
         return whole
 

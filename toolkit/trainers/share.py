@@ -81,6 +81,13 @@ class DividedSteps(TrainerHooks):
 
     current_gradient_accumulation_steps: float  # set by transformers' Trainer
     _step: _Step | None = None
+    _rows_of_step: int | None = None  # None before a run has drawn any
+
+    def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], Any]:
+        """As in `Trainer`: the micro-batches of the next optimizer step, whose rows are counted."""
+        micro_batches, items = super().get_batch_samples(*arguments)
+        self._rows_of_step = sum(map(self.rows_of, micro_batches))
+        return micro_batches, items
 
     def rows_of(self, inputs: dict[str, Any]) -> int:
         """Rows of a micro-batch, each of which has to stay whole."""
@@ -150,14 +157,15 @@ class DividedSteps(TrainerHooks):
     def _backward(
         self, model: nn.Module, inputs: dict[str, Any], rows: list[int], num_items_in_batch: Any
     ) -> tuple[Tensor, _Part]:
-        """Forward and backward of some rows of a micro-batch: their share of its loss."""
-        of_step = self.current_gradient_accumulation_steps
+        """Forward and backward of some rows of a micro-batch: their share of the loss of a step."""
+        of_step, number = self.current_gradient_accumulation_steps, self.rows_of(inputs)
+        rows_of_step = self._rows_of_step or of_step * number  # the last micro-batch of a pass may be smaller
         trained = [p for p in model.parameters() if p.requires_grad] if self._may_run_out else []
         gradients = [_copy(p.grad) for p in trained]
 
         def compute(some: dict[str, Any], share: float) -> Tensor:
             # By this a loss is divided that is a mean over rows; one that is a sum over a count is left alone.
-            self.current_gradient_accumulation_steps = of_step / share
+            self.current_gradient_accumulation_steps = rows_of_step / (share * number)
             try:
                 return super(DividedSteps, self).training_step(model, some, num_items_in_batch)
             finally:
