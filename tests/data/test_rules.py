@@ -101,6 +101,7 @@ def test_what_is_required_is_a_condition_and_no_part_of_the_share():
         ("no_comma", "here: a list of rules is needed"),
         ([{"rule": "no_commas"}], "names no rule. The rules are lower_case"),
         (["no_comma"], "names no rule"),
+        ([{"rule": ["no_comma"]}], "names no rule"),
         ([{"rule": "at_most_words"}], "the rule at_most_words takes number, got"),
         ([{"rule": "no_comma", "number": 2}], "the rule no_comma takes nothing else"),
         ([{"rule": "at_most_words", "number": 0}], "a whole number from 1, got 0"),

@@ -42,6 +42,14 @@ def test_a_changed_file_is_read_anew(tmp_path):
         assert score_with(load_function(f"{path}:rule"), rollout(RESPONSES)).tolist() == [value] * 4
 
 
+@pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"# coding: latin-1\n# \xe9\n"], ids=["mark", "coding"])
+def test_a_file_is_read_as_python_reads_it(before, tmp_path):
+    path = tmp_path / "rule.py"
+    path.write_bytes(before + b"def rule(rollout):\n    return [3] * len(rollout)\n")
+    check_function(f"{path}:rule")
+    assert score_with(load_function(f"{path}:rule"), rollout(RESPONSES)).tolist() == [3] * 4
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

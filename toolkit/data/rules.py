@@ -187,7 +187,7 @@ def check_rules(value: Any, where: str) -> None:
         raise DataError(f"{where}: a list of rules is needed, got {value!r}.", remedy=_EXAMPLE)
     for asked in value:
         name = asked.get("rule") if isinstance(asked, Mapping) else None
-        if name not in RULES:
+        if not isinstance(name, str) or name not in RULES:
             raise DataError(f"{where}: {asked!r} names no rule.", remedy=f"The rules are {', '.join(RULES)}.")
         given = {key for key, item in asked.items() if item is not None} - {"rule", "required"}
         if given != set(RULES[name].takes):

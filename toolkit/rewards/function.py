@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import symtable
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -54,7 +55,8 @@ def check_function(function: str) -> None:
         return
     path = _existing(place)
     try:
-        symbols = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec").get_symbols()
+        with tokenize.open(path) as file:  # a byte-order mark and a coding line as Python takes them
+            symbols = symtable.symtable(file.read(), str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise _wrong(f"{place} is not Python: {error}.", "Mend it there.") from error
     if not any(symbol.get_name() == name and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
