@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.tiny_runs import PAIRS
+from toolkit.errors import RecipeError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
 from toolkit.spec.validate import measured_names
@@ -22,6 +23,17 @@ def test_evaluation_gives_the_figures_of_training(trained, monkeypatch):
     samples = (recipe.folder / "eval" / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 6
     assert json.loads((recipe.stage_folder("ppo") / "result.json").read_text()) == trained_result  # left as it was
+
+
+def test_it_is_measured_by_one_process_at_a_time(trained):
+    _, recipe = trained
+    lock = recipe.folder / ".lock"
+    lock.write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": 1}))
+    try:
+        with pytest.raises(RecipeError, match="is in use: process 1 on elsewhere is at work in it"):
+            evaluate(recipe)
+    finally:
+        lock.unlink()
 
 
 def test_prompts_of_other_data_that_were_trained_on_are_counted(trained, monkeypatch, capsys):

@@ -13,6 +13,7 @@ from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, prompts_of, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
+from toolkit.sampling import Sampler
 
 
 def test_the_best_of_several_responses(trained, tmp_path):
@@ -143,7 +144,8 @@ def test_a_streamed_response_is_the_response(trained):
             self.text += text
 
     kept = Kept(recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    assert respond(sampler, [row], streamer=kept) == [kept.text]
+    sampler(sampler.collator([row]), streamer=kept)
+    assert respond(sampler, [row]) == [kept.text]
 
 
 def test_a_conversation_is_remembered_until_reset(trained, capsys):
@@ -172,6 +174,16 @@ def test_a_conversation_is_remembered_until_reset(trained, capsys):
     assert printable(response) in capsys.readouterr().out  # streamed
     assert shown.count(f"(cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more)") >= 1
     assert next(lines) == "never read"
+
+
+def test_a_response_that_ends_at_the_limit_is_not_called_cut(trained, monkeypatch):
+    _, recipe = trained
+    sampler, sample = trained_sampler(recipe, temperature=0.0, max_new_tokens=4), Sampler.__call__
+    for ended in (False, True):
+        monkeypatch.setattr(Sampler, "__call__", lambda *a, e=ended, **k: replace(sample(*a, **k), ended=[e]))
+        lines, shown = iter(["Hi", "/quit"]), []
+        converse(recipe, sampler, read=lambda _, lines=lines: next(lines), write=shown.append)
+        assert any("cut at" in one for one in shown) is not ended
 
 
 def test_a_conversation_ends_with_the_input(trained):

@@ -8,8 +8,9 @@ from transformers import BitsAndBytesConfig, Cache, GenerationConfig, LogitsProc
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.models.test_q_values import q_base
 from tests.tiny_models import ARCHITECTURES, lora, randomize, shared_base, tiny_model
+from tests.tolerances import FP32
 from toolkit.data import doubling
-from toolkit.models import RowProcessor, SharedBase, frozen_lm, load_base
+from toolkit.models import RowProcessor, SharedBase, frozen_lm, load_base, roles
 from toolkit.models.decoding import decode
 from toolkit.sampling import Sampler
 
@@ -128,6 +129,63 @@ def test_rows_stay_where_something_is_held_of_them_beside_the_cache(monkeypatch)
 
     monkeypatch.setattr(Cache, "reorder_cache", first)
     assert not shared_base()._rows_leave
+
+
+def in_float32(tmp_path, quantized):
+    tiny_model(size=64).save_pretrained(tmp_path)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if quantized else None
+    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="float32"))
+    for role in ("policy", "reward"):
+        base.add_role(role, lora())
+        randomize(base, role)
+    return base
+
+
+def own_forwards(base):
+    return [module.forward for module in base.causal_lm.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_policy_s_adapter_is_merged_for_its_responses_in_float32(tmp_path, quantized):
+    base = in_float32(tmp_path, quantized)
+    before = own_forwards(base)
+    with base.role("policy"):
+        apart, of_apart = greedy(base.causal_lm, by=decode)
+        with base.unpacked():
+            merged = [forward for forward in own_forwards(base) if "merged" in getattr(forward, "__qualname__", "")]
+            assert len(merged) == 14  # seven a block
+            tokens, logits = greedy(base.causal_lm, by=decode)
+            with base.role("reward"):
+                of_reward = base.logits(base.hidden_states(IDS, MASK))
+            with torch.autocast("cpu", dtype=torch.bfloat16):  # another precision is the layer's own
+                in_16_bits = base.hidden_states(IDS, MASK)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(base.hidden_states(IDS, MASK), in_16_bits)
+    assert own_forwards(base) == before
+    assert torch.equal(tokens, apart)
+    distance = max(float((a - b).abs().max()) for a, b in zip(logits, of_apart, strict=True))
+    assert 0 < distance < 1e-4 * max(float(a.abs().max()) for a in of_apart)
+    with base.role("reward"):
+        torch.testing.assert_close(base.logits(base.hidden_states(IDS, MASK)), of_reward, **FP32)
+
+
+def test_nothing_is_merged_for_other_roles_in_16_bits_or_beyond_a_share_of_the_memory(tmp_path, monkeypatch):
+    base = in_float32(tmp_path, False)
+    before = own_forwards(base)
+
+    def changed(role):
+        with base.role(role), base.unpacked():
+            return own_forwards(base) != before
+
+    assert changed("policy") and not changed("reward")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not changed("policy")
+    monkeypatch.setattr(roles, "_SHARE_OF_COPIES", 0)
+    assert not changed("policy")
+    monkeypatch.undo()
+    base.causal_lm.to(torch.bfloat16)
+    with base.role("policy"), base.unpacked():
+        assert not any("merged" in getattr(forward, "__qualname__", "") for forward in own_forwards(base))
 
 
 @pytest.mark.skipif(not frozen_lm._lays_out(), reason="this CPU has no kernel for bfloat16 weights that are laid out")

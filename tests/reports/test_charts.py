@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from toolkit.reports.charts import bars, curves, histogram, scatter, short, thinned, ticks
+from toolkit.reports.charts import bars, curves, histogram, scatter, short, thinned, tick_labels, ticks
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,20 @@ def test_ticks_are_round_and_within(low, high, expected):
 
 def test_numbers_are_short():
     assert [short(x) for x in (0, 0.5, 1234.5, 1.23456e-7, 2e9)] == ["0", "0.5", "1,234", "1.2e-07", "2.0e+09"]
+
+
+def test_neighbouring_ticks_are_told_apart():
+    """Of a score that moves by some ten thousandths."""
+    assert tick_labels([0.1234, 0.1236, 0.1238]) == ["0.1234", "0.1236", "0.1238"]
+    assert tick_labels([12345.2, 12345.4]) == ["12,345.2", "12,345.4"] and tick_labels([2.0, 4.0]) == ["2", "4"]
+    labels = re.findall(r">([^<>]+)</text>", curves("x", {"x": [(10000.0, 1.0001), (10001.0, 1.0004)]}))
+    assert labels and len({*labels}) == len(labels)
+
+
+def test_points_that_become_one_are_drawn_at_their_mean():
+    """Of pairs on a line the means are on it, too."""
+    pairs = [(float(i), 2.0 * i) for i in range(3000)]
+    assert all(y == 2 * x for x, y in thinned(pairs)[0])
 
 
 def test_a_long_curve_keeps_its_range():

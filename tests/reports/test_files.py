@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_a_disk_that_is_full_is_one_sentence(tmp_path):
     for write in (append_jsonl, write_jsonl, write_json):
         with pytest.raises(ToolkitError, match=r"file/rows: cannot be written \((Not a directory|File exists)\)"):
             write(tmp_path / "file" / "rows", {} if write is write_json else [])
+
+
+def test_metrics_that_are_no_numbers_are_null(tmp_path):
+    """JSON has no name for them, and other tools read no line with one."""
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    logs = {"loss": float("nan"), "grad_norm": float("inf"), "score": 0.5}
+    metrics.on_log(None, TrainerState(), TrainerControl(), logs=logs)
+    assert metrics.path.read_text() == '{"step": 0, "loss": null, "grad_norm": null, "score": 0.5}\n'
+    assert math.isnan(logs["loss"])  # the trainer's own stay
 
 
 def test_a_damaged_line_is_named_by_its_number(tmp_path):

@@ -24,6 +24,10 @@ def test_pairs_of_the_same_prompts_have_less_noise():
     assert said == "The score rose: +1.25 ± 0.25, 5.0 standard errors over the same 4 prompts."
 
 
+def test_of_one_prompt_there_is_nothing_to_say():
+    assert verdict(result(1.0, 0.0, 2.0, 0.0), rows((1.0, 2.0))) == ""
+
+
 def test_what_has_no_noise_or_no_score():
     assert verdict(result(1.0, 0.0, 1.0, 0.0)) == "The score did not change, without noise (of two means)."
     assert verdict(result(1.0, 0.0, 2.0, 0.0)).startswith("The score changed by +1, without noise")

@@ -130,6 +130,7 @@ def test_best_of_n_and_evaluation_go_by_the_sum(tmp_path):
         ),
         (DenseScores(spans=[[(0, 1, 3e38)] * 2, [], [], []]), "gave scores that overflow float32 to the response"),
         (DenseScores(tokens=[["a", "b", "c"], [], [], []]), "not made of numbers"),
+        (DenseScores([0.0] * 4, tokens=[["a"]] * 4), r"returned \[\['a'\], .*, which is not made of numbers"),
         (DenseScores(tokens=[[0.0, float("nan"), 0.0], [], [], []]), "gave nan to the response .*; scores are finite"),
         (DenseScores(spans=[[(0, 1, float("inf"))], [], [], []]), "gave inf to the response .*; scores are finite"),
     ],

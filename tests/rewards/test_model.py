@@ -139,6 +139,23 @@ def test_a_bert_that_reads_pairs():
         torch.testing.assert_close(scores, torch.stack(expected), **FP32)
 
 
+def test_of_a_long_pair_the_prompt_is_cut():
+    model, tokenizer = bert()
+    asked, limit = ["p" * 30, "a short one", "q" * 5, "r" * 40], 24
+    said = ["x" * 20, "yes", "y" * 15, "z" * 24]
+    ids = [[1, 2]] * 4
+    rollout = Rollout(asked, said, ids, ids, [True] * 4, {"prompt": asked})
+    reward = RewardModel(model, tokenizer, reads="pair", max_length=limit)
+    with pytest.warns(UserWarning, match="2 of 4 texts are longer than the 24 tokens"):
+        scores = score_with(reward, rollout)
+    left = [("p" * 4, said[0]), (asked[1], said[1]), (asked[2], said[2])]  # of the last one the response fills it all
+    whole = Rollout([a for a, _ in left], [b for _, b in left], ids[:3], ids[:3], [True] * 3)
+    whole.columns["prompt"] = whole.prompts
+    uncut = RewardModel(model, tokenizer, reads="pair")
+    torch.testing.assert_close(scores[:3], score_with(uncut, whole), **FP32)
+    assert reward.truncated == 2 and uncut.truncated == 0
+
+
 def test_an_empty_response_alone_has_a_score():
     model, tokenizer = llama()
     scores = score_with(RewardModel(model, tokenizer, reads="response", batch_size=2), rollout())

@@ -122,6 +122,8 @@ def test_a_python_function_by_name(tmp_path, monkeypatch):
     assert check_scores(function(rollout(RESPONSES)), rollout(RESPONSES)).tolist() == [-3, -6, -2, -3]
     with pytest.raises(RewardError, match='has no function "length"'):
         load_function("my_rewards_for_test:length")
+    with pytest.raises(RewardError, match='has no function "mood". A notebook or script has given it: put it into'):
+        load_function("__main__:mood")
     with pytest.raises(RewardError, match='no module "no_such_module"'):
         load_function("no_such_module:f")
     with pytest.raises(RewardError, match="not of the form module:function"):

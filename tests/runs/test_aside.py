@@ -57,12 +57,24 @@ def begin_anew(run, *, finished=False):
 # ---------------------------------------------------------------------- aside and back
 
 
+def test_what_a_notebook_replaces_goes_once_all_of_its_model_is_saved(run):
+    aside.make_room(run, ["ppo", "eval"], wanted="ppo")
+    owned.begin(run / "ppo")
+    aside.train_by_hand(run, ["policy/role.json", "value/role.json"])
+    for name in ("policy/adapter_config.json", "policy/role.json", "value/adapter_config.json"):
+        write(run / "ppo", {name: "{}"})
+    assert aside.settle(run) and (run / aside.REPLACED / "ppo" / RESULT_FILE).is_file()  # a kill while it saved
+    write(run / "ppo", {"value/role.json": "{}"})
+    assert not aside.settle(run) and not (run / aside.REPLACED).exists()
+
+
 @pytest.mark.parametrize("stored", ["", aside.REPLACED, aside.UNFINISHED])
 @pytest.mark.parametrize(
     "text",
     ["{}", '{"into": null, "moves": 5}', '{"into": null, "moves": [["a"]]}', '{"into": "elsewhere", "moves": []}',
      '{"into": null, "moves": [["../mine.txt", "ppo/mine.txt"]], "names": ["ppo"], "wanted": "ppo"}',
      '{"into": ".replaced", "moves": [], "names": ["../x"], "wanted": "ppo"}',
+     '{"into": ".replaced", "moves": [], "names": ["ppo"], "wanted": "ppo", "last_saved": ["../x"]}',
      '{"into": ".replaced", "moves": [], "names": ["ppo"], "wanted": 5}', '{"into": ".replaced", "moves": []}'],
 )  # fmt: skip
 def test_a_list_of_moves_that_is_damaged_moves_nothing(stored, text, run):

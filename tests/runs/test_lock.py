@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from toolkit.errors import RecipeError, ToolkitError
@@ -40,6 +41,17 @@ def test_a_second_process_is_told_which_one_is_at_work(tmp_path):
     with at_work(tmp_path) as ours:
         assert ours and owner_of(tmp_path)["pid"] == os.getpid()
     assert owner_of(tmp_path) is None
+
+
+def test_a_clock_that_is_set_changes_no_owner(tmp_path, monkeypatch):
+    """Linux tells when a process began in ticks since its own start, which a clock that is set makes another date."""
+    other = holding(tmp_path)
+    began = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: began(self) + (sys.platform == "linux"))
+    assert owner_of(tmp_path)["pid"] == other.pid
+    with pytest.raises(RecipeError, match="is in use"):
+        acquire(tmp_path)
+    other.communicate("\n")
 
 
 def test_a_lock_whose_process_was_killed_is_stale(tmp_path):

@@ -4,14 +4,17 @@ import contextlib
 import io
 import json
 import signal
+import statistics
 
 import pytest
 
 from tests.tiny_runs import chat_recipe, command_here, stages_here, texts
 from toolkit import recipes
 from toolkit.errors import DataError, RecipeError, RunInterrupted
+from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
+from toolkit.reports import read_jsonl
 from toolkit.runs import collect, stages
 from toolkit.sampling import SIGNS, Sampler
 
@@ -220,9 +223,18 @@ def made(tmp_path, checkpoint, *overrides, **sections):
 
 
 def test_on_an_nf4_base_with_sampled_answers(tmp_path, checkpoint):
-    recipe = made(tmp_path, checkpoint)
+    (tmp_path / "rule.py").write_text(
+        "def rule(rollout):\n    return [-(sum(ids) % 6) for ids in rollout.response_ids]"
+    )
+    scorer = {"kind": "function", "function": f"{tmp_path / 'rule.py'}:rule"}
+    recipe = made(tmp_path, checkpoint, scorer=scorer)
     assert recipe.plan.needs("q") == ["collect"]
-    assert stages.run(recipe, "collect")["after"]["responses"] == 6
+    collected = stages.run(recipe, "collect")["after"]
+    rows = read_jsonl(recipe.stage_folder("collect") / "responses.jsonl")
+    scores = [sum(reward or 0.0 for reward in row["rewards"]) for row in rows]
+    means = [(one + other) / 2 for one, other in zip(scores[::2], scores[1::2], strict=True)]  # two to a prompt
+    assert collected["responses"] == 6 and collected["score"] == pytest.approx(statistics.fmean(scores))
+    assert collected["score_se"] == pytest.approx(statistics.stdev(means) / 3**0.5) != 0
     with pytest.raises(RecipeError, match="has no Q-values: its q stage has not finished. Run that stage of "):
         open_run(recipe.run, runs_dir=recipe.runs_dir, by_q=True)
     trainer = recipe.q_trainer()
@@ -245,6 +257,10 @@ def test_a_data_set_of_ones_own_needs_no_collecting(tmp_path, checkpoint):
     assert texts(report) == () and "q_data: train: 2 rated responses; 1 left out: 1 × an empty" in str(report)
     result = stages.run(recipe, "q")
     assert result["left_out"] == {"train": {"an empty response": 1}}
+    held_out = [{"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in ("Hello", "Never asked")]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    other_data = f"data.validation={tmp_path / 'held_out.jsonl'}"
+    assert evaluate(open_run(recipe.run, other_data, runs_dir=recipe.runs_dir, by_q=True))["trained_on"] == 1
     wrong = made(tmp_path, checkpoint, "q.lowest_return=0.0", **own, name="wrong")
     assert any(x.startswith("q_data.lowest_return") or x.startswith("q.lowest_return — ") for x in _problems(wrong))
     with pytest.raises(DataError, match='q_data.task: "preferences" has no rated data, which the q stage needs'):

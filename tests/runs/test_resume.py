@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.tiny_models import needs_trl_loop
 from tests.tiny_runs import PAIRS, begun, chat_recipe, command_here, cut_short, ended, stages_here
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders
-from toolkit.errors import CheckpointError, RecipeError, ToolkitError
+from toolkit.errors import CheckpointError, RecipeError, RewardError, ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
 from toolkit.runs.owned import begin
@@ -207,6 +208,31 @@ def test_trainers_of_a_notebook(tmp_path, checkpoint):
     assert len(checkpoint_folders(recipe.stage_folder("ppo"))) == 3
     recipe.ppo_trainer(overwrite=True)
     assert checkpoint_folders(recipe.stage_folder("ppo")) == []
+
+
+def test_a_function_of_a_notebook_goes_on_from_a_file(tmp_path, checkpoint):
+    def rule(rollout):
+        return [-float(n) for n in rollout.lengths]
+
+    trainer = chat(tmp_path, checkpoint).ppo_trainer(rule)
+    folder = Path(trainer.args.output_dir)
+    for batch in trainer.dataloader:
+        responses = trainer.generate(batch)
+        trainer.step(batch, responses, trainer.score(batch, responses))
+        trainer.save_checkpoint()
+        break
+    trainer.save_model(str(tmp_path / "saved"))
+    written = {path.relative_to(tmp_path / "saved").as_posix() for path in (tmp_path / "saved").rglob("*.json")}
+    assert {*trainer.last_saved} == {"policy/role.json", "value/role.json"} <= written
+    own, runs = folder.parent / "recipe.yaml", {"runs_dir": tmp_path / "runs"}
+    with pytest.raises(RewardError, match='has no function ".*rule". A notebook or script has given it: put it into'):
+        stages.run(recipes.load(own, **runs), "ppo", resume=True)
+    (tmp_path / "mine.py").write_text("def shorter(rollout):\n    return [-float(n) for n in rollout.lengths]\n")
+    by_file = recipes.load(own, f"scorer.function={tmp_path / 'mine.py'}:shorter", **runs)
+    assert stages.run(by_file, "ppo", resume=True)["resumed_at"] == [1]
+    other = recipes.load(own, f"scorer.function={tmp_path / 'mine.py'}:longer", **runs)  # one of a file stays
+    with pytest.raises(RecipeError, match="other settings: scorer.function is"):
+        stages.run(other, "ppo", resume=True)
 
 
 def test_the_command_goes_on_with_what_a_notebook_began(tmp_path, checkpoint):

@@ -248,9 +248,7 @@ def test_the_recipe_of_two_opts(opts, tmp_path):
         f"base.model={opts / 'actor'}", f"reward_model.model={opts / 'small'}",
         "base.dtype=float32", "adapters.policy.r=4", "reward.max_steps=1", "reward.gradient_accumulation_steps=1",
         "ppo.max_steps=1", "ppo.per_device_train_batch_size=2", "ppo.gradient_accumulation_steps=1",
-        "ppo.response_length=4", "ppo.num_ppo_epochs=1", "data.parts={reward: 8, ppo: 6}",
-        "data.max_validation_rows=2",
-        "data.parts={reward: 3, ppo: 3}",
+        "ppo.response_length=4", "ppo.num_ppo_epochs=1", "data.max_validation_rows=2", "data.parts={reward: 3}",
         "reward.gradient_checkpointing=false", "ppo.gradient_checkpointing=false",
     ]  # fmt: skip
     recipe = recipes.load("opt_hh_rlhf", *pairs, *small, runs_dir=tmp_path)

@@ -1,6 +1,7 @@
 """`toolkit eval`: a trained run measured again on its held-out prompts."""
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from datasets import Dataset
@@ -14,6 +15,7 @@ from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, sample_rows, write_jsonl, write_result
 from toolkit.runs import build, stage
 from toolkit.runs.folder import EVALUATION
+from toolkit.runs.lock import at_work
 from toolkit.runs.owned import RECIPE_FILE, begin, refuse_others
 from toolkit.sampling import Evaluation
 from toolkit.spec.load import load
@@ -21,33 +23,42 @@ from toolkit.spec.recipe import Recipe
 
 
 def evaluate(recipe: Recipe) -> dict[str, Any]:
-    """Measure a trained run on its held-out prompts, before and after training, into `eval/result.json`."""
+    """Measure a trained run on its held-out prompts, before and after training, into `eval/result.json`.
+
+    Raises:
+        RecipeError: another process is at work in the run folder.
+    """
     folder = recipe.stage_folder(EVALUATION)
-    processes.by_main(lambda: refuse_others(folder))
-    processes.by_main(lambda: begin(folder))
-    result, samples = measured(recipe)
-    result |= _trained_on(recipe)
-    processes.by_main(lambda: write_jsonl(folder / "samples.jsonl", samples))
-    processes.by_main(lambda: write_result(folder, result))
+    with ExitStack() as stack:
+        with processes.agreed():
+            if processes.is_main():
+                stack.enter_context(at_work(recipe.folder))
+                refuse_others(folder)
+                begin(folder)
+        result, samples = measured(recipe)
+        result |= _trained_on(recipe)
+        processes.by_main(lambda: write_jsonl(folder / "samples.jsonl", samples))
+        processes.by_main(lambda: write_result(folder, result))
     stage.show_result(result, samples)
     stage.say(f"result: {folder / 'result.json'}")
     return result
 
 
 def _trained_on(recipe: Recipe) -> dict[str, int]:
-    """How many prompts of changed data PPO, or collect, has responded to in training: a larger split reaches into what
-    the run did not hold out. Nothing where the data are those of the run."""
+    """How many prompts of changed data the run was trained on, by PPO or by Q-learning: a larger split reaches into
+    what the run did not hold out. Nothing where the data are those of the run."""
     run = load(recipe.folder / RECIPE_FILE, run=recipe.run, runs_dir=recipe.runs_dir)
     if run.values["data"] == recipe.values["data"]:
         return {}
+    by = "q" if responds_by_q(recipe) else "ppo"
     try:
-        trained = set(map(tuple, run.task.prompts("train")["input_ids"]))
+        asked = build.rated_dataset(run)["prompt_ids"] if by == "q" else run.task.prompts("train")["input_ids"]
     except DataError as error:  # they may be gone
         stage.say(f"data: which of these are training prompts of the run is not known: {error}")
         return {}
     prompts = recipe.task.prompts("test")["input_ids"]
+    trained = set(map(tuple, asked))
     number = sum(tuple(ids) in trained for ids in prompts)
-    by = "collect" if responds_by_q(recipe) else "ppo"
     stage.say(f"data: {number:,} of these {len(prompts):,} prompts are training prompts of the run's {by} stage.")
     return {"trained_on": number}
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from toolkit import processes
 from toolkit.disk import write_whole, writing
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.errors import RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import measured
 from toolkit.inference.saved_run import open_run
 from toolkit.reports import ComparedRun, comparison_page, write_json
@@ -77,5 +78,5 @@ def _table(figures: dict[str, dict[str, dict[str, float]]]) -> Table:
     for name, sides in figures.items():
         both = [sides["before"], sides["after"]]
         cells = [f"{side[of]:.3f} ± {side[f'{of}_se']:.3f}" for of in ("score", "judge") for side in both]
-        table.add_row(name, *cells, f"{sides['after']['kl']:.3f}")
+        table.add_row(Text(printable(name)), *cells, f"{sides['after']['kl']:.3f}")
     return table

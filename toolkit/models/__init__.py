@@ -9,7 +9,7 @@ all that is used of PEFT beyond its public interface, `fused_lora` computes its 
 is the loop over new tokens.
 """
 
-from toolkit.models.adapters import load_role, load_weights, save_high_score, save_role
+from toolkit.models.adapters import ROLE_FILE, load_role, load_weights, save_high_score, save_role
 from toolkit.models.base_checks import check_bits, check_checkpointing, scales_logits
 from toolkit.models.classifier import (
     add_lora,
@@ -55,7 +55,7 @@ from toolkit.models.q_values import (
     update_q_target,
 )
 from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
-from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, release_memory
+from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, keep_freed_memory
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 from toolkit.models.weights import (

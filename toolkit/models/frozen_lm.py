@@ -1,6 +1,6 @@
 """The base that all roles share: a frozen causal language model that gives hidden states and samples responses."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from toolkit.errors import ModelError
 from toolkit.models.base_checks import check_base
 from toolkit.models.decoding import decode
+from toolkit.models.sequences import keep_freed_memory
 
 _ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
 
@@ -30,6 +31,7 @@ class FrozenLM(nn.Module):
 
     def __init__(self, causal_lm: PreTrainedModel):
         super().__init__()
+        keep_freed_memory()
         # From torch 2.11 on cuDNN's attention comes first on Hopper and Blackwell. It makes a plan for every new
         # length, and each token that is decoded is one; with a mask its gradients can be NaN (pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -113,13 +115,15 @@ class FrozenLM(nn.Module):
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
 
     @contextmanager
-    def unpacked(self) -> Iterator[None]:
+    def unpacked(self, *, besides: Collection[nn.Module] = ()) -> Iterator[None]:
         """Where there is room for them, linear layers hold their weights a second time inside, ready to multiply with.
 
         On a CPU each pass unpacks a weight of 4 bits, and lays one of bfloat16 out for its kernel: decoding would do so
         for each token. The results are the same bits. (On a GPU bitsandbytes has kernels that unpack as they multiply.)
+        Not of layers `besides`, for which others stand.
         """
         layers: list[Any] = [layer for layer in self.causal_lm.modules() if _has_ready_weight(layer)]
+        layers = [layer for layer in layers if layer not in besides]
         size = sum(layer.in_features * layer.out_features * _dtype(layer).itemsize for layer in layers)
         if psutil.virtual_memory().available < 2 * size:
             layers = []

@@ -144,6 +144,39 @@ def _is_known(layer: Any, x: Tensor) -> bool:
     return True
 
 
+def can_be_merged(layer: Any, adapter: str) -> bool:
+    """Whether a known layer with this adapter is in float32 throughout: merged, it gives the same but for rounding of
+    a ten-millionth, where in 16 bits most of what the adapter adds would be lost."""
+    base = layer.base_layer
+    packed = type(base) is Linear4bit
+    dtype = base.weight.quant_state.dtype if packed else base.weight.dtype
+    known = _is_plain(layer) and adapter in layer.lora_A and not layer.merged_adapters
+    return (
+        known
+        and dtype is layer.lora_A[adapter].weight.dtype is torch.float32
+        and not (packed and base.compute_dtype not in (None, dtype))
+    )
+
+
+def merged(layer: Any, adapter: str) -> Callable[..., Tensor]:
+    """A forward pass of such a layer by W + s · B A, made once. With another adapter active, or in another precision,
+    it is the layer's own."""
+    base, own = layer.base_layer, layer.forward
+    a, b, s = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
+    with torch.no_grad():
+        if type(base) is Linear4bit:
+            weight = dequantize_4bit(base.weight, base.weight.quant_state).addmm_(b, a, alpha=s)
+        else:
+            weight = torch.addmm(base.weight, b, a, alpha=s)
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or _active(layer) != (adapter,) or x.dtype != weight.dtype or _in_autocast(x):
+            return own(x, *args, **kwargs)
+        return nn.functional.linear(x, weight, base.bias)
+
+    return forward
+
+
 class _Adapters(NamedTuple):
     """The active adapters of the layers of a group; None for a layer that has no part in them."""
 

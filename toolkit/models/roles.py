@@ -1,9 +1,10 @@
 """One base model and the roles on it. Which role is active is switched here alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import psutil
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
@@ -15,7 +16,7 @@ from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base_checks import check_adapter, check_checkpointing, probe
 from toolkit.models.decoding import positions_of
 from toolkit.models.frozen_lm import FrozenLM
-from toolkit.models.fused_lora import Fused, fuse
+from toolkit.models.fused_lora import Fused, can_be_merged, fuse, merged
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.lora import (
     activate,
@@ -30,6 +31,7 @@ from toolkit.models.value_model import ValueModel
 ROLES = ("policy", "value", "reward", "judge", "reference", "q", "q_target")
 HEAD_ROLES = ("value", "reward", "judge")
 Q_ROLES = ("q", "q_target")
+_SHARE_OF_COPIES = 1 / 8  # of the machine's memory, that weights with the policy's adapter in them may take
 
 
 class SharedBase(FrozenLM):
@@ -308,6 +310,32 @@ class SharedBase(FrozenLM):
         finally:
             for group in self._fused:
                 group.kept = None
+
+    @contextmanager
+    def unpacked(self, *, besides: Collection[nn.Module] = ()) -> Iterator[None]:
+        """As `FrozenLM.unpacked`; and where the base computes in float32 on a CPU, the policy's adapter is merged into
+        a copy of its layers' weights, whose factors would else be multiplied with for each token.
+
+        It rounds in another way: so whether there is room for it is asked of the machine's whole memory, not of what is
+        left at the moment, on which a run's numbers shall not depend.
+        """
+        adapter = self._adapter_of.get("policy") if self.active_role == "policy" else None
+        layers: list[Any] = [
+            layer for group in self._fused for layer in group.layers if adapter and can_be_merged(layer, adapter)
+        ]
+        size = sum(layer.in_features * layer.out_features * torch.float32.itemsize for layer in layers)
+        room = _SHARE_OF_COPIES * psutil.virtual_memory().total
+        if self.device.type != "cpu" or torch.is_autocast_enabled("cpu") or size > room:
+            layers = []
+        own = [layer.forward for layer in layers]
+        try:
+            for layer in layers:
+                layer.forward = merged(layer, str(adapter))
+            with super().unpacked(besides={*besides, *(layer.base_layer for layer in layers)}):
+                yield
+        finally:
+            for layer, forward in zip(layers, own, strict=True):
+                layer.forward = forward
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:

@@ -16,13 +16,19 @@ Point = tuple[float, float]
 Band = tuple[float, float, float]  # x, low, high
 
 
-def short(value: float) -> str:
-    """A number with three digits, or a whole one."""
+def short(value: float, digits: int = 3) -> str:
+    """A number with three digits, or so many, or a whole one."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     if 1e3 <= abs(value) < 1e6:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if 1e-3 <= abs(value) < 1e3 else f"{value:.1e}"
+        return f"{value:,.{max(0, digits - 3)}f}"
+    return f"{value:.{digits}g}" if 1e-3 <= abs(value) < 1e3 else f"{value:.{digits - 2}e}"
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Numbers with the fewest digits by which no two of them look alike."""
+    of_digits = ([short(value, digits) for value in values] for digits in range(3, 18))
+    return next((labels for labels in of_digits if len({*labels}) == len(values)), [short(value) for value in values])
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -38,13 +44,13 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def thinned(points: Sequence[Point]) -> tuple[list[Point], list[Band]]:
-    """Points that can be told apart, and, where several became one, the range of those."""
+    """Points that can be told apart: means of neighbours, and, where several became one, the range of those."""
     if len(points) <= _MOST_POINTS:
         return list(points), []
     curve, band = [], []
     for i in range(_MOST_POINTS):
         part = points[i * len(points) // _MOST_POINTS : (i + 1) * len(points) // _MOST_POINTS]
-        x, values = part[len(part) // 2][0], [y for _, y in part]
+        x, values = sum(x for x, _ in part) / len(part), [y for _, y in part]
         curve.append((x, sum(values) / len(values)))
         band.append((x, min(values), max(values)))
     return curve, band
@@ -68,12 +74,13 @@ class _Plane:
 
     def axes(self) -> str:
         lines = []
-        for value in ticks(self.y_low, self.y_high):
-            y = self.y(value)
+        places = ticks(self.y_low, self.y_high)
+        for y, label in zip(map(self.y, places), tick_labels(places), strict=True):
             lines.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-            lines.append(f'<text class="tick end" x="{_LEFT - 5}" y="{y + 3.5}">{short(value)}</text>')
-        for value in ticks(self.x_low, self.x_high):
-            lines.append(f'<text class="tick middle" x="{self.x(value)}" y="{HEIGHT - 12}">{short(value)}</text>')
+            lines.append(f'<text class="tick end" x="{_LEFT - 5}" y="{y + 3.5}">{label}</text>')
+        places = ticks(self.x_low, self.x_high)
+        for x, label in zip(map(self.x, places), tick_labels(places), strict=True):
+            lines.append(f'<text class="tick middle" x="{x}" y="{HEIGHT - 12}">{label}</text>')
         return "".join(lines)
 
 

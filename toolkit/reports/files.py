@@ -1,6 +1,7 @@
 """The files of a run: JSON Lines, written so that a kill can cut no line but the last, and `result.json`."""
 
 import json
+import math
 import platform
 import sys
 from collections.abc import Iterable
@@ -80,6 +81,11 @@ def keep_until(path: Path, step: int) -> None:
         write_lines(path, (line for line, row in lines if row["step"] <= step))
 
 
+def _is_lost(value: Any) -> bool:
+    """Whether a metric is no finite number, as of a step that float16 overflowed in: JSON has no name for it."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 class MetricsFile(TrainerCallback, ExportableState):
     """Appends what a trainer logs to a file, one JSON object a line, with `step` first.
 
@@ -100,7 +106,8 @@ class MetricsFile(TrainerCallback, ExportableState):
         write_lines(self.path, whole_lines(self.path)[: self.lines])
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        append_jsonl(self.path, [{"step": state.global_step, **logs}])
+        known = {name: None if _is_lost(value) else value for name, value in logs.items()}
+        append_jsonl(self.path, [{"step": state.global_step, **known}])
         self.lines += 1
 
 

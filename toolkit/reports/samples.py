@@ -26,11 +26,11 @@ class Responses:
     def of(cls, rollout: Rollout, scores: Tensor, judged: Tensor | None = None) -> "Responses":
         """Those of a rollout of B responses and their scores (B,), those of a judge too."""
 
-        def rounded(of: Tensor | None) -> list[float]:
-            return [] if of is None else [round(score, 4) for score in of.tolist()]
+        def numbers(of: Tensor | None) -> list[float]:
+            return [] if of is None else [float(f"{score:.9g}") for score in of.tolist()]  # all that float32 holds
 
         texts = list(rollout.prompts), list(rollout.responses)
-        return cls(*texts, rounded(scores), rollout.lengths, rounded(judged))
+        return cls(*texts, numbers(scores), rollout.lengths, numbers(judged))
 
 
 def sample_rows(before: Responses, after: Responses) -> list[dict[str, Any]]:

@@ -10,12 +10,15 @@ NOISE = 2.0
 
 
 def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> str:
-    """Whether the score, and that of a judge, rose by more than its noise; empty where there is no score.
+    """Whether the score, and that of a judge, rose by more than its noise; empty where there is no score, or of one
+    prompt alone, which has no noise to hold it against.
 
     Args:
         result: with `before` and `after`, where they are known.
         samples: rows of `sample_rows`: with them the difference is of pairs, which have less noise.
     """
+    if len(samples) == 1:
+        return ""
     return " ".join(filter(None, (_change(name, result, samples) for name in ("score", "judge"))))
 
 

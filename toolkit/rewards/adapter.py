@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from toolkit import processes
 from toolkit.data import Rollout, pad_rows
 from toolkit.errors import Problem
-from toolkit.models import LENGTH_MULTIPLE, SharedBase, release_memory, sequence_logits
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, sequence_logits
 from toolkit.portion import Portion
 from toolkit.rewards.base import Reward
 from toolkit.rewards.scorer import ClassScorer, ScorerContext, problems_of
@@ -34,7 +34,6 @@ def logits_of(
             for start in range(0, len(order), size):
                 part = order[start : start + size]
                 logits[part] = forward(part).float().cpu()
-                release_memory()
         return logits
 
     logits = portion(attempt, most=len(rows))

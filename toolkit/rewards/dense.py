@@ -3,10 +3,10 @@
 import math
 import operator
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from toolkit.data import Rollout
 from toolkit.errors import NotFiniteError, RewardError
 
 Span = tuple[int, int, float]
+T = TypeVar("T")
 LARGEST_SCORE = torch.finfo(torch.float32).max
 
 
@@ -52,14 +53,10 @@ class DenseScores:
             NotFiniteError: a number that is not finite.
         """
         count = len(rollout)
-        try:
-            scores = torch.zeros(count) if self.scores is None else _floats(self.scores)
-            tokens = [torch.zeros(0)] * count if self.tokens is None else [_floats(row) for row in self.tokens]
-            spans = [[_span(span) for span in row] for row in ([[]] * count if self.spans is None else self.spans)]
-        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            given = next(x for x in (self.scores, self.tokens, self.spans) if x is not None)
-            seen = " ".join(reprlib.repr(given).split())
-            raise RewardError(f"the reward returned {seen}, which is not made of numbers: {error}.") from error
+        scores = _read(self.scores, _floats, absent=torch.zeros(count))
+        tokens = _read(self.tokens, lambda rows: [*map(_floats, rows)], absent=[torch.zeros(0)] * count)
+        none: list[list[Span]] = [[]] * count
+        spans = _read(self.spans, lambda rows: [[*map(_span, row)] for row in rows], absent=none)
         if scores.shape != (count,):
             raise RewardError(
                 f"the reward returned shape {tuple(scores.shape)} for {count} responses; "
@@ -155,6 +152,17 @@ def _parts(scores: Scores) -> tuple[Tensor, Any, Any]:
 
 def _any_dense(scores: Sequence[Scores]) -> bool:
     return any(isinstance(part, DenseScores) for part in scores)
+
+
+def _read(part: Any, numbers: Callable[[Any], T], *, absent: T) -> T:
+    """The numbers of a part of what the reward returned, or what stands for one that it did not."""
+    if part is None:
+        return absent
+    try:
+        return numbers(part)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        seen = " ".join(reprlib.repr(part).split())
+        raise RewardError(f"the reward returned {seen}, which is not made of numbers: {error}.") from error
 
 
 def _floats(values: Tensor | Sequence[float]) -> Tensor:

@@ -42,7 +42,8 @@ def load_function(function: str) -> Reward:
         raise _wrong(wrong, "Mend it there.") from error
     reward: Reward | None = getattr(module, name, None)
     if not callable(reward):
-        raise _wrong(f'{place} has no function "{name}".')
+        remedy = "A notebook or script has given it: put it into a file, and name that." if in_no_file(function) else ""
+        raise _wrong(f'{place} has no function "{name}".', remedy)
     check_reward(reward, "function")
     return reward
 
@@ -61,6 +62,11 @@ def check_function(function: str) -> None:
         raise _wrong(f"{place} is not Python: {error}.", "Mend it there.") from error
     if not any(symbol.get_name() == name and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
         raise _wrong(f'{place} has no function "{name}".')
+
+
+def in_no_file(function: str) -> bool:
+    """Whether a function was defined in a notebook or within another one, so that its name alone does not find it."""
+    return function.startswith("__main__:") or "<" in function
 
 
 def beside(function: str, folder: Path) -> str:

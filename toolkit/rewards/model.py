@@ -101,7 +101,7 @@ class RewardModel(TextScorer):
         cut = [i for i, row in enumerate(rows) if len(row["input_ids"]) > limit]
         for i in cut:
             last = {"input_ids": rows[i]["input_ids"][-limit:]}
-            rows[i] = last if texts is None else self._encoded(texts[i], truncation=True, max_length=limit)
+            rows[i] = last if texts is None else self._cut(texts[i], len(rows[i]["input_ids"]), limit)
         if cut and not self.truncated:
             warnings.warn(
                 f"{len(cut)} of {len(rows)} texts are longer than the {limit} tokens of the reward model and lose "
@@ -110,6 +110,13 @@ class RewardModel(TextScorer):
             )
         self.truncated += len(cut)
         return rows
+
+    def _cut(self, texts: tuple[str, ...], length: int, limit: int) -> dict[str, list[int]]:
+        """The model's inputs of a text that is too long by its tokens; of a pair the prompt alone is cut, if that has
+        tokens enough for it."""
+        prompt = len(self.tokenizer(texts[0], add_special_tokens=False, verbose=False)["input_ids"])
+        only_prompt = len(texts) > 1 and prompt > length - limit
+        return self._encoded(texts, truncation="only_first" if only_prompt else "longest_first", max_length=limit)
 
     def _encoded(self, texts: tuple[str, ...], **truncation: Any) -> dict[str, list[int]]:
         # A chat template writes the special tokens itself.

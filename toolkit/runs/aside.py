@@ -25,7 +25,7 @@ from toolkit.disk import (
     writing,
 )
 from toolkit.errors import ToolkitError
-from toolkit.runs.owned import RECIPE_FILE, WEIGHTS, delete, written
+from toolkit.runs.owned import RECIPE_FILE, delete, written
 
 REPLACED, UNFINISHED = ".replaced", ".unfinished"
 _DELETED, _MOVES = ".deleted", ".moves.json"
@@ -55,15 +55,17 @@ def _moves_in(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(state: dict[str, Any], *, stored: bool) -> bool:
-    moves, names, wanted = state.get("moves"), state.get("names", []), state.get("wanted")
-    if not isinstance(moves, list) or not isinstance(names, list) or "into" not in state:
+    wanted: Any = state.get("wanted")
+    moves, names, last = (state.get(key, []) for key in ("moves", "names", "last_saved"))
+    if "moves" not in state or not all(isinstance(each, list) for each in (moves, names, last)) or "into" not in state:
         return False
     if (stored or state["into"] is not None) and not {"names", "wanted"} <= state.keys():
         return False
     if any(state.get(key) not in (None, REPLACED, UNFINISHED) for key in ("into", "from")):
         return False
     pairs = all(isinstance(move, list) and len(move) == 2 for move in moves)
-    return pairs and all(map(_is_within, [*chain.from_iterable(moves), *names, *([] if wanted is None else [wanted])]))
+    wanted = [] if wanted is None else [wanted]
+    return pairs and all(map(_is_within, [*chain.from_iterable(moves), *names, *last, *wanted]))
 
 
 def _is_within(name: Any) -> bool:
@@ -105,19 +107,20 @@ def settle(run: Path) -> bool:
         state = _moves_in(run / REPLACED)
         if state is not None:
             folder = run / str(state["wanted"])
-            # What a notebook trains writes no result, and is done once it is saved.
-            saved = (path.relative_to(folder).parts[0] in WEIGHTS for path in written(folder) if "by_hand" in state)
-            if any(saved) or (folder / RESULT_FILE).is_file():
+            # What a notebook trains writes no result, and is done once all of it is saved.
+            last = [folder / name for name in state.get("last_saved", [])]
+            if (last and all(map(Path.is_file, last))) or (folder / RESULT_FILE).is_file():
                 _forget(run / REPLACED)
                 return False
     return state is not None
 
 
-def train_by_hand(run: Path) -> None:
-    """Say that what replaces others is trained by a notebook, which measures nothing and writes no result."""
+def train_by_hand(run: Path, last_saved: Iterable[str]) -> None:
+    """Say that what replaces others is trained by a notebook, which measures nothing and writes no result: it is done
+    once these files are in its folder, the last that are written of each of its weights."""
     state = _moves_in(run / REPLACED)
     if state is not None:
-        write_whole(run / REPLACED / _MOVES, json.dumps({**state, "by_hand": True}) + "\n")
+        write_whole(run / REPLACED / _MOVES, json.dumps({**state, "last_saved": [*last_saved]}) + "\n")
 
 
 def put_back(run: Path) -> None:

@@ -90,7 +90,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     except OSError as error:
         wrong = f"{path}: cannot be written ({error.strerror})."
         raise ToolkitError(wrong, remedy="Make room, then go on with $resume.") from error
-    return _figures(path)
+    return _figures(path, settings.samples_per_prompt)
 
 
 def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
@@ -130,13 +130,14 @@ def _rewards(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBas
         yield [*row[:-1], (row[-1] or 0.0) + at_end[i]]
 
 
-def _figures(path: Path) -> dict[str, float]:
+def _figures(path: Path, samples_per_prompt: int) -> dict[str, float]:
+    """Of all responses; the standard error is that of the prompts' means, since responses to one prompt are alike."""
     rows = read_jsonl(path)
     scores = torch.tensor([sum(reward or 0.0 for reward in row["rewards"]) for row in rows])
     return {
         "responses": len(rows),
         "score": float(scores.mean()),
-        "score_se": standard_error(scores),
+        "score_se": standard_error(scores.view(-1, samples_per_prompt).mean(dim=1)),
         "length": sum(len(row["response_ids"]) for row in rows) / len(rows),
         "eos_share": sum(row["ended"] for row in rows) / len(rows),
     }

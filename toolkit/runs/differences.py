@@ -11,6 +11,7 @@ import yaml
 
 from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import read_text
+from toolkit.rewards import in_no_file
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
@@ -68,17 +69,23 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
 
 def may_change(recipe: Recipe, stage: str, folder: Path) -> set[str]:
     """Keys that may differ where a stage goes on: those above, a length that grows, or falls to no less than what its
-    newest checkpoint has behind it, a product that stays."""
-    names = {*_MAY_CHANGE}
+    newest checkpoint has behind it, a product that stays, the place of a function that a notebook has given."""
+    names, before = {*_MAY_CHANGE}, recorded(folder)
+    functions = {f"{name}.function" for name in ("scorer", "judge") if in_no_file(_function(before, name))}
     if stage in STAGE_CLASSES:
-        there, here = (_numbers(values, stage) for values in (recorded(folder), recipe.values))
+        there, here = (_numbers(values, stage) for values in (before, recipe.values))
         names |= {name for name in _LENGTHS if 0 < there[name] < here[name]}
         saved = checkpoint_folders(folder / stage)
         if saved and step_of(saved[-1]) <= here["max_steps"] < there["max_steps"]:
             names.add("max_steps")
         if math.prod(there[name] for name in _ROWS_OF_A_STEP) == math.prod(here[name] for name in _ROWS_OF_A_STEP):
             names |= {*_ROWS_OF_A_STEP}
-    return {f"{stage}.{name}" for name in names}
+    return {f"{stage}.{name}" for name in names} | functions
+
+
+def _function(values: dict[str, Any], name: str) -> str:
+    """The function of a section, as it is named there."""
+    return str(section(values, name).get("function", ""))
 
 
 def _numbers(values: dict[str, Any], stage: str) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,19 @@ _held: Counter[Path] = Counter()  # how often this process has acquired each run
 
 
 def _of(process: psutil.Process) -> dict[str, Any]:
-    return {"pid": process.pid, "host": socket.gethostname(), "started": process.create_time()}
+    return {"pid": process.pid, "host": socket.gethostname(), "started": _started(process)}
+
+
+def _started(process: psutil.Process) -> float:
+    """When a process began. Linux counts ticks since the machine's start, of which psutil makes a date by the clock:
+    set right meanwhile, that would make another process of the same one."""
+    if sys.platform != "linux":
+        return process.create_time()
+    try:
+        about = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise psutil.NoSuchProcess(process.pid) from error
+    return float(about.rpartition(")")[2].split()[19])  # after a name that may hold anything
 
 
 def _us() -> dict[str, Any]:

@@ -103,7 +103,7 @@ def prepared(
         processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
         shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
         trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
-        processes.by_main(lambda: aside.train_by_hand(recipe.folder))
+        processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
         return trainer

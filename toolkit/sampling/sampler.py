@@ -16,7 +16,7 @@ from toolkit import processes
 from toolkit.data import PromptCollator, Rollout
 from toolkit.errors import DataError, ToolkitError
 from toolkit.functional import inverse_cdf
-from toolkit.models import LENGTH_MULTIPLE, LargestQ, RowProcessor, SharedBase, WeightedByQ, release_memory
+from toolkit.models import LENGTH_MULTIPLE, LargestQ, RowProcessor, SharedBase, WeightedByQ
 from toolkit.portion import Portion
 
 Rows: TypeAlias = Dataset | Sequence[dict[str, Any]]
@@ -97,7 +97,6 @@ class Sampler:
                     drawn = None if uniform is None else uniform[rows].to(ids.device)
                     made = self._generate(ids, mask, drawn, config, streamer).tolist()
                     generated |= dict(zip(rows, made, strict=True))
-                    release_memory()
             return generated
 
         generated = self.portion(attempt, most=len(limits))

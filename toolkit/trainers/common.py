@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
@@ -19,10 +18,10 @@ from toolkit.data import PromptCollator, RatedCollator
 from toolkit.errors import ToolkitError
 from toolkit.models import (
     LENGTH_MULTIPLE,
+    ROLE_FILE,
     SharedBase,
     load_classifier_weights,
     load_weights,
-    release_memory,
     save_model,
     save_role,
 )
@@ -62,6 +61,13 @@ class RoleTrainer(ResumableTrainer):
             pad_token_id = self.processing_class.pad_token_id
             save_role(self.roles, role, folder / role, pad_token_id=pad_token_id, base_name=self.base_name)
 
+    @property
+    def last_saved(self) -> list[str]:
+        """The last file that `save_model` writes of each of its weights."""
+        if self.roles is None:
+            return ["model/tokenizer_config.json"]
+        return [f"{role}/{ROLE_FILE}" for role in self.saved_roles]
+
     def load_saved(self, folder: Path) -> None:
         if self.roles is None:
             return self.load_whole(folder / "model")
@@ -71,11 +77,6 @@ class RoleTrainer(ResumableTrainer):
     def load_whole(self, folder: Path) -> None:
         """Put the weights that `save_model` wrote of a whole model, or of its adapter, into it."""
         load_classifier_weights(self.model, folder)
-
-    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
-        loss = super().training_step(*arguments, **named)
-        release_memory()
-        return loss
 
 
 class SamplingTrainer(RoleTrainer):

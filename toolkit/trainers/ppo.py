@@ -31,7 +31,7 @@ from torch import Tensor
 from toolkit import functional as F
 from toolkit import processes
 from toolkit.data import Rollout, select
-from toolkit.models import read_policy, release_memory, response_logprobs, response_values
+from toolkit.models import read_policy, response_logprobs, response_values
 from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores
 from toolkit.trainers import self_checks
 from toolkit.trainers.not_finite import loss_scale
@@ -241,7 +241,6 @@ class PPOTrainer(PPOLoop):
                 for part in by_length(experience.rollout, share, size):
                     for name, value in self._backward_micro_batch(experience, part, count).items():
                         own[name] += value
-                    release_memory()
             return own
 
         own = self.micro_batch(attempt)

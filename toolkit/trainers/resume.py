@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
-from toolkit.models import tensors_digest
+from toolkit.models import keep_freed_memory, tensors_digest
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
 from toolkit.trainers.same_run import check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
@@ -114,6 +114,7 @@ class ResumableTrainer(GuardedSteps):
             CheckpointError: there is no whole checkpoint, or it is of another run.
             RunInterrupted: a signal asked to stop, and the run was saved.
         """
+        keep_freed_memory()  # also for a model of its own, where there is no shared base
         asked = resume_from_checkpoint
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
         with checkpoints.stop_requests(self._meets) as request:

@@ -93,7 +93,6 @@ class RoleRollouts:
                     for to_fill, tensor in zip(whole, read(self.sequences(rollout, part)), strict=True):
                         if tensor is not None:
                             to_fill[(part, *map(slice, tensor.shape[1:]))] = tensor.cpu().to(dtype)
-                    models.release_memory()
             return whole
 
         whole = self.portion(attempt, most=len(rows))
