@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, write_result
+from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, save_figure, write_result
 from toolkit import recipes
 from toolkit.data.instructions import COMPOSITIONS
 from toolkit.functional import best_of_kl_bound, expected_best, wilson_interval
@@ -446,8 +446,7 @@ def show(path: Path) -> None:
     name = result["demonstration"]
     demonstration = DEMONSTRATIONS[name]
     figure = _FIGURES[name](demonstration, result["arms"])
-    (DOCS / "figures").mkdir(exist_ok=True)
-    figure.savefig(DOCS / "figures" / f"{name}.svg", metadata={"Date": None})
+    save_figure(figure, name)
     where = f"{result['machine']['processor']}, {result['machine']['threads']} thread(s), {result['date'][:10]}"
     table = (_table if demonstration.arms else _recipe_table)(demonstration, result["arms"])
     text = f"{table}\n\n{where}."

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
 from benchmarks.demonstrations import cell_of, perplexity, run_stage
-from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, where, write_result
+from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
 from toolkit.functional import wilson_interval
 from toolkit.recipes import Recipe
@@ -203,7 +203,7 @@ def _samples(result: Mapping[str, Any]) -> str:
 def show(path: Path) -> None:
     """Draw the figure of a result and put its tables into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    _figure(result).savefig(DOCS / "figures" / "fooled.svg", metadata={"Date": None})
+    save_figure(_figure(result), "fooled")
     page = DOCS / "fooled_rewards.md"
     text = page.read_text(encoding="utf-8")
     for name, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(result))):

@@ -4,9 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.reports import machine, versions, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -75,3 +78,13 @@ def fill(page: str, begin: str, end: str, text: str) -> str:
     if not opening or not closing:
         raise ValueError(f'the page lacks the markers "{begin}" and "{end}"')
     return f"{before}{opening}{text}\n{closing}{after}"
+
+
+def save_figure(figure: "Figure", name: str) -> None:
+    """Write a figure of the docs, `docs/figures/<name>.svg`: the same bytes for the same figure."""
+    import matplotlib  # not above: `gpu` reads this module on machines without it
+
+    folder = DOCS / "figures"
+    folder.mkdir(exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

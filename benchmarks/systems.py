@@ -19,7 +19,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from benchmarks.demonstrations import PAGE, measured, run_stage, share, untrained
-from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, newest, write_result
+from benchmarks.records import RESULTS, fill, markdown, new_result, newest, save_figure, write_result
 from toolkit import recipes
 from toolkit.data.instructions import COMPOSITIONS
 from toolkit.recipes import Recipe
@@ -201,8 +201,7 @@ def _table(arms: Mapping[str, Any], prompts: int) -> str:
 def show(path: Path) -> None:
     """Draw the figure of a result and put its table into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    (DOCS / "figures").mkdir(exist_ok=True)
-    _figure(result["arms"]).savefig(DOCS / "figures" / "systems.svg", metadata={"Date": None})
+    save_figure(_figure(result["arms"]), "systems")
     machine = result["machine"]
     where = f"{machine['processor']}, {machine['threads']} thread(s), {result['date'][:10]}."
     text = f"{_table(result['arms'], result['prompts'])}; {where}"

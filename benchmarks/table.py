@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import CONTENDERS, PRECISIONS
-from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, where
+from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, save_figure, where
 from benchmarks.summary import bars_in_words
 from benchmarks.work import PHASES
 
@@ -120,7 +120,7 @@ def _growth(result: Mapping[str, Any]) -> str:
 
 def growth_figure(result: Mapping[str, Any]) -> "Figure":
     """Seconds and peak memory of an update against its tokens, by more rollouts and by longer responses."""
-    from matplotlib.figure import Figure  # `gpu` reads this module on machines that have no more than it needs
+    from matplotlib.figure import Figure  # not above: `gpu` reads this module on machines without it
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     drawn = figure.subplots(1, 2)
@@ -215,5 +215,4 @@ def filled(page: str, folder: Path = RESULTS) -> str:
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     for found in _newest("growth", RESULTS):
-        file = DOCS / "figures" / f"{found['kind']}.svg"
-        growth_figure(found).savefig(file, metadata={"Date": None})
+        save_figure(growth_figure(found), found["kind"])

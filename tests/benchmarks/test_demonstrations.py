@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from benchmarks import demonstrations
+from benchmarks import demonstrations, records
 from benchmarks.demonstrations import DEMONSTRATIONS, PAGE, recipe_of_arm
 from benchmarks.records import fill
 from toolkit import recipes
@@ -42,7 +42,7 @@ def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, mon
     (tmp_path / "value.json").write_text(json.dumps({**about, "arms": arms}))
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- value: made by benchmarks.demonstrations -->\nold\n<!-- end of value -->\nAfter.\n")
-    monkeypatch.setattr(demonstrations, "DOCS", tmp_path)
+    monkeypatch.setattr(records, "DOCS", tmp_path)
     monkeypatch.setattr(demonstrations, "PAGE", page)
     demonstrations.show(tmp_path / "value.json")
     text = page.read_text()
@@ -68,7 +68,7 @@ def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monk
     result.write_text(json.dumps({**about, "arms": {"recipe": {"0": one, "1": two}}}))
     page = tmp_path / "page.md"
     page.write_text("<!-- instructions: made by benchmarks.demonstrations -->\n<!-- end of instructions -->\n")
-    monkeypatch.setattr(demonstrations, "DOCS", tmp_path)
+    monkeypatch.setattr(records, "DOCS", tmp_path)
     monkeypatch.setattr(demonstrations, "PAGE", page)
     demonstrations.show(result)
     text = page.read_text()

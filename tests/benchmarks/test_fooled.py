@@ -1,6 +1,6 @@
 import json
 
-from benchmarks import fooled
+from benchmarks import fooled, records
 
 
 def test_a_pair_of_the_judge_is_a_response_and_that_to_another_prompt():
@@ -29,8 +29,8 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     for name in ("table", "samples"):
         with page.open("a") as file:
             file.write(f"<!-- {name}: made by benchmarks.fooled -->\nold\n<!-- end of {name} -->\n")
-    (tmp_path / "figures").mkdir()
     monkeypatch.setattr(fooled, "DOCS", tmp_path)
+    monkeypatch.setattr(records, "DOCS", tmp_path)
     fooled.show(tmp_path / "result.json")
     text = page.read_text()
     assert "| by the reward that PPO optimises | 0.000 ± 0.100 | 1.500 ± 0.100 |" in text

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import systems
+from benchmarks import records, systems
 from benchmarks.systems import LABELS, RECIPE, SAMPLES, UPDATES
 from toolkit import recipes
 from toolkit.spec.validate import check_recipe
@@ -52,7 +52,7 @@ def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
     (tmp_path / "systems.json").write_text(json.dumps(result))
     page = tmp_path / "page.md"
     page.write_text("<!-- systems: made by benchmarks.systems -->\n<!-- end of systems -->\n")
-    monkeypatch.setattr(systems, "DOCS", tmp_path)
+    monkeypatch.setattr(records, "DOCS", tmp_path)
     monkeypatch.setattr(systems, "PAGE", page)
     systems.show(tmp_path / "systems.json")
     text = page.read_text()

@@ -31,6 +31,21 @@ def test_rare_tokens_of_a_large_vocabulary_are_reached():
         assert int(inverse_cdf(logits, middle)[0]) == token
 
 
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 1000, 50_257])
+def test_each_token_has_its_piece_of_the_whole(vocabulary):
+    """Against the sums of the whole vocabulary in float64, at the middle of each of some tokens' pieces."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(vocabulary, generator=generator)
+    probabilities = logits.double().softmax(0)
+    chosen = torch.cat([torch.randperm(vocabulary, generator=generator)[:60], torch.tensor([0, vocabulary - 1])])
+    middle = probabilities.cumsum(0)[chosen] - probabilities[chosen] / 2
+    # float32 knows a probability to 1e-7, as does the sum of a block: thinner pieces may be a neighbour's
+    wide = probabilities[chosen] > 1e-6
+    tokens, finite = inverse_cdf(logits.expand(len(chosen), -1), middle)
+    assert bool(finite.all()) and int(wide.sum()) >= min(15, vocabulary)
+    assert tokens[wide].tolist() == chosen[wide].tolist()
+
+
 def test_the_ends_of_the_distribution():
     almost_one = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
     for logits, last in ((LOGITS, 5), (LOGITS[:5], 3)):  # a last token of probability 0 is never taken

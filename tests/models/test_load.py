@@ -1,4 +1,5 @@
 import json
+import logging
 import re
 
 import pytest
@@ -259,6 +260,23 @@ def test_a_classifier_that_lacks_weights_is_not_filled_up_at_random(device, tmp_
                 load_model(spec, "sequence_classifier", **settings)
         else:
             load_model(spec, "sequence_classifier", **settings)  # a fresh head on a language model
+
+
+def test_a_fresh_head_on_a_language_model_is_loaded_without_a_word(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger("transformers").addHandler(listener)
+    try:
+        load_model(ModelSpec(str(tmp_path)), "sequence_classifier", num_labels=1, trained=False)
+    finally:
+        logging.getLogger("transformers").removeHandler(listener)
+    assert said == []
 
 
 @pytest.mark.parametrize("device", [None, META])

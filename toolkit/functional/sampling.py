@@ -3,15 +3,34 @@
 import torch
 from torch import Tensor
 
+#: Tokens in a block: the sum of a block takes one pass over it, a running sum over the vocabulary three, in float64.
+BLOCK = 256
+
 
 def inverse_cdf(logits: Tensor, uniform: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The tokens v with P(u' < v) ≤ u < P(u' ≤ v) under softmax(logits / temperature): (B, V) and (B,) to int64 (B,).
 
     The second is whether a row had a distribution to draw from: bool (B,), False where a logit was NaN or inf.
+    Two searches: for the block of the vocabulary that u falls into, and within that block.
     """
-    cumulative = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    probabilities = (logits.float() / temperature).softmax(dim=-1)
+    missing = -logits.shape[-1] % BLOCK
+    if missing:
+        probabilities = torch.nn.functional.pad(probabilities, (0, missing))
+    blocks = probabilities.view(len(logits), -1, BLOCK)
+    sums = blocks.sum(dim=-1).double()
+    cumulative = sums.cumsum(dim=-1)
+    sought = _below(uniform.unsqueeze(1) * cumulative[:, -1:], cumulative)
+    block = torch.searchsorted(cumulative, sought, right=True).clamp(max=blocks.shape[1] - 1)
+    rest = sought - (cumulative - sums).gather(1, block)
+    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(within, _below(rest, within), right=True)
+    # A row of NaN is searched too, and its token thrown away by who reads the second result.
+    tokens = (block * BLOCK + token).squeeze(1).clamp(max=logits.shape[-1] - 1)
+    return tokens, cumulative[:, -1].isfinite()
+
+
+def _below(sought: Tensor, cumulative: Tensor) -> Tensor:
+    """Below the total whatever is rounded, so that no token of probability 0 is taken at the end."""
     total = cumulative[:, -1:]
-    # Below the total whatever is rounded, so that no token of probability 0 is taken at the end.
-    sought = torch.minimum(uniform.unsqueeze(1) * total, total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, sought, right=True).squeeze(1)
-    return tokens.clamp(max=logits.shape[-1] - 1), total.squeeze(1).isfinite()
+    return torch.minimum(sought, total.nextafter(torch.zeros_like(total)))

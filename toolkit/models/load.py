@@ -109,7 +109,7 @@ def load_with_report(
             _check_complete(spec.model, _report_of_headers(model, spec.model), kind, trained=trained)
         return model, False
     try:
-        with _quiet("transformers.modeling_utils") if kind == "sequence_classifier" else nullcontext():
+        with _quiet() if kind == "sequence_classifier" else nullcontext():
             model, report = owner.from_pretrained(
                 spec.model,
                 config=config,
@@ -171,7 +171,7 @@ def _report_of_headers(model: PreTrainedModel, folder: str) -> Mapping[str, Any]
     if not state:
         return unknown
     try:
-        with _quiet("transformers"):
+        with _quiet():
             return type(model).from_pretrained(
                 None,
                 config=model.config,
@@ -290,10 +290,10 @@ def _check_classifier(config: PreTrainedConfig, spec: ModelSpec, tokenizer: PreT
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """transformers prints tables of weights that are missing or not wanted, as where a language model has no score; and
-    for the headers alone, layers that it has not divided among devices."""
-    log = logging.getLogger(name)
+def _quiet() -> Iterator[None]:
+    """transformers prints tables of weights that are missing or not wanted, as where a language model has no score;
+    and, where the module that loads is quiet itself, layers that it has not divided among devices."""
+    log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
