@@ -55,6 +55,19 @@ def test_the_ends_of_the_distribution():
     assert int(inverse_cdf(first_is_impossible, torch.zeros(1, dtype=torch.float64))[0]) == 1
 
 
+def test_at_the_edge_of_a_block_no_token_without_probability_is_taken():
+    """Blocks so thin beside the first that their sums round, each with a first token that is impossible."""
+    rows, blocks = 500, 8
+    logits = 2 * torch.randn(rows, blocks, 256, generator=torch.Generator().manual_seed(0))
+    logits[:, 1:] -= 22
+    logits[:, :, 0] = float("-inf")
+    probabilities = logits.view(rows, -1).softmax(1)
+    until = probabilities.view(rows, blocks, 256).sum(2).double().cumsum(1)
+    for edge in range(blocks - 1):
+        tokens, _ = inverse_cdf(logits.view(rows, -1), until[:, edge] / until[:, -1])
+        assert bool((probabilities.gather(1, tokens.unsqueeze(1)) > 0).all())
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_row_without_a_distribution_is_told(broken):
     logits = torch.zeros(2, 4)

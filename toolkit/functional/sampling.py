@@ -22,7 +22,7 @@ def inverse_cdf(logits: Tensor, uniform: Tensor, *, temperature: float = 1.0) ->
     cumulative = sums.cumsum(dim=-1)
     sought = _below(uniform.unsqueeze(1) * cumulative[:, -1:], cumulative)
     block = torch.searchsorted(cumulative, sought, right=True).clamp(max=blocks.shape[1] - 1)
-    rest = sought - (cumulative - sums).gather(1, block)
+    rest = (sought - (cumulative - sums).gather(1, block)).clamp(min=0)  # below 0 by rounding, at the edge of a block
     within = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(within, _below(rest, within), right=True)
     # A row of NaN is searched too, and its token thrown away by who reads the second result.
