@@ -3,9 +3,9 @@
     python -m benchmarks.gpu
 
 No network, no checkpoint, no tokenizer file: the model has Llama-3.1-8B's configuration and random weights, prompts and
-responses are random ids of fixed lengths. All four roles, value separate and shared, checkpointing off and on; seconds
-and peak memory by phase, each with what `toolkit plan` says of it. `--small` runs the same code on a CPU with a tiny
-model, for the tests.
+responses are random ids of fixed lengths. All four roles, value separate and shared; checkpointing off and on, and
+responses by a merged copy of the weights; seconds and peak memory by phase, each with what `toolkit plan` says of it.
+`--small` runs the same code on a CPU with a tiny model, for the tests.
 """
 
 import argparse
@@ -37,6 +37,12 @@ from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
 
 WARM_UP = 1  # updates
+FORMS = (
+    {"gradient_checkpointing": False, "generation": "eager"},
+    {"gradient_checkpointing": True, "generation": "eager"},
+    {"gradient_checkpointing": False, "generation": "merged"},
+)
+"""Settings of each row, with either value role."""
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
 _OF_PLAN = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "score", "update": "update"}
 
@@ -107,26 +113,26 @@ class PeakMemory:
         self._count_anew()
 
 
-def build(given: Settings, roles: SharedBase, work: Work, folder: Path, *, value: str, checkpointing: bool) -> Built:
+def build(given: Settings, roles: SharedBase, work: Work, folder: Path, **form: Any) -> Built:
     """Our trainer on a base that has its roles."""
     job = Job("", work, id_tokenizer(given.llama), folder, WARM_UP + given.updates)
     args = ppo_config(
         job,
-        value=value,
-        gradient_checkpointing=checkpointing,
+        **form,
         local_rollout_forward_batch_size=work.size.micro_batch,
         use_cpu=given.device.type == "cpu",
     )
     return our_loop(job, roles, args)
 
 
-def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, checkpointing: bool) -> dict[str, Any]:
-    """One row: median seconds, and the peak memory, of each phase. Where memory runs out, the phase it ran out in."""
-    row: dict[str, Any] = {"value": value, "gradient_checkpointing": checkpointing}
+def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **form: Any) -> dict[str, Any]:
+    """One row, a form of `FORMS`: median seconds, and the peak memory, of each phase. Where memory runs out, the phase
+    it ran out in."""
+    row: dict[str, Any] = {"value": value, **form}
     peaks = PeakMemory(given.device)
     clock = PhaseClock(peaks)
     with tempfile.TemporaryDirectory() as folder:
-        built = build(given, roles, work, Path(folder), value=value, checkpointing=checkpointing)
+        built = build(given, roles, work, Path(folder), value=value, **form)
         try:
             run_ours(built, work, clock, WARM_UP + given.updates)
         except torch.cuda.OutOfMemoryError:
@@ -197,8 +203,8 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
         base = random_llama(given.llama, given.device)
         result["model"]["weights_gb"] = weight_bytes_of(base) / 1e9
         roles = add_roles(SharedBase(base), value)
-        for checkpointing in (False, True):
-            row = measure(given, roles, work, value=value, checkpointing=checkpointing)
+        for form in FORMS:
+            row = measure(given, roles, work, value=value, **form)
             if "seconds" in row:
                 row["over_floor"] = sum(row["seconds"].values()) / sum(floor_seconds[value]["seconds"].values())
             result["rows"].append(row)
@@ -212,7 +218,8 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
 
 def _line(row: dict[str, Any]) -> str:
     """A row for whoever watches."""
-    name = f"{row['value']} value, checkpointing {'on' if row['gradient_checkpointing'] else 'off'}"
+    checkpointing = "on" if row["gradient_checkpointing"] else "off"
+    name = f"{row['value']} value, checkpointing {checkpointing}, {row['generation']}"
     if "out_of_memory" in row:
         return f"{name}: out of memory in {row['out_of_memory']}"
     phases = (f"{phase} {row['seconds'][phase]:.2f} s, {row['peak_gb'][phase]:.2f} GB" for phase in PHASES)

@@ -144,6 +144,7 @@ def growth_figure(result: Mapping[str, Any]) -> "Figure":
 _GPU_COLUMNS = (
     "value",
     "checkpointing",
+    "generation",
     *(f"{phase} s" for phase in PHASES),
     *(f"{phase} peak GB" for phase in PHASES),
     "samples/s",
@@ -152,9 +153,9 @@ _GPU_COLUMNS = (
 
 
 def _gpu_cells(row: Mapping[str, Any]) -> list[str]:
-    first = [row["value"], "on" if row["gradient_checkpointing"] else "off"]
+    first = [row["value"], "on" if row["gradient_checkpointing"] else "off", row["generation"]]
     if "out_of_memory" in row:
-        return [*first, f"out of memory in {row['out_of_memory']}", *[""] * (len(_GPU_COLUMNS) - 3)]
+        return [*first, f"out of memory in {row['out_of_memory']}", *[""] * (len(_GPU_COLUMNS) - 4)]
     return [
         *first,
         *(f"{row['seconds'][phase]:.2f} ({row['planned_seconds'][phase]:.2f})" for phase in PHASES),

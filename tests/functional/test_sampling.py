@@ -13,10 +13,10 @@ def test_tokens_have_the_probabilities_of_the_softmax():
     points = 20_000
     grid = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     for temperature in (1.0, 0.3, 4.0):
-        tokens, finite = inverse_cdf(LOGITS.expand(points, -1), grid, temperature=temperature)
-        share = tokens.bincount(minlength=6) / points
-        assert bool(finite.all())
-        torch.testing.assert_close(share, (LOGITS / temperature).softmax(0), atol=1 / points, rtol=1e-5)
+        tokens, of_tokens = inverse_cdf(LOGITS.expand(points, -1), grid, temperature=temperature)
+        share, exact = tokens.bincount(minlength=6) / points, (LOGITS / temperature).softmax(0)
+        torch.testing.assert_close(share, exact, atol=1 / points, rtol=1e-5)
+        torch.testing.assert_close(of_tokens, exact[tokens])
     assert share[4] == 0
 
 
@@ -41,9 +41,10 @@ def test_each_token_has_its_piece_of_the_whole(vocabulary):
     middle = probabilities.cumsum(0)[chosen] - probabilities[chosen] / 2
     # float32 knows a probability to 1e-7, as does the sum of a block: thinner pieces may be a neighbour's
     wide = probabilities[chosen] > 1e-6
-    tokens, finite = inverse_cdf(logits.expand(len(chosen), -1), middle)
-    assert bool(finite.all()) and int(wide.sum()) >= min(15, vocabulary)
+    tokens, of_tokens = inverse_cdf(logits.expand(len(chosen), -1), middle)
+    assert int(wide.sum()) >= min(15, vocabulary)
     assert tokens[wide].tolist() == chosen[wide].tolist()
+    torch.testing.assert_close(of_tokens, probabilities[tokens].float(), rtol=1e-5, atol=0.0)
 
 
 def test_the_ends_of_the_distribution():
@@ -72,5 +73,5 @@ def test_at_the_edge_of_a_block_no_token_without_probability_is_taken():
 def test_a_row_without_a_distribution_is_told(broken):
     logits = torch.zeros(2, 4)
     logits[1, 2] = broken
-    tokens, finite = inverse_cdf(logits, torch.full((2,), 0.5, dtype=torch.float64))
-    assert finite.tolist() == [True, False] and int(tokens[0]) == 2 and 0 <= int(tokens[1]) < 4
+    tokens, of_tokens = inverse_cdf(logits, torch.full((2,), 0.5, dtype=torch.float64))
+    assert of_tokens.isnan().tolist() == [False, True] and int(tokens[0]) == 2 and 0 <= int(tokens[1]) < 4

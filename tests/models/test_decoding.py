@@ -1,16 +1,27 @@
 """The loop over new tokens, against that of transformers; and rows that leave it once they have ended."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
+from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import BitsAndBytesConfig, Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Cache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.models.test_q_values import q_base
-from tests.tiny_models import ARCHITECTURES, lora, randomize, shared_base, tiny_model
+from tests.tiny_models import ARCHITECTURES, VOCABULARY, lora, randomize, shared_base, tiny_model
 from tests.tolerances import FP32
 from toolkit.data import doubling
-from toolkit.models import RowProcessor, SharedBase, frozen_lm, load_base, roles
+from toolkit.models import RowProcessor, SharedBase, copies, load_base
 from toolkit.models.decoding import decode
 from toolkit.sampling import Sampler
 
@@ -180,7 +191,7 @@ def test_nothing_is_merged_for_other_roles_in_16_bits_or_beyond_a_share_of_the_m
     assert changed("policy") and not changed("reward")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not changed("policy")
-    monkeypatch.setattr(roles, "_SHARE_OF_COPIES", 0)
+    monkeypatch.setattr(copies, "_SHARE", 0)
     assert not changed("policy")
     monkeypatch.undo()
     base.causal_lm.to(torch.bfloat16)
@@ -188,7 +199,57 @@ def test_nothing_is_merged_for_other_roles_in_16_bits_or_beyond_a_share_of_the_m
         assert not any("merged" in getattr(forward, "__qualname__", "") for forward in own_forwards(base))
 
 
-@pytest.mark.skipif(not frozen_lm._lays_out(), reason="this CPU has no kernel for bfloat16 weights that are laid out")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_merged_in_16_bits_it_is_a_model_with_these_weights(tmp_path, quantized):
+    """Against a plain model whose weights are W + s · B A, by hand in float64 and rounded once."""
+    tiny_model(size=64).save_pretrained(tmp_path)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16) if quantized else None
+    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="bfloat16"))
+    for role in ("policy", "reward"):
+        base.add_role(role, lora())
+        randomize(base, role)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    layers, with_adapter = dict(plain.named_modules()), []
+    for name, layer in base.causal_lm.named_modules():
+        if isinstance(layer, LoraLayer):
+            held, a, b = layer.base_layer, layer.lora_A["policy"].weight, layer.lora_B["policy"].weight
+            weight = dequantize_4bit(held.weight, held.weight.quant_state) if quantized else held.weight
+            layers[name].weight.data = (weight.double() + 2 * b.double() @ a.double()).to(torch.bfloat16)
+            with_adapter.append(held)
+    assert len(with_adapter) == 14  # seven a block
+    before = own_forwards(base)
+    with base.role("policy"), base.autocast(), torch.no_grad():
+        with base.unpacked(merged=True):
+            found = base(input_ids=IDS, attention_mask=MASK).logits
+            with base.role("reward"):
+                of_reward = base.hidden_states(IDS, MASK)
+        expected, apart = (of(input_ids=IDS, attention_mask=MASK).logits for of in (plain, base))
+    assert own_forwards(base) == before
+    # One rounding of a weight may fall the other way from float32 than from float64.
+    assert float((found - expected)[MASK.bool()].abs().max()) < 0.1 * float((found - apart)[MASK.bool()].abs().max())
+    with base.role("reward"), base.autocast(), torch.no_grad():
+        assert torch.equal(base.hidden_states(IDS, MASK), of_reward)
+    assert base.merged_bytes == 2 * sum(layer.in_features * layer.out_features for layer in with_adapter) + (
+        0 if not copies.lays_out() else 2 * 64 * VOCABULARY  # lm_head's, for the CPU
+    )
+
+
+def test_what_tokens_were_drawn_with_is_what_a_pass_over_them_says(tmp_path):
+    base = in_float32(tmp_path, True)
+    base.stop_token_ids = lambda tokenizer: list(range(2, 8))
+    made = Sampler(base, doubling.tokenizer(), response_length=9, max_length=12, temperature=0.7)
+    rollout = made(made.collator([{"input_ids": ids} for ids in PROMPTS * 2]), keys=torch.arange(12))
+    assert len(set(rollout.lengths)) > 3 and list(map(len, rollout.sampler_logprobs)) == rollout.lengths
+    for prompt, response, found in zip(rollout.prompt_ids, rollout.response_ids, rollout.sampler_logprobs, strict=True):
+        with base.role("policy"), torch.no_grad():
+            logits = base(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+    greedy_too = replace(made, temperature=None)
+    assert not greedy_too(made.collator([{"input_ids": PROMPTS[0]}])).sampler_logprobs
+
+
+@pytest.mark.skipif(not copies.lays_out(), reason="this CPU has no kernel for bfloat16 weights that are laid out")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_weights_that_are_laid_out_give_the_same_bits(tmp_path, quantized):
     tiny_model(size=64).save_pretrained(tmp_path)

@@ -43,6 +43,22 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     assert report.seconds == sum(time.eager for time in report.times)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_merged_generation_holds_the_weights_a_second_time(quantized, checkpoint, tmp_path):
+    overrides = ["base.quantization={load_in_4bit: true, bnb_4bit_quant_type: nf4}"] if quantized else []
+    eager, merged = (
+        phases(plan(chat_recipe(tmp_path, checkpoint, f"ppo.generation={how}", *overrides), "4090", notes=False))
+        for how in ("eager", "merged")
+    )
+    # Weights of 2 layers in 16 bits; the adapter of rank 4, which is converted once, is not held beside them.
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 2 * 64 * 128 + 128 * 64)
+    adapter = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 2 * (64 + 128) + (128 + 64))
+    more = merged["rollout"].total - eager["rollout"].total
+    assert more == pytest.approx(2 * (weights - adapter), rel=0.03)
+    assert merged["rollout"].parts["copied weights"] == 2 * weights and "copied weights" not in eager["rollout"].parts
+    assert all(merged[name].total == eager[name].total for name in eager if name != "rollout")
+
+
 def test_steps_of_stages_that_train_a_role(checkpoint, tmp_path):
     recipe = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2, "per_device_train_batch_size": 3, "max_length": 16})
     pairs = recipe.task.pairs("train")

@@ -31,6 +31,7 @@ HEALTHY = {
 # Of each sign: metrics that show it, and in how many updates.
 BROKEN = {
     "kl_explosion": ({"kl": 5.6}, 3),
+    "sampler_gap": ({"sampler_gap": 0.21}, 3),
     "entropy_collapse": ({"distinct_share": 0.25}, 3),
     "scores_equal": ({"tied_share": 1.0}, 3),
     "scores_at_bound": ({"tied_share": 0.95}, 10),

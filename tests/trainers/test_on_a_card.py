@@ -13,7 +13,7 @@ from toolkit.errors import RewardError
 from toolkit.models import Sequences
 from toolkit.models import forward as forward_module
 from toolkit.rewards import adapter
-from toolkit.sampling.sampler import Sampler, _Sampled
+from toolkit.sampling import Sampler
 from toolkit.trainers.objective import Experience
 from toolkit.trainers.rollouts import RoleRollouts
 
@@ -43,8 +43,9 @@ def test_the_card_that_is_not_there_raises_as_a_real_one_does():
         {"optim": "adamw_torch"},  # the fused one knows its devices by name
         {"optim": "adamw_torch", "value": "shared", "kl_estimator": "full", "kl_penalty_in": "loss"},
         {"optim": "adamw_torch", "gradient_checkpointing": True, "entropy_coef": 0.01, "truncated_as": "bootstrap"},
+        {"optim": "adamw_torch", "generation": "merged", "importance_sampling_cap": 2.0},
     ],
-    ids=["plain", "shared-and-full-kl", "checkpointing-and-bootstrap"],
+    ids=["plain", "shared-and-full-kl", "checkpointing-and-bootstrap", "merged"],
 )
 def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, tmp_path):
     torch.manual_seed(1)
@@ -81,7 +82,6 @@ def without(function, text):
 MUTANTS = [
     (Sampler, "__call__", ".to(self.roles.device)"),
     (Sampler, "__call__", ".to(ids.device)"),
-    (_Sampled, "__init__", ", device=of_rows.device"),
     (Experience, "of", ".to(mask.device)"),
     (RoleRollouts, "sequences", ", device=self.roles.device"),
     (adapter, "read_sequences", ".to(base.device)"),

@@ -1,16 +1,22 @@
 """What limits a response, and what becomes of the responses before the update."""
 
 import itertools
+import math
 import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import set_seed
 
-from tests.tiny_models import shared_base
+from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, concatenate, doubling
-from toolkit.errors import DataError
+from toolkit.errors import ConfigError, DataError
+from toolkit.models import SharedBase, load_base
 from toolkit.rewards import WeightedSum
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
@@ -190,3 +196,76 @@ def test_the_number_of_updates_counts_all_prompts_of_one(tmp_path):
         config(tmp_path, rollouts_per_update=3, num_mini_batches=5)
     with pytest.raises(ValueError, match="rollouts_per_update — must be at least 1, got 0"):
         config(tmp_path, rollouts_per_update=0)
+
+
+def test_tokens_weigh_what_the_update_finds_likelier_than_the_sampler_did(tmp_path):
+    """By hand: a rollout that says that its tokens were drawn with half, the same and three times the probability."""
+    plain = trainer(tmp_path / "plain", reward=count_reward(7))
+    ours = trainer(tmp_path / "ours", reward=count_reward(7), importance_sampling_cap=1.5)
+    batch = next(iter(ours.dataloader))
+    made = ours.generate(batch)
+    scores = ours.score(batch, made)
+    without = plain._make_experience(made, scores)
+    factors = [[(0.5, 1.0, 3.0)[i % 3] for i in range(length)] for length in made.lengths]
+    drawn = [
+        [old + math.log(factor) for old, factor in zip(of_row.tolist(), row, strict=False)]
+        for of_row, row in zip(without.old_logprobs, factors, strict=True)
+    ]
+    experience = ours._make_experience(replace(made, sampler_logprobs=drawn), scores)
+    for row, given in enumerate(factors):
+        weights = torch.tensor([min(1 / factor, 1.5) for factor in given])
+        expected = without.advantages[row, : len(given)] * weights
+        torch.testing.assert_close(experience.advantages[row, : len(given)], expected)
+    assert torch.equal(experience.returns, without.returns)
+    metrics = ours.step(batch, replace(made, sampler_logprobs=drawn), scores)
+    flat = [factor for row in factors for factor in row]
+    assert metrics["capped_share"] == pytest.approx(sum(factor == 0.5 for factor in flat) / len(flat))
+    assert metrics["sampler_gap"] == pytest.approx(sum(abs(math.log(x)) for x in flat) / len(flat), rel=1e-4)
+    with pytest.raises(DataError, match="does not say with which probabilities"):
+        ours.step(batch, replace(made, sampler_logprobs=()), scores)
+    metrics = plain.step(batch, replace(made, sampler_logprobs=()), scores)
+    assert "sampler_gap" not in metrics and "capped_share" not in metrics
+
+
+def test_merged_rollouts_in_16_bits_train_and_say_how_far_they_are_from_the_update(tmp_path, monkeypatch):
+    def run(generation):
+        tiny_model(size=64).save_pretrained(tmp_path / "model")
+        base = SharedBase(load_base(str(tmp_path / "model"), device=torch.device("cpu"), dtype="bfloat16"))
+        for role, adapter in (("policy", lora()), ("reference", None), ("value", lora())):
+            base.add_role(role, adapter)
+        randomize(base, "policy", "value")
+        base.train_roles("policy", "value")
+        ours = trainer(tmp_path / generation, base, count_reward(7), bf16=True, generation=generation)
+        batch = next(iter(ours.dataloader))
+        torch.manual_seed(0)
+        made = ours.generate(batch)
+        return ours, ours.step(batch, made, ours.score(batch, made)), made
+
+    _, eager, by_eager = run("eager")
+    ours, merged, by_merged = run("merged")
+    assert merged["sampler_gap"] != eager["sampler_gap"] and 0 < merged["sampler_gap"] < 0.5
+    assert by_merged.sampler_logprobs != by_eager.sampler_logprobs
+    unmerged = ours.evaluate_rollout(ours.train_dataset).rollout.sampler_logprobs
+    monkeypatch.setattr(ours.args, "generation", "eager")
+    assert ours.evaluate_rollout(ours.train_dataset).rollout.sampler_logprobs == unmerged  # of the policy as it is
+
+
+def test_merged_generation_needs_layers_and_memory(tmp_path, monkeypatch):
+    on_embeddings = SharedBase(tiny_model())
+    for role, adapter in (("policy", LoraConfig(r=2, target_modules=["embed_tokens"])), ("reference", None)):
+        on_embeddings.add_role(role, adapter)
+    on_embeddings.add_role("value", lora())
+    on_embeddings.add_role("reward", lora())
+    on_embeddings.train_roles("policy", "value")
+    with pytest.raises(ConfigError, match="generation: merged finds no layer .* Take eager"):
+        trainer(tmp_path, on_embeddings, generation="merged").train()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=2**40))
+    with pytest.raises(
+        ConfigError, match=r"generation: merged needs .* GB for a copy .* 1e-06 GB are free\. Take eager"
+    ):
+        trainer(tmp_path, generation="merged").train()
+
+
+def test_draws_cannot_be_weighed_where_nothing_is_drawn(tmp_path):
+    with pytest.raises(ConfigError, match="importance_sampling_cap — weighs draws, and rollout_do_sample is false"):
+        config(tmp_path, importance_sampling_cap=2.0, rollout_do_sample=False)

@@ -27,6 +27,38 @@ def test_rollouts_from_the_bare_base_are_noticed(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(before, base.parameters_of("policy"), strict=True))
 
 
+def test_rollouts_that_do_not_follow_the_first_update_are_noticed(tmp_path):
+    ours = trainer(tmp_path)
+    batch = next(iter(ours.dataloader))
+    responses = ours.generate(batch)
+    scores = ours.score(batch, responses)
+    update, generate = ours._update, ours.roles.generate
+    parameters = ours.roles.parameters_of("policy")
+    old = [p.clone() for p in parameters]
+
+    def put(weights):
+        with torch.no_grad():
+            for parameter, weight in zip(parameters, weights, strict=True):
+                parameter.copy_(weight)
+
+    def by_the_weights_that_were(*given, **named):  # as an engine of its own beside the trainer might
+        new = [p.clone() for p in parameters]
+        put(old)
+        try:
+            return generate(*given, **named)
+        finally:
+            put(new)
+
+    def updated(experience):
+        found = update(experience)
+        ours.roles.generate = by_the_weights_that_were
+        return found
+
+    ours._update = updated
+    with pytest.raises(SelfCheckError, match="do not come from the policy's adapter"):
+        ours.step(batch, responses, scores)
+
+
 def test_a_check_that_is_broken_off_leaves_the_policy_as_it_was(monkeypatch):
     base = shared_base()
     before = [p.clone() for p in base.parameters_of("policy")]

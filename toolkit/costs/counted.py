@@ -137,15 +137,21 @@ class Counted(TorchDispatchMode):
     # ------------------------------------------------------------------ counting
 
     @contextmanager
-    def phase(self) -> Iterator[Costs]:
-        """Inside all is counted: what it costs. What it leaves behind stays live."""
+    def phase(self, *, leaves: str | None = None) -> Iterator[Costs]:
+        """Inside all is counted: what it costs. What it leaves stays live, as another kind where one is given."""
         self.costs = costs = Costs(peak=self.total, of_peak=dict(self.live))
+        before = set(self._known)
         with self:
             yield costs
+        if leaves is not None:
+            for key in self._known.keys() - before:
+                self._count_as(leaves, key)
 
     def keep(self, tensor: Tensor, kind: str) -> None:
         """Count a live tensor as another kind."""
-        key = _form(tensor).untyped_storage()._cdata
+        self._count_as(kind, _form(tensor).untyped_storage()._cdata)
+
+    def _count_as(self, kind: str, key: int) -> None:
         if key in self._known:
             before, size = self._known[key]
             self.live[before] -= size

@@ -137,7 +137,7 @@ class CountedUpdate:
         args, batch = self.args, self.args.update_batch_size
         rows = min(args.local_rollout_forward_batch_size, batch)
         if name == "rollout":
-            prefill, *ends, merged = self.decoding(args.rollout_batch_size)
+            prefill, *ends, merged = self.decoding(args.rollout_batch_size, merged=args.generation == "merged")
             tokens = args.rollouts_per_update * (self.lengths.response - 1)
             # A token costs more the further on it is: half of them as the first, half as the last.
             decode = [Phase("decode", costs, tokens / 2) for costs in ends]
@@ -156,14 +156,14 @@ class CountedUpdate:
         return [Phase(name, self._scoring(rows) if name == "score" else self._reading(rows), batch / rows)]
 
     @torch.no_grad()
-    def decoding(self, rows: int) -> tuple[Costs, ...]:
+    def decoding(self, rows: int, *, merged: bool = False) -> tuple[Costs, ...]:
         """Prompts of so many rows, the first token after them and the last one; and that by the base alone."""
         cache = _Cache(self.counted, self.roles.config)
         with ExitStack() as held, self.roles.role("policy"), self.autocast():
             held.enter_context(self.roles.weights_kept())
-            if self.on_cpu:
-                with self.counted.phase():
-                    held.enter_context(self.roles.unpacked())
+            if merged or self.on_cpu:
+                with self.counted.phase(leaves="copied weights"):
+                    held.enter_context(self.roles.unpacked(merged=merged, on_cpu=self.on_cpu))
             with self.counted.phase() as prefill:
                 self._forward(rows, self.lengths.prompt, cache)
             with self.counted.phase() as first:
@@ -171,9 +171,9 @@ class CountedUpdate:
             self._fill(cache)
             with self.counted.phase() as last:
                 self._forward(rows, 1, cache)
-            with InRole(self.roles, None), self.counted.phase() as merged:
+            with InRole(self.roles, None), self.counted.phase() as alone:
                 self._forward(rows, 1, cache)
-            return prefill, first, last, merged
+            return prefill, first, last, alone
 
     def _forward(self, rows: int, tokens: int, cache: DynamicCache) -> None:
         """A step of generation, and the draw from the logits of its last token."""

@@ -18,6 +18,7 @@ class Rollout:
         columns: the data set's other columns, one entry a prompt.
         gaps: what stands between the texts of prompt and response where both are read as one: the space with which
             Llama 2's tokenizer begins a word, and which it leaves out of a response that is decoded alone.
+        sampler_logprobs: the log-probability with which each token was drawn; empty where that is not known.
     """
 
     prompts: Sequence[str]
@@ -27,6 +28,7 @@ class Rollout:
     ended: Sequence[bool]
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     gaps: Sequence[str] = ()
+    sampler_logprobs: Sequence[Sequence[float]] = ()
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -52,13 +54,15 @@ class Rollout:
         ]
 
 
-_ROWS = ("prompts", "responses", "prompt_ids", "response_ids", "ended", "gaps")
+_ROWS = ("prompts", "responses", "prompt_ids", "response_ids", "ended", "gaps", "sampler_logprobs")
+_MAY_BE_EMPTY = ("gaps", "sampler_logprobs")
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     """One rollout of all rows, in order."""
     columns = {key: [x for r in rollouts for x in r.columns[key]] for key in rollouts[0].columns}
-    return Rollout(**{name: [x for r in rollouts for x in getattr(r, name)] for name in _ROWS}, columns=columns)
+    known = [name for name in _ROWS if name not in _MAY_BE_EMPTY or all(getattr(r, name) for r in rollouts)]
+    return Rollout(**{name: [x for r in rollouts for x in getattr(r, name)] for name in known}, columns=columns)
 
 
 def select(rollout: Rollout, rows: Sequence[int]) -> Rollout:

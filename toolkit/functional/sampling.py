@@ -10,8 +10,8 @@ BLOCK = 256
 def inverse_cdf(logits: Tensor, uniform: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The tokens v with P(u' < v) ≤ u < P(u' ≤ v) under softmax(logits / temperature): (B, V) and (B,) to int64 (B,).
 
-    The second is whether a row had a distribution to draw from: bool (B,), False where a logit was NaN or inf.
-    Two searches: for the block of the vocabulary that u falls into, and within that block.
+    The second is their probabilities, float32 (B,): NaN where a row had no distribution to draw from, a logit being
+    NaN or inf. Two searches: for the block of the vocabulary that u falls into, and within that block.
     """
     probabilities = (logits.float() / temperature).softmax(dim=-1)
     missing = -logits.shape[-1] % BLOCK
@@ -26,8 +26,8 @@ def inverse_cdf(logits: Tensor, uniform: Tensor, *, temperature: float = 1.0) ->
     within = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(within, _below(rest, within), right=True)
     # A row of NaN is searched too, and its token thrown away by who reads the second result.
-    tokens = (block * BLOCK + token).squeeze(1).clamp(max=logits.shape[-1] - 1)
-    return tokens, cumulative[:, -1].isfinite()
+    tokens = (block * BLOCK + token).clamp(max=logits.shape[-1] - 1)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1)
 
 
 def _below(sought: Tensor, cumulative: Tensor) -> Tensor:

@@ -1,25 +1,21 @@
 """The base that all roles share: a frozen causal language model that gives hidden states and samples responses."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
-from bitsandbytes.functional import dequantize_4bit
-from bitsandbytes.nn import Linear4bit
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.errors import ModelError
 from toolkit.models.base_checks import check_base
+from toolkit.models.copies import bytes_of, forwards, unpackable, unpacked_forward
 from toolkit.models.decoding import decode
 from toolkit.models.sequences import keep_freed_memory
-
-_ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
 
 
 class FrozenLM(nn.Module):
@@ -95,11 +91,24 @@ class FrozenLM(nn.Module):
         return self.causal_lm(**kwargs)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **further: Any) -> Tensor:
-        """The likeliest tokens after left-padded prompts (B, P): int64 (B, T). No setting comes from the checkpoint."""
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        config: GenerationConfig,
+        *,
+        merged: bool = False,
+        **further: Any,
+    ) -> Tensor:
+        """The likeliest tokens after left-padded prompts (B, P): int64 (B, T). No setting comes from the checkpoint.
+
+        Args:
+            merged: see `unpacked`.
+            further: arguments of transformers' `generate`.
+        """
         # transformers gives its streamer the prompt, and a loop that is not its own no streamer.
         loop = partial(decode, rows_leave=self._rows_leave, streamer=further.get("streamer"))
-        with self.in_eval_mode(), self.unpacked() if self.device.type == "cpu" else nullcontext():
+        with self.in_eval_mode(), self.unpacked(merged=merged):
             output = self.causal_lm.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -115,25 +124,27 @@ class FrozenLM(nn.Module):
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
 
     @contextmanager
-    def unpacked(self, *, besides: Collection[nn.Module] = ()) -> Iterator[None]:
-        """Where there is room for them, linear layers hold their weights a second time inside, ready to multiply with.
+    def unpacked(
+        self, *, merged: bool = False, on_cpu: bool | None = None, besides: Collection[nn.Module] = ()
+    ) -> Iterator[None]:
+        """Linear layers hold their weights a second time inside, ready to multiply with: on a CPU where there is room
+        for them, elsewhere where asked for.
 
         On a CPU each pass unpacks a weight of 4 bits, and lays one of bfloat16 out for its kernel: decoding would do so
-        for each token. The results are the same bits. (On a GPU bitsandbytes has kernels that unpack as they multiply.)
-        Not of layers `besides`, for which others stand.
+        for each token. The results are the same bits. (On a GPU bitsandbytes has kernels that unpack as they multiply,
+        for a few rows; for more it unpacks each weight at each token.)
+
+        Args:
+            merged: whether they are held in any case.
+            on_cpu: whether it is for a CPU, where that is not where the base is.
+            besides: layers for which others stand.
         """
-        layers: list[Any] = [layer for layer in self.causal_lm.modules() if _has_ready_weight(layer)]
-        layers = [layer for layer in layers if layer not in besides]
-        size = sum(layer.in_features * layer.out_features * _dtype(layer).itemsize for layer in layers)
-        if psutil.virtual_memory().available < 2 * size:
+        on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
+        layers = unpackable(self.causal_lm, besides=besides, on_cpu=on_cpu) if on_cpu or merged else []
+        if not merged and psutil.virtual_memory().available < 2 * bytes_of(layers):
             layers = []
-        for layer in layers:
-            layer.forward = partial(_linear, layer, _ready_weight(layer))
-        try:
+        with forwards((layer, partial(unpacked_forward, layer)) for layer in layers):
             yield
-        finally:
-            for layer in layers:
-                del layer.forward
 
     @contextmanager
     def in_eval_mode(self) -> Iterator[None]:
@@ -148,53 +159,3 @@ class FrozenLM(nn.Module):
 
 def _is_token(token: Any, rows: int) -> bool:
     return isinstance(token, int) and 0 <= token < rows
-
-
-def _dtype(layer: Any) -> torch.dtype:
-    """What a linear layer multiplies in."""
-    return layer.weight.quant_state.dtype if type(layer) is Linear4bit else layer.weight.dtype
-
-
-def _has_ready_weight(layer: Any) -> bool:
-    if "forward" in vars(layer):  # another library's
-        return False
-    if type(layer) is Linear4bit:
-        return layer.compute_dtype in (None, _dtype(layer))
-    return type(layer) is nn.Linear and _dtype(layer) is torch.bfloat16 and _lays_out()
-
-
-def _ready_weight(layer: Any) -> Tensor:
-    packed = type(layer) is Linear4bit
-    weight = dequantize_4bit(layer.weight, layer.weight.quant_state) if packed else layer.weight.detach()
-    if weight.dtype is not torch.bfloat16 or not _lays_out():
-        return weight
-    if type(weight) is not Tensor:  # one without numbers, of which the bytes are counted
-        return torch.empty_like(weight)
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
-
-
-@cache
-def _lays_out() -> bool:
-    """Whether torch multiplies here with bfloat16 weights that were laid out before, and to the same bits."""
-    with _disable_current_modes():  # a plan asks where tensors have no numbers
-        x, weight = torch.linspace(-1, 1, 4096, device="cpu").to(torch.bfloat16).view(2, 32, 64)
-        try:
-            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight)
-            ready = torch.ops.mkldnn._linear_pointwise(x, laid_out, None, *_ALONE)
-        except (AttributeError, NotImplementedError, RuntimeError):  # another build, or a CPU without bfloat16
-            return False
-        return torch.equal(ready, nn.functional.linear(x, weight))
-
-
-def _linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    given, device = getattr(layer, "compute_dtype", None), x.device.type
-    bias = None if layer.bias is None else layer.bias.to(weight.dtype)
-    if not weight.is_mkldnn:
-        if given is None and x.dtype != weight.dtype:
-            return type(layer).forward(layer, x)
-        return nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if not (autocast or weight.dtype) == (given or autocast or x.dtype) == weight.dtype:
-        return type(layer).forward(layer, x)
-    result = torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, *_ALONE)
-    return result.to(x.dtype) if type(layer) is Linear4bit else result

@@ -30,7 +30,7 @@ def fuse(layers: Iterable[BaseTunerLayer], read: Callable[[], Any]) -> tuple["Fu
     layers = list(layers)
     for layer in layers:
         layer.__dict__.pop("forward", None)
-    plain = [layer for layer in layers if _is_plain(layer)]
+    plain = [layer for layer in layers if is_plain(layer)]
     groups = tuple(Fused(members) for members in _groups(plain, read))
     for group in groups:
         for place, layer in enumerate(group.layers):
@@ -38,7 +38,7 @@ def fuse(layers: Iterable[BaseTunerLayer], read: Callable[[], Any]) -> tuple["Fu
     return groups
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> bool:
     """Whether all that a layer computes is W x + b + s · B A x, whichever adapter is active."""
     if not isinstance(layer, LoraLayer) or isinstance(layer, nn.Embedding):
         return False
@@ -86,7 +86,9 @@ class Fused:
 
     def __call__(self, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         active, result = self._results.pop(place, (None, None))
-        if active == _active(self.layers[place]) and (self._read[0] is x and self._read[1] == torch.is_grad_enabled()):
+        if active == active_adapters(self.layers[place]) and (
+            self._read[0] is x and self._read[1] == torch.is_grad_enabled()
+        ):
             assert result is not None
             if not self._results:
                 self._read = ()
@@ -99,16 +101,16 @@ class Fused:
         first, *further = self._compute(x, layers, place)
         if further:
             self._read = (x, torch.is_grad_enabled())
-            self._results = dict(enumerate(zip(map(_active, layers[1:]), further, strict=True), 1))
+            self._results = dict(enumerate(zip(map(active_adapters, layers[1:]), further, strict=True), 1))
         return first
 
     def _compute(self, x: Tensor, layers: list[Any], place: int) -> Sequence[Tensor]:
         """The results of layers that are known, for one input (..., I)."""
-        bases, device = [layer.base_layer for layer in layers], x.device.type
-        names = [next(iter(_active(layer)), None) for layer in layers]
+        bases = [layer.base_layer for layer in layers]
+        names = [next(iter(active_adapters(layer)), None) for layer in layers]
         if not any(names):
             return [base(x) for base in bases]
-        dtype = torch.get_autocast_dtype(device) if _in_autocast(x) else x.dtype
+        dtype = computed_in(x)
         key = (place, *names, dtype)
         kept: dict[Any, _Adapters] = {} if self.kept is None else self.kept
         if key not in kept:
@@ -120,61 +122,33 @@ class Fused:
         return _forward(x, bases, adapters)[0]
 
 
-def _active(layer: Any) -> tuple[str, ...]:
+def active_adapters(layer: Any) -> tuple[str, ...]:
     """The adapters that add something to a layer's result."""
     return () if layer._disable_adapters else tuple(name for name in layer._active_adapter if name in layer.lora_A)
 
 
-def _in_autocast(x: Tensor) -> bool:
+def in_autocast(x: Tensor) -> bool:
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def computed_in(x: Tensor) -> torch.dtype:
+    """The precision in which a tensor is multiplied."""
+    return torch.get_autocast_dtype(x.device.type) if in_autocast(x) else x.dtype
+
+
 def _is_known(layer: Any, x: Tensor) -> bool:
     """Whether a pass over a layer is the plain one: one adapter or none, neither merged nor with dropout at work."""
-    active = _active(layer)
+    active = active_adapters(layer)
     if layer.merged_adapters or len(active) > 1 or layer.base_layer.weight.requires_grad:
         return False
     for name in active:
         dropout = layer.lora_dropout[name]
         if dropout.training and getattr(dropout, "p", 0.0) > 0:
             return False
-        if layer.lora_A[name].weight.dtype != x.dtype and not _in_autocast(x):
+        if layer.lora_A[name].weight.dtype != x.dtype and not in_autocast(x):
             return False
     return True
-
-
-def can_be_merged(layer: Any, adapter: str) -> bool:
-    """Whether a known layer with this adapter is in float32 throughout: merged, it gives the same but for rounding of
-    a ten-millionth, where in 16 bits most of what the adapter adds would be lost."""
-    base = layer.base_layer
-    packed = type(base) is Linear4bit
-    dtype = base.weight.quant_state.dtype if packed else base.weight.dtype
-    known = _is_plain(layer) and adapter in layer.lora_A and not layer.merged_adapters
-    return (
-        known
-        and dtype is layer.lora_A[adapter].weight.dtype is torch.float32
-        and not (packed and base.compute_dtype not in (None, dtype))
-    )
-
-
-def merged(layer: Any, adapter: str) -> Callable[..., Tensor]:
-    """A forward pass of such a layer by W + s · B A, made once. With another adapter active, or in another precision,
-    it is the layer's own."""
-    base, own = layer.base_layer, layer.forward
-    a, b, s = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
-    with torch.no_grad():
-        if type(base) is Linear4bit:
-            weight = dequantize_4bit(base.weight, base.weight.quant_state).addmm_(b, a, alpha=s)
-        else:
-            weight = torch.addmm(base.weight, b, a, alpha=s)
-
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or _active(layer) != (adapter,) or x.dtype != weight.dtype or _in_autocast(x):
-            return own(x, *args, **kwargs)
-        return nn.functional.linear(x, weight, base.bias)
-
-    return forward
 
 
 class _Adapters(NamedTuple):

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base_checks import check_adapter, check_checkpointing, probe
+from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable
 from toolkit.models.decoding import positions_of
 from toolkit.models.frozen_lm import FrozenLM
-from toolkit.models.fused_lora import Fused, can_be_merged, fuse, merged
+from toolkit.models.fused_lora import Fused, fuse
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.lora import (
     activate,
@@ -31,7 +32,6 @@ from toolkit.models.value_model import ValueModel
 ROLES = ("policy", "value", "reward", "judge", "reference", "q", "q_target")
 HEAD_ROLES = ("value", "reward", "judge")
 Q_ROLES = ("q", "q_target")
-_SHARE_OF_COPIES = 1 / 8  # of the machine's memory, that weights with the policy's adapter in them may take
 
 
 class SharedBase(FrozenLM):
@@ -312,30 +312,30 @@ class SharedBase(FrozenLM):
                 group.kept = None
 
     @contextmanager
-    def unpacked(self, *, besides: Collection[nn.Module] = ()) -> Iterator[None]:
-        """As `FrozenLM.unpacked`; and where the base computes in float32 on a CPU, the policy's adapter is merged into
-        a copy of its layers' weights, whose factors would else be multiplied with for each token.
-
-        It rounds in another way: so whether there is room for it is asked of the machine's whole memory, not of what is
-        left at the moment, on which a run's numbers shall not depend.
+    def unpacked(
+        self, *, merged: bool = False, on_cpu: bool | None = None, besides: Collection[nn.Module] = ()
+    ) -> Iterator[None]:
+        """As `FrozenLM.unpacked`; and the policy's adapter is merged into the copy of its layers' weights, where asked
+        for, or where the base computes in float32 on a CPU. Its factors would else be multiplied with for each token.
         """
-        adapter = self._adapter_of.get("policy") if self.active_role == "policy" else None
-        layers: list[Any] = [
-            layer for group in self._fused for layer in group.layers if adapter and can_be_merged(layer, adapter)
-        ]
-        size = sum(layer.in_features * layer.out_features * torch.float32.itemsize for layer in layers)
-        room = _SHARE_OF_COPIES * psutil.virtual_memory().total
-        if self.device.type != "cpu" or torch.is_autocast_enabled("cpu") or size > room:
-            layers = []
-        own = [layer.forward for layer in layers]
-        try:
-            for layer in layers:
-                layer.forward = merged(layer, str(adapter))
-            with super().unpacked(besides={*besides, *(layer.base_layer for layer in layers)}):
-                yield
-        finally:
-            for layer, forward in zip(layers, own, strict=True):
-                layer.forward = forward
+        on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
+        layers = self._to_merge(asked=merged, on_cpu=on_cpu) if self.active_role == "policy" else []
+        made = ((layer, partial(merged_forward, layer, "policy")) for layer in layers)
+        apart = {*besides, *(layer.base_layer for layer in layers)}
+        with forwards(made), super().unpacked(merged=merged, on_cpu=on_cpu, besides=apart):
+            yield
+
+    def _to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:
+        layers = (layer for group in self._fused for layer in group.layers)
+        return to_merge(layers, "policy", asked=asked, on_cpu=on_cpu)
+
+    @property
+    def merged_bytes(self) -> int:
+        """What `unpacked(merged=True)` holds in the policy's role; 0 where its adapter can be merged into no layer."""
+        on_cpu = self.device.type == "cpu"
+        apart = [layer.base_layer for layer in self._to_merge(asked=True, on_cpu=on_cpu)]
+        others = unpackable(self.causal_lm, besides=apart, on_cpu=on_cpu)
+        return bytes_of([*apart, *others]) if apart else 0
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:

@@ -21,6 +21,8 @@ from toolkit.portion import Portion
 
 Rows: TypeAlias = Dataset | Sequence[dict[str, Any]]
 """Prompts: rows with `input_ids`, and the columns that a reward or a metric needs."""
+_Row: TypeAlias = tuple[list[int], list[float]]
+"""Tokens, and the log-probabilities that they were drawn with; the latter empty where they were not drawn."""
 
 
 def all_at_once() -> Portion:
@@ -40,6 +42,7 @@ class Sampler:
         max_length: tokens of prompt and response together at most; None for no such limit.
         temperature: of sampling from the whole vocabulary; for "q" the τ of π ∝ π_ref · exp(Q/τ). None decodes
             greedily.
+        merged: whether the policy's adapter is merged into a copy of the weights: see `SharedBase.generate`.
         autocast: gives the precision region to respond in; that of the base if None.
         portion: rows that are generated at a time; as many as there are, where memory holds them.
     """
@@ -51,6 +54,7 @@ class Sampler:
     role: str = "policy"
     max_length: int | None = None
     temperature: float | None = 1.0
+    merged: bool = False
     autocast: Callable[[], AbstractContextManager] | None = None
     portion: Portion = field(default_factory=all_at_once)
 
@@ -88,38 +92,44 @@ class Sampler:
             max_new_tokens=max(limits), do_sample=False, eos_token_id=stops, pad_token_id=self.tokenizer.pad_token_id
         )
 
-        def attempt(size: int) -> dict[int, list[int]]:
-            generated: dict[int, list[int]] = {}
+        def attempt(size: int) -> dict[int, _Row]:
+            generated: dict[int, _Row] = {}
             with processes.agreed():
                 own = processes.own([1.0] * len(limits))
                 for rows in (own[start : start + size] for start in range(0, len(own), size)):
                     ids, mask = (batch[name][rows].to(self.roles.device) for name in ("input_ids", "attention_mask"))
                     drawn = None if uniform is None else uniform[rows].to(ids.device)
-                    made = self._generate(ids, mask, drawn, config, streamer).tolist()
-                    generated |= dict(zip(rows, made, strict=True))
+                    generated |= dict(zip(rows, self._generate(ids, mask, drawn, config, streamer), strict=True))
             return generated
 
         generated = self.portion(attempt, most=len(limits))
-        of_all = {row: ids for of_process in processes.gather(generated) for row, ids in of_process.items()}
-        output = [of_all[row] for row in range(len(limits))]
-        return rollout_of(batch, output, tokenizer=self.tokenizer, stop_token_ids=stops, limits=limits)
+        of_all = {row: made for of_process in processes.gather(generated) for row, made in of_process.items()}
+        output, logprobs = zip(*(of_all[row] for row in range(len(limits))), strict=True)
+        rollout = rollout_of(batch, output, tokenizer=self.tokenizer, stop_token_ids=stops, limits=limits)
+        if uniform is None:
+            return rollout
+        drawn_with = [row[:length] for row, length in zip(logprobs, rollout.lengths, strict=True)]
+        return replace(rollout, sampler_logprobs=drawn_with)
 
     def _generate(
         self, ids: Tensor, mask: Tensor, uniform: Tensor | None, config: GenerationConfig, streamer: TextStreamer | None
-    ) -> Tensor:
-        """What comes after left-padded prompts (B, P): int64 (B, T); greedy in any case, since `_Sampled` leaves
-        one token to take."""
+    ) -> list[_Row]:
+        """What comes after left-padded prompts (B, P). Decoding is greedy: `_Sampled` leaves one token to take."""
         role, temperature, processors = self._decoding(mask)
         sampled = None
         if temperature is not None and uniform is not None:
             sampled = _Sampled(uniform, temperature)
             processors.append(sampled)
         with self.roles.role(role), (self.autocast or self.roles.autocast)():
-            output = self.roles.generate(ids, mask, config, logits_processor=processors, streamer=streamer)
-        if sampled is not None and not bool(sampled.finite):
+            output = self.roles.generate(
+                ids, mask, config, merged=self.merged, logits_processor=processors, streamer=streamer
+            ).tolist()
+        if sampled is None:
+            return [(row, []) for row in output]
+        if not bool(sampled.probabilities.isfinite().all()):
             wrong = f'the logits of the role "{self.role}" are not finite, so that nothing can be sampled.'
             raise ToolkitError(wrong, remedy="Its weights hold NaN or inf, or the base's precision is too small.")
-        return output
+        return list(zip(output, sampled.probabilities.log().tolist(), strict=True))
 
     def _decoding(self, mask: Tensor) -> tuple[str, float | None, LogitsProcessorList]:
         """The role that generates, the temperature of its logits, and what is done to them before."""
@@ -142,19 +152,25 @@ class Sampler:
 
 class _Sampled(RowProcessor):
     """Leaves each row the one token that its next uniform number draws from the whole distribution, which is what the
-    log-probabilities of an update are of. `of_rows` is float64 (B, T)."""
+    log-probabilities of an update are of.
+
+    `of_rows` is float64 (B, T). `probabilities`, float32 (B, T), are those with which the tokens were drawn; 1 where a
+    row drew nothing more.
+    """
 
     def __init__(self, of_rows: Tensor, temperature: float):
-        self.left, self.temperature = of_rows, temperature
-        self.finite = torch.ones((), dtype=torch.bool, device=of_rows.device)
+        self.of_rows, self.temperature = of_rows, temperature
+        self.rows = torch.arange(len(of_rows), device=of_rows.device)  # that go on
+        self.probabilities, self.drawn = torch.ones_like(of_rows, dtype=torch.float32), 0
 
     def keep(self, rows: Tensor) -> None:
-        self.left = self.left[rows]
+        self.rows = self.rows[rows]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        tokens, finite = inverse_cdf(scores, self.left[:, 0], temperature=self.temperature)
-        self.left = self.left[:, 1:]
-        self.finite &= finite.all()
+        uniform = self.of_rows[self.rows, self.drawn]
+        tokens, probabilities = inverse_cdf(scores, uniform, temperature=self.temperature)
+        self.probabilities[self.rows, self.drawn] = probabilities
+        self.drawn += 1
         return scores.scatter(1, tokens.unsqueeze(1), float("inf"))
 
 

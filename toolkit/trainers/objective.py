@@ -1,5 +1,6 @@
 """What an update of PPO is made from, and what it minimises: shaped scores, a rollout's experience, the loss."""
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from toolkit import functional as F
 from toolkit.data import Rollout
-from toolkit.errors import RewardError
+from toolkit.errors import DataError, RewardError
 from toolkit.models import PolicyReading
 from toolkit.rewards import Scores
 from toolkit.sampling import distinct_share
@@ -73,8 +74,9 @@ class Experience(NamedTuple):
     shaped_scores: Tensor  # (B,), as trained on: scaled, clipped and with penalties
     kl: Tensor  # (B, T), by the estimator that was asked for
     rewards: Tensor  # (B, T)
-    advantages: Tensor  # (B, T), whitened
+    advantages: Tensor  # (B, T), whitened and weighted
     returns: Tensor  # (B, T)
+    sampler_logprobs: Tensor | None = None  # (B, T), of the policy that sampled, in the passes that did
 
     def of(self, rows: list[int], mask: Tensor) -> "Experience":
         """What a forward pass of some rows is held against, as wide as their mask and on its device."""
@@ -90,8 +92,8 @@ class Experience(NamedTuple):
         return {role for role, error in errors.items() if not error[rows][mask].abs().max() <= _NOTHING_TO_LEARN}
 
 
-def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
-    """Metrics of the rollout and of the critic on it."""
+def describe(experience: Experience, *, kl_coef: float, cap: float | None = None) -> dict[str, float]:
+    """Metrics of the rollout and of the critic on it; `cap` is that of the importance weights."""
     mask = experience.response_mask
     kl = experience.kl.masked_fill(~mask, 0.0).sum(dim=1).mean()
     entropy = -experience.old_logprobs.masked_fill(~mask, 0.0).sum(dim=1).mean()
@@ -100,6 +102,12 @@ def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
     lengths = torch.tensor(experience.rollout.lengths, dtype=torch.float32)
     rows = len(experience.rollout)
     tied = max(Counter(experience.shaped_scores.tolist()).values())
+    of_sampler: dict[str, float] = {}
+    if (drawn_with := experience.sampler_logprobs) is not None:
+        log_weights = (experience.old_logprobs - drawn_with)[mask]
+        of_sampler["sampler_gap"] = float(log_weights.abs().mean())
+        if cap is not None:
+            of_sampler["capped_share"] = float((log_weights > math.log(cap)).float().mean())
     return {
         "score": float(experience.scores.mean()),
         "score_se": F.standard_error(experience.scores),
@@ -111,7 +119,33 @@ def describe(experience: Experience, *, kl_coef: float) -> dict[str, float]:
         "tied_share": tied / rows if rows > 1 else 0.0,
         "entropy": float(entropy),
         "explained_variance": float(1 - residual / variance.clamp(min=1e-8)),
+        **of_sampler,
     }
+
+
+def sampler_logprobs(rollout: Rollout, mask: Tensor) -> Tensor | None:
+    """What each token was drawn with, float32 (B, T), 0 outside the mask; None where the rollout does not say."""
+    if not rollout.sampler_logprobs:
+        return None
+    drawn_with = torch.zeros(mask.shape)
+    drawn_with[mask] = torch.tensor([x for row in rollout.sampler_logprobs for x in row])
+    return drawn_with
+
+
+def importance_weights(logprobs: Tensor, drawn_with: Tensor | None, cap: float) -> Tensor:
+    """min(π / π_sampler, cap) of each token, (B, T) as the log-probabilities are.
+
+    Generation rounds in another way than the passes that gradients come from, above all with merged weights in 16 bits:
+    truncated importance sampling (Ionides 2008) of rollouts that are, by so much, of another policy.
+
+    Raises:
+        DataError: it is not known what the tokens were drawn with.
+    """
+    if drawn_with is None:
+        wrong = "the rollout does not say with which probabilities its tokens were drawn (sampler_logprobs)."
+        remedy = "Take rollouts of trainer.generate, or leave it out."
+        raise DataError(wrong, field="importance_sampling_cap", remedy=remedy)
+    return (logprobs - drawn_with).exp().clamp(max=cap)
 
 
 def policy_objective(

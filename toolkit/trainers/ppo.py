@@ -11,7 +11,7 @@ models Ziegler et al. 2019, arXiv 1909.08593):
 
 Details that decide whether it learns, and where they are:
  1. Old, new and reference log-probabilities come from the same kind of forward pass (`models/forward.py`),
-    none from generation, so that the ratio is 1 before the first update.
+    none from generation, so that the ratio is 1 before the first update. How far generation is from them is logged.
  2. Masks come from lengths. The end-of-sequence token is an action and is trained.
  3. The score stands at the last response token, not after it.
  4. Means are over the tokens of the whole mini-batch: the micro-batch size changes nothing.
@@ -35,7 +35,7 @@ from toolkit.models import read_policy, response_logprobs, response_values
 from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores
 from toolkit.trainers import self_checks
 from toolkit.trainers.not_finite import loss_scale
-from toolkit.trainers.objective import Experience, describe, policy_objective
+from toolkit.trainers.objective import Experience, describe, importance_weights, policy_objective, sampler_logprobs
 from toolkit.trainers.ppo_loop import PPOLoop
 from toolkit.trainers.rollouts import by_length
 from toolkit.trainers.share import own_randomness, own_rows, sum_gradients
@@ -77,7 +77,7 @@ class PPOTrainer(PPOLoop):
             DataError: `max_length` leaves a prompt no room for a response.
         """
         do_sample = self.args.rollout_do_sample if do_sample is None else do_sample
-        return self.rollouts.sampler(do_sample=do_sample)(batch)
+        return self.rollouts.sampler(do_sample=do_sample, merged=self.args.generation == "merged")(batch)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Scores:
         """One score for each response: float32 (B,); `DenseScores` from a reward that gives them.
@@ -96,7 +96,12 @@ class PPOTrainer(PPOLoop):
     # ------------------------------------------------------------------ one update
 
     def step(self, batch: dict[str, Any], responses: Rollout, scores: ScoreLike) -> dict[str, float]:
-        """One PPO update from a scored rollout, and its metrics; `scores`, (B,) or dense, may be from anywhere."""
+        """One PPO update from a scored rollout, and its metrics; `scores`, (B,) or dense, may be from anywhere.
+
+        Raises:
+            DataError: `importance_sampling_cap` is set, and it is not known with which probabilities tokens were drawn.
+            SelfCheckError: something would be trained that is not meant.
+        """
         self._prepare_training()
         if self.state.global_step >= self.total_updates:
             over = (
@@ -117,6 +122,9 @@ class PPOTrainer(PPOLoop):
             all_dropped += "changed nothing: lower that, or see in samples what the policy says."
             warnings.warn(all_dropped, stacklevel=2)
             stats = {"kl_coef": self.kl_coef, "optimizer_steps": 0.0}
+        if not self._followed:  # they follow the policy that the update has made, too
+            self._check_rollouts()
+            self._followed = True
         if self.args.drop_short_responses:
             stats["dropped_responses"] = float(len(responses) - len(kept))
         self.lr_scheduler.step()
@@ -136,7 +144,7 @@ class PPOTrainer(PPOLoop):
         except BaseException:  # Ctrl-C too: scores of a step that is taken again would count twice
             self.score_shaper.moments = seen
             raise
-        described = describe(experience, kl_coef=self.kl_coef)
+        described = describe(experience, kl_coef=self.kl_coef, cap=self.args.importance_sampling_cap)
         if self.score_shaper.scales or self.score_shaper.penalizes:
             described["shaped_score"] = float(experience.shaped_scores.mean())
         means = {f"score/{name}": float(part.mean()) for name, part in parts.items()}
@@ -165,8 +173,11 @@ class PPOTrainer(PPOLoop):
         )
         if args.whiten_advantages:
             advantages = F.whiten(advantages, mask)
+        drawn_with = sampler_logprobs(rollout, mask)
+        if (cap := args.importance_sampling_cap) is not None:
+            advantages = advantages * importance_weights(logprobs, drawn_with, cap)
         read = (logprobs, ref_logprobs, values)
-        return Experience(rollout, mask, *read, logged, trained, kl, rewards, advantages, returns)
+        return Experience(rollout, mask, *read, logged, trained, kl, rewards, advantages, returns, drawn_with)
 
     def _update(self, experience: Experience) -> dict[str, float]:
         """Several passes over the batch. Returns the mean of each metric over all optimizer steps, and how many."""

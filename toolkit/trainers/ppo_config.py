@@ -62,6 +62,17 @@ class PPOConfig(TRLPPOConfig):
     eval_do_sample: bool = setting(
         False, "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily.", in_trl_loop=True
     )
+    generation: Literal["eager", "merged"] = setting(
+        "eager",
+        "How responses are generated that are learnt from: by base and adapter apart, or by a copy of the weights in "
+        "the base's precision, made for each rollout, with the adapter merged into it.",
+    )
+    importance_sampling_cap: float | None = setting(
+        None,
+        "Weigh each token by its probability at the start of the update over that with which it was drawn, this at "
+        "most; null for no weights.",
+        POSITIVE,
+    )
     rollouts_per_update: int = setting(
         1, "Batches of prompts that are answered and scored before an update, which is over all of them.", AT_LEAST_1
     )
@@ -165,6 +176,8 @@ class PPOConfig(TRLPPOConfig):
         if self.value_pooling != "none" and self.truncated_as == "bootstrap":
             wrong = "bootstrap needs the value after the last token, which value_pooling averages."
             yield Problem(wrong, "truncated_as")
+        if self.importance_sampling_cap is not None and not self.rollout_do_sample:
+            yield Problem("weighs draws, and rollout_do_sample is false.", "importance_sampling_cap")
         punished, dropped = self.short_response_penalty is not None, self.drop_short_responses
         if (self.min_response_length > 1) != (punished or dropped):
             wrong = "2 or more, and one of short_response_penalty and drop_short_responses, have an effect together"

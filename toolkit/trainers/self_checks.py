@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
+import psutil
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from toolkit.errors import DataError, SelfCheckError
+from toolkit.errors import ConfigError, DataError, SelfCheckError
 from toolkit.models import SharedBase
 
 # How far from 1 the ratio may be before the first update, as the mean of |log ratio|. Old and new
@@ -62,6 +63,7 @@ def check_rollout_uses_policy(
     prompt: list[int],
     *,
     pad_token_id: int,
+    merged: bool = False,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> None:
     """What generation samples from is the policy: it changes when the policy's adapter does.
@@ -77,7 +79,7 @@ def check_rollout_uses_policy(
     def generated() -> Tensor:
         seen = _Seen()
         with base.role("policy"), autocast():
-            base.generate(ids, mask, config, logits_processor=LogitsProcessorList([seen]))
+            base.generate(ids, mask, config, merged=merged, logits_processor=LogitsProcessorList([seen]))
         return seen.scores
 
     before = generated()
@@ -95,6 +97,20 @@ def check_rollout_uses_policy(
     scale = (expected - before).abs().max()
     if not (scale > 0 and (changed - expected).abs().max() <= 0.2 * scale):  # nor where they are NaN
         raise SelfCheckError("rollouts do not come from the policy's adapter: generation ignores a change of it.")
+
+
+def check_room_to_merge(base: SharedBase) -> None:
+    """The policy's adapter can be merged, and there is memory for the copy of the weights that it is merged into."""
+    if not (size := base.merged_bytes):
+        wrong = "merged finds no layer that the policy's adapter can be merged into: a plain LoRA on linear layers can."
+        raise ConfigError(wrong, field="generation", remedy="Take eager.")
+    free = psutil.virtual_memory().available
+    if base.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(base.device)
+        free += torch.cuda.memory_reserved(base.device) - torch.cuda.memory_allocated(base.device)
+    if size > free:
+        wrong = f"merged needs {size / 1e9:.3g} GB for a copy of the weights, and {free / 1e9:.3g} GB are free."
+        raise ConfigError(wrong, field="generation", remedy="Take eager, or a smaller base.")
 
 
 class _Seen(LogitsProcessor):

@@ -1,0 +1,167 @@
+"""Copies of weights that responses are decoded with: unpacked from 4 bits, laid out for a CPU's kernel, and with the
+policy's adapter in them.
+
+A pass over a prompt and a response unpacks each weight once, and decoding would for each token.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import psutil
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from toolkit.models.fused_lora import active_adapters, computed_in, is_plain
+
+_ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
+_SHARE = 1 / 8  # of the machine's memory, that weights with the policy's adapter in them may take unasked
+
+
+def bytes_of(layers: Iterable[Any]) -> int:
+    """Of copies of linear layers' weights, with adapters on them or without."""
+    bare = [getattr(layer, "base_layer", layer) for layer in layers]
+    return sum(layer.in_features * layer.out_features * _dtype(layer).itemsize for layer in bare)
+
+
+@contextmanager
+def forwards(by_layer: Iterable[tuple[Any, Callable[[], Callable[..., Tensor]]]]) -> Iterator[None]:
+    """Layers have other forward passes inside, each made by what stands beside its layer, and their own ones again
+    afterwards."""
+    own: list[tuple[Any, Any]] = []
+    try:
+        for layer, made in by_layer:
+            forward = made()
+            own.append((layer, vars(layer).get("forward")))
+            layer.forward = forward
+        yield
+    finally:
+        for layer, forward in own:
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+# ---------------------------------------------------------------------- of the base
+
+
+def unpackable(model: nn.Module, *, besides: Collection[nn.Module], on_cpu: bool) -> list[Any]:
+    """Linear layers of a model that are faster with a copy of their weight: those of 4 bits; on a CPU that lays
+    weights of bfloat16 out for its kernel, these too. Not those `besides`."""
+
+    def gains(layer: Any) -> bool:
+        if layer in besides or "forward" in vars(layer):  # another library's
+            return False
+        if type(layer) is Linear4bit:
+            return layer.compute_dtype in (None, _dtype(layer))
+        return on_cpu and type(layer) is nn.Linear and _dtype(layer) is torch.bfloat16 and lays_out()
+
+    return [layer for layer in model.modules() if gains(layer)]
+
+
+def unpacked_forward(layer: Any) -> Callable[..., Tensor]:
+    """The forward pass of such a layer by a copy of its weight, made once: the same bits."""
+    weight = _laid_out(_unpacked(layer))
+    return partial(_linear, layer, weight)
+
+
+def _dtype(layer: Any) -> torch.dtype:
+    """What a linear layer multiplies in."""
+    return layer.weight.quant_state.dtype if type(layer) is Linear4bit else layer.weight.dtype
+
+
+def _unpacked(layer: Any) -> Tensor:
+    packed = type(layer) is Linear4bit
+    return dequantize_4bit(layer.weight, layer.weight.quant_state) if packed else layer.weight.detach()
+
+
+def _laid_out(weight: Tensor) -> Tensor:
+    if weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" or not lays_out():
+        return weight
+    if type(weight) is not Tensor:  # one without numbers, of which the bytes are counted
+        return torch.empty_like(weight)
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+@cache
+def lays_out() -> bool:
+    """Whether torch multiplies here with bfloat16 weights that were laid out before, and to the same bits."""
+    with _disable_current_modes():  # a plan asks where tensors have no numbers
+        x, weight = torch.linspace(-1, 1, 4096, device="cpu").to(torch.bfloat16).view(2, 32, 64)
+        try:
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight)
+            ready = torch.ops.mkldnn._linear_pointwise(x, laid_out, None, *_ALONE)
+        except (AttributeError, NotImplementedError, RuntimeError):  # another build, or a CPU without bfloat16
+            return False
+        return torch.equal(ready, nn.functional.linear(x, weight))
+
+
+def _linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    given, device = getattr(layer, "compute_dtype", None), x.device.type
+    bias = None if layer.bias is None else layer.bias.to(weight.dtype)
+    if not weight.is_mkldnn:
+        if given is None and x.dtype != weight.dtype:
+            return type(layer).forward(layer, x)
+        return nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not (autocast or weight.dtype) == (given or autocast or x.dtype) == weight.dtype:
+        return type(layer).forward(layer, x)
+    result = torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, *_ALONE)
+    return result.to(x.dtype) if type(layer) is Linear4bit else result
+
+
+# ---------------------------------------------------------------------- with an adapter in them
+
+
+def to_merge(layers: Iterable[Any], adapter: str, *, asked: bool, on_cpu: bool) -> list[Any]:
+    """Those of all layers with adapters whose copies get this one: where `asked`, all that compute W x + b + s · B A x;
+    else those in float32 on a CPU.
+
+    It rounds in another way: so unasked, whether there is room for it is a question of the machine's whole memory, not
+    of what is left at the moment, on which a run's numbers shall not depend.
+    """
+    known = [layer for layer in layers if is_plain(layer) and adapter in layer.lora_A and not layer.merged_adapters]
+    if asked:
+        return known
+    exact = on_cpu and not torch.is_autocast_enabled("cpu")
+    known = [layer for layer in known if exact and _in_float32(layer, adapter)]
+    return known if bytes_of(known) <= _SHARE * psutil.virtual_memory().total else []
+
+
+def _in_float32(layer: Any, adapter: str) -> bool:
+    """Whether such a layer is in float32 throughout: merged, it gives the same but for rounding of a ten-millionth,
+    where in 16 bits much of what the adapter adds is lost."""
+    base = layer.base_layer
+    own = getattr(base, "compute_dtype", None) in (None, torch.float32)
+    return own and _dtype(base) is layer.lora_A[adapter].weight.dtype is torch.float32
+
+
+def merged_forward(layer: Any, adapter: str) -> Callable[..., Tensor]:
+    """A forward pass of such a layer by W + s · B A, made once in float32 and then rounded to the precision in which
+    the base's weight is multiplied now. With another adapter active, or in another precision, it is the layer's own."""
+    base, own = layer.base_layer, layer.forward
+    a, b, s = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
+    with torch.no_grad():
+        plain = _unpacked(base)
+        dtype = computed_in(plain)
+        whole = plain.to(torch.float32, copy=True).addmm_(b.float(), a.float(), alpha=s)  # in place autocast is off
+        weight = _laid_out(whole.to(dtype))
+        bias = None if base.bias is None else base.bias.to(dtype)
+    as_given = type(base) is Linear4bit  # whose results are in the precision of what it is given
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or active_adapters(layer) != (adapter,) or computed_in(x) is not dtype:
+            return own(x, *args, **kwargs)
+        read = x.to(dtype)
+        if weight.is_mkldnn:
+            result = torch.ops.mkldnn._linear_pointwise(read, weight, bias, *_ALONE)
+        else:
+            result = nn.functional.linear(read, weight, bias)
+        return result.to(x.dtype) if as_given else result
+
+    return forward
