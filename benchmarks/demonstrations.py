@@ -114,7 +114,7 @@ DEMONSTRATIONS = {
         common={"lr_scheduler_type": "constant", "learning_rate": 1e-4, "response_length": 24},
     ),
     "instructions": Demonstration(
-        arms={}, seeds=(0, 1, 2), updates=50, recipe="smollm2_135m_instructions", stages=("sft", "ppo")
+        arms={}, seeds=(0, 1, 2), updates=100, recipe="smollm2_135m_instructions", stages=("sft", "ppo")
     ),
     "sentiment": Demonstration(arms={}, seeds=(0, 1, 2), updates=60, recipe="smollm2_135m_sentiment", stages=("ppo",)),
 }

@@ -96,11 +96,15 @@ def random_work(values: dict[str, Any], size: Size, prompt_length: int, *, seed:
 
 
 class PeakMemory:
-    """Peak memory of each phase in GB (10⁹ bytes): allocated on a GPU, on a CPU resident in this process so far."""
+    """Peak memory of each phase in GB (10⁹ bytes): allocated on a GPU, on a CPU resident in this process so far.
+
+    Left out are updates that warm up, in which there are checks.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.peaks = dict.fromkeys(PHASES, 0.0)
+        self._warming_up = WARM_UP * len(PHASES)
         self._count_anew()
 
     def _count_anew(self) -> None:
@@ -109,7 +113,9 @@ class PeakMemory:
 
     def __call__(self, phase: str) -> None:
         """At the end of a phase."""
-        self.peaks[phase] = max(self.peaks[phase], peak_memory_gb()["gpu" if self.on_gpu else "resident"])
+        self._warming_up -= 1
+        if self._warming_up < 0:
+            self.peaks[phase] = max(self.peaks[phase], peak_memory_gb()["gpu" if self.on_gpu else "resident"])
         self._count_anew()
 
 

@@ -26,10 +26,11 @@ from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl
 
 RECIPE = "smollm2_135m_instructions"
-UPDATES = {"actor_critic_lora": (25, 64), "llama3_8b_lora": (300, 2), "llama3_8b_lora_fast": (50, 32)}
-"""By recipe: updates, and the responses of each. The second's are so small that fewer take as long."""
+UPDATES = {RECIPE: (50, 32), "actor_critic_lora": (25, 64), "llama3_8b_lora": (300, 2), "llama3_8b_lora_fast": (50, 32)}
+"""By recipe: updates, and the responses of each; half as many as the recipe's own PPO has. Those of `llama3_8b_lora`
+are so small that fewer take as long."""
 SAMPLES = 1600
-"""Responses of the recipe's own PPO, and those that Q-learning and cloning learn from."""
+"""Responses that Q-learning and cloning learn from."""
 OF_THE_TASK = (
     *("response_length", "temperature", "missing_eos_penalty", "per_device_eval_batch_size", "eval_do_sample"),
     *("logging_steps", "save_strategy", "save_steps", "save_total_limit", "gradient_checkpointing"),
@@ -102,12 +103,12 @@ def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
     runs.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {name: {} for name in LABELS}
     for seed in seeds:
-        name, settings = f"{RECIPE}-{seed}", (f"seed={seed}", *overrides)
+        name, settings = f"{RECIPE}-{seed}", (f"seed={seed}", f"ppo.max_steps={UPDATES[RECIPE][0]}", *overrides)
         for stage in ("sft", "ppo"):
             run_stage(stage, RECIPE, name, runs, *settings)
         begun = recipes.load(RECIPE, *settings, run=name, runs_dir=runs)
         found[RECIPE][str(seed)] = measured(begun.stage_folder("ppo"))
-        for theirs in UPDATES:
+        for theirs in [other for other in UPDATES if other != RECIPE]:
             found[theirs][str(seed)] = measured(_run("ppo", theirs, with_ppo_of(theirs, begun), runs, seed))
         q = _run("q", "q", with_q(begun), runs, seed)
         found["q"][str(seed)] = measured(q)
@@ -156,7 +157,7 @@ def _figure(arms: Mapping[str, Any]) -> Figure:
     for colour, (name, label) in enumerate(LABELS.items()):
         for i, one in enumerate(arms[name].values()):
             style = {"color": f"C{colour}", "label": None if i else label.replace("`", "")}
-            if name in (RECIPE, *UPDATES):
+            if name in UPDATES:
                 rollouts.plot(*zip(*_curve(name, one["score"]), strict=True), lw=1.2, marker=".", **style)
             if "kl" in one["after"]:
                 ends.plot(one["after"]["kl"], one["after"]["score"], linestyle="", marker="o", **style)

@@ -26,7 +26,7 @@ from benchmarks import floor
 from benchmarks.contenders import CONTENDERS, PRECISIONS, RANK, Job
 from benchmarks.loops import PhaseClock, gradient_norms, run
 from benchmarks.work import PROMPTS, SIZES, Size, Work, given_responses, padding_tokenizer, sample_work
-from toolkit.models import META, ModelSpec, fast_precision, frozen_lm, load_base, load_model, roles
+from toolkit.models import META, ModelSpec, copies, fast_precision, frozen_lm, load_base, load_model
 from toolkit.reports import peak_memory_gb
 
 WARM_UP = 1  # updates
@@ -73,15 +73,16 @@ def measure_rollout(model: str, work: Work, name: str, *, dtype: str, rounds: in
     with tempfile.TemporaryDirectory() as folder:
         built = CONTENDERS[name].build(_job(model, work, folder, updates=1, dtype=dtype))
         as_they_are, rows_stay, apart = (
-            replaced(frozen_lm, "_lays_out", lambda: False),
+            replaced(copies, "lays_out", lambda: False),
             replaced(built.trainer.roles, "_rows_leave", False),
-            replaced(roles, "_SHARE_OF_COPIES", 0),
+            replaced(copies, "_SHARE", 0),
         )
         ways: dict[str, list[Any]] = {
             "ours": [],
             "rows that have ended stay": [rows_stay],
             "weights are not laid out": [as_they_are],
             "the adapter is not merged": [apart],
+            "the adapter is merged in 16 bits, too": [replaced(built.trainer.args, "generation", "merged")],
             "none of these": [as_they_are, rows_stay, apart],
             "transformers' loop": [as_they_are, apart, replaced(frozen_lm, "decode", _loop_of_transformers)],
         }

@@ -15,7 +15,7 @@ def begun():
     return recipes.load(RECIPE, runs_dir="nowhere")
 
 
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("name", [name for name in UPDATES if name != RECIPE])
 def test_ppo_has_the_settings_of_the_other_recipe_and_the_batches_that_are_said(begun, name):
     values = systems.with_ppo_of(name, begun)
     assert check_recipe(values) == []

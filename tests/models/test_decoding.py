@@ -234,6 +234,27 @@ def test_merged_in_16_bits_it_is_a_model_with_these_weights(tmp_path, quantized)
     )
 
 
+def test_what_a_merged_copy_takes_is_counted_in_the_precision_of_the_passes(tmp_path):
+    base = in_float32(tmp_path, False)
+    assert base.merged_bytes == 4 * 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 64)
+    in_float32_only = base.merged_bytes
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert base.merged_bytes * 2 == in_float32_only
+        with base.role("policy"), base.unpacked(merged=True):
+            weights = [forward.__closure__ for forward in own_forwards(base) if "merged" in forward.__qualname__]
+            held = {
+                cell.cell_contents.dtype
+                for cells in weights
+                for cell in cells
+                if isinstance(cell.cell_contents, torch.Tensor)
+            }
+    assert held == {torch.bfloat16}
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)  # not that of the base
+    other = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="float32"))
+    other.add_role("policy", lora())
+    assert other.merged_bytes == 0
+
+
 def test_what_tokens_were_drawn_with_is_what_a_pass_over_them_says(tmp_path):
     base = in_float32(tmp_path, True)
     base.stop_token_ids = lambda tokenizer: list(range(2, 8))

@@ -103,6 +103,8 @@ def test_what_a_stage_is_said_not_to_read_changes_no_bit_of_it(stage, tmp_path, 
     "change, outdated",
     [
         ("about=other", set()),
+        ("sft.logging_steps=3", set()),
+        ("reward.report_to=none", set()),
         ("ppo.kl_coef=0.3", {"ppo"}),
         ("scorer.kind=function", {"ppo"}),
         ("adapters.value.r=2", {"ppo"}),
@@ -193,14 +195,14 @@ def test_a_stage_that_left_nothing_of_worth_is_tried_again_with_other_settings(t
 @pytest.mark.parametrize(
     "changes, allowed",
     [
-        (["ppo.max_steps=9", "ppo.logging_steps=5", "ppo.report_to=none"], True),
+        (["ppo.max_steps=9", "ppo.logging_steps=5", "reward.logging_steps=5"], True),
         (["ppo.gradient_checkpointing=true", "ppo.local_rollout_forward_batch_size=1", "ppo.save_steps=7"], True),
         (["ppo.per_device_train_batch_size=1", "ppo.gradient_accumulation_steps=4"], True),
         (["ppo.per_device_train_batch_size=1"], False),
         (["ppo.learning_rate=1e-3"], False),
         (["ppo.max_steps=9", "ppo.kl_coef=0.3"], False),
         (["ppo.max_steps=1"], False),  # what is done cannot be of a shorter run
-        (["reward.logging_steps=5"], False),  # which is not what goes on
+        (["reward.eval_steps=5"], False),  # which is not what goes on
     ],
 )
 def test_a_stage_goes_on_with_settings_that_change_nothing_of_its_past(changes, allowed, tmp_path, checkpoint):
@@ -218,7 +220,7 @@ def test_a_stage_goes_on_with_settings_that_change_nothing_of_its_past(changes, 
     else:
         with pytest.raises(RecipeError, match="other settings"):
             claim(other, "ppo", resume=True)
-    assert saved.is_dir() and there(recipe) >= ({"reward"} if changes[0] != "reward.logging_steps=5" else set())
+    assert saved.is_dir() and there(recipe) >= ({"reward"} if changes[0] != "reward.eval_steps=5" else set())
 
 
 def test_a_finished_stage_without_checkpoints_is_not_begun_anew_by_resuming(tmp_path, checkpoint):

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here
 from toolkit import recipes
-from toolkit.costs import CARDS
+from toolkit.costs import CARDS, named
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.runs.plan import plan
+from toolkit.runs.plan import _Planner, plan
 
 
 def phases(report):
@@ -57,6 +57,8 @@ def test_merged_generation_holds_the_weights_a_second_time(quantized, checkpoint
     assert more == pytest.approx(2 * (weights - adapter), rel=0.03)
     assert merged["rollout"].parts["copied weights"] == 2 * weights and "copied weights" not in eager["rollout"].parts
     assert all(merged[name].total == eager[name].total for name in eager if name != "rollout")
+    planner = _Planner(chat_recipe(tmp_path, checkpoint, "ppo.generation=merged", *overrides), named("4090"))
+    assert next(planner._changes("rollout")) == {"generation": "eager"}  # which is what to change first
 
 
 def test_steps_of_stages_that_train_a_role(checkpoint, tmp_path):

@@ -13,7 +13,7 @@ from toolkit.errors import RewardError
 from toolkit.models import Sequences
 from toolkit.models import forward as forward_module
 from toolkit.rewards import adapter
-from toolkit.sampling import Sampler
+from toolkit.sampling.sampler import Sampler, _Sampled
 from toolkit.trainers.objective import Experience
 from toolkit.trainers.rollouts import RoleRollouts
 
@@ -82,6 +82,7 @@ def without(function, text):
 MUTANTS = [
     (Sampler, "__call__", ".to(self.roles.device)"),
     (Sampler, "__call__", ".to(ids.device)"),
+    (_Sampled, "__init__", ", device=of_rows.device"),
     (Experience, "of", ".to(mask.device)"),
     (RoleRollouts, "sequences", ", device=self.roles.device"),
     (adapter, "read_sequences", ".to(base.device)"),
@@ -93,6 +94,7 @@ MUTANTS = [
 @pytest.mark.parametrize(("owner", "name", "part"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
 def test_what_is_left_on_the_cpu_is_noticed(owner, name, part, tmp_path, monkeypatch):
     made = trainer(tmp_path, shared_base(), optim="adamw_torch")
+    made.roles.stop_token_ids = lambda tokenizer: list(range(2, 12))  # so that rows leave
     batch = next(iter(made.dataloader))
     function = inspect.getattr_static(owner, name)
     inner = function.fget if isinstance(function, property) else function

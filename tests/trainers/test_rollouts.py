@@ -221,8 +221,10 @@ def test_tokens_weigh_what_the_update_finds_likelier_than_the_sampler_did(tmp_pa
     flat = [factor for row in factors for factor in row]
     assert metrics["capped_share"] == pytest.approx(sum(factor == 0.5 for factor in flat) / len(flat))
     assert metrics["sampler_gap"] == pytest.approx(sum(abs(math.log(x)) for x in flat) / len(flat), rel=1e-4)
-    with pytest.raises(DataError, match="does not say with which probabilities"):
-        ours.step(batch, replace(made, sampler_logprobs=()), scores)
+    shorter = [row[:1] for row in drawn]  # of other tokens than it has
+    for unknown in ((), shorter):
+        with pytest.raises(DataError, match="does not say with which probabilities"):
+            ours.step(batch, replace(made, sampler_logprobs=unknown), scores)
     metrics = plain.step(batch, replace(made, sampler_logprobs=()), scores)
     assert "sampler_gap" not in metrics and "capped_share" not in metrics
 
@@ -235,7 +237,9 @@ def test_merged_rollouts_in_16_bits_train_and_say_how_far_they_are_from_the_upda
             base.add_role(role, adapter)
         randomize(base, "policy", "value")
         base.train_roles("policy", "value")
-        ours = trainer(tmp_path / generation, base, count_reward(7), bf16=True, generation=generation)
+        ours = trainer(
+            tmp_path / generation, base, count_reward(7), bf16=True, generation=generation, eval_do_sample=True
+        )
         batch = next(iter(ours.dataloader))
         torch.manual_seed(0)
         made = ours.generate(batch)
@@ -245,9 +249,12 @@ def test_merged_rollouts_in_16_bits_train_and_say_how_far_they_are_from_the_upda
     ours, merged, by_merged = run("merged")
     assert merged["sampler_gap"] != eager["sampler_gap"] and 0 < merged["sampler_gap"] < 0.5
     assert by_merged.sampler_logprobs != by_eager.sampler_logprobs
-    unmerged = ours.evaluate_rollout(ours.train_dataset).rollout.sampler_logprobs
+    evaluated = ours.evaluate_rollout(ours.train_dataset).rollout.sampler_logprobs
     monkeypatch.setattr(ours.args, "generation", "eager")
-    assert ours.evaluate_rollout(ours.train_dataset).rollout.sampler_logprobs == unmerged  # of the policy as it is
+    assert evaluated and ours.evaluate_rollout(ours.train_dataset).rollout.sampler_logprobs == evaluated
+    unpacked = ours.roles.unpacked
+    monkeypatch.setattr(ours.roles, "unpacked", lambda *, merged: unpacked(merged=True))
+    assert ours.evaluate_rollout(ours.train_dataset).rollout.sampler_logprobs != evaluated
 
 
 def test_merged_generation_needs_layers_and_memory(tmp_path, monkeypatch):
@@ -259,6 +266,9 @@ def test_merged_generation_needs_layers_and_memory(tmp_path, monkeypatch):
     on_embeddings.train_roles("policy", "value")
     with pytest.raises(ConfigError, match="generation: merged finds no layer .* Take eager"):
         trainer(tmp_path, on_embeddings, generation="merged").train()
+    ours = trainer(tmp_path, on_embeddings, generation="merged")
+    with pytest.raises(ConfigError, match="generation: merged finds no layer"):  # in a loop of one's own
+        ours.generate(next(iter(ours.dataloader)))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=2**40))
     with pytest.raises(
         ConfigError, match=r"generation: merged needs .* GB for a copy .* 1e-06 GB are free\. Take eager"

@@ -18,7 +18,8 @@ class Rollout:
         columns: the data set's other columns, one entry a prompt.
         gaps: what stands between the texts of prompt and response where both are read as one: the space with which
             Llama 2's tokenizer begins a word, and which it leaves out of a response that is decoded alone.
-        sampler_logprobs: the log-probability with which each token was drawn; empty where that is not known.
+        sampler_logprobs: the log-probability with which each token was drawn; empty where that is not known. Who puts
+            others in place of `response_ids` leaves it out.
     """
 
     prompts: Sequence[str]

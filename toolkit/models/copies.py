@@ -16,16 +16,23 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from toolkit.models.fused_lora import active_adapters, computed_in, is_plain
+from toolkit.models.fused_lora import active_adapters, computed_in, in_autocast, is_plain
 
 _ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
 _SHARE = 1 / 8  # of the machine's memory, that weights with the policy's adapter in them may take unasked
 
 
 def bytes_of(layers: Iterable[Any]) -> int:
-    """Of copies of linear layers' weights, with adapters on them or without."""
-    bare = [getattr(layer, "base_layer", layer) for layer in layers]
-    return sum(layer.in_features * layer.out_features * _dtype(layer).itemsize for layer in bare)
+    """Of copies of linear layers' weights, of layers with adapters with one in them."""
+    return sum(layer.in_features * layer.out_features * _copied_to(layer).itemsize for layer in layers)
+
+
+def _copied_to(layer: Any) -> torch.dtype:
+    """A weight is copied as it is, and one with an adapter in it in the precision of the passes now."""
+    if not hasattr(layer, "base_layer"):
+        return _dtype(layer)
+    weight = layer.base_layer.weight
+    return torch.get_autocast_dtype(weight.device.type) if in_autocast(weight) else _dtype(layer.base_layer)
 
 
 @contextmanager
@@ -125,7 +132,12 @@ def to_merge(layers: Iterable[Any], adapter: str, *, asked: bool, on_cpu: bool) 
     It rounds in another way: so unasked, whether there is room for it is a question of the machine's whole memory, not
     of what is left at the moment, on which a run's numbers shall not depend.
     """
-    known = [layer for layer in layers if is_plain(layer) and adapter in layer.lora_A and not layer.merged_adapters]
+
+    def is_known(layer: Any) -> bool:
+        own = getattr(layer.base_layer, "compute_dtype", None) in (None, _dtype(layer.base_layer))
+        return own and adapter in layer.lora_A and not layer.merged_adapters
+
+    known = [layer for layer in layers if is_plain(layer) and is_known(layer)]
     if asked:
         return known
     exact = on_cpu and not torch.is_autocast_enabled("cpu")
@@ -136,9 +148,7 @@ def to_merge(layers: Iterable[Any], adapter: str, *, asked: bool, on_cpu: bool) 
 def _in_float32(layer: Any, adapter: str) -> bool:
     """Whether such a layer is in float32 throughout: merged, it gives the same but for rounding of a ten-millionth,
     where in 16 bits much of what the adapter adds is lost."""
-    base = layer.base_layer
-    own = getattr(base, "compute_dtype", None) in (None, torch.float32)
-    return own and _dtype(base) is layer.lora_A[adapter].weight.dtype is torch.float32
+    return _dtype(layer.base_layer) is layer.lora_A[adapter].weight.dtype is torch.float32
 
 
 def merged_forward(layer: Any, adapter: str) -> Callable[..., Tensor]:
@@ -147,9 +157,10 @@ def merged_forward(layer: Any, adapter: str) -> Callable[..., Tensor]:
     base, own = layer.base_layer, layer.forward
     a, b, s = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
     with torch.no_grad():
-        plain = _unpacked(base)
-        dtype = computed_in(plain)
-        whole = plain.to(torch.float32, copy=True).addmm_(b.float(), a.float(), alpha=s)  # in place autocast is off
+        dtype = _copied_to(layer)
+        whole = (
+            _unpacked(base).to(torch.float32, copy=True).addmm_(b.float(), a.float(), alpha=s)
+        )  # in place autocast is off
         weight = _laid_out(whole.to(dtype))
         bias = None if base.bias is None else base.bias.to(dtype)
     as_given = type(base) is Linear4bit  # whose results are in the precision of what it is given

@@ -333,9 +333,9 @@ class SharedBase(FrozenLM):
     def merged_bytes(self) -> int:
         """What `unpacked(merged=True)` holds in the policy's role; 0 where its adapter can be merged into no layer."""
         on_cpu = self.device.type == "cpu"
-        apart = [layer.base_layer for layer in self._to_merge(asked=True, on_cpu=on_cpu)]
-        others = unpackable(self.causal_lm, besides=apart, on_cpu=on_cpu)
-        return bytes_of([*apart, *others]) if apart else 0
+        layers = self._to_merge(asked=True, on_cpu=on_cpu)
+        others = unpackable(self.causal_lm, besides=[layer.base_layer for layer in layers], on_cpu=on_cpu)
+        return bytes_of([*layers, *others]) if layers else 0
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:

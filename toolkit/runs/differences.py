@@ -17,16 +17,18 @@ from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import STAGE_CLASSES
 
+# What says how often figures are logged and where they go, of any stage: nothing that was done depends on it.
+_SHOWN_BY = ("logging_steps", "logging_first_step", "report_to", "run_name", "dataloader_num_workers", "disable_tqdm")
 # What a stage can go on with changed: it decides when something is written or how much memory is taken, and nothing of
 # what the run has done so far.
 _MAY_CHANGE = (
     "gradient_checkpointing", "logprob_chunk_size", "q_chunk_size",
     "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy",
-    "save_steps", "save_total_limit", "logging_steps", "report_to", "run_name", "dataloader_num_workers",
+    "save_steps", "save_total_limit",
 )  # fmt: skip
 _LENGTHS = ("max_steps", "num_train_epochs")  # these may grow, and steps shrink to what has been done
 _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_SHOWN = 3  # differences that a message names
+_TOLD = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
 ABSENT = object()  # the value of a key that a recipe does not have
 Changes: TypeAlias = Mapping[str, tuple[Any, Any]]
@@ -58,11 +60,12 @@ def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
     """Dotted keys that the stage, or one before it, reads, with their values in the folder's recipe and in this one.
 
-    Those alone that differ; of a stage that is not the recipe's, all that differ.
+    Those alone that differ, but for what decides how it is shown; of a stage that is not the recipe's, all that differ.
     """
     there, here = dict(leaves(recorded(folder))), dict(leaves(_parsed(recipe.to_yaml())))
     plan = recipe.plan.stages.get(stage)
-    read = [key for key in {**there, **here} if plan is None or plan.reads_key(key)]
+    shown_by = {f"{other}.{name}" for other in STAGE_CLASSES for name in _SHOWN_BY}
+    read = [key for key in {**there, **here} if plan is None or (plan.reads_key(key) and key not in shown_by)]
     pairs = {key: (there.get(key, ABSENT), here.get(key, ABSENT)) for key in read}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -103,5 +106,5 @@ def described(changes: Changes) -> str:
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
     parts = [f"{key} is {shown(there)} there and {shown(here)} here" for key, (there, here) in changes.items()]
-    more = len(parts) - _SHOWN
-    return "; ".join(parts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    more = len(parts) - _TOLD
+    return "; ".join(parts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")

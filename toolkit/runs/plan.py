@@ -262,6 +262,8 @@ class _Planner:
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
         """What takes less memory in a phase and changes no gradient, the cheapest first."""
         args = self.recipe.stage_config(_stage_of(phase))
+        if phase == "rollout" and args.generation == "merged":
+            yield {"generation": "eager"}
         if name := _ROWS.get(phase.split()[-1]):
             rows = getattr(args, name)
             while rows > 1:

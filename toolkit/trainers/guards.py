@@ -108,7 +108,7 @@ GUARDS = (
         methodcaller("get", "sampler_gap"),
         lambda gap: gap > 0.2,  # in bfloat16 it was 0.03 to 0.05, merged or not
         "tokens are drawn with probabilities that are {value:.2f} nats from those of the update, in the mean.",
-        "Set importance_sampling_cap to 2, or take generation eager, or a base in float32.",
+        "Set importance_sampling_cap to 2, which weighs them by it; or take a base in float32, or generation eager.",
         updates=3,
     ),
     Guard(

@@ -124,8 +124,9 @@ def describe(experience: Experience, *, kl_coef: float, cap: float | None = None
 
 
 def sampler_logprobs(rollout: Rollout, mask: Tensor) -> Tensor | None:
-    """What each token was drawn with, float32 (B, T), 0 outside the mask; None where the rollout does not say."""
-    if not rollout.sampler_logprobs:
+    """What each token was drawn with, float32 (B, T), 0 outside the mask; None where the rollout does not say, or says
+    it of other tokens than it has."""
+    if list(map(len, rollout.sampler_logprobs)) != rollout.lengths:
         return None
     drawn_with = torch.zeros(mask.shape)
     drawn_with[mask] = torch.tensor([x for row in rollout.sampler_logprobs for x in row])

@@ -75,9 +75,15 @@ class PPOTrainer(PPOLoop):
 
         Raises:
             DataError: `max_length` leaves a prompt no room for a response.
+            ConfigError: `generation` is merged, and there is nothing that it could merge, or no room for it.
         """
         do_sample = self.args.rollout_do_sample if do_sample is None else do_sample
-        return self.rollouts.sampler(do_sample=do_sample, merged=self.args.generation == "merged")(batch)
+        merged = self.args.generation == "merged"
+        if merged and not self._room_checked:
+            with self.compute_loss_context_manager():
+                self_checks.check_room_to_merge(self.roles)
+            self._room_checked = True
+        return self.rollouts.sampler(do_sample=do_sample, merged=merged)(batch)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Scores:
         """One score for each response: float32 (B,); `DenseScores` from a reward that gives them.
@@ -122,7 +128,7 @@ class PPOTrainer(PPOLoop):
             all_dropped += "changed nothing: lower that, or see in samples what the policy says."
             warnings.warn(all_dropped, stacklevel=2)
             stats = {"kl_coef": self.kl_coef, "optimizer_steps": 0.0}
-        if not self._followed:  # they follow the policy that the update has made, too
+        if not self._followed and stats["optimizer_steps"]:  # they follow the policy that an update has made, too
             self._check_rollouts()
             self._followed = True
         if self.args.drop_short_responses:

@@ -79,7 +79,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             num_workers=args.dataloader_num_workers,
         )
         self.total_updates = args.number_of_updates(len(train_dataset))
-        self._ready = self._ratio_checked = self._followed = False
+        self._ready = self._ratio_checked = self._followed = self._room_checked = False
         # Those whose gradient has not been looked at.
         self._unchecked_roles = {role for role in self.saved_roles if role != "value" or args.vf_coef > 0}
 
@@ -120,8 +120,6 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.create_scheduler(num_training_steps=self.total_updates, optimizer=self.optimizer)
         self_checks.check_in_optimizer(self.roles, self.optimizer)
         self.optimizer = self.accelerator.prepare(self.optimizer)
-        if self.args.generation == "merged":
-            self_checks.check_room_to_merge(self.roles)
         self._check_rollouts()
         self._ready = True
 

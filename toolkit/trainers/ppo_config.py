@@ -64,8 +64,9 @@ class PPOConfig(TRLPPOConfig):
     )
     generation: Literal["eager", "merged"] = setting(
         "eager",
-        "How responses are generated that are learnt from: by base and adapter apart, or by a copy of the weights in "
-        "the base's precision, made for each rollout, with the adapter merged into it.",
+        "How responses are generated that are learnt from: eager by the layers as they are (on a CPU in float32 merged "
+        "where an eighth of the memory holds it), merged by a copy of the weights with the adapter in it, in the "
+        "precision of the passes, made each time.",
     )
     importance_sampling_cap: float | None = setting(
         None,
