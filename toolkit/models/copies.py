@@ -158,9 +158,8 @@ def merged_forward(layer: Any, adapter: str) -> Callable[..., Tensor]:
     a, b, s = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
     with torch.no_grad():
         dtype = _copied_to(layer)
-        whole = (
-            _unpacked(base).to(torch.float32, copy=True).addmm_(b.float(), a.float(), alpha=s)
-        )  # in place autocast is off
+        whole = _unpacked(base).to(torch.float32, copy=True)
+        whole.addmm_(b.float(), a.float(), alpha=s)  # in place, which autocast leaves alone
         weight = _laid_out(whole.to(dtype))
         bias = None if base.bias is None else base.bias.to(dtype)
     as_given = type(base) is Linear4bit  # whose results are in the precision of what it is given
