@@ -120,7 +120,7 @@ class PeakMemory:
 
 
 def build(given: Settings, roles: SharedBase, work: Work, folder: Path, **form: Any) -> Built:
-    """Our trainer on a base that has its roles."""
+    """Our trainer on a base that has its roles, in one of `FORMS`, or without checkpointing and eager."""
     job = Job("", work, id_tokenizer(given.llama), folder, WARM_UP + given.updates)
     args = ppo_config(
         job,

@@ -61,7 +61,7 @@ def measure(updates: int) -> dict[str, Any]:
     roles = add_roles(SharedBase(random_llama(given.llama, given.device)), "separate")
     clock = PhaseClock()
     with tempfile.TemporaryDirectory() as folder, counted_bytes() as sent:
-        built = gpu.build(given, roles, work, Path(folder), value="separate", checkpointing=False)
+        built = gpu.build(given, roles, work, Path(folder), value="separate")
         run_ours(built, work, clock, gpu.WARM_UP)
         sent.update(summed=0, objects=0)
         run_ours(built, work, clock, updates)
