@@ -4,7 +4,7 @@ import ctypes
 import math
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -148,19 +148,32 @@ def attention_by_rows(
     transformers can tell such rows by their positions, too, by a mask of all pairs of tokens, most of which it computes
     to leave them out. Here each row's part goes through torch's causal attention by itself. A model that hands
     `row_lengths` down to its attention needs nothing else; whether it does, `base_checks` tries.
+
+    Short rows in bfloat16 are computed in float32 on a CPU, which is faster there and nearer to the exact result.
     """
     if row_lengths is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    lengths, dtype = list(row_lengths), query.dtype
+        return _attention(module, query, key, value, attention_mask, **named)
+    lengths = list(row_lengths)
     parts, start = [], 0
-    for *own, length in zip(*(of_all.split(lengths, dim=2) for of_all in (query, key, value)), lengths, strict=True):
+    for q, k, v, length in zip(*(of_all.split(lengths, dim=2) for of_all in (query, key, value)), lengths, strict=True):
         row = slice(start, start := start + length)
         mask = None if attention_mask is None else attention_mask[..., row, row]
-        in_float32 = dtype is torch.bfloat16 and length <= _SHORT
-        with torch.autocast(query.device.type, enabled=False) if in_float32 else nullcontext():
-            own = [part.float() for part in own] if in_float32 else own
-            parts.append(sdpa_attention_forward(module, own[0], own[1], own[2], mask, **named)[0].to(dtype))
+        parts.append(_attention(module, q, k, v, mask, **named)[0])
     return torch.cat(parts, dim=1), None
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> tuple[Tensor, None]:
+    dtype, length = query.dtype, query.shape[2]
+    whole = length == key.shape[2]  # not new tokens after a cache, which would be cast anew for each of them
+    if not (whole and length <= _SHORT and dtype is torch.bfloat16 and query.device.type == "cpu"):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        attention_mask = attention_mask.float()
+    with torch.autocast("cpu", enabled=False):
+        exact = (tensor.float() for tensor in (query, key, value))
+        return sdpa_attention_forward(module, *exact, attention_mask, **named)[0].to(dtype), None
 
 
 @cache
