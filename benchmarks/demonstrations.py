@@ -278,16 +278,18 @@ def _figure(size: tuple[float, float], panels: Mapping[str, Curves], xlabel: str
     figure = Figure(figsize=size, layout="constrained")
     for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for points, style in curves:
-            axes.plot(*zip(*points, strict=True), lw=1.2, **style)
+            axes.plot(*zip(*points, strict=True), **{"linewidth": 1.2, **style})
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(xlabel, fontsize=9)
         axes.grid(alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), **legend)
+    drawn = (axes.get_legend_handles_labels() for axes in figure.axes)
+    figure.legend(*next(handles for handles in drawn if handles[0]), **legend)
     return figure
 
 
 _SHOWN = 8  # samples in a page
 _BEST_OF, _BEST_OF_PROMPTS = 16, 80
+_MEAN_OF = 10  # updates
 _WHEN = {"base": "base", "before": "before PPO", "after": "after PPO"}
 _TITLES = {
     "satisfied": "all rules kept",
@@ -301,7 +303,7 @@ _TITLES = {
     "perplexity": "perplexity under the base, not quantised",
     "different": "share of different responses",
 }
-_BELOW = {"loc": "outside lower center", "ncols": 2, "fontsize": 9}
+_BELOW = {"loc": "outside lower center", "ncols": 3, "fontsize": 9}
 
 
 def _value_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
@@ -344,34 +346,67 @@ def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure
 
 def _recipe_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
     runs = found["recipe"].items()
-    shares = {f"satisfied_{kind}": kind for kind in COMPOSITIONS if f"satisfied_{kind}" in next(iter(runs))[1]["after"]}
+    shares = "satisfied" in next(iter(runs))[1]["after"]
     at_start = {seed: [{"update": 0, **one["before"]}, *one["curve"]] for seed, one in runs}
 
     def held_out() -> Curves:
-        for colour, (key, label) in enumerate((shares or {"score": "score"}).items()):
-            for i, points in enumerate(at_start.values()):
-                yield [[p["update"], p[key]] for p in points], {"color": f"C{colour}", "label": None if i else label}
+        for seed, points in at_start.items():
+            yield [[p["update"], p["score"]] for p in points], {"label": f"seed {seed}"}
 
     def of_rollouts(key: str) -> Curves:
-        for seed, one in runs:
-            yield one[key], {"label": None if shares else f"seed {seed}", "color": "C4" if shares else None}
+        for number, (seed, one) in enumerate(runs):
+            yield one[key], {"color": f"C{number}", "alpha": 0.2}
+            yield _running_mean(one[key]), {"color": f"C{number}", "linewidth": 2, "label": f"seed {seed}"}
 
     def by_kl() -> Curves:
-        for points in at_start.values():
-            yield [[p["kl"], p["score"]] for p in points], {"color": "C4", "marker": "."}
+        for number, points in enumerate(at_start.values()):
+            yield [[p["kl"], p["score"]] for p in points], {"color": f"C{number}", "marker": "."}
         for _, one in runs:
             if "best_of" in one:
                 yield [[kl, score] for _, kl, score in one["best_of"]], {"color": "k", "linestyle": ":"}
 
     panels = {
-        "held out: all rules kept" if shares else "held out: score": held_out(),
-        "score of the rollouts": of_rollouts("score"),
-        f"held out: PPO, and (dotted) the best of 1 to {_BEST_OF}": by_kl(),
+        "held out: all rules kept" if shares else "held out: score": () if shares else held_out(),
+        f"score of the rollouts, means of {_MEAN_OF}": of_rollouts("score"),
+        f"held out: PPO, and (dotted) best of 1–{_BEST_OF}": by_kl(),
     }
-    figure = _figure((11, 3.2), panels, "updates", _BELOW)
+    figure = _figure((11, 3.4), panels, "updates", _BELOW)
+    if shares:
+        _draw_shares(figure.axes[0], [one for _, one in runs])
     figure.axes[2].set_xlabel("KL a response", fontsize=9)
     figure.axes[2].set_ylabel("score", fontsize=9)
     return figure
+
+
+def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of each point and those before it, `_MEAN_OF` of them."""
+    windows = (points[max(0, end - _MEAN_OF) : end] for end in range(min(_MEAN_OF, len(points)), len(points) + 1))
+    return [[window[-1][0], statistics.mean(value for _, value in window)] for window in windows]
+
+
+def _draw_shares(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
+    """What all seeds together keep, by what training puts together, in each state, with Wilson's 95 % interval."""
+    each = runs[0]["language"]["prompts"]
+    columns = {"satisfied": "all", **{f"satisfied_{kind}": kind for kind in COMPOSITIONS}}
+    for place, (when, label) in enumerate(_WHEN.items()):
+        for column, key in enumerate(columns):
+            prompts = each if key == "satisfied" else each // len(COMPOSITIONS)
+            mean = statistics.mean(one[when][key] for one in runs)
+            low, high = wilson_interval(round(mean * prompts * len(runs)), prompts * len(runs))
+            axes.bar(
+                column + 0.27 * (place - 1),
+                mean,
+                width=0.25,
+                color=("0.85", "0.65", "0.4")[place],
+                yerr=[[mean - low], [high - mean]],
+                error_kw={"lw": 1, "capsize": 2},
+                label=None if column else label,
+            )
+    names = {"one": "one rule", "seen": "two, trained\ntogether", "unseen": "two, never\ntogether"}
+    axes.set_xticks(range(len(columns)), [names.get(name, name) for name in columns.values()], fontsize=8)
+    axes.set_xlabel("")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=8, loc="upper right", ncols=1)
 
 
 def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
