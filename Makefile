@@ -19,6 +19,7 @@
 # make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
 # make bench-slice MODEL=/path/to/SmolLM2-135M-Instruct   on two layers of Llama-3.1-8B's width (15 GB)
 # make bench-growth MODEL=/path/to/SmolLM2-135M-Instruct  up to 1,024 new tokens, and 64 rollouts
+# make bench-agilerl MODEL=/path/to/SmolLM2-135M-Instruct AGILERL=/path/to/environment   beside AgileRL's LLMPPO
 # make bench-gpu                             an 8B-shaped random Llama in NF4 on a GPU; needs no network, no checkpoint
 # make docs                                  docs/recipe_reference.md anew from the owners' classes
 
@@ -34,7 +35,7 @@ RESUME ?= 0
 MERGE ?= 0
 
 # A mistyped name would be passed over, and the default recipe run for hours.
-known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES PYTHON VENV VERSIONS CPU
+known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES PYTHON VENV VERSIONS CPU AGILERL
 given = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 unknown := $(filter-out $(known),$(given))
 ifneq ($(strip $(unknown)),)
@@ -56,7 +57,7 @@ divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
 run = "$(or $(RUN),$(RECIPE))"
 
 .PHONY: help env sft reward ppo collect q show validate plan chat generate eval judge export recipes test smoke test-gpu lint types check format docs wheel \
-        bench bench-slice bench-growth bench-gpu clean
+        bench bench-slice bench-growth bench-agilerl bench-gpu clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -127,8 +128,10 @@ format: $(BIN)/.installed
 docs: $(BIN)/.installed
 	$(BIN)/python -m docs.make_reference docs/recipe_reference.md
 
-bench bench-slice bench-growth: $(BIN)/.installed
-	$(BIN)/python -m benchmarks.run $(subst bench,cpu,$(@:bench-%=%)) --model "$(or $(MODEL),$(error make $@ needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct))"
+agilerl = $(if $(filter bench-agilerl,$@),--agilerl "$(or $(AGILERL),$(error make $@ needs an environment that has AgileRL: add AGILERL=/path/to/environment))")
+
+bench bench-slice bench-growth bench-agilerl: $(BIN)/.installed
+	$(BIN)/python -m benchmarks.run $(subst bench,cpu,$(@:bench-%=%)) --model "$(or $(MODEL),$(error make $@ needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct))" $(agilerl)
 	$(BIN)/python -m benchmarks.table
 
 bench-gpu: $(BIN)/.installed

@@ -23,7 +23,20 @@ TOLERANCES = {
     "value_head_gradient": (0.05, 0.0),
 }
 # Weights in 4 bits are other weights: they are compared among themselves.
-PARTNER = {False: "ours-separate", True: "ours-separate-nf4"}  # by whether they are quantised
+# Without a reward role all have the score 0, and with it other advantages.
+PARTNER = {
+    (True, False): "ours-separate",
+    (True, True): "ours-separate-nf4",
+    (False, False): "ours-separate-unscored",
+    (False, True): "ours-separate-unscored-nf4",
+}
+"""By whether they have a reward role, and whether they are quantised."""
+
+
+def partner_of(name: str) -> str:
+    """With whose figures those of a contender are compared."""
+    contender = CONTENDERS[name]
+    return PARTNER[contender.rewarded, contender.quantised]
 
 
 def _compared(name: str) -> list[str]:
@@ -40,7 +53,7 @@ def differences(found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """
     lines = []
     for name, figures in found.items():
-        partner = PARTNER[CONTENDERS[name].quantised]
+        partner = partner_of(name)
         for figure in _compared(name):
             relative, absolute = TOLERANCES[figure]
             ours, theirs = found[partner][figure], figures[figure]

@@ -1,81 +1,34 @@
 """The contenders: ours in four forms, stock TRL 1.12 in the two forms that its interface allows, and stock TRL on ours.
 
+AgileRL's, which has no reward role, runs in `agile`, and beside it ours without that role.
+
 All start as the same functions. Each adapter's B is zero and its A, like each head, comes from a seed and the name of
 its place, so that losses and gradients can be compared; the reference is the base.
 """
 
-import re
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from peft import get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
+from benchmarks.errors import BenchmarkError
+from benchmarks.start import PRECISIONS, Built, Job, lora, nf4, seed_adapter, seed_head
 from benchmarks.work import Work
-from toolkit.models import SharedBase, load_base, quantization_config
-from toolkit.rewards import RewardAdapter
+from toolkit.data import Rollout
+from toolkit.models import SharedBase, load_base
+from toolkit.rewards import Reward, RewardAdapter
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.stock_ppo import stock_ppo_trainer, trl_config
-
-RANK = 16
-LEARNING_RATE = 1e-5
-PRECISIONS = {"bfloat16": "bf16", "float32": "float32"}
-"""In which contenders run, and what the tables call them."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a contender is built for.
-
-    Args:
-        model: folder of the checkpoint.
-        work: prompts and responses.
-        tokenizer: from `padding_tokenizer`.
-        folder: for whatever a trainer writes.
-        updates: how many will be run.
-        dtype: in which the base is loaded and computed; of one in NF4, in which it is computed.
-        learning_rate: 0 to leave the weights as they are.
-    """
-
-    model: str
-    work: Work
-    tokenizer: PreTrainedTokenizerBase
-    folder: Path
-    updates: int
-    dtype: str = "bfloat16"
-    learning_rate: float = LEARNING_RATE
-
-
-@dataclass(frozen=True)
-class Built:
-    """A trainer that is ready to run.
-
-    Args:
-        trainer: ours or TRL's.
-        generator: the model whose `generate` it calls in the end.
-        policy: the policy's trained parameters.
-        value_head: weight (1, H) of the value role's head.
-    """
-
-    trainer: Any
-    generator: PreTrainedModel
-    policy: list[nn.Parameter]
-    value_head: Tensor
 
 
 @dataclass(frozen=True)
@@ -84,10 +37,12 @@ class Contender:
 
     Args:
         name: what the tables call it, without the precision.
-        kind: "ours"; "stock", a form that TRL's own interface allows; "views", stock TRL on our shared base.
+        kind: "ours"; "stock", a form that TRL's own interface allows; "views", stock TRL on our shared base; "agilerl",
+            which `agile` builds and runs in another environment.
         value: "separate" or "shared".
         quantised: whether the base is in NF4.
         build: makes the trainer.
+        rewarded: whether a reward role scores the responses; without one each has the score 0.
     """
 
     name: str
@@ -95,48 +50,11 @@ class Contender:
     value: str
     quantised: bool
     build: Callable[[Job], Built]
+    rewarded: bool = True
 
     def label(self, dtype: str) -> str:
         """What the tables call it where a base that is not quantised is in `dtype`."""
         return f"{self.name}, {'NF4' if self.quantised else PRECISIONS[dtype]}"
-
-
-def nf4(dtype: str = "bfloat16") -> BitsAndBytesConfig:
-    values = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    return quantization_config(values, dtype)
-
-
-def lora(task_type: str = "CAUSAL_LM") -> LoraConfig:
-    return LoraConfig(task_type=task_type, r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-
-
-# ---------------------------------------------------------------------- an equal start
-
-
-def _generator(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
-
-
-@torch.no_grad()
-def seed_adapter(parameters: Iterable[tuple[str, nn.Parameter]], role: str) -> None:
-    """Give each A of an adapter values that depend on the role and the layer's place alone.
-
-    Args:
-        parameters: by name, of this adapter only.
-        role: "policy", "value" or "reward".
-    """
-    for name, parameter in parameters:
-        place = re.search(r"(layers\.\d+\..+)\.lora_A", name)
-        if place:
-            noise = torch.randn(parameter.shape, generator=_generator(f"{role}.{place[1]}"))
-            parameter.copy_(noise / parameter.shape[1] ** 0.5)
-
-
-@torch.no_grad()
-def seed_head(weight: Tensor, role: str) -> None:
-    """Give a head values that bfloat16 can hold: stock TRL's is in that precision, ours in float32."""
-    noise = 0.02 * torch.randn(weight.shape, generator=_generator(f"{role}.head"))
-    weight.copy_(noise.bfloat16())
 
 
 # ---------------------------------------------------------------------- settings
@@ -181,28 +99,36 @@ def prompts(work: Work) -> Dataset:
 # ---------------------------------------------------------------------- ours
 
 
-def add_roles(base: SharedBase, value: str) -> SharedBase:
+def add_roles(base: SharedBase, value: str, *, rewarded: bool = True) -> SharedBase:
     """All four roles with an equal start.
 
     Args:
         base: carries none yet.
         value: "separate" or "shared".
+        rewarded: whether the reward role is among them.
     """
     base.add_role("policy", lora())
     base.add_role("reference")
     base.add_role("value", lora() if value == "separate" else None)
-    base.add_role("reward", lora())
+    if rewarded:
+        base.add_role("reward", lora())
     for role in ("policy", "value", "reward"):
         own = [(name, p) for name, p in base.model.named_parameters() if f".{role}." in name]
         seed_adapter([(name.replace(f".{role}.", "."), p) for name, p in own], role)
-    for role in ("value", "reward"):
+    for role in ("value", "reward") if rewarded else ("value",):
         seed_head(base.head(role).weight, role)
     return base
 
 
-def _roles(job: Job, value: str, *, quantised: bool) -> SharedBase:
+def _roles(job: Job, value: str, *, quantised: bool, rewarded: bool = True) -> SharedBase:
     quantization = nf4(job.dtype) if quantised else None
-    return add_roles(SharedBase(load_base(job.model, quantization=quantization, dtype=job.dtype)), value)
+    base = SharedBase(load_base(job.model, quantization=quantization, dtype=job.dtype))
+    return add_roles(base, value, rewarded=rewarded)
+
+
+def nothing(rollout: Rollout) -> list[float]:
+    """A score of 0 for each response, by a reward that is a function."""
+    return [0.0] * len(rollout)
 
 
 def built_on(roles: SharedBase, trainer: Any) -> Built:
@@ -210,18 +136,19 @@ def built_on(roles: SharedBase, trainer: Any) -> Built:
     return Built(trainer, roles.causal_lm, roles.parameters_of("policy"), roles.head("value").weight)
 
 
-def our_loop(job: Job, roles: SharedBase, args: PPOConfig) -> Built:
-    """Our trainer on a base that has its roles, with scores of the reward role."""
+def our_loop(job: Job, roles: SharedBase, args: PPOConfig, reward: Reward | None = None) -> Built:
+    """Our trainer on a base that has its roles, with scores of the reward role unless another reward is given."""
     ids = {"pad_token_id": job.tokenizer.pad_token_id, "eos_token_id": job.tokenizer.eos_token_id}
-    reward = RewardAdapter(roles, **ids, batch_size=args.local_rollout_forward_batch_size)
+    reward = reward or RewardAdapter(roles, **ids, batch_size=args.local_rollout_forward_batch_size)
     return built_on(roles, PPOTrainer(args, job.tokenizer, roles, reward, prompts(job.work), callbacks=[]))
 
 
-def build_ours(job: Job, *, value: str, quantised: bool) -> Built:
+def build_ours(job: Job, *, value: str, quantised: bool, rewarded: bool) -> Built:
     """Our loop on the shared base."""
     # Ours generates all at once whatever this is. Rows of similar length together: 8 take a tenth less than all 16.
     args = ppo_config(job, value=value, local_rollout_forward_batch_size=2 * job.work.size.micro_batch)
-    return our_loop(job, _roles(job, value, quantised=quantised), args)
+    roles = _roles(job, value, quantised=quantised, rewarded=rewarded)
+    return our_loop(job, roles, args, None if rewarded else nothing)
 
 
 def build_views(job: Job) -> Built:
@@ -273,13 +200,22 @@ def build_stock(job: Job, *, adapters: bool) -> Built:
     return Built(trainer, policy.get_base_model(), trained, heads[0])
 
 
-def _ours(value: str, *, quantised: bool) -> Contender:
-    build = partial(build_ours, value=value, quantised=quantised)
-    return Contender(f"ours, {value} value", "ours", value, quantised, build)
+def _ours(value: str, *, quantised: bool, rewarded: bool = True) -> Contender:
+    build = partial(build_ours, value=value, quantised=quantised, rewarded=rewarded)
+    name = f"ours, {value} value{'' if rewarded else ', no reward role'}"
+    return Contender(name, "ours", value, quantised, build, rewarded)
 
 
 def _stock(about: str, *, adapters: bool) -> Contender:
     return Contender(f"stock TRL, {about}", "stock", "separate", False, partial(build_stock, adapters=adapters))
+
+
+def _elsewhere(job: Job) -> Built:
+    raise BenchmarkError("AgileRL is built by benchmarks.agile, in an environment that has it.")
+
+
+def _agile(*, quantised: bool) -> Contender:
+    return Contender("AgileRL", "agilerl", "separate", quantised, _elsewhere, rewarded=False)
 
 
 CONTENDERS = {
@@ -290,4 +226,10 @@ CONTENDERS = {
     "stock-full": _stock("whole value and reward models", adapters=False),
     "stock-peft": _stock("three PEFT models", adapters=True),
     "stock-views": Contender("stock TRL on our shared base", "views", "separate", False, build_views),
+    "ours-separate-unscored": _ours("separate", quantised=False, rewarded=False),
+    "ours-shared-unscored": _ours("shared", quantised=False, rewarded=False),
+    "ours-separate-unscored-nf4": _ours("separate", quantised=True, rewarded=False),
+    "ours-shared-unscored-nf4": _ours("shared", quantised=True, rewarded=False),
+    "agilerl": _agile(quantised=False),
+    "agilerl-nf4": _agile(quantised=True),
 }

@@ -24,12 +24,14 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from benchmarks import floor
-from benchmarks.contenders import RANK, Built, Job, add_roles, our_loop, ppo_config
+from benchmarks.clock import PhaseClock
+from benchmarks.contenders import add_roles, our_loop, ppo_config
 from benchmarks.errors import BenchmarkError
-from benchmarks.loops import PhaseClock, run_ours
+from benchmarks.loops import run_ours
 from benchmarks.planned import planned
 from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, outline, random_llama
 from benchmarks.records import RESULTS, new_result, result_path, write_result
+from benchmarks.start import RANK, Built, Job
 from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
 from toolkit.costs import Device, Lengths, here, weight_bytes_of

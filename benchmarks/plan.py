@@ -24,11 +24,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 from trl import SFTConfig
 
-from benchmarks.contenders import Job, add_roles, our_loop, ppo_config
+from benchmarks.contenders import add_roles, our_loop, ppo_config
 from benchmarks.gpu import random_work
 from benchmarks.planned import planned, static_bytes, without_numbers
 from benchmarks.random_llama import TINY, id_tokenizer, random_llama
 from benchmarks.records import fill, markdown
+from benchmarks.start import Job
 from benchmarks.work import Size, given_responses
 from toolkit.costs import Lengths, counted_step, weight_bytes_of
 from toolkit.data import Kind

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, TrainingArguments
 
-from benchmarks.contenders import add_roles, nf4
+from benchmarks.contenders import add_roles
 from benchmarks.random_llama import outline
+from benchmarks.start import nf4
 from toolkit.costs import Counted, CountedUpdate, Lengths, Phase, optimizer_bytes, take_shape, weight_bytes_of
 from toolkit.models import SharedBase, quantize_outline
 from toolkit.trainers.ppo_config import PPOConfig

@@ -14,13 +14,29 @@ from benchmarks.errors import BenchmarkError, KilledError
 _ROOT = Path(__file__).parents[1]
 
 
-def run_module(module: str, *words: object, what: str) -> dict[str, Any]:
+def python_of(environment: str) -> Path:
+    """The Python of an environment, by its folder or by its own path.
+
+    Raises:
+        BenchmarkError: there is none.
+    """
+    # Not resolved: the Python of a virtual environment is a link to another, which knows nothing of it.
+    place = Path(environment).expanduser().absolute()
+    inside = (place, place / "bin" / "python", place / "Scripts" / "python.exe")
+    found = next((path for path in inside if path.is_file()), None)
+    if found is None:
+        raise BenchmarkError(f"{environment} is no environment: it has no bin/python.")
+    return found
+
+
+def run_module(module: str, *words: object, what: str, python: Path | None = None) -> dict[str, Any]:
     """Run a module of the benchmarks on the CPU, offline, in the repository's folder.
 
     Args:
         module: its name; it writes JSON to the file of its option `--output`, or nothing.
         words: its further arguments.
         what: how messages call it.
+        python: of another environment than this one.
 
     Returns:
         What it wrote; {} for nothing.
@@ -32,7 +48,7 @@ def run_module(module: str, *words: object, what: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "answer.json"
         done = subprocess.run(
-            [sys.executable, "-m", module, *map(str, words), "--output", str(output)],
+            [str(python or sys.executable), "-m", module, *map(str, words), "--output", str(output)],
             cwd=_ROOT,
             # A machine's GPU stays out of it, and no step asks the hub for anything.
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},

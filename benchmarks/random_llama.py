@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from benchmarks.contenders import nf4
+from benchmarks.start import nf4
 from toolkit.models import quantize_outline
 
 # The configuration of Llama-3.1-8B, from its checkpoint's config.json.

@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from trl import RewardConfig as TRLRewardConfig
 from trl import RewardTrainer as TRLRewardTrainer
 
-from benchmarks.contenders import lora, nf4, seed_adapter, seed_head
+from benchmarks.start import lora, nf4, seed_adapter, seed_head
 from toolkit.data import Preferences, pad_rows
 from toolkit.models import SharedBase, load_base, load_tokenizer
 from toolkit.reports import peak_memory_gb

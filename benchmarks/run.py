@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rich.console import Console
 from benchmarks.compare import check_equal
 from benchmarks.contenders import CONTENDERS
 from benchmarks.errors import KilledError
-from benchmarks.processes import run_module
+from benchmarks.processes import python_of, run_module
 from benchmarks.random_llama import LLAMA_8B, save_slice
 from benchmarks.records import RESULTS, new_result, read_result, result_path, write_result
 from benchmarks.summary import bars, seconds_of, summarise
@@ -35,6 +36,7 @@ from toolkit.models import META, ModelSpec, load_model, load_tokenizer
 from toolkit.models.precision import AUTO, resolved
 
 Step = Callable[..., dict[str, Any]]
+REWARDED = tuple(name for name, contender in CONTENDERS.items() if contender.rewarded)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Benchmark:
     about: str
     sizes: tuple[str, ...] = ("base",)
     rounds: int = 5
-    contenders: tuple[str, ...] = tuple(CONTENDERS)
+    contenders: tuple[str, ...] = REWARDED
     dtype: str = AUTO
     of_a_slice: bool = False
     leaves_out: bool = False
@@ -69,8 +71,16 @@ BENCHMARKS = {
         # Whole value and reward models, with the optimizer of one, take more than 24 GB there; float32 would take twice
         # the 15 of three PEFT models.
         dtype="bfloat16",
-        contenders=tuple(name for name in CONTENDERS if name not in ("stock-full", "stock-views")),
+        contenders=tuple(name for name in REWARDED if name not in ("stock-full", "stock-views")),
         of_a_slice=True,
+    ),
+    "agilerl": Benchmark(
+        "AgileRL, ours without a reward role, which it has not, and both loops with one",
+        rounds=3,
+        contenders=(
+            *(name for name in CONTENDERS if name not in REWARDED),
+            *("ours-separate", "ours-shared", "stock-full", "stock-peft"),
+        ),
     ),
     "growth": Benchmark(
         "a checkpoint over longer responses and more rollouts",
@@ -82,16 +92,43 @@ BENCHMARKS = {
 }
 
 
-def step_in_process(step: str, *, model: str, work: Path, **options: Any) -> dict[str, Any]:
-    """Run one step of `benchmarks.worker` in a process of its own. Returns what it wrote; {} for "sample".
+def step_in_process(
+    step: str, *, model: str, work: Path, agilerl: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """Run one step of `benchmarks.worker` in a process of its own, or of `benchmarks.agile` if it is AgileRL's.
+
+    Args:
+        step: its name.
+        model: folder of the checkpoint.
+        work: file of the work.
+        agilerl: the Python of an environment that has AgileRL.
+        options: further ones of the step.
+
+    Returns:
+        What it wrote; {} for "sample".
 
     Raises:
         BenchmarkError: it failed.
     """
+    name = options.get("contender")
+    module, python, who = "benchmarks.worker", None, f" of {name}" if name else ""
+    if name and CONTENDERS[name].kind == "agilerl":
+        module, python = "benchmarks.agile", agilerl
+        options["base"] = "nf4" if CONTENDERS[options.pop("contender")].quantised else "plain"
     given = {"model": model, "work": work, **options}
     words = [word for key, value in given.items() for word in (f"--{key}", value)]
-    who = f" of {options['contender']}" if "contender" in options else ""
-    return run_module("benchmarks.worker", step, *words, what=f'the step "{step}"{who}')
+    return run_module(module, step, *words, what=f'the step "{step}"{who}', python=python)
+
+
+def agilerl_versions(python: Path) -> str:
+    """AgileRL's version in an environment, and in brackets those of what it runs on there.
+
+    Raises:
+        BenchmarkError: the environment lacks it.
+    """
+    versions = run_module("benchmarks.agile", "about", what=f"AgileRL by {python}", python=python)
+    beside = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "agilerl")
+    return f"{versions['agilerl']} (with {beside})"
 
 
 def about_model(model: str) -> dict[str, Any]:
@@ -221,16 +258,19 @@ def run(
     updates: int,
     console: Console,
     save: Callable[[dict[str, Any]], object],
+    others: Mapping[str, str] | None = None,
     before: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda result: None,
     step: Step = step_in_process,
 ) -> dict[str, Any]:
     """Run a benchmark: so many rounds of each size. Returns the result, which is also saved after each round.
 
-    `before` gives what stands where a result is to be saved: a run that was broken off goes on with its next size.
+    `others` are versions of what another environment holds. `before` gives what stands where a result is to be saved: a
+    run that was broken off goes on with its next size.
     """
     dtype = resolved(BENCHMARKS[kind].dtype)
     arguments = {"updates": updates, "rounds": rounds, "dtype": dtype}
     result = new_result(f"{kind}_{dtype}", cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
+    result["versions"] |= others or {}
     result["sizes"] = _whole_sizes(before(result), result)
     for name in (size for size in BENCHMARKS[kind].sizes if size not in result["sizes"]):
         for found in run_size(
@@ -256,15 +296,19 @@ def main() -> int:
     kinds = "; ".join(f"{kind}: {benchmark.about}" for kind, benchmark in BENCHMARKS.items())
     parser.add_argument("kind", choices=BENCHMARKS, help=kinds)
     parser.add_argument("--model", required=True, help="folder of a chat checkpoint, such as SmolLM2-135M-Instruct")
+    parser.add_argument("--agilerl", help="an environment that has AgileRL, by its folder or its Python: of that kind")
     parser.add_argument("--rounds", type=int, help="of all contenders at each size")
     parser.add_argument("--updates", type=int, default=1, help="measured updates of a contender in a round")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
     benchmark = BENCHMARKS[args.kind]
+    if (args.kind == "agilerl") != (args.agilerl is not None):
+        parser.error("the kind agilerl, and no other, needs an environment that has it: --agilerl /path/to/environment")
     progress = Console(stderr=True)
     model = Path(args.model).expanduser().resolve()  # steps run in the repository's folder
     with tempfile.TemporaryDirectory() as folder:
         try:
+            agilerl = python_of(args.agilerl) if args.agilerl else None
             if benchmark.of_a_slice:
                 save_slice(Path(folder), load_tokenizer(str(model)), LLAMA_8B)
                 model = Path(folder)
@@ -275,7 +319,9 @@ def main() -> int:
                 updates=args.updates,
                 console=progress,
                 save=lambda found: write_result(found, args.output),
+                others={"agilerl": agilerl_versions(agilerl)} if agilerl else None,
                 before=lambda found: read_result(found, args.output),
+                step=partial(step_in_process, agilerl=agilerl),
             )
         except ToolkitError as error:
             progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)

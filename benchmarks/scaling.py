@@ -22,8 +22,9 @@ import torch
 from torch import distributed as dist
 
 from benchmarks import gpu
+from benchmarks.clock import PhaseClock
 from benchmarks.contenders import add_roles
-from benchmarks.loops import PhaseClock, run_ours
+from benchmarks.loops import run_ours
 from benchmarks.random_llama import TINY, random_llama
 from benchmarks.work import PHASES, Size, uneven_lengths
 from toolkit import processes

@@ -14,7 +14,7 @@ from benchmarks.work import PHASES
 # Of our contenders, by value role: at least so many times as fast as the fastest form that stock TRL allows.
 SPEED_BAR = {"separate": 2.0, "shared": 2.5}
 MEMORY_BAR = 0.45  # of that form's peak memory, at most
-FLOOR_BAR = {"cpu": 2.0, "growth": 2.0, "slice": 1.4}  # times the floor, at most, by kind of result
+FLOOR_BAR = {"cpu": 2.0, "growth": 2.0, "agilerl": 2.0, "slice": 1.4}  # times the floor, at most, by kind of result
 
 _WORDS = {"speed": "speed", "memory": "memory", "over_floor": "× floor"}
 
@@ -44,15 +44,19 @@ def _floor(one: Round, value: str) -> float:
     return sum(one["floor"][value]["seconds"].values())
 
 
-def fastest_stock(rounds: Sequence[Round], names: Iterable[str]) -> str | None:
-    """The form of stock TRL with the smallest median time; the views of our base are not TRL's own interface. None
-    where none of these contenders is one."""
-    stock = [name for name in names if CONTENDERS[name].kind == "stock"]
-    return min(stock, key=lambda name: statistics.median(_total(one, name) for one in rounds), default=None)
+def fastest(kind: str, rounds: Sequence[Round], names: Iterable[str]) -> str | None:
+    """The contender of a kind with the smallest median time, None where none of these is of it.
+
+    Of stock TRL, that is: the views of our base, a kind of their own, are not TRL's own interface.
+    """
+    of_kind = [name for name in names if CONTENDERS[name].kind == kind]
+    return min(of_kind, key=lambda name: statistics.median(_total(one, name) for one in rounds), default=None)
 
 
 def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: int) -> dict[str, Any]:
     """Medians and ratios of each contender, and the seconds of the floor.
+
+    The ratios of one without a reward role are to AgileRL's, which has none; the floor has one.
 
     Args:
         rounds: raw figures; what a contender lacks in one of them is not told.
@@ -60,26 +64,29 @@ def summarise(rounds: Sequence[Round], *, tokens: Mapping[str, int], rollouts: i
         rollouts: of one update.
     """
     names = [name for name in rounds[0]["contenders"] if all(name in one["contenders"] for one in rounds)]
-    stock, contenders = fastest_stock(rounds, names), {}
+    rivals = {True: fastest("stock", rounds, names), False: fastest("agilerl", rounds, names)}
+    contenders: dict[str, dict[str, Any]] = {}
     for name in names:
         seen = [seconds_of(one["contenders"][name]) for one in rounds]
         seconds = {key: statistics.median(one[key] for one in seen) for key in (*PHASES, "total")}
-        value = CONTENDERS[name].value
+        value, rewarded = CONTENDERS[name].value, CONTENDERS[name].rewarded
         contenders[name] = {
             "seconds": seconds,
             "samples_per_second": rollouts / seconds["total"],
             "tokens_per_second": {phase: tokens[phase] / seconds[phase] for phase in PHASES},
             "memory_gb": statistics.median(_memory(one, name) for one in rounds),
-            "over_floor": spread([_total(one, name) / _floor(one, value) for one in rounds]),
         }
-        if stock is not None:
-            contenders[name]["speed"] = spread([_total(one, stock) / _total(one, name) for one in rounds])
-            contenders[name]["memory"] = spread([_memory(one, name) / _memory(one, stock) for one in rounds])
+        if rewarded:
+            contenders[name]["over_floor"] = spread([_total(one, name) / _floor(one, value) for one in rounds])
+        if (rival := rivals[rewarded]) is not None:
+            contenders[name]["speed"] = spread([_total(one, rival) / _total(one, name) for one in rounds])
+            contenders[name]["memory"] = spread([_memory(one, name) / _memory(one, rival) for one in rounds])
     floor = {
         value: {phase: statistics.median(one["floor"][value]["seconds"][phase] for one in rounds) for phase in PHASES}
         for value in SPEED_BAR
     }
-    return {"fastest_stock": stock, "contenders": contenders, "floor_seconds": floor}
+    fastest_ones = {f"fastest_{kind}": name for kind, name in (("stock", rivals[True]), ("agilerl", rivals[False]))}
+    return {**fastest_ones, "contenders": contenders, "floor_seconds": floor}
 
 
 def bars(summary: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
@@ -92,7 +99,7 @@ def bars(summary: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
     found = []
     for name, figures in summary["contenders"].items():
         contender = CONTENDERS[name]
-        if contender.kind != "ours":
+        if contender.kind != "ours" or not contender.rewarded:
             continue
         at_most = {"memory": MEMORY_BAR, "over_floor": FLOOR_BAR[kind]}
         for bar, needed in {"speed": SPEED_BAR[contender.value], **at_most}.items():

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.contenders import CONTENDERS, PRECISIONS
+from benchmarks.contenders import CONTENDERS
 from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, save_figure, where
+from benchmarks.start import PRECISIONS
 from benchmarks.summary import bars_in_words
 from benchmarks.work import PHASES
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = DOCS / "benchmarks.md"
-KINDS = ("cpu", "slice", "growth", "gpu")
+KINDS = ("cpu", "slice", "growth", "agilerl", "gpu")
 _COLUMNS = (
     "contender",
     *(f"{phase} s" for phase in PHASES),
@@ -45,7 +46,7 @@ def _cells(label: str, figures: Mapping[str, Any]) -> list[str]:
         f"{figures['memory_gb']:.2f}",
         _spread(figures["speed"]),
         _spread(figures["memory"]),
-        _spread(figures["over_floor"]),
+        *([_spread(figures["over_floor"])] if "over_floor" in figures else []),
     ]
 
 
@@ -54,10 +55,14 @@ def _floor_cells(value: str, seconds: Mapping[str, float]) -> list[str]:
     return [f"floor, {value} value", *(f"{time:.2f}" for time in times), *[""] * (len(_COLUMNS) - 5)]
 
 
+def _contender_rows(found: Mapping[str, Any], dtype: str, *, rewarded: bool) -> list[list[str]]:
+    shown = found["summary"]["contenders"].items()
+    return [_cells(CONTENDERS[n].label(dtype), figures) for n, figures in shown if CONTENDERS[n].rewarded == rewarded]
+
+
 def _rows(found: Mapping[str, Any], dtype: str) -> list[list[str]]:
-    summary = found["summary"]
-    rows = [_cells(CONTENDERS[name].label(dtype), figures) for name, figures in summary["contenders"].items()]
-    return rows + [_floor_cells(value, seconds) for value, seconds in summary["floor_seconds"].items()]
+    floors = found["summary"]["floor_seconds"].items()
+    return _contender_rows(found, dtype, rewarded=True) + [_floor_cells(value, seconds) for value, seconds in floors]
 
 
 def _size_title(size: str, work: Mapping[str, Any]) -> str:
@@ -92,6 +97,20 @@ def _cpu(kind: str, result: Mapping[str, Any]) -> str:
         title = f"**{_size_title(size, found['work'])}; {_rounds(found)}**"
         parts += [title, markdown(_COLUMNS, _rows(found, dtype))]
         parts += [f"The fastest stock form: {fastest}. {bars_in_words(found['bars'], kind, dtype)}"]
+    return "\n\n".join(parts)
+
+
+def _agilerl(result: Mapping[str, Any]) -> str:
+    parts, dtype = [_about(result)], result["arguments"]["dtype"]
+    for size, found in result["sizes"].items():
+        names = {kind: CONTENDERS[found["summary"][f"fastest_{kind}"]].label(dtype) for kind in ("agilerl", "stock")}
+        parts += [
+            f"**{_size_title(size, found['work'])}; {_rounds(found)}**",
+            f"Without a reward role; speed and memory are held to {names['agilerl']}:",
+            markdown(_COLUMNS[:-1], _contender_rows(found, dtype, rewarded=False)),
+            f"With one, in the same rounds; they are held to {names['stock']}:",
+            markdown(_COLUMNS, _rows(found, dtype)),
+        ]
     return "\n\n".join(parts)
 
 
@@ -186,6 +205,7 @@ _SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "cpu": partial(_cpu, "cpu"),
     "slice": partial(_cpu, "slice"),
     "growth": _growth,
+    "agilerl": _agilerl,
     "gpu": _gpu,
 }
 

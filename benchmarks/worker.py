@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import floor
-from benchmarks.contenders import CONTENDERS, PRECISIONS, RANK, Job
-from benchmarks.loops import PhaseClock, gradient_norms, run
+from benchmarks.clock import WARM_UP, PhaseClock, gradient_norms
+from benchmarks.contenders import CONTENDERS
+from benchmarks.loops import run
+from benchmarks.start import PRECISIONS, RANK, Job
 from benchmarks.work import PROMPTS, SIZES, Size, Work, given_responses, padding_tokenizer, sample_work
 from toolkit.models import META, ModelSpec, copies, fast_precision, frozen_lm, load_base, load_model
 from toolkit.reports import peak_memory_gb
-
-WARM_UP = 1  # updates
 
 
 def sample(model: str, size: Size) -> Work:

@@ -5,20 +5,23 @@ import subprocess
 import pytest
 from rich.console import Console
 
+from benchmarks import processes
 from benchmarks import run as driver
-from benchmarks.compare import PARTNER
+from benchmarks.compare import partner_of
 from benchmarks.contenders import CONTENDERS
 from benchmarks.errors import BenchmarkError, KilledError
+from benchmarks.processes import python_of
 from benchmarks.summary import FLOOR_BAR
 from benchmarks.table import KINDS, section
 from benchmarks.work import SIZES
 from tests.benchmarks.examples import BY_HAND, one_round
 from tests.tiny_runs import REPOSITORY
+from toolkit.models import Precision, on_another_machine
 
 
 def test_losses_first_and_then_all_contenders_in_turn_in_each_round(result):
     _, asked, shown = result
-    names = list(CONTENDERS)
+    names = list(driver.REWARDED)
     one_round = [*(("time", name) for name in names), ("floor", None)]
     assert asked == [("sample", None), *(("compare", name) for name in names), *one_round, *one_round]
     assert "base, round 2/2, stock-peft: rollout 6.2, score 6.2, update 12.5, total 25.0 s an update, 5.00 GB" in shown
@@ -83,12 +86,89 @@ def test_what_is_run_can_be_run():
         assert kind in KINDS and kind in FLOOR_BAR
         assert set(benchmark.sizes) <= set(SIZES) and benchmark.rounds > 0
         # The figures of each are compared with its partner's.
-        partners = {PARTNER[CONTENDERS[name].quantised] for name in benchmark.contenders}
+        partners = set(map(partner_of, benchmark.contenders))
         assert partners <= set(benchmark.contenders) <= set(CONTENDERS)
         assert {CONTENDERS[name].kind for name in benchmark.contenders} >= {"ours", "stock"}
+
+
+def test_agilerl_is_held_to_ours_without_a_reward_role_and_both_loops_with_one_run_beside(checkpoint):
+    seen = []
+
+    def step(name, *, contender=None, work=None, **_):
+        if name == "sample":
+            BY_HAND.write(work)
+            return {}
+        # Without a score it has other advantages than with one.
+        gradient = 1.0 if contender and CONTENDERS[contender].rewarded else 2.0
+        figures = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0,
+                   "policy_gradient": gradient, "value_head_gradient": 1.0}  # fmt: skip
+        seen.append((name, contender))
+        one = one_round(agilerl=True)
+        return {"compare": figures, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
+
+    console, versions = Console(file=io.StringIO()), {"agilerl": "2.58.0 (with torch 2.13.0)"}
+    with on_another_machine(Precision("bfloat16")):
+        found = driver.run(
+            checkpoint, "agilerl", rounds=1, updates=1, console=console, save=lambda found: None, others=versions,
+            step=step,
+        )  # fmt: skip
+    summary = found["sizes"]["base"]["summary"]
+    assert (summary["fastest_stock"], summary["fastest_agilerl"]) == ("stock-full", "agilerl")
+    assert {bar["contender"] for bar in found["sizes"]["base"]["bars"]} == {"ours-separate", "ours-shared"}
+    text = section("agilerl", found)
+    assert "accelerate" in text and ", agilerl 2.58.0 (with torch 2.13.0). Model:" in text
+    without, _, beside = text.partition("With one, in the same rounds; they are held to stock TRL, whole value")
+    assert "Without a reward role; speed and memory are held to AgileRL, bf16:" in without
+    assert (
+        "| ours, separate value, no reward role, bf16 | 4.00 | 4.00 | 8.00 | 16.00 | 0.12 | 2 / 4 / 4 | 2.00 | "
+        "2.50 (2.50–2.50) | 0.50 (0.50–0.50) |"
+    ) in without
+    assert "| AgileRL, NF4 | 20.00 |" in without and "ours, shared value, bf16" not in without
+    assert "| ours, shared value, bf16 |" in beside and "| floor, shared value |" in beside and "AgileRL" not in beside
+
+
+def test_agilerl_runs_by_its_own_python(tmp_path, monkeypatch):
+    script = """#!/bin/sh
+for word; do case "$before" in --output) echo "{\\"agilerl\\": \\"$*\\", \\"peft\\": \\"1.0\\"}" > "$word";; esac
+before="$word"; done
+"""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(script, encoding="utf-8")
+    python.chmod(0o755)
+    for named in (tmp_path, python):
+        assert python_of(str(named)) == python
+    given = {"model": "model", "work": tmp_path / "work.json", "dtype": "bfloat16", "agilerl": python}
+    asked = driver.step_in_process("time", contender="agilerl-nf4", updates=2, **given)["agilerl"]
+    assert asked.startswith("-m benchmarks.agile time --model model --work ")
+    assert " --updates 2 " in asked and " --base nf4 --output " in asked and "contender" not in asked
+    asked = driver.step_in_process("compare", contender="agilerl", **given)["agilerl"]
+    assert " --base plain " in asked
+    monkeypatch.setattr(processes.sys, "executable", "false")
+    with pytest.raises(BenchmarkError, match='the step "compare" of ours-separate failed'):
+        driver.step_in_process("compare", contender="ours-separate", **given)
+    assert driver.agilerl_versions(python).endswith(" (with peft 1.0)")
+    with pytest.raises(BenchmarkError, match="nowhere is no environment: it has no bin/python"):
+        python_of(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("words", [["agilerl"], ["cpu", "--agilerl", "folder"]])
+def test_an_environment_goes_with_its_kind(words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run", *words, "--model", "model"])
+    with pytest.raises(SystemExit):
+        driver.main()
+    assert "the kind agilerl, and no other, needs an environment that has it" in capsys.readouterr().err
 
 
 def test_make_bench_without_a_model_says_so():
     done = subprocess.run(["make", "-n", "bench"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "make bench needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct." in done.stderr
+
+
+def test_make_bench_agilerl_hands_its_environment_on_and_says_what_is_missing():
+    words = ["make", "-n", "bench-agilerl", "MODEL=model"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "add AGILERL=/path/to/environment" in done.stderr
+    done = subprocess.run([*words, "AGILERL=its/own"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert 'benchmarks.run agilerl --model "model" --agilerl "its/own"' in done.stdout
