@@ -151,7 +151,7 @@ def steps_predicted(case: Case) -> dict[str, int]:
         roles = without_numbers(case.llama, value=case.value, weights=case.weights)
         with tempfile.TemporaryDirectory() as folder:
             args = case.stage(kind, Path(folder))
-            phases = counted_step(kind, roles, args, case.prompt + case.response)
+            phases = counted_step(kind, roles, args, case.prompt + case.response, on_cpu=True)
         found |= {phase.name: static_bytes(roles, args) + phase.costs.peak for phase in phases}
     return found
 
@@ -161,6 +161,11 @@ def steps_measured(case: Case) -> dict[str, int]:
     found, ids = {}, [1] * (case.prompt + case.response)
     for stage, kind in STAGES.items():
         roles, sft = case.roles(), stage == "sft"
+
+        def unpacked(step: Callable[..., Any], *given: Any, roles: SharedBase = roles) -> None:
+            with roles.unpacked_for_gradients():  # as in a run
+                step(*given)
+
         row = {"input_ids": ids, "labels": ids} if sft else {"chosen_ids": ids, "rejected_ids": ids}
         rows = [row] * case.micro_batch
         with tempfile.TemporaryDirectory() as folder, roles.role("policy") if sft else nullcontext():
@@ -174,12 +179,12 @@ def steps_measured(case: Case) -> dict[str, int]:
             trainer.training_step(trainer.model, dict(batch))
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
-            _, peak = _peak(partial(trainer.training_step, trainer.model, dict(batch)))
+            _, peak = _peak(partial(unpacked, trainer.training_step, trainer.model, dict(batch)))
             found[stage] = _static(trainer) + peak
             trainer.optimizer.zero_grad()
             trainer.model.eval()
             batch = trainer.data_collator([row] * trainer.args.per_device_eval_batch_size)
-            _, peak = _peak(partial(trainer.prediction_step, trainer.model, dict(batch), True))
+            _, peak = _peak(partial(unpacked, trainer.prediction_step, trainer.model, dict(batch), True))
             found[f"{stage} evaluation"] = _static(trainer) + peak
     return found
 

@@ -54,6 +54,21 @@ def tokenizer():
 
 
 @pytest.fixture
+def unpacked(monkeypatch):
+    """The 4-bit weights of layers with adapters that are unpacked from here on, one after the other."""
+    from toolkit.models import fused_lora
+
+    weights, dequantize = [], fused_lora.dequantize_4bit
+
+    def noted(weight, state):
+        weights.append(weight)
+        return dequantize(weight, state)
+
+    monkeypatch.setattr(fused_lora, "dequantize_4bit", noted)
+    return weights
+
+
+@pytest.fixture
 def shared_data() -> Path:
     """hh-rlhf pairs beside the checkout, for development; not part of the project."""
     folder = Path(__file__).parents[2] / "shared" / "data" / "hh_rlhf"

@@ -1,6 +1,7 @@
 """Layers with one input that are computed together give what PEFT gives layer by layer."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig
 
 from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import FP32
-from toolkit.models import SharedBase, load_base
+from toolkit.models import SharedBase, copies, load_base
 
 IDS = torch.tensor([[1, 5, 9, 12, 4], [1, 7, 3, 3, 2]])
 MASK = torch.ones_like(IDS)
@@ -212,3 +213,46 @@ def test_4_bit_layers_are_unpacked_while_responses_are_generated(tmp_path):
     assert not any("forward" in layer.__dict__ for layer in layers)
     for _, given, out in list(seen):
         assert torch.equal(Linear4bit.forward(layers[0], given), out)
+
+
+def of_4_bits(folder, dtype):
+    tiny_model(size=64).save_pretrained(folder)
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    quantization = BitsAndBytesConfig(bnb_4bit_compute_dtype=dtype, **settings)
+    base = SharedBase(
+        load_base(str(folder), device=torch.device("cpu"), quantization=quantization, dtype=str(dtype)[6:])
+    )
+    base.add_role("policy", lora())
+    randomize(base, "policy")
+    base.train_roles("policy")
+    return base, [module for module in base.modules() if isinstance(module, Linear4bit)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_4_bit_weights_stay_unpacked_for_passes_with_gradients_of_the_same_bits(tmp_path, dtype, unpacked, monkeypatch):
+    base, layers = of_4_bits(tmp_path, dtype)
+    precision = None if dtype is torch.float32 else dtype
+    hidden, gradients = passes(base, "policy", precision=precision)
+    assert sum(g is not None for g in gradients) == 2 * len(layers)
+    with pytest.raises(KeyError), base.unpacked_for_gradients():
+        unpacked.clear()
+        monkeypatch.setattr(Linear4bit, "forward", None)  # none unpacks in its own pass
+        found = [passes(base, "policy", precision=precision) for _ in range(2)]
+        monkeypatch.undo()
+        assert not unpacked
+        raise KeyError
+    for its_hidden, its_gradients in found:
+        assert torch.equal(its_hidden, hidden)
+        assert all(torch.equal(a, b) for a, b in zip(its_gradients, gradients, strict=True))
+    assert not any({"forward", "unpacked_weight"} & vars(layer).keys() for layer in layers)
+
+
+def test_4_bit_weights_are_unpacked_again_where_memory_has_no_room_for_all(tmp_path, monkeypatch):
+    base, layers = of_4_bits(tmp_path, torch.float32)
+    needed = 2 * 4 * sum(layer.in_features * layer.out_features for layer in layers)
+    for free, ready in ((needed - 1, False), (needed, True)):
+        monkeypatch.setattr(copies.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        with base.unpacked_for_gradients():
+            assert all(("unpacked_weight" in vars(layer)) == ready for layer in layers)
+    with base.unpacked_for_gradients(on_cpu=False):
+        assert not any("unpacked_weight" in vars(layer) for layer in layers)

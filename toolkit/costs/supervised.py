@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from toolkit.checkpoints import kept_random_states
 from toolkit.costs.counted import Counted
-from toolkit.costs.update import _TOKEN, Phase, learning, of_all_layers
+from toolkit.costs.update import _TOKEN, Phase, learning, of_all_layers, unpacked
 from toolkit.data import Kind
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, planned_for_cpu
 from toolkit.trainers.common import precision
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.sft import sft_trainer
@@ -22,7 +22,9 @@ from toolkit.trainers.trainer_internals import trainers_kept
 SUPERVISED = ("sft", "reward")
 
 
-def counted_step(kind: Kind, roles: SharedBase, args: TrainingArguments, length: int) -> tuple[Phase, Phase]:
+def counted_step(
+    kind: Kind, roles: SharedBase, args: TrainingArguments, length: int, *, on_cpu: bool = False
+) -> tuple[Phase, Phase]:
     """The micro-batches of an optimizer step, and a batch of the evaluation, on roles without numbers.
 
     Args:
@@ -30,6 +32,7 @@ def counted_step(kind: Kind, roles: SharedBase, args: TrainingArguments, length:
         roles: as `take_shape` leaves them, with the role that the stage trains.
         args: of the stage.
         length: tokens of all rows, which are as long as they can be.
+        on_cpu: as for `CountedUpdate`.
     """
     sft, ids = kind == "demonstrations", [_TOKEN] * length
     row = {
@@ -50,15 +53,16 @@ def counted_step(kind: Kind, roles: SharedBase, args: TrainingArguments, length:
         trainer.current_gradient_accumulation_steps = steps
 
         def count() -> list[Phase]:
-            with learning(counted, roles, args, further=steps > 1) as costs:
-                trainer.training_step(trainer.model, trainer.data_collator(rows))
-            trainer.model.eval()
-            with counted.phase() as evaluation:
-                trainer.prediction_step(trainer.model, trainer.data_collator(held_out), True)
+            with unpacked(counted, roles, on_cpu=on_cpu):
+                with learning(counted, roles, args, further=steps > 1) as costs:
+                    trainer.training_step(trainer.model, trainer.data_collator(rows))
+                trainer.model.eval()
+                with counted.phase() as evaluation:
+                    trainer.prediction_step(trainer.model, trainer.data_collator(held_out), True)
             stage = "sft" if sft else "reward"
             return [Phase(stage, costs, steps), Phase(f"{stage} evaluation", evaluation, 0)]
 
-        with roles.role("policy") if sft else nullcontext():
+        with roles.role("policy") if sft else nullcontext(), planned_for_cpu() if on_cpu else nullcontext():
             step, evaluation = of_all_layers(roles, count)
     return step, evaluation
 

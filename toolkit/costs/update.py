@@ -3,7 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from toolkit.costs.counted import Costs, Counted, Kernel
 from toolkit.costs.outline import alike, truncated
 from toolkit.data import Rollout
 from toolkit.functional import inverse_cdf
-from toolkit.models import InRole, SharedBase, sequence_logits
+from toolkit.models import InRole, SharedBase, planned_for_cpu, sequence_logits
 from toolkit.trainers.common import precision
 from toolkit.trainers.objective import Experience
 from toolkit.trainers.ppo import PPOTrainer
@@ -100,6 +100,16 @@ def learning(counted: Counted, roles: SharedBase, args: Any, *, further: bool) -
             hook.remove()
 
 
+@contextmanager
+def unpacked(counted: Counted, roles: SharedBase, *, on_cpu: bool) -> Iterator[None]:
+    """Inside, weights are unpacked as they are on a CPU for passes with gradients."""
+    with ExitStack() as held:
+        if on_cpu:
+            with counted.phase(leaves="copied weights"):
+                held.enter_context(roles.unpacked_for_gradients(on_cpu=True))
+        yield
+
+
 class CountedUpdate:
     """An update on roles without numbers.
 
@@ -107,7 +117,7 @@ class CountedUpdate:
         roles: as `take_shape` leaves them.
         args: of the ppo stage.
         lengths: of all rows, which are as long as they can be.
-        on_cpu: whether it is for a CPU, where 4-bit layers are unpacked for the whole of a rollout.
+        on_cpu: whether it is for a CPU, where 4-bit layers are unpacked for the whole of a rollout, and of an update.
     """
 
     def __init__(self, counted: Counted, roles: SharedBase, args: PPOConfig, lengths: Lengths, *, on_cpu: bool = False):
@@ -131,7 +141,8 @@ class CountedUpdate:
         A "rollout" is prefill, decode, and what its tokens would be by the base alone, "merged".
         """
 
-        return of_all_layers(self.roles, lambda: [phase for name in names or PHASES for phase in self._parts(name)])
+        with planned_for_cpu() if self.on_cpu else nullcontext():
+            return of_all_layers(self.roles, lambda: [phase for name in names or PHASES for phase in self._parts(name)])
 
     def _parts(self, name: str) -> list[Phase]:
         args, batch = self.args, self.args.update_batch_size
@@ -205,7 +216,7 @@ class CountedUpdate:
 
     def _reading(self, rows: int) -> Costs:
         args = self.args
-        with self.counted.phase() as costs:
+        with unpacked(self.counted, self.roles, on_cpu=self.on_cpu), self.counted.phase() as costs:
             rollouts = Rollouts(args, self.tokenizer, self.roles, self.autocast)
             rollouts.read(self._rollout(rows), full_kl=args.kl_estimator == "full")
         return costs
@@ -227,7 +238,10 @@ class CountedUpdate:
         mask, read, rest = torch.ones_like(per_token, dtype=torch.bool), (per_token,) * 3, (per_token,) * 4
         experience = Experience(self._rollout(rows), mask, *read, per_row, per_row, *rest)
         step = partial(trainer._backward_micro_batch, experience, list(range(rows)), 1.0)
-        with learning(self.counted, roles, args, further=further) as costs:
+        with (
+            unpacked(self.counted, roles, on_cpu=self.on_cpu),
+            learning(self.counted, roles, args, further=further) as costs,
+        ):
             step()
         return costs
 

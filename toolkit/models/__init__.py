@@ -55,7 +55,7 @@ from toolkit.models.q_values import (
     update_q_target,
 )
 from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
-from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, keep_freed_memory
+from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, keep_freed_memory, planned_for_cpu
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 from toolkit.models.weights import (

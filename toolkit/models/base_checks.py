@@ -121,9 +121,9 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
     Args:
         states: those that `check_states` gave.
     """
+    AttentionInterface.register("sdpa", attention_by_rows)  # without `row_lengths` what it was, but for short rows
     if states.is_meta:
         return False
-    AttentionInterface.register("sdpa", attention_by_rows)  # without `row_lengths` what it was
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=model.device)
     ids, alone = _ids(model)[0][positions], states[0][positions]
     read = partial(hidden_states, ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)

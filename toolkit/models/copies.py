@@ -1,7 +1,8 @@
-"""Copies of weights that responses are decoded with: unpacked from 4 bits, laid out for a CPU's kernel, and with the
-policy's adapter in them.
+"""Copies of weights: those that responses are decoded with, unpacked from 4 bits, laid out for a CPU's kernel, and with
+the policy's adapter in them; and those that stay unpacked over many passes with gradients.
 
-A pass over a prompt and a response unpacks each weight once, and decoding would for each token.
+A pass over a prompt and a response unpacks each weight once, its backward pass again, and decoding would for each
+token.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -11,12 +12,11 @@ from typing import Any
 
 import psutil
 import torch
-from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from toolkit.models.fused_lora import active_adapters, computed_in, in_autocast, is_plain
+from toolkit.models.fused_lora import active_adapters, computed_in, in_autocast, is_plain, weight_of
 
 _ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
 _SHARE = 1 / 8  # of the machine's memory, that weights with the policy's adapter in them may take unasked
@@ -65,10 +65,39 @@ def unpackable(model: nn.Module, *, besides: Collection[nn.Module], on_cpu: bool
         if layer in besides or "forward" in vars(layer):  # another library's
             return False
         if type(layer) is Linear4bit:
-            return layer.compute_dtype in (None, _dtype(layer))
+            return _computes_as_unpacked(layer)
         return on_cpu and type(layer) is nn.Linear and _dtype(layer) is torch.bfloat16 and lays_out()
 
     return [layer for layer in model.modules() if gains(layer)]
+
+
+def _computes_as_unpacked(layer: Linear4bit) -> bool:
+    return layer.compute_dtype in (None, _dtype(layer))
+
+
+@contextmanager
+def unpacked_weights(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, those of 4 bits hold their weights unpacked as well, for passes and for gradients, where there is room
+    for all. The results are the same bits."""
+    packed = [
+        layer
+        for layer in layers
+        if type(layer) is Linear4bit and "forward" not in vars(layer) and _computes_as_unpacked(layer)
+    ]
+    if psutil.virtual_memory().available < 2 * bytes_of(packed):
+        packed = []
+    try:
+        for layer in packed:
+            layer.unpacked_weight = weight_of(layer)
+        with forwards((layer, partial(_ready_forward, layer)) for layer in packed):
+            yield
+    finally:
+        for layer in packed:
+            vars(layer).pop("unpacked_weight", None)
+
+
+def _ready_forward(layer: Any) -> Callable[..., Tensor]:
+    return partial(_linear, layer, layer.unpacked_weight)
 
 
 def unpacked_forward(layer: Any) -> Callable[..., Tensor]:
@@ -83,8 +112,7 @@ def _dtype(layer: Any) -> torch.dtype:
 
 
 def _unpacked(layer: Any) -> Tensor:
-    packed = type(layer) is Linear4bit
-    return dequantize_4bit(layer.weight, layer.weight.quant_state) if packed else layer.weight.detach()
+    return weight_of(layer).detach()
 
 
 def _laid_out(weight: Tensor) -> Tensor:

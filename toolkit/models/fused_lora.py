@@ -127,6 +127,13 @@ def active_adapters(layer: Any) -> tuple[str, ...]:
     return () if layer._disable_adapters else tuple(name for name in layer._active_adapter if name in layer.lora_A)
 
 
+def weight_of(base: Any) -> Tensor:
+    """The weight (O, I) that a linear layer multiplies with. One of 4 bits is unpacked each time, unless a copy stands
+    ready: see `copies.unpacked_weights`."""
+    weight: Tensor | None = vars(base).get("unpacked_weight") if type(base) is Linear4bit else base.weight
+    return dequantize_4bit(base.weight, base.weight.quant_state) if weight is None else weight
+
+
 def in_autocast(x: Tensor) -> bool:
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -214,9 +221,7 @@ class _Pass(torch.autograd.Function):
         for base, b, part, s, g, wants in zip(ctx.bases, up, lows, ctx.scalings, gradients, wanted[4::2], strict=True):
             g = None if g is None else g.reshape(-1, g.shape[-1]).to(read.dtype)
             if g is not None and wanted[0]:
-                packed = isinstance(base, Linear4bit)
-                weight = dequantize_4bit(base.weight, base.weight.quant_state) if packed else base.weight
-                weight = weight.to(g.dtype)  # (O, I)
+                weight = weight_of(base).to(g.dtype)  # (O, I)
                 of_x = g @ weight if of_x is None else of_x.addmm_(g, weight)
             if b is not None:
                 of_lows.append(torch.zeros_like(part) if g is None else g @ b)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base_checks import check_adapter, check_checkpointing, probe
-from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable
+from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
 from toolkit.models.decoding import positions_of
 from toolkit.models.frozen_lm import FrozenLM
 from toolkit.models.fused_lora import Fused, fuse
@@ -323,6 +323,19 @@ class SharedBase(FrozenLM):
         made = ((layer, partial(merged_forward, layer, "policy")) for layer in layers)
         apart = {*besides, *(layer.base_layer for layer in layers)}
         with forwards(made), super().unpacked(merged=merged, on_cpu=on_cpu, besides=apart):
+            yield
+
+    @contextmanager
+    def unpacked_for_gradients(self, *, on_cpu: bool | None = None) -> Iterator[None]:
+        """Layers with adapters hold 4-bit weights unpacked inside, on a CPU that has room for them, where each pass
+        with gradients would unpack each of them twice. The results are the same bits.
+
+        Args:
+            on_cpu: as for `unpacked`.
+        """
+        on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
+        layers = [layer.base_layer for group in self._fused for layer in group.layers] if on_cpu else []
+        with unpacked_weights(layers):
             yield
 
     def _to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:

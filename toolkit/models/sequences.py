@@ -3,8 +3,9 @@
 import ctypes
 import math
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 LENGTH_MULTIPLE = 8
 _PADDING = 1 / 16  # of a line of packed rows, at the most: lengths are then few
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_planned_for_cpu = ContextVar("planned_for_cpu", default=False)
 _SHORT = 256  # tokens of a row whose attention in bfloat16 would take longer than in float32 (docs/benchmarks.md)
 
 
@@ -167,13 +169,24 @@ def _attention(
 ) -> tuple[Tensor, None]:
     dtype, length = query.dtype, query.shape[2]
     whole = length == key.shape[2]  # not new tokens after a cache, which would be cast anew for each of them
-    if not (whole and length <= _SHORT and dtype is torch.bfloat16 and query.device.type == "cpu"):
+    on_cpu = query.device.type == "cpu" and (type(query) is Tensor or _planned_for_cpu.get())
+    if not (whole and on_cpu and length <= _SHORT and dtype is torch.bfloat16):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
         attention_mask = attention_mask.float()
     with torch.autocast("cpu", enabled=False):
         exact = (tensor.float() for tensor in (query, key, value))
         return sdpa_attention_forward(module, *exact, attention_mask, **named)[0].to(dtype), None
+
+
+@contextmanager
+def planned_for_cpu() -> Iterator[None]:
+    """Inside, tensors without numbers, which else may be of a card, have attention as on a CPU."""
+    token = _planned_for_cpu.set(True)
+    try:
+        yield
+    finally:
+        _planned_for_cpu.reset(token)
 
 
 @cache

@@ -116,8 +116,11 @@ class _Planner:
         return Lengths(max(1, min(prompt, longest - response)), response)
 
     def _update(self, args: Any) -> CountedUpdate:
-        on_cpu = self.device is not None and not self.device.graphs
-        return CountedUpdate(self.counted, self.roles, args, self.lengths, on_cpu=on_cpu)
+        return CountedUpdate(self.counted, self.roles, args, self.lengths, on_cpu=self._on_cpu)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.device is not None and not self.device.graphs
 
     def _beside(self) -> dict[str, int]:
         """Bytes of the models that reward and judge load beside the base."""
@@ -159,7 +162,7 @@ class _Planner:
         """Memory of a step and of an evaluation, and the step."""
         args, roles = self.recipe.stage_config(stage, **changes), _without_numbers(self.recipe, stage)
         kind = self.recipe.plan.stages[stage].rows
-        step, evaluation = counted_step(kind, roles, args, self._longest(stage, args))
+        step, evaluation = counted_step(kind, roles, args, self._longest(stage, args), on_cpu=self._on_cpu)
         static = _weights(roles, args)
         return tuple(self._of_phase(phase.name, phase.costs, static) for phase in (step, evaluation)), step
 

@@ -1,7 +1,7 @@
 """What the trainers of several stages share: progress, precision, saved roles, and evaluation by sampled responses."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,14 @@ class RoleTrainer(ResumableTrainer):
     def load_whole(self, folder: Path) -> None:
         """Put the weights that `save_model` wrote of a whole model, or of its adapter, into it."""
         load_classifier_weights(self.model, folder)
+
+
+class SupervisedTrainer(RoleTrainer):
+    """A trainer on given texts, whose evaluations are passes over such, too."""
+
+    def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
+        with nullcontext() if self.roles is None else self.roles.unpacked_for_gradients():
+            return super()._run(checkpoint, arguments)
 
 
 class SamplingTrainer(RoleTrainer):

@@ -145,8 +145,9 @@ class PPOTrainer(PPOLoop):
         """Optimizer steps from a scored rollout, and their metrics; `parts` are those of the scores, for the log."""
         seen = self.score_shaper.moments
         try:
-            experience = self._make_experience(rollout, scores)
-            stats = self._update(experience)
+            with self.roles.unpacked_for_gradients():
+                experience = self._make_experience(rollout, scores)
+                stats = self._update(experience)
         except BaseException:  # Ctrl-C too: scores of a step that is taken again would count twice
             self.score_shaper.moments = seen
             raise

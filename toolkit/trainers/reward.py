@@ -26,7 +26,7 @@ from toolkit.functional import first_differences, token_level_preference_loss, w
 from toolkit.reports import ScoredPair
 from toolkit.rewards import read_sequences
 from toolkit.settings import check, setting
-from toolkit.trainers.common import RoleTrainer, in_place_of_progress
+from toolkit.trainers.common import SupervisedTrainer, in_place_of_progress
 
 
 @dataclass
@@ -44,7 +44,7 @@ class RewardConfig(TRLRewardConfig):
         check(self)
 
 
-class ScorerTrainer(RoleTrainer):
+class ScorerTrainer(SupervisedTrainer):
     """Trains what gives scores, which `Trainer` sees as a sequence classifier; by itself on classes.
 
     With `roles` it is the role "reward" and saved as a PEFT folder, else a classifier, or the adapter on it.

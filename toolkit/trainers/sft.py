@@ -17,10 +17,10 @@ from trl import SFTTrainer as TRLSFTTrainer
 
 from toolkit.errors import ConfigError
 from toolkit.models import SharedBase, check_checkpointing, scales_logits
-from toolkit.trainers.common import RoleTrainer, in_place_of_progress
+from toolkit.trainers.common import SupervisedTrainer, in_place_of_progress
 
 
-class SFTTrainer(RoleTrainer, TRLSFTTrainer):
+class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
     """TRL's `SFTTrainer`; nothing is sent anywhere.
 
     With `roles` it trains the policy's adapter and saves it as a PEFT folder, else all weights of a model.
