@@ -388,6 +388,7 @@ def _draw_shares(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     """What all seeds together keep, by what training puts together, in each state, with Wilson's 95 % interval."""
     each = runs[0]["language"]["prompts"]
     columns = {"satisfied": "all", **{f"satisfied_{kind}": kind for kind in COMPOSITIONS}}
+    columns = {key: name for key, name in columns.items() if key in runs[0]["after"]}
     for place, (when, label) in enumerate(_WHEN.items()):
         for column, key in enumerate(columns):
             prompts = each if key == "satisfied" else each // len(COMPOSITIONS)

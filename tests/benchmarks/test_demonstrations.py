@@ -1,6 +1,8 @@
 import json
 
 import pytest
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
 
 from benchmarks import demonstrations, records
 from benchmarks.demonstrations import DEMONSTRATIONS, PAGE, recipe_of_arm
@@ -80,3 +82,13 @@ def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monk
     assert "| score | 0.200 (0.200–0.200) | 0.200 (0.200–0.200) | 0.700 (0.600–0.800) |" in text and "| 9.000" in text
     assert "| Why? | b | a \\| b c | (nothing) |" in text and "2 seed(s) of 30 prompts" in text
     assert "</svg>" in (tmp_path / "figures" / "instructions.svg").read_text()
+    axes = Figure().subplots()
+    demonstrations._draw_shares(axes, [one, two])
+    heights = [bar.get_height() for bars in axes.containers if isinstance(bars, BarContainer) for bar in bars]
+    assert heights == pytest.approx([0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.6, 0.8, 0.2])  # base, before and after PPO
+
+
+def test_a_curve_is_drawn_as_means_of_ten_updates():
+    points = [[update, float(update)] for update in range(1, 13)]
+    assert demonstrations._running_mean(points) == [[10, 5.5], [11, 6.5], [12, 7.5]]
+    assert demonstrations._running_mean(points[:2]) == [[2, 1.5]]  # of fewer all
