@@ -81,6 +81,7 @@ def measure_rollout(model: str, work: Work, name: str, *, dtype: str, rounds: in
             "ours": [],
             "rows that have ended stay": [rows_stay],
             "weights are not laid out": [as_they_are],
+            "each layer is multiplied with by itself": [replaced(copies, "_joinable", lambda layers: False)],
             "the adapter is not merged": [apart],
             "the adapter is merged in 16 bits, too": [replaced(built.trainer.args, "generation", "merged")],
             "none of these": [as_they_are, rows_stay, apart],
@@ -132,7 +133,7 @@ def main() -> None:
         for way, seconds in found.items():
             ratios = sorted(b / a for a, b in zip(seconds, theirs, strict=True))
             median, least, most = statistics.median(ratios), ratios[0], ratios[-1]
-            print(f"{way:26} {statistics.median(seconds):7.2f} s  {median:.2f} ({least:.2f}–{most:.2f}) times as fast")
+            print(f"{way:39} {statistics.median(seconds):7.2f} s  {median:.2f} ({least:.2f}–{most:.2f}) times as fast")
     else:
         found = measure_floor(args.model, work, dtype=args.dtype)
     if args.output:

@@ -270,7 +270,10 @@ def test_what_tokens_were_drawn_with_is_what_a_pass_over_them_says(tmp_path):
     assert not greedy_too(made.collator([{"input_ids": PROMPTS[0]}])).sampler_logprobs
 
 
-@pytest.mark.skipif(not copies.lays_out(), reason="this CPU has no kernel for bfloat16 weights that are laid out")
+needs_layout = pytest.mark.skipif(not copies.lays_out(), reason="this CPU has no kernel for weights that are laid out")
+
+
+@needs_layout
 @pytest.mark.parametrize("quantized", [False, True])
 def test_weights_that_are_laid_out_give_the_same_bits(tmp_path, quantized):
     tiny_model(size=64).save_pretrained(tmp_path)
@@ -278,14 +281,35 @@ def test_weights_that_are_laid_out_give_the_same_bits(tmp_path, quantized):
     base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=nf4, dtype="bfloat16"))
     base.add_role("policy", lora())
     randomize(base, "policy")
-    linear = [layer for layer in base.causal_lm.modules() if isinstance(layer, nn.Linear)]
     with base.role("policy"), base.autocast():
         tokens, logits = greedy(base.causal_lm, by=decode)
         with base.unpacked():
-            held = [layer.forward.args[1] for layer in linear if "forward" in vars(layer)]
-            assert len(held) == 15 and all(weight.is_mkldnn for weight in held)  # seven a block, and lm_head
+            held = [group.joint.product for group in base._fused] + [base.lm_head.forward]
+            assert sum(len(of.layers) for of in held) == 15 and all(of.weight.is_mkldnn for of in held)  # seven a block
             again, same_logits = greedy(base.causal_lm, by=decode)
             with torch.autocast("cpu", dtype=torch.float16):  # another precision is the layer's own
                 assert base.lm_head(torch.randn(2, 64)).dtype is torch.float16
     assert torch.equal(tokens, again) and all(map(torch.equal, logits, same_logits))
-    assert not any("forward" in vars(layer) for layer in linear)
+    assert not any("forward" in vars(layer) for layer in base.causal_lm.modules() if isinstance(layer, nn.Linear))
+    assert not any(group.joint for group in base._fused)
+
+
+@needs_layout
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_layers_with_one_copy_of_their_weights_give_the_same_bits_in_every_role(kind):
+    base = shared_base(architecture=kind)
+    base.causal_lm.to(torch.bfloat16)
+
+    def of_roles():
+        with base.weights_kept():
+            for role in ("reward", "policy", "reference"):
+                with base.role(role):
+                    yield greedy(base.causal_lm, by=decode)
+
+    with base.autocast():
+        apart = list(of_roles())
+        with base.role("policy"), base.unpacked():
+            assert all(group.joint for group in base._fused)
+            joint = list(of_roles())
+    for (tokens, logits), (again, same_logits) in zip(apart, joint, strict=True):
+        assert torch.equal(tokens, again) and all(map(torch.equal, logits, same_logits))

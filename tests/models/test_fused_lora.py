@@ -83,6 +83,36 @@ def test_adapters_on_some_layers_of_a_group():
         assert_same(of_role, passes(by_peft(base), role))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_layers_that_are_joined_give_what_each_gives_alone(architecture):
+    base = SharedBase(tiny_model(architecture=architecture))
+    base.add_role("policy", LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]))
+    base.add_role("value", LoraConfig(r=2, target_modules=["k_proj", "up_proj", "gate_proj"], use_rslora=True))
+    base.add_role("reference")
+    randomize(base, "policy", "value")
+    base.train_roles("policy")
+    with base.role("policy"):
+        for group in base._fused:
+            group.join(copies._copy, torch.float32)
+    products, linear = [], torch.nn.functional.linear
+
+    def states(role, precision=None):
+        with base.role(role), torch.autocast("cpu", dtype=precision, enabled=precision is not None), torch.no_grad():
+            return base.hidden_states(IDS, MASK).float()
+
+    ours = {role: states(role) for role in ("policy", "value", "reference")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", lambda *given: products.append(given) or linear(*given))
+        states("policy")
+    assert len(products) == 2 * 4  # a block's q, k and v; o; gate and up; down
+    in_16_bits, with_gradients = states("policy", torch.bfloat16), passes(base, "policy")
+    for group in base._fused:
+        group.joint = None
+    assert torch.equal(in_16_bits, states("policy", torch.bfloat16))
+    assert_same(with_gradients, passes(by_peft(base), "policy"))
+    assert all(is_near(found, states(role)) for role, found in ours.items())
+
+
 def test_an_adapter_that_does_not_train_lets_the_gradient_through():
     base = shared_base()
     base.train_roles("value")

@@ -1,9 +1,11 @@
 """Rows one after the other in a line, against the same rows by themselves."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import shared_base
@@ -65,24 +67,28 @@ def test_what_comes_after_packed_responses():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("of_mask", [None, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("of_mask", [None, torch.bool, torch.bfloat16, "bias"])
 def test_gradients_of_rows_in_bfloat16_are_exact_to_their_last_bit(of_mask):
     """Two rows, two heads to a key, against float64 by the definition of causal attention.
 
     Args:
         of_mask: of what a mask is by which the rows are told apart, as transformers gives it; None where they are by
-            their lengths.
+            their lengths; "bias" where a model's own bias by positions does it.
     """
+    if of_mask == "bias" and "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
+        pytest.skip("this transformers knows no bias by positions")
     torch.manual_seed(0)
     given = [torch.randn(1, heads, 45, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     row_of = torch.tensor([0] * 40 + [1] * 5)
     allowed = (row_of[:, None] == row_of) & torch.ones(45, 45, dtype=torch.bool).tril()
     mask, told = allowed[None, None], {"row_lengths": [40, 5]} if of_mask is None else {}
-    if of_mask is torch.bfloat16:
-        mask = torch.zeros(mask.shape, dtype=of_mask).masked_fill(~mask, torch.finfo(of_mask).min)
+    if of_mask in (torch.bfloat16, "bias"):
+        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, torch.finfo(torch.bfloat16).min)
+    if of_mask in (None, "bias"):
+        told, mask = told if of_mask is None else {"position_bias": mask}, None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, _ = attention_by_rows(module, *given, None if of_mask is None else mask, **told)
+        found, _ = attention_by_rows(module, *given, mask, **told)
     query, key, value = (part.detach().double().requires_grad_() for part in given)
     products = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 4
     shares = products.masked_fill(~allowed, -torch.inf).softmax(-1)

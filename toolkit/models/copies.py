@@ -5,7 +5,7 @@ A pass over a prompt and a response unpacks each weight once, its backward pass 
 token.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -16,7 +16,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from toolkit.models.fused_lora import active_adapters, computed_in, in_autocast, is_plain, weight_of
+from toolkit.models.fused_lora import Fused, active_adapters, computed_in, in_autocast, is_plain, weight_of
 
 _ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
 _SHARE = 1 / 8  # of the machine's memory, that weights with the policy's adapter in them may take unasked
@@ -97,13 +97,44 @@ def unpacked_weights(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _ready_forward(layer: Any) -> Callable[..., Tensor]:
-    return partial(_linear, layer, layer.unpacked_weight)
+    return _Copied((layer,), layer.unpacked_weight)
 
 
-def unpacked_forward(layer: Any) -> Callable[..., Tensor]:
-    """The forward pass of such a layer by a copy of its weight, made once: the same bits."""
-    weight = _laid_out(_unpacked(layer))
-    return partial(_linear, layer, weight)
+@contextmanager
+def copied(layers: Iterable[Any], groups: Iterable[Fused]) -> Iterator[None]:
+    """Inside, such layers multiply with a copy of their weights: the same bits.
+
+    Args:
+        groups: layers with adapters that are computed together. Where such copies are laid out, a group gets one of all
+            its weights.
+    """
+    single = {id(layer): layer for layer in layers}
+    joined = []
+    try:
+        for group in groups:
+            bases = [layer.base_layer for layer in group.layers]
+            if single.keys() >= {*map(id, bases)} and _joinable(bases):
+                joined.append(group)
+                group.join(_copy, torch.bfloat16)
+                for base in bases:
+                    del single[id(base)]
+        with forwards((layer, partial(_copy, layer)) for layer in single.values()):
+            yield
+    finally:
+        for group in joined:
+            group.joint = None
+
+
+def _copy(*layers: Any, further: Sequence[Tensor] = ()) -> "_Copied":
+    """Of layers with one input, and of `further` rows (R, I) below their weights."""
+    weights = [_unpacked(layer) for layer in layers]
+    weights += [rows.detach().to(weights[0].dtype) for rows in further]
+    return _Copied(layers, _laid_out(weights[0] if len(weights) == 1 else torch.cat(weights)))
+
+
+def _joinable(layers: Sequence[Any]) -> bool:
+    kinds = {(type(layer), getattr(layer, "compute_dtype", None), _dtype(layer)) for layer in layers}
+    return len(kinds) == 1 and _dtype(layers[0]) is torch.bfloat16 and lays_out()
 
 
 def _dtype(layer: Any) -> torch.dtype:
@@ -136,18 +167,34 @@ def lays_out() -> bool:
         return torch.equal(ready, nn.functional.linear(x, weight))
 
 
-def _linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    given, device = getattr(layer, "compute_dtype", None), x.device.type
-    bias = None if layer.bias is None else layer.bias.to(weight.dtype)
-    if not weight.is_mkldnn:
-        if given is None and x.dtype != weight.dtype:
-            return type(layer).forward(layer, x)
-        return nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if not (autocast or weight.dtype) == (given or autocast or x.dtype) == weight.dtype:
-        return type(layer).forward(layer, x)
-    result = torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, *_ALONE)
-    return result.to(x.dtype) if type(layer) is Linear4bit else result
+class _Copied:
+    """W x + b of layers with one input, (..., I) to (..., sum of the O), by a copy of their weights. Where that has
+    further rows, what these give stands in the last places."""
+
+    def __init__(self, layers: Sequence[Any], weight: Tensor):
+        self.layers, self.weight, self.bias = layers, weight, None
+        if any(layer.bias is not None for layer in layers):
+            self.bias, end = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device), 0
+            for layer in layers:
+                start, end = end, end + layer.out_features
+                if layer.bias is not None:
+                    self.bias[start:end] = layer.bias.detach()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer, weight, device = self.layers[0], self.weight, x.device.type
+        given = getattr(layer, "compute_dtype", None)
+        if not weight.is_mkldnn:
+            if given is None and x.dtype != weight.dtype:
+                return self._by_themselves(x)
+            return nn.functional.linear(x.to(weight.dtype), weight, self.bias).to(x.dtype)
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if not (autocast or weight.dtype) == (given or autocast or x.dtype) == weight.dtype:
+            return self._by_themselves(x)
+        result = torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, self.bias, *_ALONE)
+        return result.to(x.dtype) if type(layer) is Linear4bit else result
+
+    def _by_themselves(self, x: Tensor) -> Tensor:
+        return torch.cat([type(layer).forward(layer, x) for layer in self.layers], dim=-1)
 
 
 # ---------------------------------------------------------------------- with an adapter in them

@@ -3,7 +3,8 @@
 PEFT computes each layer from kernels of its own: a copy of the input in the adapter's precision for each, a clone of a
 4-bit layer's result, two thin products, a scaling and a sum, all of it kept for the backward pass. Here the thin
 products with A are one for all layers of a group, what they add goes into the layers' results in place, and the
-backward pass keeps the input once. The adapters stay PEFT's, and so do all layers of a kind that is not known here.
+backward pass keeps the input once. Responses can be made by one product with all weights of a group (`Fused.join`). The
+adapters stay PEFT's, and so do all layers of a kind that is not known here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,6 +82,7 @@ class Fused:
     def __init__(self, layers: list[Any]):
         self.layers = layers
         self.kept: dict[Any, _Adapters] | None = None
+        self.joint: Joint | None = None
         self._read: tuple[Any, ...] = ()
         self._results: dict[int, tuple[tuple[str, ...], Tensor]] = {}  # with the adapter that is in it
 
@@ -95,31 +97,79 @@ class Fused:
             return result
         self._read, self._results = (), {}
         layers = self.layers if place == 0 else [self.layers[place]]
-        if args or kwargs or not all(_is_known(layer, x) for layer in layers):
+        of_layers = [active_adapters(layer) for layer in layers]
+        if args or kwargs or not all(_is_known(layer, its, x) for layer, its in zip(layers, of_layers, strict=True)):
             layer = self.layers[place]
             return type(layer).forward(layer, x, *args, **kwargs)
-        first, *further = self._compute(x, layers, place)
+        first, *further = self._compute(x, layers, [next(iter(its), None) for its in of_layers], place)
         if further:
             self._read = (x, torch.is_grad_enabled())
-            self._results = dict(enumerate(zip(map(active_adapters, layers[1:]), further, strict=True), 1))
+            self._results = dict(enumerate(zip(of_layers[1:], further, strict=True), 1))
         return first
 
-    def _compute(self, x: Tensor, layers: list[Any], place: int) -> Sequence[Tensor]:
-        """The results of layers that are known, for one input (..., I)."""
+    def _compute(self, x: Tensor, layers: list[Any], names: list[str | None], place: int) -> Sequence[Tensor]:
+        """The results of layers that are known, with the adapters of these names, for one input (..., I)."""
+        joint = None if place or torch.is_grad_enabled() else self.joint
+        if joint is not None and computed_in(x) is joint.dtype:
+            return self._jointly(x, joint, names)
         bases = [layer.base_layer for layer in layers]
-        names = [next(iter(active_adapters(layer)), None) for layer in layers]
         if not any(names):
             return [base(x) for base in bases]
-        dtype = computed_in(x)
-        key = (place, *names, dtype)
-        kept: dict[Any, _Adapters] = {} if self.kept is None else self.kept
-        if key not in kept:
-            kept[key] = _adapters(layers, names, dtype)
-        adapters = kept[key]
+        adapters = self._adapters(place, layers, names, computed_in(x))
         factors = [factor for pair in adapters.factors for factor in pair]
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *factors)):
             return _Pass.apply(x, bases, adapters, *factors)
         return _forward(x, bases, adapters)[0]
+
+    def _jointly(self, x: Tensor, joint: "Joint", names: list[str | None]) -> Sequence[Tensor]:
+        """The same by one product for all layers, and one for what the adapters add."""
+        sizes = [layer.base_layer.out_features for layer in self.layers]
+        product = joint.product(x)
+        rows = product.view(-1, product.shape[-1])
+        whole = rows[:, : sum(sizes)]
+        if any(names):
+            adapters = self._adapters("joint", self.layers, names, joint.dtype)
+            up = adapters.up[0]
+            assert up is not None
+            if names == joint.names:
+                low = rows[:, sum(sizes) :].to(joint.dtype)
+            else:
+                low = torch.nn.functional.linear(x.to(joint.dtype), adapters.down).view(len(rows), -1)
+            if whole.dtype is joint.dtype:
+                whole.addmm_(low, up.t())
+            else:
+                whole += torch.nn.functional.linear(low, up)
+        return whole.view(*x.shape[:-1], -1).split(sizes, dim=-1)
+
+    def _adapters(
+        self, place: int | str, layers: list[Any], names: list[str | None], dtype: torch.dtype
+    ) -> "_Adapters":
+        """Those of layers in the precision of a pass, made once while weights are kept."""
+        key = (place, *names, dtype)
+        kept: dict[Any, _Adapters] = {} if self.kept is None else self.kept
+        if key not in kept:
+            of_layers = _adapters(layers, names, dtype)
+            kept[key] = of_layers if place != "joint" else of_layers.as_one(layers)
+        return kept[key]
+
+    def join(self, copied: Callable[..., Callable[[Tensor], Tensor]], dtype: torch.dtype) -> None:
+        """Compute passes in this precision, without gradients, by one product for all layers, of which no weight may
+        change until `joint` is None again.
+
+        Args:
+            copied: makes the product of all base layers, with `further` rows (R, I) below their weights.
+        """
+        names = [next(iter(active_adapters(layer)), None) for layer in self.layers]
+        down = [layer.lora_A[name].weight for layer, name in zip(self.layers, names, strict=True) if name is not None]
+        self.joint = Joint(copied(*(layer.base_layer for layer in self.layers), further=down), names, dtype)
+
+
+class Joint(NamedTuple):
+    """All base layers of a group as one."""
+
+    product: Callable[[Tensor], Tensor]  # (..., I) to (..., sum of the O, and R)
+    names: list[str | None]  # by layer the adapter whose A is among the weights
+    dtype: torch.dtype
 
 
 def active_adapters(layer: Any) -> tuple[str, ...]:
@@ -144,9 +194,8 @@ def computed_in(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if in_autocast(x) else x.dtype
 
 
-def _is_known(layer: Any, x: Tensor) -> bool:
+def _is_known(layer: Any, active: tuple[str, ...], x: Tensor) -> bool:
     """Whether a pass over a layer is the plain one: one adapter or none, neither merged nor with dropout at work."""
-    active = active_adapters(layer)
     if layer.merged_adapters or len(active) > 1 or layer.base_layer.weight.requires_grad:
         return False
     for name in active:
@@ -166,6 +215,12 @@ class _Adapters(NamedTuple):
     ranks: list[int]  # r, 0 without an adapter
     down: Tensor  # (R, I), every A in the precision of the pass
     up: list[Tensor | None]  # s · B
+
+    def as_one(self, layers: Sequence[Any]) -> "_Adapters":
+        """Those of one layer that has the outputs of all."""
+        sizes = [layer.base_layer.out_features for layer in layers]
+        blocks = [self.down.new_empty(size, 0) if b is None else b for b, size in zip(self.up, sizes, strict=True)]
+        return self._replace(ranks=[sum(self.ranks)], up=[torch.block_diag(*blocks)])
 
 
 def _adapters(layers: Sequence[Any], names: Sequence[str | None], dtype: torch.dtype) -> _Adapters:

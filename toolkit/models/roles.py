@@ -17,7 +17,7 @@ from toolkit.models.base_checks import check_adapter, check_checkpointing, probe
 from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
 from toolkit.models.decoding import positions_of
 from toolkit.models.frozen_lm import FrozenLM
-from toolkit.models.fused_lora import Fused, fuse
+from toolkit.models.fused_lora import fuse
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.lora import (
     activate,
@@ -62,7 +62,6 @@ class SharedBase(FrozenLM):
         self._adapter_of: dict[str, str | None] = {}  # its own by its own name; None for the base with all of them off
         self._adapter_parameters: dict[str, dict[str, nn.Parameter]] = {}  # by role, then by name without the role's
         self._layers: tuple[BaseTunerLayer, ...] = ()
-        self._fused: tuple[Fused, ...] = ()
         self._active_adapter: str | None = None
 
     # ------------------------------------------------------------------ roles

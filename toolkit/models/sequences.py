@@ -176,6 +176,9 @@ def _attention(
         attention_mask = attention_mask.float()
     with torch.autocast("cpu", enabled=False):
         exact = (tensor.float() for tensor in (query, key, value))
+        named = {  # a bias by positions, for one
+            name: x.float() if isinstance(x, Tensor) and x.dtype is torch.bfloat16 else x for name, x in named.items()
+        }
         return sdpa_attention_forward(module, *exact, attention_mask, **named)[0].to(dtype), None
 
 
