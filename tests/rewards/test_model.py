@@ -12,6 +12,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from tests.tiny_runs import byte_tokenizer
@@ -174,6 +176,25 @@ def test_a_long_text_loses_its_beginning_and_is_counted():
     assert reward.truncated == 4 and tokenizer.truncation_side == "right"
     with pytest.raises(RewardError, match="^max_length: 129 tokens, and the model takes 128"):
         RewardModel(model, tokenizer, max_length=129)
+
+
+def test_positions_of_roberta_begin_after_that_of_padding():
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    config = RobertaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
+        max_position_embeddings=26, pad_token_id=tokenizer.convert_tokens_to_ids("<pad>"), num_labels=1,
+    )  # fmt: skip
+    usable = 26 - config.pad_token_id - 1
+    model = RobertaForSequenceClassification(config).eval()
+    reward = RewardModel(model, tokenizer, reads="text")
+    assert reward.max_length == usable > 10
+    with pytest.warns(UserWarning, match=f"longer than the {usable} tokens"):
+        scores = score_with(reward, rollout())
+    expected = torch.stack([alone(model, tokenizer, text[-usable:])[0] for text in JOINED])
+    torch.testing.assert_close(scores, expected, **FP32)
+    with pytest.raises(RewardError, match=f"^max_length: {usable + 1} tokens, and the model takes {usable}"):
+        RewardModel(model, tokenizer, reads="text", max_length=usable + 1)
 
 
 def test_a_model_without_room_for_rounded_lengths():

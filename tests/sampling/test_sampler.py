@@ -127,8 +127,9 @@ def test_a_row_is_sampled_by_its_key_whatever_stands_beside_it():
     assert len({tuple(ids) for ids in twice}) > 1  # a prompt alone does not say what its response is
 
 
-def test_what_cannot_be_sampled_is_an_error():
-    made = sampler()
+@pytest.mark.parametrize("temperature", [1.0, None])
+def test_what_cannot_be_sampled_is_an_error(temperature):
+    made = sampler(temperature=temperature)
     with torch.no_grad():
         made.roles.parameters_of("policy")[1].fill_(float("nan"))
     with pytest.raises(ToolkitError, match='logits of the role "policy" are not finite'):

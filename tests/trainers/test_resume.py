@@ -216,6 +216,18 @@ def test_a_run_is_not_shorter_than_what_it_has_behind_it(stage, tmp_path):
         make(stage, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("stage", [sft_policy, reward_pairs, q, ppo], ids=lambda stage: stage.__name__)
+def test_a_run_that_is_to_end_where_it_was_stopped_is_done(stage, tmp_path):
+    cut = make(stage, tmp_path, lr_scheduler_type="constant")
+    cut.add_callback(Ask("on_step_begin", 3))
+    with pytest.raises(RunInterrupted, match="after step 4 of 6"):
+        cut.train()
+    again = make(stage, tmp_path, max_steps=4, lr_scheduler_type="constant")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4 and not (tmp_path / "checkpoint-5").exists()
+    assert_same(weights(cut), weights(again))
+
+
 def test_another_course_begins_where_it_is_sure_to(tmp_path):
     """A checkpoint that cannot be gone on from moves no other aside."""
     make(ppo, tmp_path, max_steps=3).train()
@@ -256,6 +268,17 @@ def test_later_checkpoints_do_not_stand_before_those_of_a_course_that_began_earl
                      "checkpoint-3"]  # fmt: skip
     make(ppo, tmp_path, max_steps=3).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
     assert (tmp_path / "abandoned-2-checkpoint-3").is_dir()
+
+
+def test_a_loop_of_ones_own_leaves_the_end_of_a_pass_behind_it(tmp_path):
+    made, passes = make(ppo, tmp_path, max_steps=6, rollouts_per_update=1), []
+    for batch in made.batches():
+        responses = made.generate(batch)
+        made.step(batch, responses, made.score(batch, responses))
+        passes.append(made.dataloader.pass_is_over)
+        if made.state.global_step == len(made.dataloader) + 1:
+            break
+    assert passes == [False] * (len(passes) - 2) + [True, False]
 
 
 @pytest.mark.parametrize("stage", [ppo, sft_policy], ids=lambda stage: stage.__name__)
@@ -348,6 +371,34 @@ def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp
         going_on.train(resume_from_checkpoint=True)
         assert_same(weights(whole), weights(going_on))
         assert going_on.reward.state_dict() == whole.reward.state_dict()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_evaluation_that_failed_is_made_up_for(last, tmp_path):
+    calls, failing = 0, 3  # two updates, then the first evaluation
+
+    def down(rollout):
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise ConnectionError("nobody there")
+        return [float(len(ids)) for ids in rollout.response_ids]
+
+    def made(name):
+        settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2 if last else 4, "save_strategy": "no"}
+        return make(ppo, tmp_path / name, reward=down, **settings)
+
+    with pytest.raises(RewardError, match="All up to update 2 is saved"):
+        made("cut").train()
+    failing = 0
+    again = made("cut")
+    again.train(resume_from_checkpoint=True)
+    whole = made("whole")
+    whole.train()
+    of_both = [[row for row in metrics(tmp_path / name) if "eval_score" in row] for name in ("cut", "whole")]
+    assert of_both[0] == of_both[1] and [row["step"] for row in of_both[0]] == ([2] if last else [2, 4])
+    assert_same(weights(whole), weights(again))
+    assert again.watch.first == whole.watch.first and not again.own_state()["evaluation_due"]
 
 
 def test_evaluation_leaves_a_reward_that_changes(tmp_path):

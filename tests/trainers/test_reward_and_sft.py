@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -230,6 +231,35 @@ def test_a_row_weighs_the_same_in_whatever_micro_batch_it_stands(kind, tmp_path)
     assert other_loss == pytest.approx(loss, rel=1e-5)
     for one, other in zip(weights, others, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("made", [resumable.sft_model, resumable.sft_policy], ids=["gpt2", "llama"])
+def test_the_loss_of_sft_is_a_mean_over_the_tokens_that_are_predicted(made, tmp_path):
+    """Of rows without a prompt the first token is none of them."""
+    settings = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.0}
+    trainer = made(tmp_path, **settings)
+    for module in trainer.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad(), nullcontext() if trainer.roles is None else trainer.roles.role("policy"):
+        losses = []
+        for row in trainer.train_dataset:
+            ids = torch.tensor([row["input_ids"]])
+            logits = trainer.model(input_ids=ids).logits[0, :-1].float()
+            losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
+    batches = trainer.get_batch_samples
+    seen = []
+
+    def noted(*arguments):
+        batch = batches(*arguments)
+        seen.extend(ids for part in batch[0] for ids in part["input_ids"].tolist())
+        return batch
+
+    trainer.get_batch_samples = noted
+    trainer.train()
+    places = [trainer.train_dataset["input_ids"].index(ids) for ids in seen]
+    expected = float(torch.stack([losses[place] for place in places]).mean())  # rows are of one length
+    assert len(places) == 4 and trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_columns_must_fit_the_head(tmp_path):

@@ -43,6 +43,22 @@ def test_another_precision_is_gone_on_with_and_said(tmp_path):
     assert other.state.global_step == 2
 
 
+@pytest.mark.parametrize(
+    ("stage", "change", "said"),
+    [
+        (ppo, {"learning_rate": 1e-6}, "a learning rate of 0.01, and here it is 1e-06"),
+        (ppo, {"value_learning_rate": 1e-6}, "a learning rate of 0.01, and here it is 1e-06"),
+        (ppo, {"kl_coef": 0.9}, "a kl_coef of 0.1, and here it is 0.9"),
+        (sft_policy, {"adam_beta2": 0.5}, r"adam_beta1 and adam_beta2 of \[0.9, 0.999\], and here it is \[0.9, 0.5\]"),
+        (reward_pairs, {"adam_epsilon": 0.5}, "adam_epsilon of 1e-08, and here it is 0.5"),
+    ],
+)
+def test_a_setting_that_would_be_replaced_is_refused(stage, change, said, tmp_path):
+    make(stage, tmp_path, max_steps=1).train()
+    with pytest.raises(CheckpointError, match=f"checkpoint-1 is of a run with .*{said}: all of a run has one"):
+        make(stage, tmp_path, max_steps=2, **change).train(resume_from_checkpoint=True)
+
+
 def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path, monkeypatch):
     whole = ResumableTrainer._whole_state
     with monkeypatch.context() as patch:

@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig, Trainer, TrainerCallback
 
 from tests.tiny_models import lora, randomize, tiny_model
 from tests.tolerances import RELATIVE
-from tests.trainers import resumable
+from tests.trainers import resumable, test_float16
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from tests.trainers.resumable import TIMING
 from tests.trainers.test_value_options import base_with, classifier
@@ -89,6 +89,21 @@ def test_gradients_of_fewer_rows_than_processes(four, tmp_path):
     alone = gradients(tmp_path, "separate", [1, 3])
     for found in four(gradients, tmp_path, "separate", [1, 3]):
         assert_gradients(found, alone)
+
+
+def in_float16(folder, stage):
+    if stage == "ppo":
+        made = test_float16.in_float16(Path(folder) / "ppo", num_mini_batches=4, max_steps=1)
+        return made.train()["optimizer_steps"]
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 2, "fp16": True}
+    made = test_float16.with_scaler(resumable.sft_policy(Path(folder) / "sft", save_strategy="no", **settings))
+    made.train()
+    return made.state.global_step
+
+
+@pytest.mark.parametrize(("stage", "steps"), [("ppo", 4), ("sft", 2)])
+def test_a_scaler_of_a_process_without_a_row(stage, steps, two, tmp_path):
+    assert list(two(in_float16, tmp_path, stage)) == [steps, steps]
 
 
 def rounded_gradients(folder, checkpoint, micro_batch):

@@ -1,16 +1,16 @@
 """One base model and the roles on it; knows transformers, peft and bitsandbytes.
 
 `load` has every model from a `ModelSpec`, in the precision that `precision` finds fast where none is named, and
-`pretrained` what is read of a checkpoint before; `base_checks` tries on a few tokens what all else relies on. `roles`
-holds the adapters and switches them (nothing else does), `forward` reads values, scores and log-probabilities,
-`q_values` reads a role's logits as Q-values. `value_model` is a value role with a base of its own and `classifier` a
-reward with one. `adapters` saves and loads PEFT folders, `views` shows roles to trainers that are not ours, `lora` has
-all that is used of PEFT beyond its public interface, `fused_lora` computes its layers, and `decoding`
-is the loop over new tokens.
+`pretrained` what is read of a checkpoint before; `base_checks` tries on a few tokens (`trials`) what all else relies
+on, `logit_changes` what comes after `lm_head`. `roles` holds the adapters and switches them (nothing else does),
+`forward` reads values, scores and log-probabilities, `q_values` reads a role's logits as Q-values. `value_model` is a
+value role with a base of its own and `classifier` a reward with one. `adapters` saves and loads PEFT folders, `views`
+shows roles to trainers that are not ours, `lora` has all that is used of PEFT beyond its public interface, `fused_lora`
+computes its layers, and `decoding` is the loop over new tokens.
 """
 
 from toolkit.models.adapters import ROLE_FILE, load_role, load_weights, save_high_score, save_role
-from toolkit.models.base_checks import check_bits, check_checkpointing, scales_logits
+from toolkit.models.base_checks import check_bits, check_checkpointing
 from toolkit.models.classifier import (
     add_lora,
     check_reads_tokens,
@@ -18,6 +18,7 @@ from toolkit.models.classifier import (
     head_in_float32,
     head_name,
     load_classifier_weights,
+    positions_passed_over,
     save_model,
     train_in_float32,
 )
@@ -33,6 +34,7 @@ from toolkit.models.forward import (
 )
 from toolkit.models.heads import QBound, ScoreHead, score_positions
 from toolkit.models.load import META, MOST_LAYERS, ModelSpec, load_base, load_model, model_config
+from toolkit.models.logit_changes import scales_logits
 from toolkit.models.lora import adapter_dropouts
 from toolkit.models.precision import (
     AUTO,

@@ -5,9 +5,7 @@ neither on what comes after it nor, once dropout is off, on the mode of training
 one after left padding get the logits of a whole pass. Else it is refused with what does not hold.
 """
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,14 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from toolkit.errors import AdapterError, ModelError, ToolkitError
+from toolkit.errors import AdapterError, ModelError
 from toolkit.models.decoding import RowProcessor, decode
+from toolkit.models.logit_changes import Logits, as_they_are, logits_of
 from toolkit.models.sequences import attention_by_rows
-
-Logits = Callable[[Tensor], Tensor]
-_NEAR, _NEAR_IN_16_BITS = 1e-3, 0.1
-_TOKENS = 6
-_SUGGESTION = "Llama, Mistral, Qwen, GPT-2, OPT and Gemma can be used."
+from toolkit.models.trials import SUGGESTION, apart_by, ids_of, probe, random_state, tolerance, tried
 
 
 def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
@@ -60,21 +55,21 @@ def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> 
     name = type(model).__name__
     check_bits(getattr(model.config, "quantization_config", None))
     if not hasattr(model.get_output_embeddings(), "in_features"):
-        raise ModelError(f"a {name} has no linear layer lm_head.", remedy=_SUGGESTION)
+        raise ModelError(f"a {name} has no linear layer lm_head.", remedy=SUGGESTION)
     states = check_states(model, hidden_states)
     if states.is_meta:
-        return _as_they_are, states, False, False
-    ids = _ids(model)
-    with _tried(model):
+        return as_they_are, states, False, False
+    ids = ids_of(model)
+    with tried(model):
         given = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
         _check_finite(model, given)
-        logits = _logits_of(model, model.get_output_embeddings()(states), given)
+        logits = logits_of(model, model.get_output_embeddings()(states), given)
         steps = _decoded(model, ids[0], torch.stack([ids[0, 2:4], ids[0, 4:6]]))
         apart = apart_by(torch.stack(steps), torch.stack([given[0, [1, 3]], given[0, [2, 4]]]))
     if not apart <= tolerance(model):
         wrong = f"a {name} gives other logits where tokens are decoded one by one after left padding (by {apart:.1%}): "
         wrong += "responses would not be sampled from the policy whose log-probabilities are trained."
-        raise ModelError(wrong, remedy=_SUGGESTION)
+        raise ModelError(wrong, remedy=SUGGESTION)
     return logits, states, rows_can_leave(model, ids[0], given[0]), rows_can_be_packed(model, hidden_states, states)
 
 
@@ -85,7 +80,7 @@ def rows_can_leave(model: PreTrainedModel, ids: Tensor, given: Tensor) -> bool:
         ids: (L,), and `given` their logits of a whole pass, (L, V).
     """
     try:
-        with _tried(model):  # the first row ends with its first token
+        with tried(model):  # the first row ends with its first token
             steps = _decoded(model, ids, torch.stack([ids[[2, 2]], ids[4:6]]), new_tokens=3, end=int(ids[2]))
     except ModelError:
         return False  # it keeps something of each row beside its cache
@@ -125,10 +120,10 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
     if states.is_meta:
         return False
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=model.device)
-    ids, alone = _ids(model)[0][positions], states[0][positions]
+    ids, alone = ids_of(model)[0][positions], states[0][positions]
     read = partial(hidden_states, ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)
     try:
-        with _tried(model):
+        with tried(model):
             packed, mixed = read(row_lengths=[4, 5]), read()
     except ModelError:
         return False
@@ -171,14 +166,14 @@ def check_adapter(model: PreTrainedModel, hidden_states: Callable[..., Tensor], 
     """
     if states.is_meta:
         return
-    with _tried(model):
+    with tried(model):
         off = hidden_states(*probe(model))
     if not apart_by(off, states) <= tolerance(model):
         wrong = "the adapter changes the base, which the other roles share, even where it is switched off."
         raise AdapterError(wrong, remedy="Take plain LoRA.")
     was_training, read = model.training, partial(hidden_states, *probe(model))
     try:
-        with _tried(model), role:
+        with tried(model), role:
             called = _adapters_called(model, read)
             model.train()
             missed = called - _adapters_called(model, read)
@@ -237,25 +232,25 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
     def read() -> Tensor:
         return hidden_states(*probe(model))
 
-    with _tried(model):
+    with tried(model):
         states = read()
         _check_finite(model, states)
         if not apart_by(states[0, :-1], states[1, :-1]) <= tolerance(model):
             wrong = f"a {name} reads both ways: what it makes of a token depends on the tokens after it."
-            raise ModelError(wrong, remedy=f"Take a decoder. {_SUGGESTION}")
+            raise ModelError(wrong, remedy=f"Take a decoder. {SUGGESTION}")
         switch_off_dropout(model, rate=0.9)
         apart = [apart_by(read(), states)]
         switch_off_dropout(model)
         if not apart[0] <= tolerance(model):
             wrong = f"a {name} counts with its dropout or jitter outside of training, too: it cannot be switched off."
-            raise ModelError(wrong, remedy=_SUGGESTION)
+            raise ModelError(wrong, remedy=SUGGESTION)
         was_training = model.training
         try:
             model.train()
-            before = _random_state(model)
+            before = random_state(model)
             apart = [apart_by(read(), states)]
             # Layers that are dropped now and then may all have been kept.
-            tries = 4 if _random_state(model) != before else 0
+            tries = 4 if random_state(model) != before else 0
             apart += [apart_by(read(), states) for _ in range(tries)]
         finally:
             model.train(was_training)
@@ -264,95 +259,6 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
         raise ModelError(
             f"a {name} gives other hidden states in training, by {max(apart):.1%}: {why}. The policy that is trained "
             "would not be the one that sampled.",
-            remedy=_SUGGESTION,
+            remedy=SUGGESTION,
         )
     return states
-
-
-def probe(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """What a model is tried on, ids (2, L) and their attention mask."""
-    ids = _ids(model)
-    return ids, torch.ones_like(ids)
-
-
-def _ids(model: PreTrainedModel) -> Tensor:
-    """(2, L) that differ in the last token, none of them special."""
-    config, vocabulary = model.config.get_text_config(), model.get_input_embeddings().weight.shape[0]
-    ends = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
-    special = {x for end in ends for x in (end if isinstance(end, list) else [end])}
-    plain = [token for token in range(min(vocabulary, 1000)) if token not in special] or [0]
-    ids = [plain[i * len(plain) // (_TOKENS + 1)] for i in range(_TOKENS + 1)]
-    return torch.tensor([ids[:-1], [*ids[:-2], ids[-1]]], device=model.device)
-
-
-def tolerance(model: PreTrainedModel) -> float:
-    """How far they may be: more where weights or activations have 16 bits or less."""
-    exact = model.dtype is torch.float32 and not getattr(model, "is_quantized", False)
-    return _NEAR if exact else _NEAR_IN_16_BITS
-
-
-def apart_by(ours: Tensor, theirs: Tensor) -> float:
-    """How far two computations of the same are apart, as a share of their norm."""
-    return float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-30))
-
-
-def _random_state(model: PreTrainedModel) -> tuple[Any, ...]:
-    on_gpu = torch.cuda.get_rng_state(model.device).tolist() if model.device.type == "cuda" else []
-    return torch.get_rng_state().tolist(), on_gpu, random.getstate()
-
-
-@contextmanager
-def _tried(model: PreTrainedModel) -> Iterator[None]:
-    """Random states are left as they were, and what a model cannot do at all is a `ModelError`."""
-    python = random.getstate()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-            yield
-    except (torch.OutOfMemoryError, ToolkitError):
-        raise
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        wrong = f"a {type(model).__name__} cannot be read as a decoder, tried on {_TOKENS} tokens: {reason}"
-        raise ModelError(wrong, remedy=_SUGGESTION) from error
-    finally:
-        random.setstate(python)
-
-
-def _as_they_are(logits: Tensor) -> Tensor:
-    return logits
-
-
-def _scaled(factor: float, logits: Tensor) -> Tensor:
-    return factor * logits.float()
-
-
-def _capped(cap: float, logits: Tensor) -> Tensor:
-    return cap * torch.tanh(logits.float() / cap)
-
-
-def scales_logits(model: PreTrainedModel) -> bool:
-    """Whether the configuration names a scale of logits, of which other libraries' losses do not know every one."""
-    return any(isinstance(change, partial) and change.func is _scaled for change in _logit_changes(model))
-
-
-def _logit_changes(model: PreTrainedModel) -> list[Logits]:
-    """What a model may do with the logits of `lm_head`, by the scales and caps that its configuration names."""
-    options: list[Logits] = []
-    for name, value in model.config.get_text_config().to_dict().items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and value > 0 and value != 1 and ("logit" in name or "lm_head" in name):
-            options += [partial(_capped, value)] if "cap" in name else [partial(_scaled, x) for x in (value, 1 / value)]
-    return options
-
-
-def _logits_of(model: PreTrainedModel, plain: Tensor, given: Tensor) -> Logits:
-    """What makes the logits that a model gives of those that `lm_head` gives."""
-    options = [*_logit_changes(model), _as_they_are]
-    apart = [apart_by(option(plain), given) for option in options] if plain.shape == given.shape else [torch.inf]
-    if not min(apart) <= tolerance(model) / 10:
-        wrong = f"a {type(model).__name__} changes its logits after lm_head by more than a scale or a cap that its "
-        wrong += "configuration names, which the log-probabilities here do not follow."
-        raise ModelError(wrong, remedy=_SUGGESTION)
-    # Where logits are small a cap does next to nothing; a configuration that names one is believed.
-    noise = 4 * torch.finfo(model.dtype).eps
-    return next(option for option, distance in zip(options, apart, strict=True) if distance <= min(apart) + noise)

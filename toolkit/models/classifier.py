@@ -103,3 +103,11 @@ def load_classifier_weights(model: Classifier, folder: str | Path) -> None:
 
 def _inner(model: Classifier) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def positions_passed_over(model: nn.Module) -> int:
+    """Positions that a model never uses: one of RoBERTa's kind counts from after that of padding."""
+    tables = [layer for name, layer in model.named_modules() if name.endswith("position_embeddings")]
+    return max(
+        (layer.padding_idx + 1 for layer in tables if getattr(layer, "padding_idx", None) is not None), default=0
+    )

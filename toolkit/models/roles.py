@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError
-from toolkit.models.base_checks import check_adapter, check_checkpointing, probe
+from toolkit.models.base_checks import check_adapter, check_checkpointing
 from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
 from toolkit.models.decoding import positions_of
 from toolkit.models.frozen_lm import FrozenLM
@@ -27,6 +27,7 @@ from toolkit.models.lora import (
     add_adapter,
     delete_adapter,
 )
+from toolkit.models.trials import probe
 from toolkit.models.value_model import ValueModel
 
 ROLES = ("policy", "value", "reward", "judge", "reference", "q", "q_target")

@@ -13,9 +13,9 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import AdapterError
-from toolkit.models.base_checks import apart_by, tolerance
 from toolkit.models.load import META, Kind, ModelSpec, load_model
 from toolkit.models.roles import SharedBase
+from toolkit.models.trials import apart_by, tolerance
 
 
 def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:

@@ -45,7 +45,10 @@ class RewardModel(TextScorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.reads, self.max_length = self.fitted(self.model.config, self.tokenizer, whose="the reward model")
+        passed_over = models.positions_passed_over(self.model)
+        self.reads, self.max_length = self.fitted(
+            self.model.config, self.tokenizer, whose="the reward model", passed_over=passed_over
+        )
         self.model.eval().requires_grad_(False)
         self.tokenizer = copy.deepcopy(self.tokenizer)  # the caller's keeps its side
         self.tokenizer.truncation_side = "left"

@@ -62,9 +62,10 @@ class TextScorer(ClassScorer):
         raise RewardError(wrong, field="prompt_column", remedy=_NAME_ONE)
 
     def fitted(
-        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, whose: str
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, whose: str, passed_over: int = 0
     ) -> tuple[Reads, int | None]:
-        """`reads` and `max_length` for a model; without a limit, that is None.
+        """`reads` and `max_length` for a model, which leaves so many of its positions unused; without a limit, that is
+        None.
 
         Raises:
             RewardError: outputs that do not fit `class_column`, a conversation without a chat template, or more tokens
@@ -75,7 +76,8 @@ class TextScorer(ClassScorer):
             wrong = "conversation needs a chat template, and the model's tokenizer has none."
             raise RewardError(wrong, field="reads", remedy="Use text, pair or response.")
         positions = positions_of(config)
-        limits = [n for n in (positions, tokenizer.model_max_length) if isinstance(n, int) and 0 < n < _ENDLESS]
+        usable = None if positions is None else positions - passed_over
+        limits = [n for n in (usable, tokenizer.model_max_length) if isinstance(n, int) and 0 < n < _ENDLESS]
         if self.max_length is not None and limits and self.max_length > min(limits):
             wrong = f"{self.max_length} tokens, and the model takes {min(limits)}."
             raise RewardError(wrong, field="max_length", remedy="Lower it.")

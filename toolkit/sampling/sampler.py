@@ -119,16 +119,17 @@ class Sampler:
         sampled = None
         if temperature is not None and uniform is not None:
             sampled = _Sampled(uniform, temperature)
-            processors.append(sampled)
+        finite = _Finite()
+        processors.append(sampled or finite)
         with self.roles.role(role), (self.autocast or self.roles.autocast)():
             output = self.roles.generate(
                 ids, mask, config, merged=self.merged, logits_processor=processors, streamer=streamer
             ).tolist()
-        if sampled is None:
-            return [(row, []) for row in output]
-        if not bool(sampled.probabilities.isfinite().all()):
+        if not bool(finite.so_far if sampled is None else sampled.probabilities.isfinite().all()):
             wrong = f'the logits of the role "{self.role}" are not finite, so that nothing can be sampled.'
             raise ToolkitError(wrong, remedy="Its weights hold NaN or inf, or the base's precision is too small.")
+        if sampled is None:
+            return [(row, []) for row in output]
         return list(zip(output, sampled.probabilities.log().tolist(), strict=True))
 
     def _decoding(self, mask: Tensor) -> tuple[str, float | None, LogitsProcessorList]:
@@ -148,6 +149,17 @@ class Sampler:
             raise DataError(wrong, remedy=f"Shorten the prompts to {positions - 1} tokens or less.")
         most = min((one for one in (self.max_length, positions) if one is not None), default=math.inf)
         return [int(min(self.response_length, most - length)) for length in prompt_lengths]
+
+
+class _Finite(RowProcessor):
+    """Notes whether all rows have had a finite largest logit: of NaN greedy decoding would take the first token."""
+
+    def __init__(self) -> None:
+        self.so_far: Tensor | bool = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.so_far = self.so_far & scores.amax(dim=-1).isfinite().all()
+        return scores
 
 
 class _Sampled(RowProcessor):

@@ -60,7 +60,7 @@ GUARDS = (
         _a_token("kl"),
         lambda kl: kl > 1.0,  # the policy's tokens are e times as likely as the reference has them, each of them
         "the KL to the reference is {value:.2f} nats a token: the policy has become another model.",
-        "Raise kl_coef, lower learning_rate, or set kl_target; go on from an earlier checkpoint.",
+        "Begin a new run with a higher kl_coef or a lower learning_rate, or set kl_target.",
         updates=3,
     ),
     Guard(
@@ -68,7 +68,7 @@ GUARDS = (
         _distinct_of_certain,
         lambda share: share < 0.5,
         "the policy is certain of every token, and only {value:.0%} of its responses are different ones.",
-        "Raise kl_coef, set entropy_coef, or lower learning_rate; see in rollouts.jsonl what it says.",
+        "See in rollouts.jsonl what it says. Another kl_coef, entropy_coef or learning_rate takes a new run.",
         updates=3,
     ),
     Guard(
@@ -123,7 +123,7 @@ GUARDS = (
 # ---------------------------------------------------------------------- an evaluation beside the first one
 
 _FEWEST = 10  # responses below which a phrase may be there by chance
-_LESS_PULL = "Raise kl_coef or lower learning_rate, and go on from an earlier checkpoint; or mend the reward."
+_LESS_PULL = "Begin a new run with a higher kl_coef or a lower learning_rate; or mend the reward."
 
 
 def _length_that_pays(numbers: Mapping[str, Any]) -> float | None:

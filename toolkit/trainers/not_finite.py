@@ -123,7 +123,7 @@ class GuardedSteps(DividedSteps):
         saved = processes.by_main(partial(save_broken, Path(self.args.output_dir), **batch))
         wrong = f"{why} at step {self.state.global_step + 1}, and {MOST_IN_A_ROW} optimizer steps in a row were not "
         wrong += "finite. None of them has reached the weights."
-        remedy = "Go on from the last checkpoint with a lower learning_rate, or with a base in float32 if that does not"
+        remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not"
         raise SelfCheckError(wrong, remedy=f"{remedy} help. The batch is in {saved}.")
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:

@@ -262,7 +262,7 @@ class PPOTrainer(PPOLoop):
             return own
 
         own = self.micro_batch(attempt)
-        sum_gradients(self.roles.trained_parameters)
+        sum_gradients(self.roles.trained_parameters, self.accelerator.scaler)
         totals: dict[str, float] = defaultdict(float)
         for of_process in processes.gather(dict(own)):
             for name, value in of_process.items():

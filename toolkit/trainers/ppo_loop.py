@@ -21,6 +21,7 @@ from toolkit.rewards import concatenate_scores, state_of, total_scores
 from toolkit.trainers.guards import WARNINGS_FILE, Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
+from toolkit.trainers.same_run import other_setting
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _OF_REWARDS = (RewardError.__name__, NotFiniteError.__name__)
@@ -39,6 +40,7 @@ class PPOLoop(SharedBaseTrainer):
         self._last_metrics: dict[str, float] = {}
         self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
+        self._evaluation_due = False  # one that failed: a resumed run makes up for it
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> dict[str, float]:
         """The metrics of the last of `total_updates` updates; empty if a checkpoint had all of them behind it."""
@@ -61,6 +63,9 @@ class PPOLoop(SharedBaseTrainer):
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
         if args.eval_on_start and checkpoint is None:
             self.evaluate()
+        if self._evaluation_due:
+            self.control.should_evaluate = True
+            self._act()
         while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
             while not self.dataloader.pass_is_over:
@@ -197,6 +202,7 @@ class PPOLoop(SharedBaseTrainer):
     def batches(self) -> Iterator[dict[str, Any]]:
         """Batches of prompts for a loop of your own, pass after pass, until the last of `total_updates` updates."""
         while self.state.global_step < self.total_updates:
+            self.dataloader.pass_is_over = False
             yield self.dataloader.next_batch()
 
     def _act(self) -> None:
@@ -209,9 +215,10 @@ class PPOLoop(SharedBaseTrainer):
                 append_jsonl(Path(self.args.output_dir) / ROLLOUTS_FILE, rows)
         best = False
         if self.control.should_evaluate:
-            self.control.should_evaluate = False
+            self.control.should_evaluate, self._evaluation_due = False, True
             try:
                 best = self.is_best(self.evaluate())
+                self._evaluation_due = False
             except (RewardError, PeerError) as error:
                 if self._kind(error) in _OF_REWARDS:
                     self._save_before(error)
@@ -232,6 +239,8 @@ class PPOLoop(SharedBaseTrainer):
         return {
             **self._place(),
             "kl_coef": self.kl_coef,
+            "kl_coef_begun_with": self.args.kl_coef,
+            "evaluation_due": self._evaluation_due,
             "scores": self.score_shaper.moments._asdict(),
             "metrics": self._last_metrics,
             "last_logged": self._last_logged,
@@ -245,7 +254,9 @@ class PPOLoop(SharedBaseTrainer):
             wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
             wrong += "scores or KL would mean something else from here on."
             raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
-        self.kl_coef = state["kl_coef"]
+        if (begun_with := state.get("kl_coef_begun_with", self.args.kl_coef)) != self.args.kl_coef:
+            raise other_setting(self._goes_on_from, "kl_coef", begun_with, self.args.kl_coef)
+        self.kl_coef, self._evaluation_due = state["kl_coef"], state.get("evaluation_due", False)
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]

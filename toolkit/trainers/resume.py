@@ -20,7 +20,7 @@ from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
 from toolkit.models import keep_freed_memory, tensors_digest
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
-from toolkit.trainers.same_run import check_same_run, identity
+from toolkit.trainers.same_run import check_same_optimizer, check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 
@@ -70,7 +70,7 @@ class ResumableTrainer(GuardedSteps):
             checkpoints.set_random_states(self._restoring["random"])
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             self._check_not_past(checkpoint, state.global_step, self.args.max_steps)
-            over = state.global_step >= state.max_steps and not self._asks_for_more(state)
+            over = not self._asks_for_more(state)
             if over or self._restoring["stopped_early"]:  # transformers would train a step more
                 self.state = state
                 check_same_run(checkpoint, self._restoring, self._identity)
@@ -93,10 +93,12 @@ class ResumableTrainer(GuardedSteps):
             raise CheckpointError(wrong, field="max_steps", remedy=remedy)
 
     def _asks_for_more(self, state: TrainerState) -> bool:
-        """Whether the settings are of a longer run than the one that the checkpoint ended."""
+        """Whether there are steps left, of the checkpoint's run or of a longer one that the settings are of."""
         args, rows = self.args, len(self.train_dataset)
-        if args.max_steps > 0:
+        if args.max_steps > 0:  # it may be fewer than the checkpoint's run was to have
             return bool(args.max_steps > state.global_step)
+        if state.global_step < state.max_steps:
+            return True
         whole = math.floor if args.dataloader_drop_last else math.ceil
         steps_of_a_pass = math.ceil(whole(rows / args.train_batch_size) / args.gradient_accumulation_steps)
         return math.ceil(args.num_train_epochs * max(steps_of_a_pass, 1)) > state.global_step
@@ -252,6 +254,7 @@ class ResumableTrainer(GuardedSteps):
         if len(state["optimizer"]["param_groups"]) != len(self.optimizer.param_groups):
             wrong = f"{checkpoint} was written with another weight decay, or by an earlier version of the toolkit."
             raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
+        check_same_optimizer(checkpoint, state["optimizer"]["param_groups"], self.optimizer.param_groups)
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:

@@ -1,6 +1,7 @@
 """Whether a checkpoint is of this run: its state would mean nothing on other data or another base."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ from toolkit.reports import versions
 
 # Other versions of these may round differently, or store their state differently.
 _EXACT_WITH = ("torch", "transformers", "trl", "peft", "bitsandbytes")
+# What a group of an optimizer's parameters is made with, and what the settings call it.
+_OF_OPTIMIZER = {
+    "initial_lr": "learning rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_beta1 and adam_beta2",
+    "eps": "adam_epsilon",
+}
 
 
 def identity(dataset: Dataset, model: nn.Module, roles: SharedBase | None) -> dict[str, Any]:
@@ -64,3 +72,19 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         wrong = f"{checkpoint} was written by {number} of them, and {processes.count()} go on: rows are sampled "
         wrong += "the same, sums are rounded in another order, and dropout draws other numbers."
         warnings.warn(f"processes: {wrong}", stacklevel=3)
+
+
+def check_same_optimizer(checkpoint: Path, then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
+    """Nothing, if the groups of an optimizer's parameters have the settings that they had in the checkpoint's, which
+    would else take their place without a word; else a CheckpointError."""
+    for before, group in zip(then, now, strict=True):
+        for key, name in _OF_OPTIMIZER.items():
+            there, here = ([*x] if isinstance(x, tuple | list) else x for x in (before.get(key), group.get(key)))
+            if key in before and key in group and there != here:
+                raise other_setting(checkpoint, name, there, here)
+
+
+def other_setting(checkpoint: Path | None, name: str, then: Any, now: Any) -> CheckpointError:
+    """The error of a setting that a run cannot change on its way."""
+    wrong = f"{checkpoint} is of a run with a {name} of {then}, and here it is {now}: all of a run has one."
+    return CheckpointError(wrong, remedy="Give it back, or begin a new run with it.")

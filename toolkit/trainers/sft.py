@@ -102,6 +102,7 @@ def sft_trainer(
     trained = model if roles is None else roles.model
     trainer = SFTTrainer(trained, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **given)
     trainer.roles, trainer.base_name = roles, base_name
+    trainer.divide_by_tokens_of_the_loss()
     if own_loss:
         trainer.compute_loss_func = _loss_of_own_logits
     if roles is not None:

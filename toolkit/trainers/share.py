@@ -44,11 +44,13 @@ def own_randomness(*where: Any) -> Iterator[None]:
         yield
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], scaler: torch.amp.GradScaler | None) -> None:
     """Add up the gradients of all processes; zeros from one that had no row, none where no process has one."""
     if processes.count() == 1:
         return
     parameters = list(parameters)
+    if scaler is not None:  # which makes its scale with the first loss; a process may have none
+        scaler.scale(torch.zeros((), device=parameters[0].device))
     reached = set().union(*processes.gather({i for i, p in enumerate(parameters) if p.grad is not None}))
     for i in reached:
         if parameters[i].grad is None:
@@ -140,7 +142,7 @@ class DividedSteps(TrainerHooks):
         self._step = None
         self._join_metrics(step)
         processes.sum_([step.loss])
-        sum_gradients(p for p in model.parameters() if p.requires_grad)
+        sum_gradients((p for p in model.parameters() if p.requires_grad), self.accelerator.scaler)
         return step.loss
 
     def _own_rows(

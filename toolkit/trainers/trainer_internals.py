@@ -82,6 +82,11 @@ class TrainerHooks(Trainer):
         found: dict[str, list[float]] = getattr(self, "_metrics", {mode: {}})[mode]
         return found
 
+    def divide_by_tokens_of_the_loss(self) -> None:
+        """Divide the loss of a step by the tokens that it is of, of which a row's first is none. transformers counts so
+        for a model whose class names its loss, which GPT-2's does not."""
+        self._loss_shifts_labels = True
+
     @property
     def tokens_read(self) -> int:
         """Tokens of the micro-batches so far, as TRL counts them."""
