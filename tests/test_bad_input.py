@@ -256,17 +256,22 @@ def test_a_disk_that_is_full_behind_standard_output():
     assert said.getvalue().startswith("ToolkitError: standard output: No space left on device.")
 
 
-def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(monkeypatch):
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(saved, monkeypatch):
     def closed(*_, **__):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        error = BrokenPipeError(errno.EPIPE, "Broken pipe")
+        error.to_resume = saved
+        raise error
 
     monkeypatch.setattr("toolkit.runs.stages.run", closed)
-    monkeypatch.setattr(sys, "argv", ["toolkit", "sft", "doubling"])
+    monkeypatch.setattr(sys, "argv", ["toolkit", "sft", "doubling", "--overwrite"])
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as end:
         app(["sft", "doubling"])
     assert end.value.code == 1
-    assert said.getvalue() == "Standard output was closed. To go on: toolkit sft doubling --resume (make: RESUME=1)\n"
+    goes_on = "To go on: toolkit sft doubling --resume (make: RESUME=1)"
+    anew = "Nothing of it is saved. To begin again: toolkit sft doubling --overwrite"
+    assert said.getvalue() == f"Standard output was closed. {goes_on if saved else anew}\n"
 
 
 _STARTS = """

@@ -53,6 +53,16 @@ def test_conversational_forms(row):
     assert read_pair("x", {**row, "margin": ""}).margin is None
 
 
+def test_dialogues_with_the_line_ends_of_windows():
+    chosen, rejected = ("\n\nHuman: Capital\nof France?\n\nAssistant: " + end for end in ("Paris.", "Rome."))
+    row = {"chosen": chosen, "rejected": rejected}
+    windows = {name: text.replace("\n", "\r\n") for name, text in row.items()}
+    found, plain = read_pair("x", windows), read_pair("x", row)
+    assert [message["role"] for message in plain.prompt] == ["user"]
+    assert found.prompt == [{"role": "user", "content": "Capital\r\nof France?"}]
+    assert (found.chosen, found.rejected) == (plain.chosen, plain.rejected)
+
+
 def test_forms_of_text():
     explicit = {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}
     assert read_pair("x", explicit) == Pair("1 + 1 =", " 2", " 3")

@@ -34,6 +34,18 @@ def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
     assert sorted(runs.rglob("*")) == had  # nothing is written into a run
 
 
+def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("toolkit.inference.judge.judge", lambda runs, *overrides, **_: given.append((runs, overrides)))
+    folder = tmp_path / "runs" / "lr=1e-4"
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("seed: 0\n")
+    words = ("lr=1e-4", str(folder), "other", "judge.kind=rules")
+    done = command_here("judge", *words, "--runs-dir", tmp_path / "runs")
+    assert done.returncode == 0, done.stderr
+    assert given == [(["lr=1e-4", str(folder), "other"], ("judge.kind=rules",))]
+
+
 def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
     folder, _ = trained
     monkeypatch.chdir(folder)

@@ -1,4 +1,6 @@
+import errno
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,17 @@ def test_a_disk_that_is_full_is_one_sentence(tmp_path):
     for write in (append_jsonl, write_jsonl):
         with pytest.raises(ToolkitError, match=r"^/dev/full: cannot be written \(No space left on device\). Make room"):
             write(Path("/dev/full"), [{"step": 1}])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept = tmp_path / "kept.jsonl"
+    write_jsonl(kept, [{"step": 1}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ToolkitError, match="kept.jsonl: cannot be written"):
+            write_jsonl(kept, [{"step": 2}])
+    assert kept.read_text() == '{"step": 1}\n'  # the old one, whole
     (tmp_path / "file").write_text("")
     for write in (append_jsonl, write_jsonl, write_json):
         with pytest.raises(ToolkitError, match=r"file/rows: cannot be written \((Not a directory|File exists)\)"):

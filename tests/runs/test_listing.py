@@ -79,6 +79,12 @@ def test_a_damaged_file_is_a_state(runs):
     assert a.stages[1].state == b.stages[0].state == "damaged"
 
 
+def test_responses_that_were_saved_are_counted(runs):
+    stage(runs / "c" / "collect")
+    (runs / "c" / "collect" / "responses.jsonl.partial").write_text("{}\n" * 1200 + '{"half')
+    assert [one.where for one in state_of(runs / "c").stages] == ["1,200 responses saved"]
+
+
 def test_the_list_on_the_command_line(runs):
     said = command_here("runs", "--runs-dir", runs)
     assert said.returncode == 0 and "score 1.500 ± 0.250" in said.stdout and "--resume" in said.stdout

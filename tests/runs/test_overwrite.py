@@ -12,18 +12,21 @@ from toolkit.inference.saved_run import open_run
 from toolkit.runs import stage as stage_module
 from toolkit.runs import stages
 from toolkit.runs.aside import REPLACED, UNFINISHED
+from toolkit.runs.comparison import compare
 from toolkit.runs.folder import claim, finish
+from toolkit.runs.listing import all_runs
 from toolkit.runs.lock import at_work
 from toolkit.runs.owned import begin
+from toolkit.runs.take_over import take_over
 
 RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
 SAVING = {"max_steps": 2, "per_device_train_batch_size": 2, "response_length": 4, "save_strategy": "steps",
           "save_steps": 1, "logging_steps": 1}  # fmt: skip
 
 
-def recipe_of(tmp_path, checkpoint, *overrides, reward=None):
+def recipe_of(tmp_path, checkpoint, *overrides, reward=None, name="chat"):
     scorer = {} if reward else {"scorer": RULE}
-    return chat_recipe(tmp_path, checkpoint, *overrides, reward=reward, ppo=SAVING, **scorer)
+    return chat_recipe(tmp_path, checkpoint, *overrides, reward=reward, ppo=SAVING, name=name, **scorer)
 
 
 def finished(recipe, *names):
@@ -117,7 +120,12 @@ def test_a_killed_overwrite_is_undone_by_the_next_start(tmp_path, checkpoint, ca
     finished(recipe, "ppo")
     before = content(recipe.folder)
 
+    taker = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="taker")
+    compared = tmp_path / "compared.html"
     starts = (
+        (lambda: list(all_runs(recipe.runs_dir)), nullcontext()),
+        (lambda: compare(["chat", "chat"], compared, runs_dir=recipe.runs_dir), pytest.raises(RecipeError)),
+        (lambda: take_over(taker, "chat", ["reward"]), pytest.raises(RecipeError)),
         (lambda: open_run(recipe.run, runs_dir=recipe.runs_dir), nullcontext()),
         (lambda: stages.run(recipe, "ppo"), nullcontext()),
         (lambda: stages.run(other, "ppo"), pytest.raises(RecipeError, match="ppo.kl_coef is not set there")),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiny_runs import chat_recipe, command_here, stages_here, texts
 from toolkit import recipes
-from toolkit.errors import DataError, RecipeError, RunInterrupted
+from toolkit.errors import CheckpointError, DataError, RecipeError, RunInterrupted
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
@@ -141,6 +141,16 @@ def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatc
     partial = tmp_path / "responses.jsonl.partial"
     with partial.open("a") as file:
         file.write('{"prompt_ids": [1')  # what a kill leaves
+    asked, prompts = collect.build.stage_dataset, []
+
+    def others(*what):
+        prompts.append(asked(*what))
+        return prompts[-1].select(range(1, len(prompts[-1])))
+
+    monkeypatch.setattr(collect.build, "stage_dataset", others)
+    with pytest.raises(CheckpointError, match=r"partial, line 1: is a response to another prompt.*overwrite=True"):
+        collect.collect(recipe, path)
+    monkeypatch.undo()
     assert collect.collect(recipe, path)["responses"] == 30
     assert path.read_bytes() == whole and not partial.exists()
     # A kill between its name and the result of the stage: nothing is sampled again.

@@ -123,6 +123,62 @@ def test_a_longer_run_that_is_stopped_is_not_taken_for_the_shorter_one(tmp_path,
     assert stages.run(longer, "ppo", resume=True)["resumed_at"] == [2, 3]
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_finished_stage_that_cannot_go_on_is_finished_still(gone, tmp_path, checkpoint):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(PAIRS.read_text(encoding="utf-8"), encoding="utf-8")
+    data = {"task": "preferences", "train": str(path), "validation": str(PAIRS), "max_validation_rows": 6}
+
+    def recipe_of(**changes):
+        ppo = {"per_device_train_batch_size": 2, "response_length": 6, "lr_scheduler_type": "constant", **SAVING}
+        return chat_recipe(tmp_path, checkpoint, data=data, ppo={**ppo, **changes})
+
+    recipe = recipe_of(max_steps=2)
+    stages.run(recipe, "reward")
+    result = stages.run(recipe, "ppo")
+    begin(recipe.folder / "eval")
+    before = {file: file.read_bytes() for file in recipe.folder.rglob("*") if file.is_file()}
+    text = path.read_text(encoding="utf-8")
+    path.unlink() if gone else path.write_text(text.replace("France", "Spain"), encoding="utf-8")
+    longer = recipe_of(max_steps=3)
+    with pytest.raises(ToolkitError, match="no such file" if gone else "was written on other training data"):
+        stages.run(longer, "ppo", resume=True)
+    assert open_run(recipe.run, runs_dir=recipe.runs_dir).values == recipe.values
+    assert stages.run(recipe, "ppo") == result
+    for file in ("recipe.yaml", "ppo/result.json", "eval/manifest.json"):
+        assert (recipe.folder / file).read_bytes() == before[recipe.folder / file]
+    path.write_text(text, encoding="utf-8")
+    again = stages.run(recipe_of(max_steps=3), "ppo", resume=True)
+    assert again["resumed_at"] == [2] and not (recipe.folder / "eval").exists()
+
+
+def test_ctrl_c_says_what_works_next(tmp_path, checkpoint, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    recipe = chat(tmp_path, checkpoint)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "check_stages", interrupted)
+        with pytest.raises(KeyboardInterrupt) as nothing:
+            stages.run(recipe, "ppo")
+    assert not nothing.value.to_resume
+    stages.run(recipe, "reward")
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "train_stage", interrupted)
+        with pytest.raises(KeyboardInterrupt) as begun_:
+            stages.run(recipe, "ppo")
+        assert begun_.value.to_resume
+    stages.run(recipe, "ppo", resume=True)
+    other = chat(tmp_path, checkpoint, kl_coef=0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "train_stage", interrupted)
+        with pytest.raises(KeyboardInterrupt) as replaced:
+            stages.run(other, "ppo", overwrite=True)
+    assert not replaced.value.to_resume
+    with pytest.raises(RecipeError, match="ppo.kl_coef"):
+        stages.run(other, "ppo", resume=True)
+
+
 def test_a_run_that_was_made_too_long_goes_back_to_what_has_been_done(tmp_path, checkpoint):
     """Where 4 were asked for and 2 are done the run could be finished by no other number; nor could one that failed."""
     recipe = chat(tmp_path, checkpoint, max_steps=2, lr_scheduler_type="constant")

@@ -60,6 +60,14 @@ def test_overrides_and_interpolation():
     assert recipes.load("doubling", "seed=3", "about=s${seed}-${base.dtype}").values["about"] == "s3-float32"
 
 
+@pytest.mark.parametrize(("value", "left_out"), [("hashtags like #fun", "#fun"), ("#fun", "#fun")])
+def test_what_yaml_would_take_for_a_comment_is_refused(value, left_out):
+    with pytest.raises(RecipeError, match=f'data.system: override ".*": "{left_out}.*would be a comment of YAML'):
+        recipes.load("smollm2_135m_instructions", f"data.system={value}")
+    quoted = recipes.load("smollm2_135m_instructions", "data.system='hashtags #fun'", "about=a#b")
+    assert quoted.values["data"]["system"] == "hashtags #fun" and quoted.values["about"] == "a#b"
+
+
 def test_nf4_with_double_quantisation_is_the_real_config():
     import torch
 

@@ -119,7 +119,7 @@ def _errors(debug: bool, *, resumable: bool) -> Iterator[None]:
             sys.stdout.flush()
     except RunInterrupted as stop:
         if _speaks:
-            print(f"{stop}{_way_on() if resumable else ''}", file=sys.stderr)
+            print(f"{stop}{_way_on(stop) if resumable else ''}", file=sys.stderr)
         raise typer.Exit(128 + stop.signal_number) from stop
     except PeerError as error:  # whoever failed has said so
         raise typer.Exit(1) from error
@@ -143,7 +143,7 @@ def _errors(debug: bool, *, resumable: bool) -> Iterator[None]:
         _say_of_the_system(error, resumable=resumable)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        print(f"Interrupted.{_way_on() if resumable else ''}", file=sys.stderr)
+        print(f"Interrupted.{_way_on(error) if resumable else ''}", file=sys.stderr)
         raise typer.Exit(130) from error
 
 
@@ -153,7 +153,7 @@ def _say_of_the_system(error: OSError, *, resumable: bool) -> None:
     unnamed = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
     place = error.filename or unnamed.get(error.errno or 0)
     if isinstance(error, BrokenPipeError) and resumable:
-        print(f"Standard output was closed.{_way_on()}", file=sys.stderr)
+        print(f"Standard output was closed.{_way_on(error)}", file=sys.stderr)
     if place is None:
         raise error
     wrong = f"ToolkitError: {printable(str(place)[:200])}: {error.strerror}."
@@ -173,9 +173,12 @@ def _import_quietly() -> None:
     datasets.disable_progress_bars()
 
 
-def _way_on() -> str:
-    """The command that goes on where this one was stopped."""
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
+def _way_on(stop: BaseException) -> str:
+    """The command that goes on where this one was stopped; the same again, where there is nothing to go on with."""
+    arguments = sys.argv[1:]
+    if not isinstance(stop, RunInterrupted) and not getattr(stop, "to_resume", False):
+        return f" Nothing of it is saved. To begin again: {shlex.join(['toolkit', *arguments])}"
+    arguments = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
     return f" To go on: {shlex.join(['toolkit', *arguments, '--resume'])} (make: RESUME=1)"
 
 

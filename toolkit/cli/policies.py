@@ -113,9 +113,16 @@ def judge(
     join(processes)
     from toolkit.inference.judge import judge as judge_runs
 
-    runs, overrides = ([word for word in words if ("=" in word) == is_key] for is_key in (False, True))
+    runs = [word for word in words if "=" not in word or _is_run(word, runs_dir)]
+    overrides = [word for word in words if word not in runs]
     judge_runs(runs, *overrides, output=output, runs_dir=runs_dir)
     print(f"written: {output}")
+
+
+def _is_run(name: str, runs_dir: Path) -> bool:
+    from toolkit.runs.owned import RECIPE_FILE
+
+    return any((folder / RECIPE_FILE).is_file() for folder in (runs_dir / name, Path(name)))
 
 
 @command("toolkit export my-run /models/my-policy --merge")

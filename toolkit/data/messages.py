@@ -11,7 +11,7 @@ from toolkit.errors import DataError
 Messages = list[dict[str, Any]]
 
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_TURN = re.compile(r"\n\n(?:(Human): |Assistant:)")
+_TURN = re.compile(r"\r?\n\r?\n(?:(Human): |Assistant:)")
 
 
 def as_messages(value: Any) -> Any:

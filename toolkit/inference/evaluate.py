@@ -8,11 +8,12 @@ from datasets import Dataset
 from transformers import set_seed
 
 from toolkit import processes
+from toolkit.data import data_digest
 from toolkit.errors import DataError
 from toolkit.inference.saved_run import policy_folder, responds_by_q
 from toolkit.models import load_weights
 from toolkit.phases import phase
-from toolkit.reports import Progress, Responses, sample_rows, write_jsonl, write_result
+from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
 from toolkit.runs import build, stage
 from toolkit.runs.folder import EVALUATION
 from toolkit.runs.lock import at_work
@@ -44,13 +45,20 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
-def _trained_on(recipe: Recipe) -> dict[str, int]:
+def _trained_on(recipe: Recipe) -> dict[str, Any]:
     """How many prompts of changed data the run was trained on, by PPO or by Q-learning: a larger split reaches into
     what the run did not hold out. Nothing where the data are those of the run."""
     run = load(recipe.folder / RECIPE_FILE, run=recipe.run, runs_dir=recipe.runs_dir)
-    if run.values["data"] == recipe.values["data"]:
-        return {}
     by = "q" if responds_by_q(recipe) else "ppo"
+    if run.values["data"] == recipe.values["data"]:
+        held_out = (read_json(recipe.stage_folder(by) / stage.BEFORE_FILE) or {}).get("held_out")
+        if held_out in (None, data_digest(recipe.task.prompts("test"))):
+            return {}
+        stage.say(
+            "data: these are not the prompts that the run held out: its data have changed since then, and it may have "
+            "been trained on some of these."
+        )
+        return {"other_prompts": True}
     try:
         asked = build.rated_dataset(run)["prompt_ids"] if by == "q" else run.task.prompts("train")["input_ids"]
     except DataError as error:  # they may be gone

@@ -46,11 +46,19 @@ def prompts_of(
         rows = [held_out[i] for i in range(min(number, len(held_out)))]
         return list(recipe.tokenizer.batch_decode([row["input_ids"] for row in rows])), rows
     asked = [(text, recipe.task.prompt_ids([{"role": "user", "content": text}])) for text in texts]
+    columns: list[dict[str, Any]] = [{} for _ in texts]
     if file is not None:
-        asked += [recipe.task.prompt_of(place, row) for place, row in read_rows(str(file), field="file")]
+        read = list(read_rows(str(file), field="file"))
+        asked += [recipe.task.prompt_of(place, row) for place, row in read]
+        columns += [row for _, row in read]
     if not asked:
         raise DataError(f"{file}: no prompts.", field="file", remedy="Give a file that has some.")
-    return [text for text, _ in asked], [{"input_ids": list(ids)} for _, ids in asked]
+    of_all = [name for name in columns[0] if all(name in row for row in columns)]  # a reward may read them
+    rows = [
+        {**{name: row[name] for name in of_all}, "input_ids": list(ids)}
+        for row, (_, ids) in zip(columns, asked, strict=True)
+    ]
+    return [text for text, _ in asked], rows
 
 
 def _check_output(recipe: Recipe, output: Path | None, file: Path | None) -> None:

@@ -26,9 +26,11 @@ _PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "datasets",
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]], *, mode: str = "w") -> None:
     """Write the rows in place of what is there; with mode "a" behind it."""
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    if mode == "w" and not (path.exists() and not path.is_file()):  # a pipe has nothing that could be lost
+        return write_lines(path.resolve(), lines)
     with writing(path), path.open(mode, encoding="utf-8") as file:
-        file.writelines(lines)
+        file.writelines(f"{line}\n" for line in lines)
 
 
 def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from toolkit import phases, processes
 from toolkit.checkpoints import stop_requests
 from toolkit.data import Rollout
-from toolkit.errors import RunInterrupted, ToolkitError
+from toolkit.errors import CheckpointError, RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
 from toolkit.reports import Progress, append_jsonl, read_jsonl, whole_lines, write_lines
 from toolkit.rewards import DenseScores, Scores, score_with
@@ -55,6 +56,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     unfinished = partial_file(path.parent)
     try:
         done = processes.by_main(lambda: _whole_batches(path, unfinished, settings.batch_size, number))
+        processes.by_main(lambda: _check_prompts(unfinished, prompts, settings.samples_per_prompt))
         left = range(done, len(starts))
         progress = Progress(f"{recipe.run} collect", quiet=not processes.is_main())
         with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
@@ -102,6 +104,15 @@ def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
     kept = len(lines) if len(lines) == number else len(lines) // size * size  # the last batch may be smaller
     write_lines(partial, lines[:kept])
     return math.ceil(kept / size)
+
+
+def _check_prompts(partial: Path, prompts: Dataset, samples_per_prompt: int) -> None:
+    """Nothing, if the responses of a partial file are to these prompts, else a CheckpointError."""
+    asked = prompts["input_ids"]
+    for line, row in enumerate(read_jsonl(partial)):
+        if row.get("prompt_ids") != list(asked[line // samples_per_prompt]):
+            wrong = f"{partial}, line {line + 1}: is a response to another prompt than that of the data now."
+            raise CheckpointError(wrong, remedy="Give the data back, or begin anew with $overwrite.")
 
 
 def _rows(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from toolkit.disk import write_whole, writing
 from toolkit.errors import RecipeError
 from toolkit.reports import METRICS_FILE, ComparedRun, comparison_page, read_json, read_jsonl, read_result
 from toolkit.runs.differences import leaves, recorded
-from toolkit.runs.folder import no_such_run
+from toolkit.runs.folder import no_such_run, recover_to_read
 from toolkit.runs.owned import RECIPE_FILE, check_output
 
 COMPARED = ("ppo", "q", "reward", "sft")
@@ -62,6 +62,7 @@ def differing(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
 def _folder(name: str, runs_dir: Path) -> Path:
     for folder in (runs_dir / name, Path(name)):
+        recover_to_read(folder)
         if (folder / RECIPE_FILE).is_file():
             return folder.resolve()
     raise RecipeError(no_such_run(name, runs_dir))

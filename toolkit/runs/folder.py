@@ -5,7 +5,8 @@ nor a stage before it reads one of them. What has taken hours is replaced by tho
 finished.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def claim(
         raise RecipeError(wrong, remedy=_RENAME_OR_DELETE)
     goes_on = resume and work is not None  # also with what was begun before stages had a manifest
     stages = {*_outdated(recipe, resumed), *([] if goes_on else [stage])}
-    gone = [*stages, *([EVALUATION] if {"ppo", "q"} & {*stages, stage} else [])]
+    gone = [*stages, *([EVALUATION] if {"ppo", "q"} & stages else [])]
     for name in {*gone, stage}:
         owned.refuse_others(run / name, adopt=goes_on)
     if not goes_on:
@@ -140,6 +141,7 @@ def claim(
 
 def finish(folder: Path, result: dict[str, Any]) -> None:
     """Mark a stage as finished, with the SHA-256 of the weights that it leaves."""
+    _drop_evaluation(folder)
     owned.seal_weights(folder)
     write_result(folder, result)
 
@@ -195,9 +197,48 @@ def restore(run: Path) -> str:
     return f"{run} has its earlier {listed(back)} again.{more if begun else ''}"
 
 
+def can_resume(recipe: Recipe, stage: str) -> bool:
+    """Whether there is something of a stage that was broken off, or before it, to go on with."""
+    if aside.changing(recipe.folder, aside.UNFINISHED):
+        return True
+    return (recipe.folder / RECIPE_FILE).is_file() and conflict(recipe, resumed=stage) is None
+
+
 def recover(run: Path) -> None:
     """As `settle`, for those who read a run, and while nobody is at work in it."""
     if aside.is_open(run) and owner_of(run) is None:
         with at_work(run):
             if aside.settle(run):
                 restore(run)
+
+
+def recover_to_read(run: Path) -> None:
+    """As `recover`; a folder that cannot be written is read as it is."""
+    with suppress(ToolkitError):
+        recover(run)
+
+
+# ---------------------------------------------------------------------- a finished stage that is made longer
+
+
+@contextmanager
+def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
+    """Inside, a stage may go on beyond its end. If that fails before its next checkpoint, it is finished as before."""
+    folder = recipe.stage_folder(stage)
+    kept = [(path, path.read_bytes()) for path in (folder / RESULT_FILE, recipe.folder / RECIPE_FILE) if path.is_file()]
+    finished_before, checkpoints = (folder / RESULT_FILE).is_file(), checkpoint_folders(folder)
+    try:
+        yield
+    except BaseException:
+        if checkpoint_folders(folder) != checkpoints:
+            _drop_evaluation(folder)
+        elif finished_before:
+            for path, content in reversed(kept):  # the result last: by it the stage is finished
+                write_whole(path, content.decode("utf-8"))
+        raise
+
+
+def _drop_evaluation(folder: Path) -> None:
+    """What `eval` measured of a stage that is another now."""
+    if folder.name in ("ppo", "q"):
+        owned.delete(folder.parent / EVALUATION)

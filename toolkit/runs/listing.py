@@ -7,8 +7,10 @@ from pathlib import Path
 from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import ToolkitError
-from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result
+from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result, whole_lines
+from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import recorded
+from toolkit.runs.folder import recover_to_read
 from toolkit.runs.lock import owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.plan import STAGES, at
@@ -38,8 +40,10 @@ class RunState:
 
 def all_runs(runs_dir: Path) -> Iterator[RunState]:
     """The runs of a folder by name."""
-    for path in sorted(runs_dir.glob(f"*/{RECIPE_FILE}")):
-        yield state_of(path.parent)
+    for path in sorted(runs_dir.glob("*")):
+        recover_to_read(path)
+        if (path / RECIPE_FILE).is_file():
+            yield state_of(path)
 
 
 def state_of(run: Path) -> RunState:
@@ -66,8 +70,11 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
         return StageState(folder.name, FINISHED, str(result.get("date", "")), figures)
     if at_work:
         return StageState(folder.name, AT_WORK, step, figures_of(metrics))
-    saved = checkpoint_folders(folder)
-    where = f"saved up to step {step_of(saved[-1])}" if saved else f"{step}, nothing saved"
+    saved, collected = checkpoint_folders(folder), partial_file(folder)
+    if collected.is_file():
+        where = f"{len(whole_lines(collected)):,} responses saved"
+    else:
+        where = f"saved up to step {step_of(saved[-1])}" if saved else f"{step}, nothing saved"
     return StageState(folder.name, STOPPED, where, figures_of(metrics))
 
 

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,16 @@ from toolkit.reports import Progress
 from toolkit.runs import aside
 from toolkit.runs.build import MAKERS, Callbacks
 from toolkit.runs.check import check_stages
-from toolkit.runs.folder import check_outputs, claim, finished, no_such_run, restore, settle
+from toolkit.runs.folder import (
+    can_resume,
+    check_outputs,
+    claim,
+    finished,
+    no_such_run,
+    restore,
+    result_comes_back,
+    settle,
+)
 from toolkit.runs.lock import acquire, at_work, release
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage
@@ -76,11 +85,18 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
             return
         try:
             yield stage
-        except BaseException:
+        except BaseException as error:
             if sentence := restore(recipe.folder):
                 say(sentence)
+            if isinstance(error, KeyboardInterrupt | BrokenPipeError):  # the command says how to go on
+                error.to_resume = can_resume(recipe, stage)  # type: ignore[union-attr]
             raise
         aside.settle(recipe.folder)  # what a finished stage has replaced goes
+
+
+def _result_comes_back(recipe: Recipe, stage: str, **way: bool) -> AbstractContextManager[None]:
+    resumed = way.get("resume") and processes.is_main()
+    return result_comes_back(recipe, stage) if resumed else nullcontext()
 
 
 def prepared(
@@ -100,9 +116,10 @@ def prepared(
     with _kept_whole(recipe, stage, **way):
         handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
-        processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
-        shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
-        trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
+        with _result_comes_back(recipe, stage, **way):
+            processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
+            shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
+            trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
@@ -136,18 +153,19 @@ def run(
             return done
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
         _run_prerequisites(recipe, stage, from_run=from_run, **way)
-        processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
-        for later, planned in recipe.plan.stages.items() if overwrite else ():
-            if stage in planned.needs and processes.by_main(partial(finished, recipe, later)):
-                say(f"{later} of this run was trained on the {stage} before this one; OVERWRITE=1 repeats it.")
-        goes_on = resume and stage != "collect"
-        checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
-        try:
-            if stage == "collect":
-                return collect_stage(recipe)
-            return train_stage(recipe, stage, checkpoint)
-        except torch.OutOfMemoryError as error:
-            raise _out_of_memory(stage, recipe.stage_folder(stage)) from error
+        with _result_comes_back(recipe, stage, **way):
+            processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
+            for later, planned in recipe.plan.stages.items() if overwrite else ():
+                if stage in planned.needs and processes.by_main(partial(finished, recipe, later)):
+                    say(f"{later} of this run was trained on the {stage} before this one; OVERWRITE=1 repeats it.")
+            goes_on = resume and stage != "collect"
+            checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
+            try:
+                if stage == "collect":
+                    return collect_stage(recipe)
+                return train_stage(recipe, stage, checkpoint)
+            except torch.OutOfMemoryError as error:
+                raise _out_of_memory(stage, recipe.stage_folder(stage)) from error
 
 
 def _check_way(recipe: Recipe, stage: str, *, resume: bool) -> None:

@@ -147,6 +147,10 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
     except _UNREADABLE as error:
         raise RecipeError(f'override "{override}" does not fit the recipe: {_reason(error)}') from error
     assert isinstance(merged, DictConfig)
+    node = yaml.compose(value, yaml.SafeLoader)
+    if left_out := value[0 if node is None else node.end_mark.index :].strip():
+        wrong = f'override "{override}": "{left_out}" would be a comment of YAML.'
+        raise RecipeError(wrong, field=key, remedy="Put the value in quotes of its own.")
     return merged
 
 
