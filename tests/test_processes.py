@@ -114,6 +114,8 @@ def test_an_error_of_one_is_raised_by_all(two):
         ({"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}, "accelerate is set to FSDP"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate is set to DEEPSPEED"),
         ({"ACCELERATE_USE_CPU": "True", "MASTER_PORT": "29500"}, "starts one process on a CPU"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_PORT": "29500"}, "RANK is 2 of WORLD_SIZE 2, and ranks begin with 0"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "29500", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
     ],
 )
 def test_what_accelerate_cannot_do_here_is_refused(environ, said, monkeypatch):

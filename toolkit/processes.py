@@ -40,6 +40,12 @@ def launched() -> int:
         why = f"{lacking[0]} is no number" if number.isdecimal() and lacking else "that is no number of processes"
         wrong = f"WORLD_SIZE is {number!r} in the environment, and {why}."
         raise ToolkitError(wrong, remedy="Unset it, or start with torchrun or --processes.")
+    if number != "1" and int(os.environ["RANK"]) >= int(number):
+        wrong = f"RANK is {os.environ['RANK']} of WORLD_SIZE {number}, and ranks begin with 0: all would wait."
+        raise ToolkitError(wrong, remedy="Start with torchrun or --processes.")
+    if not os.environ.get("LOCAL_RANK", "0").isdecimal():
+        wrong = f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r} in the environment, which is no number."
+        raise ToolkitError(wrong, remedy="Unset it, or start with torchrun or --processes.")
     return int(number)
 
 

@@ -49,6 +49,15 @@ def test_what_is_written_is_read(tree, tmp_path):
     same(read_state(tmp_path), tree)
 
 
+def test_places_of_one_name_and_keys_that_cannot_be_read(tmp_path):
+    ones = [torch.full((1,), float(number)) for number in range(4)]
+    tree = {"len": {"mean": ones[0]}, "len.mean": ones[1], 1: ones[2], "1": ones[3]}
+    write_state(tmp_path, tree)
+    same(read_state(tmp_path), tree)
+    with pytest.raises(CheckpointError, match=r"state.seen has the key \(4, 6\), a tuple, which cannot be saved"):
+        write_state(tmp_path, {"seen": {(4, 6): 1}})
+
+
 def test_an_optimizer_goes_on_to_the_same_bits(tmp_path):
     def made():
         torch.manual_seed(0)

@@ -188,11 +188,49 @@ def test_this_cpu_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("optim", "expected"), [("adamw_torch", 8.0), ("sgd", 0.0), ("rmsprop", 4.0), ("adamw_8bit", 2)]
+    ("optim", "expected"),
+    [("adamw_torch", 8.0), ("sgd", 0.0), ("rmsprop", 4.0), ("adamw_8bit", 2), ("lion_8bit", 1), ("ademamix", 12)],
 )
 def test_bytes_of_an_optimizer(optim, expected, tmp_path):
     args = PPOConfig(str(tmp_path), optim=optim, use_cpu=True, bf16=False)
-    assert optimizer_bytes(args) == expected
+    assert optimizer_bytes(args) == pytest.approx(expected, rel=0.05)
+
+
+def test_where_adapters_are_large_their_gradients_at_the_end_are_the_most(tmp_path, monkeypatch):
+    """With few layers the logits are."""
+    args = PPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=2, num_ppo_epochs=1,
+        gradient_accumulation_steps=1, num_mini_batches=1, gradient_checkpointing=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        config = LlamaConfig(
+            vocab_size=20000, hidden_size=64, intermediate_size=64, num_hidden_layers=24, num_attention_heads=4
+        )
+        roles = SharedBase(LlamaForCausalLM(config).requires_grad_(False))
+        for role in ("policy", "value", "reward"):
+            roles.add_role(role, lora(r=64))
+        roles.add_role("reference")
+    take_shape(roles)
+    update = CountedUpdate(Counted(20000), roles, args, Lengths(16, 8))
+    told = update.phases("update")[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.costs.update.alike", lambda roles: None)
+        whole = update.phases("update")[0]
+    assert told.costs.of_peak["gradients"] == sum(p.nbytes for p in roles.trained_parameters)
+    assert whole.costs.of_peak["gradients"] > 0.9 * whole.costs.peak
+    assert 0.9 * whole.costs.peak < told.costs.peak <= whole.costs.peak
+
+
+def test_gradients_of_an_update_are_of_no_other_phase(tmp_path):
+    args = PPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=1,
+        gradient_accumulation_steps=8, num_mini_batches=1, local_rollout_forward_batch_size=1,
+    )  # fmt: skip
+    roles = shared_base()
+    take_shape(roles)
+    phases = CountedUpdate(Counted(len(doubling.VOCABULARY)), roles, args, Lengths(16, 8)).phases()
+    with_them = {phase.name for phase in phases if phase.costs.of_peak.get("gradients")}
+    assert with_them == {"update"} and min(size for phase in phases for size in phase.costs.of_peak.values()) >= 0
 
 
 def test_a_micro_batch_has_no_more_rows_than_its_mini_batch(tmp_path):

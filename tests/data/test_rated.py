@@ -57,6 +57,7 @@ def test_a_reward_in_csv_is_a_number(tmp_path, tokenizer):
         ({"rewards": [None, "much", None]}, "rewards that are no numbers"),
         ({"rewards": [None, True, None]}, "rewards that are no numbers"),
         ({"rewards": [None, float("nan"), None]}, "rewards that are not finite"),
+        ({"rewards": [None, 1e300, None]}, "rewards that are not finite"),  # as float32
         ({"rewards": None}, "no reward"),
         ({"response_ids": []}, "an empty response"),
         ({"response_ids": None, "response": " ", "rewards": 1}, "an empty response"),

@@ -127,6 +127,43 @@ def test_a_missing_head_is_an_error_and_never_random(tmp_path):
             load_role(bare(), role, tmp_path)
 
 
+def with_tensors(change):
+    def changed(folder):
+        state = load_file(folder / "adapter_model.safetensors")
+        change(state, next(name for name in state if ".score.weight" in name))
+        save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    return changed
+
+
+def with_config(**values):
+    def changed(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_tensors(lambda state, head: state.update({head: state[head][:0]})), "its head is no matrix of weights"),
+        (with_tensors(lambda state, head: state.update({head: state[head].to(torch.int8)})), "score.weight is int8"),
+        (with_tensors(lambda state, head: state.update({head: state[head].to(torch.float8_e4m3fn)})), "float8_e4m3fn"),
+        (with_config(modules_to_save=5), "modules_to_save is 5, and names of modules are needed"),
+        (with_config(modules_to_save=[None]), r"modules_to_save is \[None\]"),
+        (with_config(lora_alpha=10**400), "lora_alpha is 1000.*finite numbers are needed"),
+        (with_config(r=2**31), "a rank is larger than 65,536"),
+        (with_config(rank_pattern={"q_proj": 2**31}), "a rank is larger than 65,536"),
+    ],
+)  # fmt: skip
+def test_damaged_tensors_and_settings(change, said, tmp_path):
+    folder = save_role(shared_base(), "reward", tmp_path, **SAVE)
+    change(folder)
+    with pytest.raises(AdapterError, match=said):
+        load_role(bare(), "reward", folder)
+
+
 def test_bad_folders(tmp_path):
     base = shared_base()
     good = save_role(base, "reward", tmp_path / "good", **SAVE)
@@ -147,6 +184,7 @@ def test_bad_folders(tmp_path):
 
     with pytest.raises(AdapterError, match="flat: its head is no matrix of weights"):
         load_role(bare(), "reward", broken("flat", flat))
+
     with pytest.raises(AdapterError, match=r"adapter_config.json is missing"):
         load_role(bare(), "reward", broken("a", lambda f: (f / "adapter_config.json").unlink()))
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors is missing"):

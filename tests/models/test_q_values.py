@@ -141,6 +141,9 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, bound):
         torch.testing.assert_close(response_q(base, row).q, response_q(other, row).q, **EXACT)
     if bound:
         assert other.heads["q"].lowest == -3.0 and other.heads["q"].highest == 0.5
+        wider = q_base(bound=QBound(lowest=-3.0, highest=2.0))
+        with pytest.raises(AdapterError, match=r"Q-values are between -3 and 0.5, and those of this role -3 and 2\."):
+            load_weights(wider, "q", tmp_path)
     plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path))  # an ordinary PEFT folder
     ids = torch.tensor([PROMPTS[0] + RESPONSES[0]])
     with torch.no_grad():

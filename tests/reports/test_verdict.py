@@ -1,3 +1,7 @@
+import random
+
+import pytest
+
 from toolkit.reports import verdict
 
 
@@ -46,6 +50,16 @@ def test_the_judge_has_a_sentence_of_its_own():
         {"before_score": 0.0, "after_score": 3.0, "before_judge": 2.5, "after_judge": 1.0},
     ]
     assert verdict(both, judged) == (
-        "The score rose: +2 ± 1, 2.0 standard errors over the same 2 prompts. "
-        "The judge fell: -1.25 ± 0.25, 5.0 standard errors over the same 2 prompts."
+        "The score did not change by more than its noise: +2 ± 1, 2.0 standard errors over the same 2 prompts. "
+        "The judge did not change by more than its noise: -1.25 ± 0.25, 5.0 standard errors over the same 2 prompts."
     )
+
+
+@pytest.mark.parametrize("number", [2, 3, 5, 12, 40])
+def test_by_chance_alone_a_score_seldom_rises_or_falls(number):
+    """Of 4,000 draws without a change 5 in 100 are told as one; of these 200 the standard error is 14."""
+    drawn, told = random.Random(0), 0
+    for _ in range(4000):
+        said = verdict({}, rows(*((drawn.gauss(0, 1), drawn.gauss(0, 1)) for _ in range(number))))
+        told += "rose" in said or "fell" in said
+    assert 150 < told < 250

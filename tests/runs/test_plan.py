@@ -170,6 +170,26 @@ def test_where_it_does_not_fit_what_would_is_named(checkpointing, checkpoint, tm
     assert {memory.phase: memory.total for memory in changed.memory}[whole.phase] < whole.total - 1000  # as promised
 
 
+@pytest.mark.parametrize(
+    ("rows", "steps", "learnt", "generated"),
+    [
+        (9, 1, [(3, 3), (1, 9)], [(3, 1, 3), (1, 1, 9)]),
+        (2, 3, [(1, 6)], [(1, 3, 2), (2, 1, 3), (1, 1, 6)]),
+    ],
+)
+def test_rows_are_divided_down_to_one(rows, steps, learnt, generated, checkpoint, tmp_path):
+    keys = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps, "num_mini_batches": 1}
+    of_ppo = [f"ppo.{key}={value}" for key, value in keys.items()]
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.gradient_checkpointing=true", *of_ppo)
+    planner = _Planner(recipe, named("4090"))
+    found = [(c["per_device_train_batch_size"], c["gradient_accumulation_steps"]) for c in planner._changes("update")]
+    assert found == learnt
+    changes = [{**keys, "rollouts_per_update": 1, **change} for change in planner._changes("rollout")]
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "rollouts_per_update")
+    assert [tuple(change[name] for name in names) for change in changes] == generated
+    assert {change[names[0]] * change[names[1]] * change[names[2]] for change in changes} == {rows * steps}
+
+
 def test_what_no_key_makes_fit_needs_another_card(checkpoint, tmp_path):
     report = plan(chat_recipe(tmp_path, checkpoint), "0.5GB")
     (said,) = [note.text() for note in report.notes if "alone" in note.text()]

@@ -79,7 +79,7 @@ def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path
     monkeypatch.setattr(ours, "_backward_micro_batch", overflows)
     stats = ours.step({}, rollout(RESPONSES), SCORES)  # its two optimizer steps are passed over
     assert same(before, weights(ours)) and stats["optimizer_steps"] == 0 and stats["skipped_steps"] == 2
-    wrong = r"the gradient's norm is nan at step 3, and 3 optimizer steps in a row.*Go on from the last checkpoint"
+    wrong = r"the gradient's norm is nan at step 3, and 3 optimizer steps in a row.*Begin a new run with a lower"
     with pytest.raises(SelfCheckError, match=wrong):
         ours.step({}, rollout(RESPONSES), SCORES)
     assert same(before, weights(ours))

@@ -27,9 +27,14 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
-        tensors[place] = value.detach().to("cpu", copy=True).contiguous()  # safetensors refuses shared memory
-        return {"tensor": place}
+        name = place if place not in tensors else f"{place} {len(tensors)}"  # "a.b" is "b" in "a", too
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()  # safetensors refuses shared memory
+        return {"tensor": name}
     if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str | int | float | None):
+                wrong = f"{place} has the key {key!r}, a {type(key).__name__}, which cannot be saved."
+                raise CheckpointError(wrong, remedy="Make keys of text or whole numbers.")
         return {"map": [[key, _encode(item, f"{place}.{key}", tensors)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
         items = [_encode(item, f"{place}.{i}", tensors) for i, item in enumerate(value)]

@@ -38,21 +38,27 @@ class Kernel:
 
 @dataclass
 class Costs:
-    """What a phase costs: its operators, and the most bytes that are live at a time, by kind."""
+    """What a phase costs: its operators, and the most bytes that are live at a time, and at its end, by kind."""
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
     peak: int = 0
     of_peak: dict[str, int] = field(default_factory=dict)
+    of_end: dict[str, int] = field(default_factory=dict)
 
     def with_more_layers(self, one_more: "Costs", number: int) -> "Costs":
-        """The costs with so many more layers of the kind of which `one_more` has one more."""
+        """The costs with so many more layers of the kind of which `one_more` has one more. With few layers the most may
+        be live at another time than with many, which have all gradients at the end."""
         kernels = Counter(self.kernels)
         for kernel in {*self.kernels, *one_more.kernels}:
             kernels[kernel] += number * (one_more.kernels[kernel] - self.kernels[kernel])
-        kinds = {**self.of_peak, **one_more.of_peak}
-        mine, theirs = ({kind: of.get(kind, 0) for kind in kinds} for of in (self.of_peak, one_more.of_peak))
-        of_peak = {kind: mine[kind] + number * (theirs[kind] - mine[kind]) for kind in kinds}
-        return Costs(kernels, self.peak + number * (one_more.peak - self.peak), of_peak)
+
+        def more(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+            kinds = {**mine, **theirs}
+            return {kind: (1 - number) * mine.get(kind, 0) + number * theirs.get(kind, 0) for kind in kinds}
+
+        of_peak, of_end = more(self.of_peak, one_more.of_peak), more(self.of_end, one_more.of_end)
+        most = max(of_peak, of_end, key=lambda of: sum(of.values()))
+        return Costs(kernels, sum(most.values()), most, of_end)
 
 
 class Weightless(Tensor):
@@ -143,6 +149,7 @@ class Counted(TorchDispatchMode):
         before = set(self._known)
         with self:
             yield costs
+        costs.of_end = dict(self.live)
         if leaves is not None:
             for key in self._known.keys() - before:
                 self._count_as(leaves, key)

@@ -76,7 +76,7 @@ def learning(counted: Counted, roles: SharedBase, args: Any, *, further: bool) -
     """Inside is a micro-batch forward and backward; a `further` one on top of the gradients of an earlier one."""
     trained = roles.trained_parameters
     if further:
-        with counted:
+        with counted.phase():  # none of those that were counted before
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
                 counted.keep(parameter.grad, "gradients")
@@ -255,13 +255,14 @@ class CountedUpdate:
 
 
 def optimizer_bytes(args: TrainingArguments) -> float:
-    """Bytes of an optimizer's state for each number that trains: tried where it is torch's own."""
-    layer = torch.nn.Linear(64, 64, bias=False)
+    """Bytes of an optimizer's state for each number that trains: tried, or what AdamW has where that takes a card."""
+    layer = torch.nn.Linear(1024, 1024, bias=False)  # so large that of 8 bits the tables hardly count
     kind, arguments = Trainer.get_optimizer_cls_and_kwargs(args, layer)
-    if not kind.__module__.startswith("torch."):  # others may need a card
-        return 2.0 if "8bit" in args.optim.value else 8.0
     optimizer = kind(layer.parameters(), **arguments)
-    layer(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
+    layer(torch.ones(1, 1024)).sum().backward()
+    try:
+        optimizer.step()
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return 2.0 if "8bit" in args.optim.value else 8.0
     state = [t for held in optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor)]
     return sum(t.nbytes for t in state if t.numel() > 1) / layer.weight.numel()

@@ -1,9 +1,9 @@
 """Responses with rewards, for learning from what was said before: prompt, response, and a reward at some tokens."""
 
-import sys
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
@@ -13,6 +13,7 @@ from toolkit.data.rows import Unusable, as_number, present
 from toolkit.data.source_task import SourceTask
 from toolkit.errors import DataError
 
+_LARGEST = float(np.finfo(np.float32).max)  # what they are computed in
 _TOKENS = pa.list_(pa.int64())
 _COLUMNS = {"prompt_ids": _TOKENS, "response_ids": _TOKENS, "rewards": pa.list_(pa.float64()), "ended": pa.bool_()}
 
@@ -87,8 +88,7 @@ def _rewards(place: str, row: dict[str, Any], length: int) -> list[float | None]
         raise Unusable("rewards that are not as many as response_ids")
     if not {int, float, type(None)}.issuperset(map(type, value)):
         raise Unusable("rewards that are no numbers")
-    # Not math.isfinite, which a whole number of 400 digits is too large for.
-    if not all(abs(x) <= sys.float_info.max for x in value if x is not None):
+    if not all(abs(x) <= _LARGEST for x in value if x is not None):
         raise Unusable("rewards that are not finite")
     return [None if x is None else float(x) for x in value]
 

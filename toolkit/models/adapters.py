@@ -10,6 +10,7 @@ adapter; what bounds its Q-values is beside it in `q_bound.safetensors`.
 
 import copy
 import json
+import sys
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
@@ -29,6 +30,7 @@ from toolkit.models.roles import HEAD_ROLES, Q_ROLES, SharedBase
 
 ROLE_FILE = "role.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
+_LARGEST_RANK = 2**16  # of an adapter: what a damaged file asks for would fill all memory
 FEWEST_SCORES = 100
 
 
@@ -97,7 +99,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         _, head = _split_head(read_tensors(folder, device=base.device), role, folder)
         if missing := missing_modules(base.causal_lm, config):
             raise other_base(folder, f"this one has no module {missing[0]} for it.")
-    if head is not None and ("weight" not in head or head["weight"].dim() != 2):
+    if head is not None and ("weight" not in head or head["weight"].dim() != 2 or not len(head["weight"])):
         raise AdapterError(f"{folder}: its head is no matrix of weights.", remedy="Train or copy it again.")
     bound = _bound(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
     shape: Any = {} if head is None else {"num_labels": head["weight"].shape[0], "head_bias": "bias" in head}
@@ -145,8 +147,14 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
             kinds = {True: "between bounds", False: "without bounds"}
             wrong = f"{folder}: its Q-values are {kinds[theirs]}, and those of this role {kinds[ours]}."
             raise AdapterError(wrong, remedy="Set bound as it was trained.")
+        mine: Any = base.heads[role] if ours else None
         if ours:
-            base.heads[role].load_state_dict(_bound(folder).state_dict())
+            bound = _bound(folder)
+            if not torch.equal(*(torch.tensor([of.lowest, of.highest]) for of in (bound, mine))):
+                between = f"{bound.lowest:g} and {bound.highest:g}, and those of this role {mine.lowest:g} and "
+                wrong = f"{folder}: its Q-values are between {between}{mine.highest:g}."
+                raise AdapterError(wrong, remedy="Set bound, lowest_return and highest_return as they were trained.")
+            mine.load_state_dict(bound.state_dict())
 
 
 def _about(folder: Path) -> dict[str, Any]:
@@ -186,9 +194,16 @@ def _adapter_config(folder: Path) -> LoraConfig:
     for name in ("lora_alpha", "alpha_pattern", "rank_pattern"):
         value = getattr(config, name)
         numbers = [value] if name == "lora_alpha" else list(value.values()) if isinstance(value, dict) else [None]
-        if not all(isinstance(n, int | float) and isfinite(n) for n in numbers):
+        if not all(isinstance(n, int | float) and abs(n) <= sys.float_info.max for n in numbers):
             wrong = f"{folder / CONFIG_NAME}: {name} is {value!r}, and finite numbers are needed."
             raise AdapterError(wrong, remedy="Train or copy it again.")
+    if any(rank > _LARGEST_RANK for rank in (config.r, *config.rank_pattern.values())):
+        wrong = f"{folder / CONFIG_NAME}: a rank is larger than {_LARGEST_RANK:,}."
+        raise AdapterError(wrong, remedy="Train or copy it again.")
+    saved = config.modules_to_save
+    if saved is not None and not (isinstance(saved, list | set) and all(isinstance(name, str) for name in saved)):
+        wrong = f"{folder / CONFIG_NAME}: modules_to_save is {saved!r}, and names of modules are needed."
+        raise AdapterError(wrong, remedy="Train or copy it again.")
     if extra := set(config.modules_to_save or []) - {"score", "classifier"}:
         wrong = f"{folder}: the adapter replaces {', '.join(sorted(extra))} of the base (modules_to_save), "
         wrong += "which the other roles share."
@@ -222,4 +237,7 @@ def _set_head(base: SharedBase, role: str, state: State, folder: Path) -> None:
     if state.keys() != head.state_dict().keys():
         wrong = f"{folder}: the head has {' and '.join(sorted(state))}, and the role {' and '.join(head.state_dict())}."
         raise AdapterError(wrong, remedy="Give the role's head a bias, or none, as the folder has it.")
+    if shapes := [name for name, tensor in head.state_dict().items() if tensor.shape != state[name].shape]:
+        wrong = f"{folder}: the head's {shapes[0]} is {list(state[shapes[0]].shape)}, and the role's another."
+        raise AdapterError(wrong, remedy="Train or copy it again.")
     head.load_state_dict(state)

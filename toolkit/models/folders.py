@@ -1,7 +1,8 @@
 """Weights in PEFT folders and whole checkpoints: read from safetensors alone, and put only where all of them fit."""
 
+import copy
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -33,6 +34,13 @@ def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: 
         state = load_file(folder / name)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{folder / name} is damaged ({error}).", remedy="Train or copy it again.") from error
+    small = {key: tensor.dtype for key, tensor in state.items() if tensor.is_floating_point() and tensor.itemsize == 1}
+    if name == SAFETENSORS_WEIGHTS_NAME:  # of an adapter all is trained
+        small |= {key: tensor.dtype for key, tensor in state.items() if not tensor.is_floating_point()}
+    if small:
+        key, dtype = next(iter(small.items()))
+        wrong = f"{folder / name}: {key} is {str(dtype).removeprefix('torch.')}, and floats of 16 bits are the least."
+        raise AdapterError(wrong, remedy="Convert it, or train it again.")
     if odd := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
         remedy = "Train it again, or copy an older one."
         raise AdapterError(f"{folder / name}: {odd[0]} is not finite.", remedy=remedy)
@@ -56,9 +64,22 @@ def put_adapter(model: PeftModel, adapter: str, state: State, folder: Path) -> N
 
 def load_whole(model: PreTrainedModel, folder: Path) -> None:
     """Put the weights of a whole checkpoint into a model of the same form."""
-    state = read_tensors(folder, SAFE_WEIGHTS_NAME, device=model.device)
-    _check_fits(state, model.state_dict(), folder)
+    state, own = read_tensors(folder, SAFE_WEIGHTS_NAME, device=model.device), model.state_dict()
+    if state.keys() != own.keys() and model.device.type != "meta":
+        state = _as_transformers_reads(model, folder) or state
+    _check_fits(state, own, folder)
     model.load_state_dict(state)
+
+
+def _as_transformers_reads(model: PreTrainedModel, folder: Path) -> State | None:
+    """The weights of a checkpoint by the names that the model has for them: the file has the fused experts of a mixture
+    one by one, and tied weights once. None where they are not this model's."""
+    given: dict[str, Any] = {"config": copy.deepcopy(model.config), "dtype": model.dtype, "use_safetensors": True}
+    try:
+        loaded, about = type(model).from_pretrained(folder, output_loading_info=True, **given)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return None if any(about.values()) else loaded.state_dict()
 
 
 def _check_fits(state: State, expected: State, folder: Path) -> None:

@@ -88,7 +88,7 @@ class QBound(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write scale, bias and bounds into a role's folder."""
-        bounds = {name: torch.tensor(getattr(self, name)).double() for name in ("lowest", "highest")}
+        bounds = {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("lowest", "highest")}
         save_file({**{name: x.cpu() for name, x in self.state_dict().items()}, **bounds}, folder / Q_BOUND_FILE)
 
     @classmethod

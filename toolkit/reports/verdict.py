@@ -7,6 +7,8 @@ from typing import Any
 
 NOISE = 2.0
 """Standard errors below which a difference is not told from chance: about 95 of 100."""
+_FEW = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10]
+"""The same where the error is that of 2 pairs, 3 and so on: Student's t, its quantile 0.975 by degrees of freedom."""
 
 
 def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> str:
@@ -25,10 +27,12 @@ def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> s
 def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
     """A sentence on the score or the judge; empty where it is not known."""
     scored = (row.get(f"{side}_{name}") for row in samples for side in ("before", "after"))
+    noise = NOISE
     if len(samples) > 1 and all(isinstance(score, (int, float)) for score in scored):
         changes = [row[f"after_{name}"] - row[f"before_{name}"] for row in samples]
         difference, of = statistics.fmean(changes), f"over the same {len(samples)} prompts"
         error = statistics.stdev(changes) / math.sqrt(len(changes))
+        noise = _FEW[len(changes) - 2] if len(changes) - 2 < len(_FEW) else NOISE
     else:
         sides = (result.get("before") or {}, result.get("after") or {})
         given = [side.get(key) for side in sides for key in (name, f"{name}_se")]
@@ -41,6 +45,6 @@ def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]
         what = "did not change" if difference == 0 else f"changed by {difference:+.4g}"
         return f"The {name} {what}, without noise ({of})."
     sizes = f"{difference:+.4g} ± {error:.2g}, {abs(difference) / error:.1f} standard errors {of}"
-    if abs(difference) < NOISE * error:
+    if abs(difference) < noise * error:
         return f"The {name} did not change by more than its noise: {sizes}."
     return f"The {name} {'rose' if difference > 0 else 'fell'}: {sizes}."

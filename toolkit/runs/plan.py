@@ -4,6 +4,7 @@ report = plan(recipes.load("llama3_8b_lora_fast"), "4090")
 print(report)
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -278,20 +279,26 @@ class _Planner:
             yield checkpointing
         rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
         if learns:
-            while rows > 1 and rows % 2 == 0:
-                rows, steps = rows // 2, steps * 2
-                changed = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
+            for parts in _divisors(rows):
+                changed = {"per_device_train_batch_size": rows // parts, "gradient_accumulation_steps": steps * parts}
                 yield {**checkpointing, **changed}
-        while phase == "rollout" and steps > 1 and steps % 2 == 0:
-            steps //= 2
-            several = args.rollouts_per_update * args.gradient_accumulation_steps // steps
-            yield {"gradient_accumulation_steps": steps, "rollouts_per_update": several}
+        for parts in _divisors(rows * steps) if phase == "rollout" else ():
+            of_steps = math.gcd(steps, parts)
+            changed = {"gradient_accumulation_steps": steps // of_steps}
+            if of_steps < parts:
+                changed["per_device_train_batch_size"] = rows // (parts // of_steps)
+            yield {**changed, "rollouts_per_update": args.rollouts_per_update * parts}
 
     def _with(self, changes: dict[str, Any], phase: str) -> PhaseMemory:
         if (stage := _stage_of(phase)) in SUPERVISED:
             return next(memory for memory in self._supervised(stage, changes)[0] if memory.phase == phase)
         (memory,) = self._memory(self._update(self.recipe.stage_config("ppo", **changes)).phases(phase))
         return memory
+
+
+def _divisors(number: int) -> list[int]:
+    """Beyond 1, the smallest first."""
+    return [part for part in range(2, number + 1) if number % part == 0]
 
 
 def _stage_of(phase: str) -> str:

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from safetensors.torch import load_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils import SAFE_WEIGHTS_NAME
 from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
@@ -38,9 +36,6 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
 
     def _trained_role(self) -> AbstractContextManager:
         return nullcontext() if self.roles is None else self.roles.role("policy")
-
-    def load_whole(self, folder: Path) -> None:
-        load_model(self.model, folder / SAFE_WEIGHTS_NAME)  # whose lm_head may be the embeddings
 
 
 def cut_rows(dataset: Dataset, args: SFTConfig) -> dict[str, int]:
