@@ -196,21 +196,25 @@ def test_bytes_of_an_optimizer(optim, expected, tmp_path):
     assert optimizer_bytes(args) == pytest.approx(expected, rel=0.05)
 
 
+def deep(adapter, **sizes):
+    """A Llama without numbers, with all roles."""
+    with torch.device("meta"):
+        config = LlamaConfig(intermediate_size=64, num_attention_heads=4, **sizes)
+        roles = SharedBase(LlamaForCausalLM(config).requires_grad_(False))
+        for role in ("policy", "value", "reward", "judge"):
+            roles.add_role(role, adapter)
+        roles.add_role("reference")
+    take_shape(roles)
+    return roles
+
+
 def test_where_adapters_are_large_their_gradients_at_the_end_are_the_most(tmp_path, monkeypatch):
     """With few layers the logits are."""
     args = PPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=2, num_ppo_epochs=1,
         gradient_accumulation_steps=1, num_mini_batches=1, gradient_checkpointing=True,
     )  # fmt: skip
-    with torch.device("meta"):
-        config = LlamaConfig(
-            vocab_size=20000, hidden_size=64, intermediate_size=64, num_hidden_layers=24, num_attention_heads=4
-        )
-        roles = SharedBase(LlamaForCausalLM(config).requires_grad_(False))
-        for role in ("policy", "value", "reward"):
-            roles.add_role(role, lora(r=64))
-        roles.add_role("reference")
-    take_shape(roles)
+    roles = deep(lora(r=64), vocab_size=20000, hidden_size=64, num_hidden_layers=24)
     update = CountedUpdate(Counted(20000), roles, args, Lengths(16, 8))
     told = update.phases("update")[0]
     with monkeypatch.context() as patch:
@@ -258,16 +262,7 @@ def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, m
         str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=2, num_ppo_epochs=1,
         gradient_accumulation_steps=2, num_mini_batches=1, gradient_checkpointing=checkpointing,
     )  # fmt: skip
-    with torch.device("meta"):
-        config = LlamaConfig(
-            vocab_size=77, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4
-        )
-        roles = SharedBase(LlamaForCausalLM(config).requires_grad_(False))
-        for role in ("policy", "value", "reward", "judge"):
-            roles.add_role(role, lora())
-        roles.add_role("reference")
-    counted = Counted(77)
-    take_shape(roles)
+    roles, counted = deep(lora(), vocab_size=77, hidden_size=32, num_hidden_layers=5), Counted(77)
     assert alike(roles) == 5
     update = CountedUpdate(counted, roles, args, Lengths(16, 8))
     told = update.phases()
