@@ -154,6 +154,7 @@ def with_config(**values):
         (with_config(modules_to_save=[None]), r"modules_to_save is \[None\]"),
         (with_config(lora_alpha=10**400), "lora_alpha is 1000.*finite numbers are needed"),
         (with_config(r=2**31), "a rank is larger than 65,536"),
+        (with_config(r="4"), "adapter_config.json"),
         (with_config(rank_pattern={"q_proj": 2**31}), "a rank is larger than 65,536"),
     ],
 )  # fmt: skip

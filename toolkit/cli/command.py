@@ -176,7 +176,7 @@ def _import_quietly() -> None:
 def _way_on(stop: BaseException) -> str:
     """The command that goes on where this one was stopped; the same again, where there is nothing to go on with."""
     arguments = sys.argv[1:]
-    if not isinstance(stop, RunInterrupted) and not getattr(stop, "to_resume", False):
+    if getattr(stop, "to_resume", None) is False:  # as `stages.run` has found; of several processes none may say
         return f" Nothing of it is saved. To begin again: {shlex.join(['toolkit', *arguments])}"
     arguments = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
     return f" To go on: {shlex.join(['toolkit', *arguments, '--resume'])} (make: RESUME=1)"

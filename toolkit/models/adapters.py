@@ -197,7 +197,8 @@ def _adapter_config(folder: Path) -> LoraConfig:
         if not all(isinstance(n, int | float) and abs(n) <= sys.float_info.max for n in numbers):
             wrong = f"{folder / CONFIG_NAME}: {name} is {value!r}, and finite numbers are needed."
             raise AdapterError(wrong, remedy="Train or copy it again.")
-    if any(rank > _LARGEST_RANK for rank in (config.r, *config.rank_pattern.values())):
+    ranks = [rank for rank in (config.r, *config.rank_pattern.values()) if isinstance(rank, int | float)]
+    if max(ranks, default=0) > _LARGEST_RANK:
         wrong = f"{folder / CONFIG_NAME}: a rank is larger than {_LARGEST_RANK:,}."
         raise AdapterError(wrong, remedy="Train or copy it again.")
     saved = config.modules_to_save
