@@ -34,7 +34,7 @@ OVERWRITE ?= 0
 RESUME ?= 0
 MERGE ?= 0
 
-# A mistyped name would be passed over, and the default recipe run for hours.
+## A mistyped name would be passed over, and the default recipe run for hours.
 known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES PYTHON VENV VERSIONS CPU AGILERL
 given = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 unknown := $(filter-out $(known),$(given))
@@ -102,7 +102,7 @@ recipes: $(BIN)/.installed
 test: $(BIN)/.installed
 	$(as_on_$(CPU)) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Only what differs from the installed set, before it on the path.
+## Only what differs from the installed set, before it on the path.
 newer = $(shell grep -vxFf constraints.txt constraints-newest.txt | grep ==)
 
 smoke: $(BIN)/.installed

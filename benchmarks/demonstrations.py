@@ -121,11 +121,13 @@ DEMONSTRATIONS = {
 
 
 def run_stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: str, from_run: str = "") -> None:
-    """One stage by the command line, in a process of its own."""
+    """One stage by the command line, in a process of its own; one that was stopped goes on from its checkpoints."""
     command = [sys.executable, "-m", "toolkit", stage, str(recipe), *overrides, "--run", run, "--runs-dir", str(runs)]
-    command += ["--from-run", from_run] if from_run else []
+    command += [*(["--resume"] if (runs / run).is_dir() else []), *(["--from-run", from_run] if from_run else [])]
     print(" ".join(["toolkit", *command[3:]]), flush=True)
-    subprocess.run(command, check=True)
+    ended = subprocess.run(command, check=False).returncode
+    if ended:
+        raise SystemExit(ended)  # the stage has said why
 
 
 def _start(demonstration: Demonstration, seed: int, runs: Path, overrides: Sequence[str]) -> Recipe:

@@ -26,7 +26,7 @@ from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl
 
 RECIPE = "smollm2_135m_instructions"
-UPDATES = {RECIPE: (50, 32), "actor_critic_lora": (25, 64), "llama3_8b_lora": (300, 2), "llama3_8b_lora_fast": (50, 32)}
+UPDATES = {RECIPE: (50, 32), "actor_critic_lora": (25, 64), "llama3_8b_lora": (150, 2), "llama3_8b_lora_fast": (50, 32)}
 """By recipe: updates, and the responses of each; half as many as the recipe's own PPO has. Those of `llama3_8b_lora`
 are so small that fewer take as long."""
 SAMPLES = 1600

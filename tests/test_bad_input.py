@@ -69,13 +69,7 @@ def place(tmp_path_factory):
 
 
 def write_data(folder):
-    (folder / "empty.jsonl").write_text("")
-    (folder / "broken.jsonl").write_text('{"query": "a"}\n{"query": "b"\n')
-    (folder / "column.jsonl").write_text('{"question": "a", "id": 1}\n')
-    (folder / "latin.jsonl").write_bytes('{"query": "café"}\n'.encode("latin-1"))
-    (folder / "long.jsonl").write_text(json.dumps({"query": "word " * 200}) + "\n")
     (folder / "few.jsonl").write_text('{"query": "a"}\n{"query": "b"}\n')
-    (folder / "data.xlsx").write_text("")
     (folder / "rewards_for_test.py").write_text(REWARDS)
     (folder / "secret.yaml").write_text(yaml.safe_dump({"base": {"model": "${oc.env:HOME}"}, "data": {}}))
     (folder / "in_the_way").write_text("")
@@ -133,26 +127,14 @@ CASES = {
     ),
     "a tokenizer without an end": (llama(model="no_end"), 'the tokenizer of "no_end" has no eos_token'),
     "a tokenizer of another checkpoint": (llama(model="other_tokenizer"), "SelfCheckError: ppo: the tokenizer"),
-    "an empty data set": (llama("data.train=empty.jsonl"), r"data.train: no row can be used \(the file is empty\)"),
     "a data set smaller than the batch": (
         llama("data.train=few.jsonl", "data.validation_size=1"),
         r"DataError: ppo: 1 prompts are fewer than one batch of 2 .*Add prompts or lower these",
-    ),
-    "a broken line": (llama("data.train=broken.jsonl"), "broken.jsonl, line 2: not valid JSON"),
-    "a missing column": (llama("data.train=column.jsonl"), "column.jsonl, line 1: .*present: question, id"),
-    "a wrong encoding": (
-        llama("data.train=latin.jsonl"),
-        r"latin.jsonl, line 1: not UTF-8 \(byte 14\). Save it as UTF-8",
     ),
     "a setting of the hub for a file": (
         llama("data.name=main"),
         r"DataError: data.name: name would have no effect: only a hub id has that, and \S*queries.json is none",
     ),
-    "prompts over the limit": (
-        llama("data.train=long.jsonl"),
-        r"no row can be used \(1 × a prompt over 512 tokens \(first: long.jsonl, line 1\)\)",
-    ),
-    "a file of another kind": (llama("data.train=data.xlsx"), "data.xlsx ends in .*which is not read"),
     "a file that is not there": (llama("data.train=no/queries.jsonl"), "no/queries.jsonl: there is no such file"),
     "a function that is not there": (
         llama("scorer.function=rewards_for_test:gone"),

@@ -1,9 +1,15 @@
 """What several processes tell each other, and how items are divided among them."""
 
+import os
+import re
+from datetime import timedelta
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from toolkit import processes
+from toolkit.cli import app
 from toolkit.errors import PeerError, RewardError, ToolkitError
 
 
@@ -130,6 +136,70 @@ def test_one_process_that_was_launched_is_as_one_that_was_not(monkeypatch):
         monkeypatch.setenv(name, value)
     processes.join()
     assert processes.count() == 1 and not {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & processes.environment().keys()
+
+
+@pytest.mark.parametrize(("address", "said"), [("127.0.0.1", r"timed out|Timed out"), ("", "MASTER_ADDR")])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_that_never_comes_is_not_waited_for_all_day(address, said, rank, monkeypatch):
+    monkeypatch.setattr(processes, "MEETING", timedelta(seconds=1))
+    port = str(processes.free_port())
+    environ = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": port}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ToolkitError, match=f"2 processes of WORLD_SIZE have not met at {address}:{port}") as refused:
+        processes.join()
+    assert re.search(said, str(refused.value)) and not torch.distributed.is_initialized()
+
+
+@pytest.fixture
+def two_cards(monkeypatch):
+    """The second of two processes of a machine with a build for CUDA and two cards."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(processes, "_visible", [])
+    monkeypatch.setattr(processes, "_LAUNCHED", dict(processes._LAUNCHED))
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_command_takes_its_card_before_a_library_asks_for_it(two_cards, monkeypatch):
+    """bitsandbytes asks CUDA when it is imported, and CUDA reads the variable once."""
+
+    def imports():
+        raise ToolkitError(f"imported with {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+
+    monkeypatch.setattr("toolkit.cli.command._import_quietly", imports)
+    assert "imported with 1" in CliRunner().invoke(app, ["ppo", "doubling"]).stderr
+    assert "imported with 1" in CliRunner().invoke(app, ["runs"]).stderr  # as it was left
+
+
+@pytest.mark.parametrize(("visible", "seen"), [(None, "1"), ("4, 7", "7"), ("GPU-a,GPU-b", "GPU-b"), ("-1", None),
+                                               ("", None), ("3,-1,5", "refused"), ("3", "refused")])  # fmt: skip
+def test_each_process_sees_one_card_and_gives_its_stage_all_of_them(visible, seen, two_cards, monkeypatch):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if seen == "refused":
+        with pytest.raises(ToolkitError, match="process 1 of this machine has no GPU of its own: 1 are visible"):
+            processes.take_card()
+        return
+    processes.take_card()
+    processes.take_card()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == (visible if seen is None else seen)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "by_main", lambda call: call())
+    processes._LAUNCHED.update(processes._take_from_environment())
+    given = processes.environment()
+    assert given.get("CUDA_VISIBLE_DEVICES") == visible
+    assert {name: given[name] for name in processes._LAUNCHED} == {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+
+
+def test_whoever_joins_after_cuda_was_asked_is_told(two_cards, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 2, raising=False)
+    with pytest.raises(ToolkitError, match=r"Call toolkit.processes.join\(\) before anything else is imported"):
+        processes.join()
 
 
 def test_accelerates_own_variables_are_let_pass(monkeypatch):

@@ -5,7 +5,7 @@ import socket
 import threading
 from contextlib import suppress
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 from datasets import config as datasets_config
 from huggingface_hub import constants
@@ -27,7 +27,7 @@ def silent_host() -> str:
     """
     asked = constants.ENDPOINT
     try:
-        asked = getproxies().get(urlsplit(asked).scheme) or asked
+        asked = _proxy_before(asked) or asked
         parts = urlsplit(asked)
         host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
     except ValueError:
@@ -43,6 +43,15 @@ def silent_host() -> str:
             constants.HF_HUB_OFFLINE = datasets_config.HF_HUB_OFFLINE = True
             phases.tell(f"{host} does not answer: of models and data by hub id, those in its cache are taken.")
     return host if _silent[host, port] else ""
+
+
+def _proxy_before(url: str) -> str:
+    """The proxy by which an address is asked, as the environment has it; "" where there is none."""
+    parts, proxies = urlsplit(url), getproxies()
+    if proxy_bypass(parts.hostname or ""):
+        return ""
+    proxy = proxies.get(parts.scheme) or proxies.get("all") or ""
+    return proxy if not proxy or "://" in proxy else f"http://{proxy}"
 
 
 def _answers(host: str, port: int) -> bool:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +23,14 @@ from toolkit.errors import PeerError, RunInterrupted, ToolkitError
 T = TypeVar("T")
 
 
-_LAUNCHED = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}  # as `join` found them
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LAUNCHED = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), "")  # as `join` found them
+_visible: list[str | None] = []  # as `take_card` found it
 TIMEOUT = timedelta(hours=12)
 """How long a process waits for another: a rollout, or a reward's server, may take long; one that dies ends the others
 by its broken connection and by whoever started them."""
+MEETING = timedelta(minutes=30)
+"""How long those that have started wait for one that has not, as torch's own default is."""
 
 
 def launched() -> int:
@@ -49,14 +54,36 @@ def launched() -> int:
     return int(number)
 
 
+def take_card() -> None:
+    """See the GPU of the local rank alone, if a launcher started several processes and there are GPUs.
+
+    Before anything asks CUDA, which reads the variable once: bitsandbytes asks when it is imported.
+
+    Raises:
+        ToolkitError: there are more processes on this machine than GPUs.
+    """
+    if launched() == 1 or _visible:
+        return
+    local, visible = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), os.environ.get(_VISIBLE)
+    # A negative number ends the list, as in CUDA.
+    named = takewhile(lambda one: one and not one.startswith("-"), map(str.strip, (visible or "").split(",")))
+    gpus = [*map(str, range(torch.cuda.device_count()))] if visible is None else [*named]
+    if torch.version.cuda and gpus:
+        if local >= len(gpus):
+            wrong = f"process {local} of this machine has no GPU of its own: {len(gpus)} are visible."
+            raise ToolkitError(wrong, remedy="Start as many processes as there are GPUs.")
+        _visible.append(visible)
+        os.environ[_VISIBLE] = gpus[local]
+
+
 def join() -> None:
     """Become one of the processes that torchrun, `accelerate launch` or `toolkit --processes` started, if they did.
 
-    The environment says which, in torch's variables. Each sees the GPU of its local rank alone.
+    The environment says which, in torch's variables. Each sees the GPU of its local rank alone (`take_card`).
 
     Raises:
-        ToolkitError: there are more processes on this machine than GPUs, or accelerate was asked for what it would do
-            to a model of its own.
+        ToolkitError: there are more processes on this machine than GPUs, they have not met within `MEETING`, or
+            accelerate was asked for what it would do to a model of its own.
     """
     _check_accelerate(os.environ)
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
@@ -64,18 +91,29 @@ def join() -> None:
     if launched() == 1:
         _take_from_environment()
         return
-    local, backend = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), "gloo"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = list(map(str, range(torch.cuda.device_count()))) if visible is None else [x for x in visible.split(",") if x]
-    if torch.version.cuda and gpus:
-        if local >= len(gpus):
-            wrong = f"process {local} of this machine has no GPU of its own: {len(gpus)} are visible."
-            raise ToolkitError(wrong, remedy="Start as many processes as there are GPUs.")
-        os.environ["CUDA_VISIBLE_DEVICES"], backend = gpus[local], "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    take_card()
+    backend = "cpu:gloo,cuda:nccl" if _visible else "gloo"
+    if _visible and torch.cuda.is_available() and torch._C._cuda_getDeviceCount() > 1:
+        wrong = "CUDA was asked for its cards before the processes were told apart: all would take the first one."
+        raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else is imported.")
+    store, rank, number = _meet()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=number, timeout=TIMEOUT)
     # transformers' arguments warn of a group that they did not make, at each of their calls.
     logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.msg)
     _LAUNCHED.update(_take_from_environment())
+
+
+def _meet() -> tuple[dist.Store, int, int]:
+    """The store by which the processes found each other, with this one's rank and their number."""
+    try:
+        store, rank, number = next(dist.rendezvous("env://", timeout=MEETING))
+    except (RuntimeError, ValueError) as error:  # one has not come; a variable is missing or no port
+        where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ['MASTER_PORT']}"
+        first = str(error).splitlines()[0]
+        wrong = f"the {os.environ['WORLD_SIZE']} processes of WORLD_SIZE have not met at {where}: {first}"
+        remedy = "Start all of them, with the same MASTER_ADDR and MASTER_PORT; for one process unset RANK, WORLD_SIZE."
+        raise ToolkitError(wrong, remedy=remedy) from error
+    return dist.PrefixStore("toolkit", store), rank, number
 
 
 def _take_from_environment() -> dict[str, str]:
@@ -108,8 +146,9 @@ def environment() -> dict[str, str]:
     if count() == 1:
         return dict(os.environ)
     port = str(by_main(free_port))
-    launched = {name: value for name, value in _LAUNCHED.items() if value}
-    return {**os.environ, **launched, "MASTER_PORT": port}
+    found = {**_LAUNCHED, _VISIBLE: _visible[0] or ""} if _visible else _LAUNCHED
+    left = {name: value for name, value in os.environ.items() if name not in found}
+    return left | {name: value for name, value in found.items() if value} | {"MASTER_PORT": port}
 
 
 def count() -> int:
@@ -153,6 +192,11 @@ def gather(value: T) -> list[T]:
     with _connected():
         dist.all_gather_object(values, value)
     return values
+
+
+def first(value: T | None) -> T | None:
+    """The value of the first process that has one."""
+    return next((one for one in gather(value) if one is not None), None)
 
 
 @contextmanager

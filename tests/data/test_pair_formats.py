@@ -205,8 +205,6 @@ def test_plain_or_chat_is_said_and_not_guessed(tmp_path):
     path = write(tmp_path / "x.jsonl", SAME_PAIR)
     with pytest.raises(DataError, match=r"^chat: .* no chat template, .*set chat to false for .* hh-rlhf's"):
         Preferences(plain(byte_tokenizer()), path, path)
-    with pytest.raises(DataError, match="^system: it has no effect where chat is false. Remove one"):
-        Preferences(byte_tokenizer(), path, path, chat=False, system="x")
     system = [{"role": "system", "content": "Be brief."}, *ASKED]
     path = write(tmp_path / "y.jsonl", [SAME_PAIR[0], {"prompt": system, "chosen": "a", "rejected": "b"}])
     task = Preferences(plain(byte_tokenizer()), path, path, chat=False)

@@ -31,7 +31,18 @@ def test_what_save_pretrained_writes_is_read_back(made, tmp_path):
     assert tied is None or tied.weight is other.get_input_embeddings().weight
 
 
-def test_another_model_is_refused(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_another_model_is_refused(device, tmp_path):
     mixtral(num_local_experts=4).save_pretrained(tmp_path)
+    with torch.device(device):
+        other = mixtral()
     with pytest.raises(AdapterError, match="belongs to another base"):
-        load_whole(mixtral(), tmp_path)
+        load_whole(other, tmp_path)
+
+
+def test_a_check_without_weights_reads_fused_experts_too(tmp_path):
+    mixtral().save_pretrained(tmp_path)
+    with torch.device("meta"):
+        outline = mixtral()
+    load_whole(outline, tmp_path)
+    assert {parameter.device.type for parameter in outline.parameters()} == {"meta"}

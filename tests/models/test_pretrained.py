@@ -1,4 +1,5 @@
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -6,6 +7,7 @@ import time
 import pytest
 from datasets import config as datasets_config
 from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from toolkit import hub
 from toolkit.data import read_rows
@@ -59,6 +61,37 @@ def test_data_of_a_hub_that_does_not_answer_too(silent, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it waits for {seconds} s"))
     with pytest.raises(DataError, match='"nobody/nothing" is no file here and not in the cache.*127.0.0.1 does not an'):
         list(read_rows("nobody/nothing", field="train"))
+
+
+@pytest.mark.parametrize(("environ", "asked"), [
+    ({"http_proxy": "http://near:1", "no_proxy": "hub"}, ""),
+    ({"all_proxy": "http://near:1"}, "http://near:1"),
+    ({"https_proxy": "http://near:1"}, ""),
+    ({"http_proxy": "near:3128"}, "http://near:3128"),
+], ids=str)  # fmt: skip
+def test_the_proxy_is_the_one_that_the_hubs_library_takes(environ, asked, monkeypatch):
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert hub._proxy_before("http://hub/models") == asked
+
+
+@pytest.mark.parametrize(("cause", "offline", "said"), [
+    (GatedRepoError, False, r"\(no access\) Ask for access at .*/some/model, then log in: hf auth login"),
+    (RepositoryNotFoundError, False, "If it is a private one, log in: hf auth login"),
+    (LocalEntryNotFoundError, True, "load them with a network: hf download some/model"),
+    (LocalEntryNotFoundError, False, "Name a folder or hub id with safetensors"),
+])  # fmt: skip
+def test_what_the_hub_keeps_back_has_its_own_way_on(cause, offline, said, monkeypatch):
+    def refused(*arguments, **named):
+        raise OSError("no access\nand how the hub is asked") from cause.__new__(cause)  # without a server's answer
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(pretrained, "check_there", lambda *a: None)
+    monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", refused)
+    with pytest.raises(ModelError, match=said):
+        load_tokenizer("some/model")
 
 
 @pytest.mark.parametrize("address", ["bogus", "http://[", "http://hub:99999999"])

@@ -158,10 +158,6 @@ def test_a_folder_without_a_manifest_is_not_the_toolkit_s(tmp_path):
     with pytest.raises(RecipeError, match=r"ppo/(policy/adapter_model.safetensors|result.json) is not known to be the"):
         owned.refuse_others(tmp_path / "ppo")
     assert {name: text for name, text in content(tmp_path).items() if not name.startswith(".")} == theirs
-    owned.refuse_others(tmp_path / "ppo", adopt=True)  # to go on with what an earlier version began
-    owned.begin(tmp_path / "ppo", adopt=True)
-    left = {path.name for path in owned.written(tmp_path / "ppo")}
-    assert left == {"result.json", "adapter_model.safetensors", "manifest.json"}
     write(tmp_path, {"eval/judge.py": "mine"})
     owned.refuse_others(tmp_path / "eval")  # nothing there has the name of a file that an evaluation writes
     assert content(tmp_path)["eval/judge.py"] == "mine"

@@ -92,6 +92,46 @@ def test_a_stage_in_a_process_of_its_own_belongs_to_the_command_that_runs_it(tmp
         assert child.stdout == "False\n" and owner_of(tmp_path)["pid"] == os.getpid()
 
 
+STARTS = """
+import subprocess, sys
+from pathlib import Path
+from toolkit.runs.lock import at_work
+with at_work(Path(sys.argv[1])):
+    subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
+"""
+
+
+def test_a_stage_whose_command_was_killed_is_still_at_work(tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path), HOLD], **pipes)
+    assert command.stdout.readline() == "False\n"
+    stage = owner_of(tmp_path)["pid"]
+    command.kill()
+    with pytest.raises(RecipeError, match=rf"is in use: process {stage} is at work in it"):
+        acquire(tmp_path)
+    command.communicate("\n")  # which the stage reads
+    began = time.monotonic()
+    while psutil.pid_exists(stage) and psutil.Process(stage).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 20
+        time.sleep(0.05)
+    with at_work(tmp_path) as ours:
+        assert ours
+
+
+def test_a_machine_that_changes_its_name_keeps_no_one_out_of_his_own_run(tmp_path, monkeypatch):
+    with at_work(tmp_path):
+        monkeypatch.setattr(socket, "gethostname", lambda: "laptop.office")
+        assert acquire(tmp_path)
+        release(tmp_path)
+        renamed = "import socket; socket.gethostname = lambda: 'laptop.office'\n" + HOLD
+        script = renamed.replace("sys.stdin.readline()", "")
+        child = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+        )
+        assert child.stdout == "False\n"
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
 def test_it_is_given_back_as_often_as_it_was_taken(tmp_path):
     run = tmp_path / "run"
     assert acquire(run) and acquire(run)

@@ -81,6 +81,15 @@ def test_all_have_time_to_save_where_all_were_asked_to_stop():
     assert process.run_in_processes(script("time.sleep(0.5 * rank); sys.exit(143)"), 2) == 143
 
 
+def test_one_that_was_stopped_waits_longer_for_the_others(monkeypatch):
+    monkeypatch.setattr(process, "GRACE", 0.1)
+    assert process.run_in_processes(script("rank or time.sleep(2); sys.exit(130)"), 2) == 130
+    monkeypatch.setattr(process, "_GRACE_OF_A_STOP", 0.2)
+    began = time.monotonic()
+    assert process.run_in_processes(script("rank or time.sleep(60); sys.exit(130)"), 2) == 1
+    assert time.monotonic() - began < 20
+
+
 def test_a_signal_is_passed_on():
     """To a launcher of two, whose children say that they have saved."""
     children = script("signal.signal(15, lambda *_: sys.exit(143)); os.write(1, b'ready\\n'); time.sleep(60)")

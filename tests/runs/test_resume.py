@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from tests.tiny_models import needs_trl_loop
-from tests.tiny_runs import PAIRS, begun, chat_recipe, command_here, cut_short, ended, stages_here
+from tests.tiny_runs import PAIRS, begun, chat_recipe, cut_short, ended
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.errors import CheckpointError, RecipeError, RewardError, ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
-from toolkit.runs.owned import begin
-from toolkit.runs.stage import BEFORE_FILE
+from toolkit.runs.owned import BEFORE_FILE, begin
 
 SMALL = (
     "sft.max_steps=40", "sft.save_steps=1", "reward.max_steps=2", "ppo.max_steps=2", "ppo.eval_steps=1",
@@ -337,8 +336,3 @@ def test_a_signal_to_the_command_reaches_the_stage_that_runs(number, tmp_path):
     assert f"sft stopped by {number.name} after step" in said and "everything is saved in" in said
     assert f"To go on: toolkit {' '.join(arguments)} --resume (make: RESUME=1)" in said
     assert said.count("To go on") == 1 and "Traceback" not in said
-    if number == signal.SIGTERM:
-        with stages_here():
-            done = command_here(*arguments, "--resume", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert json.loads((tmp_path / "runs/cut/sft/result.json").read_text())["resumed_at"]

@@ -283,6 +283,8 @@ def test_a_file_in_place_of_a_hub_id_takes_its_subset_away(tmp_path):
     # What the command line itself names is kept, and refused with the data; so is what still has a hub id.
     values = recipes.load(path, "reward_data.train=x.jsonl", "reward_data.subset=mine").values
     assert values["reward_data"] == {"task": "preferences", "train": "x.jsonl", "subset": "mine"}
+    assert recipes.load(path, data={"train": "x.jsonl", "validation": "y.jsonl"}).values["data"] == local
+    assert recipes.load(path, "data={train: x.jsonl, validation: y.jsonl}").values["data"] == local
     for kept in (["data.train=other/pairs"], ["data.train=x.jsonl", "data.validation=some/pairs"]):
         assert recipes.load(path, *kept).values["data"]["subset"] == "part"
 
@@ -449,6 +451,18 @@ def test_names_of_runs_that_are_fine(tmp_path):
 
 
 # ---------------------------------------------------------------------- from Python
+
+
+AS_NUMBERS = ["1e-4", "41e6407", "+1E5", "1_0e5", "1.5e3", ".5e5", "1.e5", "0x1F", "017", "1:30", ".inf", "nan", "1e"]
+
+
+@pytest.mark.parametrize("text", [*AS_NUMBERS, "yes", "~", "2024-01-01", "a: b", "a #b", "{a", "a\n\nb", "\ufeffx"])
+def test_a_text_is_read_back_from_the_recipe_that_a_run_keeps(text, tmp_path):
+    recipe = recipes.load(MINIMAL, run="mine", about=text, base={"model": "some/model", "revision": text})
+    assert recipe.values["about"] == recipe.values["base"]["revision"] == text
+    kept = tmp_path / "kept.yaml"
+    kept.write_text(recipe.to_yaml(), encoding="utf-8")
+    assert recipes.load(kept).values == recipe.values
 
 
 def test_a_recipe_from_a_mapping_and_sections_by_keyword():

@@ -99,7 +99,7 @@ def test_parts_of_a_rollout_whose_update_failed_are_not_those_of_the_next(tmp_pa
     with pytest.raises(RuntimeError, match="in the update"):
         ours.train()
     scores = ours.score({}, rollout(RESPONSES))
-    assert torch.equal(ours.score_parts()["fives"] + ours.score_parts()["nines"], scores)
+    assert torch.equal(ours._parts["fives"] + ours._parts["nines"], scores)
 
 
 def test_parts_in_a_loop_of_ones_own_are_those_of_what_is_learnt_from(tmp_path):

@@ -5,7 +5,6 @@ import torch
 
 from tests.trainers.resumable import make, ppo, q, reward_pairs, sft_policy
 from toolkit.errors import CheckpointError
-from toolkit.trainers.resume import ResumableTrainer
 
 
 def test_other_data_weights_alone_and_other_versions(tmp_path, monkeypatch):
@@ -57,14 +56,3 @@ def test_a_setting_that_would_be_replaced_is_refused(stage, change, said, tmp_pa
     make(stage, tmp_path, max_steps=1).train()
     with pytest.raises(CheckpointError, match=f"checkpoint-1 is of a run with .*{said}: all of a run has one"):
         make(stage, tmp_path, max_steps=2, **change).train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path, monkeypatch):
-    whole = ResumableTrainer._whole_state
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            ResumableTrainer, "_whole_state", lambda self: {k: v for k, v in whole(self).items() if k != "base"}
-        )
-        make(ppo, tmp_path, max_steps=1).train()
-    with pytest.raises(CheckpointError, match="written by an earlier version of the toolkit"):
-        make(ppo, tmp_path, max_steps=2).train(resume_from_checkpoint=True)

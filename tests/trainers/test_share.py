@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig, Trainer, TrainerCallback
 
-from tests.tiny_models import lora, randomize, tiny_model
+from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import RELATIVE
-from tests.trainers import resumable, test_float16
+from tests.trainers import helpers, resumable, test_float16
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from tests.trainers.resumable import TIMING
 from tests.trainers.test_value_options import base_with, classifier
@@ -390,6 +390,30 @@ def scored_by(folder, rank):
         return responses.response_ids, ours.score(batch, responses).tolist(), calls
     except ToolkitError as error:
         return responses.response_ids, str(error), calls
+
+
+def begun_with(folder, what):
+    """What a process says whose base, or prompts, are its own."""
+    prompts = [row[::-1] for row in PROMPTS] if what == "data" and processes.rank() else PROMPTS
+    base = shared_base()
+    if what == "base" and processes.rank():
+        with torch.no_grad():
+            base.causal_lm.model.embed_tokens.weight.mul_(1.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(helpers, "PROMPTS", prompts)
+        ours = trainer(folder, base, count_reward(9), max_steps=1)
+    try:
+        ours.train()
+    except ToolkitError as error:
+        return str(error)
+    return ours.state.is_world_process_zero, ours.state.is_local_process_zero
+
+
+def test_processes_begin_with_the_same_and_one_of_them_reports(two, tmp_path):
+    assert two(begun_with, tmp_path, "") == [(True, True), (False, False)]
+    for what in ("base", "data"):
+        said = f"the processes do not begin with the same {what}. Give all machines the same checkpoint, data"
+        assert all(said in one for one in two(begun_with, tmp_path, what))
 
 
 def test_a_function_scores_once_and_its_error_reaches_all(two, tmp_path):

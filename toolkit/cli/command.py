@@ -63,7 +63,8 @@ def command(example: str, *, name: str | None = None) -> Callable[[Callable[...,
         @wraps(function)
         def run(*, debug: bool, **arguments: Any) -> None:
             # With a name it is part of another command, which says how to go on.
-            with _interruptible(), _errors(debug, resumable="resume" in arguments and arguments["name"] is None):
+            resumable = "resume" in arguments and arguments["name"] is None
+            with _interruptible(), _errors(debug, resumable=resumable, divided="processes" in arguments):
                 function(**arguments)
 
         own = inspect.signature(function).parameters.values()
@@ -110,10 +111,10 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _errors(debug: bool, *, resumable: bool) -> Iterator[None]:
+def _errors(debug: bool, *, resumable: bool, divided: bool) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
     try:
-        _import_quietly()
+        _begin(divided)
         yield
         if sys.stdout is not None:  # as it is where it was closed
             sys.stdout.flush()
@@ -158,6 +159,14 @@ def _say_of_the_system(error: OSError, *, resumable: bool) -> None:
         raise error
     wrong = f"ToolkitError: {printable(str(place)[:200])}: {error.strerror}."
     print(f"{wrong} Check the name and its permissions, or make room there.", file=sys.stderr)
+
+
+def _begin(divided: bool) -> None:
+    if divided:
+        from toolkit.processes import take_card
+
+        take_card()
+    _import_quietly()
 
 
 def _import_quietly() -> None:

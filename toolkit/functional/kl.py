@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.functional.logprobs import check_temperature, in_chunks
+from toolkit.functional.logprobs import check_temperature, in_chunks, log_softmax_at
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ def full_kl(
     check_temperature(temperature)
 
     def of_chunk(hidden: Tensor, ref_hidden: Tensor, tokens: Tensor) -> Tensor:
-        log_p = (lm_head(hidden).float() / temperature).log_softmax(dim=-1)  # (chunk, V)
+        log_p = log_softmax_at(lm_head(hidden), temperature)  # (chunk, V)
         with torch.no_grad():
-            log_q = (ref_lm_head(ref_hidden).float() / temperature).log_softmax(dim=-1)
+            log_q = log_softmax_at(ref_lm_head(ref_hidden), temperature)
         token = tokens.unsqueeze(1)
         sampled, ref_sampled = (x.gather(1, token).squeeze(1) for x in (log_p, log_q))
         # A token of probability 0 counts nothing, where 0·∞ would be nan.

@@ -66,7 +66,7 @@ def token_logprobs(
     """
 
     def of_chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
-        log_p = _log_softmax(lm_head(hidden), temperature)  # (chunk, V)
+        log_p = log_softmax_at(lm_head(hidden), temperature)  # (chunk, V)
         return log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     flat = _flat(hidden, tokens, temperature)
@@ -88,7 +88,7 @@ class _OfFrozenHead(torch.autograd.Function):
             with torch.enable_grad():
                 states = states.detach().requires_grad_()
                 logits = lm_head(states)
-            log_p = _log_softmax(logits.detach(), temperature)
+            log_p = log_softmax_at(logits.detach(), temperature)
             token = tokens.unsqueeze(1)
             sampled = log_p.gather(1, token)
             of_logits = log_p.exp_().neg_().scatter_add_(1, token, torch.ones_like(sampled))
@@ -106,8 +106,8 @@ class _OfFrozenHead(torch.autograd.Function):
         return (of_logprobs.unsqueeze(1) * of_states).to(of_states.dtype), None, None, None, None
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Of logits (..., V) in any precision, in float32 without a copy in it."""
+def log_softmax_at(logits: Tensor, temperature: float) -> Tensor:
+    """The log-softmax of logits (..., V) in any precision, in float32 without a copy in it."""
     if temperature != 1.0:
         logits = logits.float() / temperature
     return logits.log_softmax(dim=-1, dtype=torch.float32)
@@ -127,7 +127,7 @@ def token_logprobs_and_entropy(
     """
 
     def of_chunk(hidden: Tensor, tokens: Tensor) -> Tensor:
-        log_p = _log_softmax(lm_head(hidden), temperature)  # (chunk, V)
+        log_p = log_softmax_at(lm_head(hidden), temperature)  # (chunk, V)
         # A token of probability 0 adds nothing, where 0·∞ would be nan.
         entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(dim=-1)
         return torch.stack([log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy])

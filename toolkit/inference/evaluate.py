@@ -17,7 +17,7 @@ from toolkit.reports import Progress, Responses, read_json, sample_rows, write_j
 from toolkit.runs import build, stage
 from toolkit.runs.folder import EVALUATION
 from toolkit.runs.lock import at_work
-from toolkit.runs.owned import RECIPE_FILE, begin, refuse_others
+from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, SAMPLES_FILE, begin, refuse_others
 from toolkit.sampling import Evaluation
 from toolkit.spec.load import load
 from toolkit.spec.recipe import Recipe
@@ -38,7 +38,7 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
                 begin(folder)
         result, samples = measured(recipe)
         result |= _trained_on(recipe)
-        processes.by_main(lambda: write_jsonl(folder / "samples.jsonl", samples))
+        processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
         processes.by_main(lambda: write_result(folder, result))
     stage.show_result(result, samples)
     stage.say(f"result: {folder / 'result.json'}")
@@ -51,7 +51,7 @@ def _trained_on(recipe: Recipe) -> dict[str, Any]:
     run = load(recipe.folder / RECIPE_FILE, run=recipe.run, runs_dir=recipe.runs_dir)
     by = "q" if responds_by_q(recipe) else "ppo"
     if run.values["data"] == recipe.values["data"]:
-        held_out = (read_json(recipe.stage_folder(by) / stage.BEFORE_FILE) or {}).get("held_out")
+        held_out = (read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}).get("held_out")
         if held_out in (None, data_digest(recipe.task.prompts("test"))):
             return {}
         stage.say(

@@ -7,13 +7,14 @@ from typing import Any, TypeAlias
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from toolkit.errors import AdapterError
+from toolkit.models.pretrained import outline_of
 
 State: TypeAlias = dict[str, Tensor]
 
@@ -28,9 +29,7 @@ def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: 
         raise AdapterError(f"{folder}: {name} is missing, so there is nothing to load.")
     try:
         if device is not None and device.type == "meta":
-            with safe_open(folder / name, framework="pt") as file:
-                names = list(file.keys())
-                return {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in names}
+            return outline_of(folder / name)
         state = load_file(folder / name)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{folder / name} is damaged ({error}).", remedy="Train or copy it again.") from error
@@ -65,7 +64,7 @@ def put_adapter(model: PeftModel, adapter: str, state: State, folder: Path) -> N
 def load_whole(model: PreTrainedModel, folder: Path) -> None:
     """Put the weights of a whole checkpoint into a model of the same form."""
     state, own = read_tensors(folder, SAFE_WEIGHTS_NAME, device=model.device), model.state_dict()
-    if state.keys() != own.keys() and model.device.type != "meta":
+    if state.keys() != own.keys():
         state = _as_transformers_reads(model, folder) or state
     _check_fits(state, own, folder)
     model.load_state_dict(state)
@@ -75,6 +74,7 @@ def _as_transformers_reads(model: PreTrainedModel, folder: Path) -> State | None
     """The weights of a checkpoint by the names that the model has for them: the file has the fused experts of a mixture
     one by one, and tied weights once. None where they are not this model's."""
     given: dict[str, Any] = {"config": copy.deepcopy(model.config), "dtype": model.dtype, "use_safetensors": True}
+    given["device_map"] = "meta" if model.device.type == "meta" else None
     try:
         loaded, about = type(model).from_pretrained(folder, output_loading_info=True, **given)
     except (OSError, RuntimeError, ValueError):

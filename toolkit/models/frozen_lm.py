@@ -110,7 +110,7 @@ class FrozenLM(nn.Module):
         """
         # transformers gives its streamer the prompt, and a loop that is not its own no streamer.
         loop = partial(decode, rows_leave=self._rows_leave, streamer=further.get("streamer"))
-        with self.in_eval_mode(), self.unpacked(merged=merged):
+        with self.weights_kept(), self.in_eval_mode(), self.unpacked(merged=merged):
             output = self.causal_lm.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -124,6 +124,17 @@ class FrozenLM(nn.Module):
         """The precision of training, that of the base: without it float32 adapters would cast at each layer."""
         dtype = self.causal_lm.dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
+
+    @contextmanager
+    def weights_kept(self) -> Iterator[None]:
+        """Inside, where no weight may change, each adapter is converted to the precision of the passes once."""
+        for group in self._fused:
+            group.kept = {}
+        try:
+            yield
+        finally:
+            for group in self._fused:
+                group.kept = None
 
     @contextmanager
     def unpacked(

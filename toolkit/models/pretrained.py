@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -95,11 +96,26 @@ def not_loaded(model: str, error: Exception) -> ModelError:
             field="model",
             remedy="Name the base that it was trained on here, and the adapter as what the policy starts from.",
         )
+    remedy = "Name a folder or hub id with safetensors weights and a tokenizer."
+    if kind != "folder":
+        remedy = _way_to_the_hub(model, error) or remedy
     return ModelError(
-        f'no checkpoint could be loaded from the {kind} "{model}" ({reason})',
-        field="model",
-        remedy="Name a folder or hub id with safetensors weights and a tokenizer.",
+        f'no checkpoint could be loaded from the {kind} "{model}" ({reason})', field="model", remedy=remedy
     )
+
+
+def _way_to_the_hub(model: str, error: BaseException) -> str:
+    """What to do for a checkpoint that the hub does not give to everybody, or that is not whole in its cache."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return f"Ask for access at {constants.ENDPOINT}/{model}, then log in: hf auth login."
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return "Check the name. If it is a private one, log in: hf auth login."
+    if constants.HF_HUB_OFFLINE:
+        return f"The hub is offline. If files are missing in its cache, load them with a network: hf download {model}."
+    return ""
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -110,14 +126,19 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def outline_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, on the meta device, from its header."""
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        return {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in names}
+
+
 def weights_outline(folder: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint's folder by name, on the meta device; none where a file is missing or damaged."""
     state: dict[str, Tensor] = {}
     try:
         for path in _weight_files(folder):
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-                state |= {key: torch.empty(file.get_slice(key).get_shape(), device="meta") for key in names}
+            state |= outline_of(path)
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError):
         return {}
     return state

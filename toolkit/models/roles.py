@@ -295,22 +295,6 @@ class SharedBase(FrozenLM):
         self._active_adapter = None if self.active_role is None else self._adapter_of[self.active_role]
         activate(self.model, self._layers, self._active_adapter)
 
-    def generate(self, *args: Any, **further: Any) -> Tensor:
-        """As `FrozenLM.generate`, in the active role. Weights do not change inside it: each is converted once."""
-        with self.weights_kept():
-            return super().generate(*args, **further)
-
-    @contextmanager
-    def weights_kept(self) -> Iterator[None]:
-        """Inside, where no weight may change, each adapter is converted to the precision of the passes once."""
-        for group in self._fused:
-            group.kept = {}
-        try:
-            yield
-        finally:
-            for group in self._fused:
-                group.kept = None
-
     @contextmanager
     def unpacked(
         self, *, merged: bool = False, on_cpu: bool | None = None, besides: Collection[nn.Module] = ()

@@ -19,7 +19,7 @@ class Responses:
     prompts: list[str]
     responses: list[str]
     scores: list[float]
-    lengths: list[int] = field(default_factory=list)
+    lengths: list[int]
     judged: list[float] = field(default_factory=list)
 
     @classmethod
@@ -43,9 +43,9 @@ def sample_rows(before: Responses, after: Responses) -> list[dict[str, Any]]:
         "before_score": before.scores,
         "after": after.responses,
         "after_score": after.scores,
+        "before_length": before.lengths,
+        "after_length": after.lengths,
     }
-    if before.lengths and after.lengths:  # those of a run that was begun by an earlier version are not known
-        columns |= {"before_length": before.lengths, "after_length": after.lengths}
     if before.judged and after.judged:
         columns |= {"before_judge": before.judged, "after_judge": after.judged}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

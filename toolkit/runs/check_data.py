@@ -19,6 +19,7 @@ from toolkit.sampling import check_room
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.q_learning import check_returns
 from toolkit.trainers.self_checks import check_dataset
+from toolkit.trainers.sft import with_loss
 from toolkit.trainers.stock_ppo import check_trl_loop
 
 _NOT_NEEDED = "not needed for ppo"
@@ -28,8 +29,7 @@ _IDS_SHOWN, _TEXT_SHOWN = 12, 200  # of an example
 def counted_rows(dataset: Any, config: Any) -> Any:
     """The rows of the sft stage as TRL's trainer counts them: packed, or without those cut before their response."""
     if not config.packing:
-        cut = slice(config.max_length)
-        return dataset.filter(lambda labels: any(label != -100 for label in labels[cut]), input_columns="labels")
+        return with_loss(dataset, config)
     dataset = dataset.select_columns(["input_ids"])
     if config.shuffle_dataset:
         dataset = dataset.shuffle(seed=config.seed)

@@ -81,13 +81,9 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                     scored = _rows(rollout, score_with(reward, rollout), recipe.tokenizer)
                 processes.by_main(partial(append_jsonl, unfinished, scored))
                 progress.step_ended(batch + 1)
-                asked = [received for received in processes.gather(request.received) if received is not None]
-                if asked:
-                    raise RunInterrupted(
-                        f"collect stopped by {asked[0].name} after {rows.stop:,} of {number:,} responses; they are "
-                        f"saved in {unfinished}.",
-                        asked[0],
-                    )
+                if (asked := processes.first(request.received)) is not None:
+                    after = f"collect stopped by {asked.name} after {rows.stop:,} of {number:,} responses"
+                    raise RunInterrupted(f"{after}; they are saved in {unfinished}.", asked)
         processes.by_main(lambda: unfinished.replace(path))
     except OSError as error:
         wrong = f"{path}: cannot be written ({error.strerror})."

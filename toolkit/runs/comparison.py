@@ -10,7 +10,7 @@ from toolkit.errors import RecipeError
 from toolkit.reports import METRICS_FILE, ComparedRun, comparison_page, read_json, read_jsonl, read_result
 from toolkit.runs.differences import leaves, recorded
 from toolkit.runs.folder import no_such_run, recover_to_read
-from toolkit.runs.owned import RECIPE_FILE, check_output
+from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, SAMPLES_FILE, check_output
 
 COMPARED = ("ppo", "q", "reward", "sft")
 """The stage that is compared is the first of these that all runs have begun."""
@@ -72,11 +72,11 @@ def _run(label: str, folder: Path) -> ComparedRun:
     """What a run's stage has written so far; what is not as the toolkit writes it is left out."""
     result = dict(read_result(folder) or {})
     if not result:
-        result["before"] = (read_json(folder / "before.json") or {}).get("metrics")
+        result["before"] = (read_json(folder / BEFORE_FILE) or {}).get("metrics")
     result |= {side: result.get(side) if isinstance(result.get(side), dict) else {} for side in ("before", "after")}
     if not isinstance(result.get("warnings"), list):
         result.pop("warnings", None)
-    path = folder / "samples.jsonl"
+    path = folder / SAMPLES_FILE
     samples = [row for row in read_jsonl(path) if _is_sample(row)] if path.is_file() else []
     return ComparedRun(label, result, read_jsonl(folder / METRICS_FILE), samples)
 

@@ -120,11 +120,11 @@ def claim(
     if work is not None and resume and work.remedy == _RENAME_OR_DELETE and not checkpoint_folders(folder):
         wrong = f"{folder} holds a {stage} stage and no checkpoint of it to go on from."
         raise RecipeError(wrong, remedy=_RENAME_OR_DELETE)
-    goes_on = resume and work is not None  # also with what was begun before stages had a manifest
+    goes_on = resume and work is not None
     stages = {*_outdated(recipe, resumed), *([] if goes_on else [stage])}
     gone = [*stages, *([EVALUATION] if {"ppo", "q"} & stages else [])]
     for name in {*gone, stage}:
-        owned.refuse_others(run / name, adopt=goes_on)
+        owned.refuse_others(run / name)
     if not goes_on:
         owned.refuse_recipe(run, recipe.to_yaml(), STAGES)
     with writing(run):
@@ -135,7 +135,7 @@ def claim(
                 owned.delete(run / name)
         run.mkdir(parents=True, exist_ok=True)
         (folder / RESULT_FILE).unlink(missing_ok=True)  # of a stage that goes on: it is that of other settings
-        owned.begin(folder, adopt=goes_on)
+        owned.begin(folder)
         write_whole(run / RECIPE_FILE, recipe.to_yaml())
 
 

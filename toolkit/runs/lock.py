@@ -8,12 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from toolkit.disk import read_text, writing
+from toolkit.disk import read_text, write_whole, writing
 from toolkit.errors import RecipeError
 from toolkit.runs.owned import refuse_link
 
@@ -21,8 +22,14 @@ LOCK_FILE = ".lock"
 _held: Counter[Path] = Counter()  # how often this process has acquired each run folder
 
 
+@cache
+def _host() -> str:
+    """This machine's name, as this process first found it: a laptop that changes its network may change its name."""
+    return socket.gethostname()
+
+
 def _of(process: psutil.Process) -> dict[str, Any]:
-    return {"pid": process.pid, "host": socket.gethostname(), "started": _started(process)}
+    return {"pid": process.pid, "host": _host(), "started": _started(process)}
 
 
 def _started(process: psutil.Process) -> float:
@@ -58,8 +65,8 @@ def owner_of(run: Path) -> dict[str, Any] | None:
     lock = run / LOCK_FILE
     owner = _read(lock)
     if not owner:  # it is being written
-        return {"pid": "?", "host": socket.gethostname(), "started": 0} if _is_new(lock) else None
-    if owner.get("host") != socket.gethostname():
+        return {"pid": "?", "host": _host(), "started": 0} if _is_new(lock) else None
+    if owner.get("host") != _host():
         return owner
     try:
         process = psutil.Process(owner["pid"])
@@ -91,7 +98,7 @@ def acquire(run: Path) -> bool:
                 elif _is_served(owner):
                     return False
                 else:
-                    where = "" if owner["host"] == socket.gethostname() else f" on {owner['host']}"
+                    where = "" if owner["host"] == _host() else f" on {owner['host']}"
                     gone = f" If that one has ended, delete {lock}." if where else ""
                     wrong = f"{run} is in use: process {owner['pid']}{where} is at work in it."
                     remedy = f"Wait until it has ended, or name another run ($run).{gone}"
@@ -106,8 +113,8 @@ def acquire(run: Path) -> bool:
 
 def _is_served(owner: dict[str, Any]) -> bool:
     """Whether this process was started by the owner, or by one that it started."""
-    with suppress(psutil.Error):
-        return any(owner == _of(parent) for parent in psutil.Process().parents())
+    with suppress(psutil.Error):  # whatever that one calls this machine
+        return any(owner == {**_of(parent), "host": owner["host"]} for parent in psutil.Process().parents())
     return False
 
 
@@ -145,10 +152,22 @@ def release(run: Path) -> None:
 
 @contextmanager
 def at_work(run: Path) -> Iterator[bool]:
-    """Inside, the run folder is this process's alone; gives False for a stage that is part of another one's work."""
-    ours = acquire(run)
+    """Inside, the run folder is this process's alone; gives False for a stage that is part of another one's work.
+
+    Such a stage has the lock meanwhile: it goes on where the command that started it is killed.
+    """
+    ours, lock = acquire(run), run / LOCK_FILE
+    starter = _read(lock)
+    if not ours:
+        _held[run.resolve()] += 1
+        with writing(run):
+            write_whole(lock, json.dumps(_us()))
     try:
         yield ours
     finally:
         if ours:
             release(run)
+        else:
+            _held[run.resolve()] -= 1
+            with suppress(OSError):  # else it lapses with this process
+                write_whole(lock, json.dumps(starter))

@@ -22,11 +22,11 @@ from toolkit.disk import (
 )
 from toolkit.errors import RecipeError, ToolkitError
 
-RECIPE_FILE = "recipe.yaml"
+RECIPE_FILE, BEFORE_FILE, SAMPLES_FILE = "recipe.yaml", "before.json", "samples.jsonl"
 
 # What a stage or an evaluation writes into its folder, and the folders for weights in it with what is in them.
 _FILES = {
-    RESULT_FILE, MANIFEST, "before.json", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "rows.jsonl",
+    RESULT_FILE, MANIFEST, BEFORE_FILE, SAMPLES_FILE, "metrics.jsonl", "rollouts.jsonl", "rows.jsonl",
     "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "responses.jsonl.partial", "report.html",
     "README.md", "warnings.jsonl", "not_finite.jsonl", "not_finite.safetensors",
 }  # fmt: skip
@@ -67,11 +67,11 @@ def _others(folder: Path) -> list[str]:
     return list((read_object(folder / MANIFEST) or {}).get("others", []))
 
 
-def refuse_others(folder: Path, *, adopt: bool = False) -> None:
+def refuse_others(folder: Path) -> None:
     """That the toolkit can write to a stage's folder, and overwrites nothing but files of its own.
 
     Raises:
-        RecipeError: there are files by the names of its own, and no manifest that says so. To `adopt` them is fine.
+        RecipeError: there are files by the names of its own, and no manifest that says so.
         ToolkitError: a link stands where it would write.
     """
     links = [folder.parent, folder.parent / RECIPE_FILE, folder]
@@ -80,19 +80,11 @@ def refuse_others(folder: Path, *, adopt: bool = False) -> None:
         links += [path for path in inner if path.relative_to(folder).parts[0] in _FILES | WEIGHTS]
     for path in links:
         refuse_link(path)
-    theirs = _unclaimed(folder)
-    if theirs and not adopt:
-        wrong = f"{theirs[0]} is not known to be the toolkit's: {folder} has no {MANIFEST}."
-        raise RecipeError(wrong, remedy="Move that folder away, or name a new run ($run).")
-
-
-def _unclaimed(folder: Path) -> list[Path]:
-    """Files by the names of the toolkit's own in a folder without a manifest."""
-    if sealed_files(folder) is not None:
-        return []
-    ours = written(folder)
-    known = [path for path in files_in(folder) if _is_written(path.relative_to(folder), ())]
-    return [path for path in known + _of_checkpoints(folder) if path not in ours]
+    if sealed_files(folder) is None:
+        known = [path for path in files_in(folder) if _is_written(path.relative_to(folder), ())]
+        for path in known + _of_checkpoints(folder):
+            wrong = f"{path} is not known to be the toolkit's: {folder} has no {MANIFEST}."
+            raise RecipeError(wrong, remedy="Move that folder away, or name a new run ($run).")
 
 
 def refuse_recipe(run: Path, text: str, stages: Iterable[str]) -> None:
@@ -132,9 +124,9 @@ def has_begun(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def begin(folder: Path, *, adopt: bool = False) -> None:
-    """Say in a stage's folder that the toolkit writes there, and which files are others'; for `adopt` see above."""
-    ours = written(folder) + (_unclaimed(folder) if adopt else [])
+def begin(folder: Path) -> None:
+    """Say in a stage's folder that the toolkit writes there, and which files are others'."""
+    ours = written(folder)
     others = [path.relative_to(folder).as_posix() for path in files_in(folder) if path not in ours]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

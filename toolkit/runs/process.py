@@ -18,6 +18,8 @@ _ANYWHERE = 16  # processes that may be tried out on a machine with fewer cores
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 GRACE = 20.0
 """Seconds in which the others end by themselves when one of several processes has failed."""
+_GRACE_OF_A_STOP = 300.0
+"""The same where it was asked to stop: the others save, and what reports to a service may wait for it."""
 
 
 def run_stage(command: list[str], stage: str, needed_by: str) -> None:
@@ -94,15 +96,17 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
                 child.terminate()
 
     codes: dict[int, int] = {}
-    deadline = None
+    first_failed, overdue = 0.0, False
     with signals_to(pass_on):
         while len(codes) < len(children):
             for i, child in enumerate(children):
                 if i not in codes and (code := child.poll()) is not None:
                     codes[i] = code
-            if deadline is None and any(codes.values()):
-                deadline = time.monotonic() + GRACE
-            if deadline is not None and time.monotonic() > deadline:
+            if failed := [code for code in codes.values() if code]:
+                stopped = all((code - 128 if code > 0 else -code) in _STOPS for code in failed)
+                first_failed = first_failed or time.monotonic()
+                overdue = time.monotonic() > first_failed + (_GRACE_OF_A_STOP if stopped else GRACE)
+            if overdue:
                 for i, child in enumerate(children):
                     if i not in codes:
                         _kill(child)

@@ -24,6 +24,7 @@ from toolkit.reports import Progress, Responses, ScoredPair, write_jsonl
 from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, measures, stage_dataset
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
+from toolkit.runs.owned import BEFORE_FILE, SAMPLES_FILE
 from toolkit.sampling import SIGNS
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
@@ -31,8 +32,6 @@ from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
 from toolkit.trainers.sft import cut_rows
 from toolkit.trainers.stock_ppo import save_stock_roles, stock_rollouts
-
-BEFORE_FILE = "before.json"
 
 
 def say(sentence: str) -> None:
@@ -219,7 +218,7 @@ def _write_up(
         write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
         write_jsonl(folder / "rows.jsonl", task.row_places(stage))
     if samples:
-        write_jsonl(folder / "samples.jsonl", samples)
+        write_jsonl(folder / SAMPLES_FILE, samples)
     if judged:
         result["judgement"] = reports.pair_evaluation(judged)
         write_jsonl(folder / reports.SCORES_FILE, judged)

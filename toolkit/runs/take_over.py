@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit.checkpoints import CHECKPOINT
 from toolkit.disk import writing
 from toolkit.errors import RecipeError
 from toolkit.reports import read_result
@@ -86,4 +87,4 @@ def _copy(source: Recipe, target: Recipe, stage: str) -> None:
 
 
 def _left_there(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if "checkpoint-" in name or Path(folder, name).is_symlink()]
+    return [name for name in names if CHECKPOINT in name or Path(folder, name).is_symlink()]

@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from datasets import Dataset
-from numpy.random import Philox
+from numpy.random import Generator, Philox
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 
@@ -192,8 +193,7 @@ def uniforms(keys: Tensor, length: int) -> Tensor:
     Philox4x64, a generator that counts (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a row is
     sampled the same whichever rows stand beside it, and in whichever process.
     """
-    drawn = [Philox(key=key).random_raw(length) >> 11 for key in keys.tolist()]  # 53 bits
-    return torch.stack([torch.from_numpy(row.astype("float64")) for row in drawn]) * 2.0**-53
+    return torch.from_numpy(np.stack([Generator(Philox(key=key)).random(length) for key in keys.tolist()]))
 
 
 def rollout_of(

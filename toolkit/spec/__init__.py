@@ -1,1 +1,1 @@
-"""What a recipe says: read (`load`), validated (`validate`), resolved (`recipe`), shown (`show`, `reference`)."""
+"""What a recipe says: read (`load`), validated (`validate`), resolved (`resolve`), shown (`show`)."""

@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -19,6 +19,7 @@ from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
 from toolkit.errors import Problem, RecipeError
 from toolkit.rewards.function import beside
 from toolkit.settings import fits
+from toolkit.spec.as_text import to_yaml
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
@@ -114,7 +115,7 @@ def _read(path: Path) -> DictConfig:
 def _given(values: Mapping[str, Any]) -> DictConfig:
     """Sections from Python, held to what a file can say."""
     try:
-        text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+        text = to_yaml(dict(values))
         _check_yaml(text)
         return DictConfig(OmegaConf.load(io.StringIO(text)))
     except RepresenterError as error:
@@ -186,10 +187,19 @@ def _with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Probl
     return insert(values, ""), problems
 
 
-def _without_the_replaced(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The recipe without what it says of a task, or of a hub id, in whose place an override names another task, or a
-    file or folder."""
-    given = {override.partition("=")[0] for override in overrides}
+def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
+    """Keys that are given beside the recipe, one by one (`data.train=file`) or in a section (`data={train: file}`)."""
+    given = dict(sections)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        given[key] = yaml.safe_load(value) if value.lstrip().startswith("{") else value
+    within = {f"{key}.{name}" for key, value in given.items() if isinstance(value, Mapping) for name in value}
+    return {*given, *within}
+
+
+def _without_the_replaced(values: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The recipe without what it says of a task, or of a hub id, in whose place another task, or a file or folder, is
+    given."""
     for section in DATA_SECTIONS:
         data = values.get(section)
         if not isinstance(data, dict):
@@ -301,7 +311,7 @@ def load(
     if problems:
         raise RecipeError(str(path), problems=problems)
     try:
-        given = _without_the_replaced(_without_null(resolved), overrides)
+        given = _without_the_replaced(_without_null(resolved), _keys_of(overrides, sections or {}))
         checked = with_reward_files(_with_shipped_data(given, path), path.parent)
     except (OSError, ValueError, RuntimeError) as error:  # as in `find`
         raise RecipeError(f"{path} names a file that cannot be: {_reason(error)}") from error

@@ -5,7 +5,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
@@ -13,6 +12,7 @@ from toolkit.data import TASKS, Task
 from toolkit.errors import within
 from toolkit.models import Precision, load_tokenizer
 from toolkit.rewards import Scorer, scorer_of
+from toolkit.spec.as_text import to_yaml
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import Plan, base_precision
 from toolkit.spec.resolve import resolve
@@ -60,7 +60,7 @@ class Recipe:
 
     @cached_property
     def _yaml(self) -> str:
-        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True, width=100)
+        return to_yaml(self.values, width=100)
 
     @property
     def base(self) -> BaseSection:

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 from toolkit.data import TASKS
 from toolkit.models import AUTO
 from toolkit.rewards import DEFAULT_KIND, SCORERS
+from toolkit.spec.as_text import to_yaml
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, DEFAULT_SEED, PLAIN_SECTIONS, SCORER_SECTIONS, STAGE_CLASSES
 from toolkit.spec.stage import presets
@@ -46,11 +47,11 @@ def _plain(value: Any) -> Any:
 
 def as_yaml(value: Any) -> str:
     """A value as YAML on one line."""
-    form: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": 2**31}
+    form: dict[str, Any] = {"default_flow_style": True, "width": 2**31}
     try:
-        text = yaml.safe_dump([value], **form).strip()
+        text = to_yaml([value], **form).strip()
         if not text.isprintable():  # a line break in a text is then written \n
-            text = yaml.safe_dump([value], **form, default_style='"').strip()
+            text = to_yaml([value], **form, default_style='"').strip()
     except yaml.YAMLError:  # a default of a type that YAML has no form for
         return repr(value)
     return text[1:-1]

@@ -151,15 +151,12 @@ class Trained(Source):
 
     begins: Fresh  # of the role as the stage calls it
 
-    def _outputs(self, site: Site) -> Path | None:
-        return None if self.stage is None else site.outputs_of(self.stage)
-
     def as_of(self, site: Site) -> Source:
-        return self if self._outputs(site) is not None else replace(self.begins, role=self.role)
+        return self if site.outputs_of(self.key) is not None else replace(self.begins, role=self.role)
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
-        outputs = self._outputs(site)
-        assert outputs is not None, f"the {self.stage} stage has not run"
+        outputs = site.outputs_of(self.key)
+        assert outputs is not None, f"the {self.key} stage has not run"
         folder = outputs / self.begins.role
         return Placed(f"from {folder}", load_role(roles, self.role, folder))
 

@@ -70,13 +70,9 @@ class RoleTrainer(ResumableTrainer):
 
     def load_saved(self, folder: Path) -> None:
         if self.roles is None:
-            return self.load_whole(folder / "model")
+            return load_classifier_weights(self.model, folder / "model")
         for role in self.saved_roles:
             load_weights(self.roles, role, folder / role)
-
-    def load_whole(self, folder: Path) -> None:
-        """Put the weights that `save_model` wrote of a whole model, or of its adapter, into it."""
-        load_classifier_weights(self.model, folder)
 
 
 class SupervisedTrainer(RoleTrainer):

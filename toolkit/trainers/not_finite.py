@@ -1,6 +1,5 @@
 """Updates and optimizer steps that are passed over since something in them is not finite."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from toolkit import phases, processes
 from toolkit.data import Rollout
 from toolkit.disk import writing
 from toolkit.errors import SelfCheckError
+from toolkit.reports import write_jsonl
 from toolkit.trainers.share import DividedSteps
 
 BROKEN_ROWS, BROKEN_TENSORS = "not_finite.jsonl", "not_finite.safetensors"
@@ -83,8 +83,7 @@ def save_broken(folder: Path, *, rollout: Rollout | None = None, tensors: Mappin
         if rollout is not None:
             names = ("prompts", "responses", "prompt_ids", "response_ids", "ended")
             rows = zip(*(getattr(rollout, name) for name in names), strict=True)
-            lines = (json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in rows)
-            (folder / BROKEN_ROWS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            write_jsonl(folder / BROKEN_ROWS, (dict(zip(names, row, strict=True)) for row in rows))
             written.append(BROKEN_ROWS)
         if held:
             save_file(held, folder / BROKEN_TENSORS)

@@ -95,10 +95,6 @@ class PPOTrainer(PPOLoop):
         self._parts = dict(getattr(self.reward, "last_parts", {}))  # an evaluation scores others
         return scores
 
-    def score_parts(self) -> dict[str, Tensor]:
-        """What each part of a weighted sum gave the rollout that was scored last, (B,) each."""
-        return self._parts
-
     # ------------------------------------------------------------------ one update
 
     def step(self, batch: dict[str, Any], responses: Rollout, scores: ScoreLike) -> dict[str, float]:
@@ -116,7 +112,7 @@ class PPOTrainer(PPOLoop):
             over += f"a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. Raise max_steps, or end the loop."
             warnings.warn(over, stacklevel=2)
         scores = check_scores(scores, responses)
-        parts = {name: part for name, part in self.score_parts().items() if len(part) == len(responses)}
+        parts = {name: part for name, part in self._parts.items() if len(part) == len(responses)}
         learning_rate = self.lr_scheduler.get_last_lr()[0]
         shortest = self.args.min_response_length if self.args.drop_short_responses else 0
         kept = [row for row, length in enumerate(responses.lengths) if length >= shortest]

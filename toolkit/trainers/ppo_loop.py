@@ -176,7 +176,7 @@ class PPOLoop(SharedBaseTrainer):
             self._in_scoring = rollouts[-1]
             with phases.phase("score"):
                 all_scores.append(self.score(batch, rollouts[-1]))
-            parts.append(self.score_parts())
+            parts.append(self._parts)
             rollout_seconds += sampled - started
             score_seconds += time.perf_counter() - sampled
             if left:
@@ -186,14 +186,10 @@ class PPOLoop(SharedBaseTrainer):
             {"prompt": rollout.prompts[i], "response": rollout.responses[i], "score": score, "ended": rollout.ended[i]}
             for i, score in enumerate(total_scores(scores)[:_ROWS_SHOWN].tolist())
         ]
-        columns = {"input_ids": rollout.prompt_ids, **rollout.columns}
-        batch = self.data_collator(
-            [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        )
         self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         started = time.perf_counter()
         with phases.phase("update", self.args.num_ppo_epochs * self.args.num_mini_batches):
-            metrics = self.step(batch, rollout, scores)
+            metrics = self.step({}, rollout, scores)
         seconds = {"rollout_seconds": rollout_seconds, "score_seconds": score_seconds}
         seconds["step_seconds"] = time.perf_counter() - started
         speed = len(rollout) / sum(seconds.values())
@@ -254,14 +250,13 @@ class PPOLoop(SharedBaseTrainer):
             wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
             wrong += "scores or KL would mean something else from here on."
             raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
-        if (begun_with := state.get("kl_coef_begun_with", self.args.kl_coef)) != self.args.kl_coef:
+        if (begun_with := state["kl_coef_begun_with"]) != self.args.kl_coef:
             raise other_setting(self._goes_on_from, "kl_coef", begun_with, self.args.kl_coef)
-        self.kl_coef, self._evaluation_due = state["kl_coef"], state.get("evaluation_due", False)
+        self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
-        if "watch" in state:
-            self.watch = Watch(**state["watch"])
+        self.watch = Watch(**state["watch"])
 
     def _frozen(self) -> dict[str, str]:
         base = self.roles

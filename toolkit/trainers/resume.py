@@ -32,9 +32,9 @@ class _StopAtStepEnd(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Whichever process was asked, all of them stop at the same step.
-        asked = [signal for signal in processes.gather(self.request.received) if signal is not None]
-        if asked:
-            self.request.received = asked[0]
+        asked = processes.first(self.request.received)
+        if asked is not None:
+            self.request.received = asked
             control.should_save = control.should_training_stop = self.request.met = True
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -115,8 +115,10 @@ class ResumableTrainer(GuardedSteps):
         Raises:
             CheckpointError: there is no whole checkpoint, or it is of another run.
             RunInterrupted: a signal asked to stop, and the run was saved.
+            SelfCheckError: several processes do not begin with the same base, data or versions.
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
+        self._check_alike()
         asked = resume_from_checkpoint
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
         with checkpoints.stop_requests(self._meets) as request:
@@ -129,7 +131,7 @@ class ResumableTrainer(GuardedSteps):
             finally:
                 self.remove_callback(callback)
         self._check_equal()
-        stop = next((one for one in processes.gather(request.received) if one is not None), None)
+        stop = processes.first(request.received)
         step, saved = self.state.global_step, self._folder_of(self.state.global_step)
         # One that came after the last step ends nothing that would be lost.
         if stop is not None and (request.met or processes.by_main(saved.is_dir)):
@@ -185,6 +187,16 @@ class ResumableTrainer(GuardedSteps):
             folder = processes.by_main(partial(self._write_checkpoint, best))
         self._goes_on_from = None
         return folder
+
+    def _check_alike(self) -> None:
+        """All of several processes, which may be on several machines, begin with the same base and data."""
+        if processes.count() == 1:
+            return
+        of_all = processes.gather(self._identity)
+        differ = sorted(key for key in self._identity if any(one[key] != of_all[0][key] for one in of_all))
+        if differ:
+            wrong = f"the processes do not begin with the same {' and '.join(differ)}."
+            raise SelfCheckError(wrong, remedy="Give all machines the same checkpoint, data and packages.")
 
     def _check_equal(self) -> None:
         """All of several processes hold the same weights, which they have moved by the same steps."""
@@ -252,7 +264,7 @@ class ResumableTrainer(GuardedSteps):
         state = self._restoring
         check_same_run(checkpoint, self._restoring, self._identity)
         if len(state["optimizer"]["param_groups"]) != len(self.optimizer.param_groups):
-            wrong = f"{checkpoint} was written with another weight decay, or by an earlier version of the toolkit."
+            wrong = f"{checkpoint} was written with another weight decay."
             raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
         check_same_optimizer(checkpoint, state["optimizer"]["param_groups"], self.optimizer.param_groups)
         try:
@@ -273,6 +285,6 @@ class ResumableTrainer(GuardedSteps):
         """What `own_state` gave, and then the random states: what comes before may draw random numbers."""
         self._goes_on_from = checkpoint
         self.load_own_state(self._restoring["own"])
-        vars(self.skipped).update(self._restoring.get("skipped", {}))
+        vars(self.skipped).update(self._restoring["skipped"])
         checkpoints.set_random_states(self._restoring["random"])
         self._restoring = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -43,6 +43,7 @@ class RoleRollouts:
     tokenizer: PreTrainedTokenizerBase
     roles: models.SharedBase
     autocast: Callable[[], AbstractContextManager]
+    generated: Portion = field(default_factory=all_at_once)  # rows of a generation at a time
 
     at_a_time: ClassVar[str]  # the setting that says how many rows are read
 
@@ -69,11 +70,6 @@ class RoleRollouts:
         pack = self.roles.packs_rows and not self.args.gradient_checkpointing
         pad = self.tokenizer.pad_token_id
         return models.Sequences.from_ids(*ids, pad_token_id=pad, device=self.roles.device, pack=pack)
-
-    @cached_property
-    def generated(self) -> Portion:
-        """Rows of a generation at a time."""
-        return all_at_once()
 
     @cached_property
     def portion(self) -> Portion:

@@ -44,22 +44,18 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         CheckpointError: the state means nothing in this run.
     """
     wrong = ""
-    before_dtype = then.get("dtype")  # None in a checkpoint from before it was kept
     if then["data"] != now["data"]:
         rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
         wrong = f"was written on other training data ({rows}), so its place in them means nothing."
         remedy = "Give the data back, or start anew."
-    elif "base" not in then:
-        wrong = "was written by an earlier version of the toolkit, and lacks what this one goes on with."
-        remedy = "Start anew, or go on with that version."
-    elif then["base"] != now["base"] and before_dtype in (None, now["dtype"]):
+    elif then["base"] != now["base"] and then["dtype"] == now["dtype"]:
         wrong = "was written on a base with other weights: its adapters mean nothing on this one."
         remedy = "Give the base back, or start anew."
     if wrong:
         raise CheckpointError(f"{checkpoint} {wrong}", remedy=remedy)
-    if before_dtype not in (None, now["dtype"]):
+    if then["dtype"] != now["dtype"]:
         warnings.warn(
-            f"{checkpoint} was written with its model in {before_dtype}, and goes on in {now['dtype']}: not exact, "
+            f"{checkpoint} was written with its model in {then['dtype']}, and goes on in {now['dtype']}: not exact, "
             "and by its numbers the base cannot be told from another of the same shape.",
             stacklevel=3,
         )
@@ -68,7 +64,7 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
     if changed:
         others = f"other versions ({', '.join(changed)}): not exact to the last bit."
         warnings.warn(f"{checkpoint} was written with {others}", stacklevel=3)
-    if (number := then.get("processes", 1)) != processes.count():
+    if (number := then["processes"]) != processes.count():
         wrong = f"{checkpoint} was written by {number} of them, and {processes.count()} go on: rows are sampled "
         wrong += "the same, sums are rounded in another order, and dropout draws other numbers."
         warnings.warn(f"processes: {wrong}", stacklevel=3)

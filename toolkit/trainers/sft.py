@@ -47,11 +47,15 @@ def cut_rows(dataset: Dataset, args: SFTConfig) -> dict[str, int]:
     long = dataset.filter(lambda ids: len(ids) > limit, input_columns="input_ids")
     if not len(long):
         return {}
-    lost = 0
-    if "labels" in long.column_names and not args.packing:
-        kept = slice(limit) if args.truncation_mode == "keep_start" else slice(-limit, None)
-        lost = sum(all(label == -100 for label in labels[kept]) for labels in long["labels"])
+    lost = 0 if args.packing else len(long) - len(with_loss(long, args))
     return {"cut": len(long), "without_loss": lost}
+
+
+def with_loss(dataset: Dataset, args: SFTConfig) -> Dataset:
+    """The rows of which TRL's cut to `max_length` leaves a token of the loss; it leaves the others out."""
+    limit = args.max_length
+    kept = slice(limit) if limit is None or args.truncation_mode == "keep_start" else slice(-limit, None)
+    return dataset.filter(lambda labels: any(label != -100 for label in labels[kept]), input_columns="labels")
 
 
 def _loss_of_own_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

@@ -14,6 +14,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
+from toolkit import processes
+
 READ_FROM = {"transformers": "5.23.0", "trl": "1.16.0", "accelerate": "1.15.0"}
 
 
@@ -68,6 +70,12 @@ class TrainerHooks(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         AcceleratorState._reset_state()  # of an earlier trainer, which may have another precision
         super().create_accelerator_and_postprocess()
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the process that reports and uploads; to the libraries each of several is alone."""
+        return processes.is_main()
+
+    is_local_process_zero = is_world_process_zero
 
     def _send_telemetry(self) -> None:
         """TRL reports architecture and GPU of each run; the toolkit sends nothing anywhere."""
