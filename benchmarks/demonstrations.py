@@ -123,7 +123,8 @@ DEMONSTRATIONS = {
 def run_stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: str, from_run: str = "") -> None:
     """One stage by the command line, in a process of its own; one that was stopped goes on from its checkpoints."""
     command = [sys.executable, "-m", "toolkit", stage, str(recipe), *overrides, "--run", run, "--runs-dir", str(runs)]
-    command += [*(["--resume"] if (runs / run).is_dir() else []), *(["--from-run", from_run] if from_run else [])]
+    command += ["--from-run", from_run] if from_run else []
+    command += ["--resume"] if (runs / run).is_dir() else []
     print(" ".join(["toolkit", *command[3:]]), flush=True)
     ended = subprocess.run(command, check=False).returncode
     if ended:
@@ -485,7 +486,7 @@ def show(path: Path) -> None:
     demonstration = DEMONSTRATIONS[name]
     figure = _FIGURES[name](demonstration, result["arms"])
     save_figure(figure, name)
-    where = f"{result['machine']['processor']}, {result['machine']['threads']} thread(s), {result['date'][:10]}"
+    where = f"{result['machine']['processor']}, {result['date'][:10]}"
     table = (_table if demonstration.arms else _recipe_table)(demonstration, result["arms"])
     text = f"{table}\n\n{where}."
     page = PAGE.read_text(encoding="utf-8")

@@ -35,6 +35,7 @@ from benchmarks.start import RANK, Built, Job
 from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
 from toolkit.costs import Device, Lengths, here, weight_bytes_of
+from toolkit.errors import ConfigError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
 
@@ -134,8 +135,8 @@ def build(given: Settings, roles: SharedBase, work: Work, folder: Path, **form: 
 
 
 def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **form: Any) -> dict[str, Any]:
-    """One row, a form of `FORMS`: median seconds, and the peak memory, of each phase. Where memory runs out, the phase
-    it ran out in."""
+    """One row, a form of `FORMS`: median seconds, and the peak memory, of each phase, and whose rows at a time were
+    halved since they did not fit. Where memory runs out, the phase it ran out in."""
     row: dict[str, Any] = {"value": value, **form}
     peaks = PeakMemory(given.device)
     clock = PhaseClock(peaks)
@@ -143,11 +144,21 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
         built = build(given, roles, work, Path(folder), value=value, **form)
         try:
             run_ours(built, work, clock, WARM_UP + given.updates)
-        except torch.cuda.OutOfMemoryError:
-            return {**row, "out_of_memory": clock.phase}
+        except (torch.cuda.OutOfMemoryError, ToolkitError) as error:
+            at_an_end = isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError)  # in the reward, or outside
+            if not at_an_end and not isinstance(error, ConfigError):
+                raise
+            return {**row, "out_of_memory": clock.phase if at_an_end else f"{clock.phase}: {error}"}
         finally:
             roles.gradient_checkpointing_disable()
             roles.zero_grad()  # where memory ran out, some are left
+    trainer, at_a_time = built.trainer, work.size.micro_batch
+    portions = {
+        "update": (trainer.micro_batch, at_a_time),
+        "read": (trainer.rollouts.portion, at_a_time),
+        "rollout": (trainer.rollouts.generated, work.size.rollouts),
+        "reward": (trainer.reward.portion, at_a_time),
+    }
     foreseen = _foreseen(given, built.trainer.args, value)
     measured = clock.updates[WARM_UP:]
     seconds = {phase: statistics.median(update[phase] for update in measured) for phase in PHASES}
@@ -156,6 +167,7 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
         "updates": measured,
         "seconds": seconds,
         "peak_gb": peaks.peaks,
+        "lowered": {name: portion.rows for name, (portion, asked) in portions.items() if portion.rows < asked},
         **foreseen,
         "samples_per_second": work.size.rollouts / sum(seconds.values()),
     }

@@ -103,7 +103,7 @@ def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
     runs.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {name: {} for name in LABELS}
     for seed in seeds:
-        name, settings = f"{RECIPE}-{seed}", (f"seed={seed}", f"ppo.max_steps={UPDATES[RECIPE][0]}", *overrides)
+        name, settings = f"systems-{RECIPE}-{seed}", (f"seed={seed}", f"ppo.max_steps={UPDATES[RECIPE][0]}", *overrides)
         for stage in ("sft", "ppo"):
             run_stage(stage, RECIPE, name, runs, *settings)
         begun = recipes.load(RECIPE, *settings, run=name, runs_dir=runs)
@@ -118,6 +118,10 @@ def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
             evaluation = untrained(begun, folder, policy=str(cloned)).evaluate_rollout(begun.task.prompts("test"))
         figures = {key: value for key, value in evaluation.metrics.items() if key != "kl"}  # to itself
         found["cloning"][str(seed)] = {"after": figures, "kept": len(read_jsonl(runs / f"kept-{seed}.jsonl"))}
+    for name, of_seeds in found.items():
+        updates, each = UPDATES.get(name, (1, SAMPLES))
+        for one in of_seeds.values():
+            one["responses"] = updates * each
     prompts = len(begun.task.prompts("test"))
     return write_result(new_result("systems", arms=found, prompts=prompts), RESULTS)
 
@@ -135,16 +139,10 @@ def _run(stage: str, name: str, values: Mapping[str, Any], runs: Path, seed: int
 _WINDOW = 160  # responses that a point of the curve is the mean of
 
 
-def _responses(name: str) -> int:
-    """How many an arm has learned from."""
-    updates, each = UPDATES.get(name, (1, SAMPLES))
-    return updates * each
-
-
-def _curve(name: str, points: Sequence[Sequence[float]]) -> Iterator[tuple[float, float]]:
+def _curve(responses: int, points: Sequence[Sequence[float]]) -> Iterator[tuple[float, float]]:
     """Responses so far, and the mean score of the last `_WINDOW` of them; every update had as many."""
     scores = [score for _, score in points]
-    each = _responses(name) / len(scores)
+    each = responses / len(scores)
     window = max(1, round(_WINDOW / each))
     for end in range(window, len(scores) + 1, window):
         yield end * each, sum(scores[end - window : end]) / window
@@ -158,13 +156,18 @@ def _figure(arms: Mapping[str, Any]) -> Figure:
         for i, one in enumerate(arms[name].values()):
             style = {"color": f"C{colour}", "label": None if i else label.replace("`", "")}
             if name in UPDATES:
-                rollouts.plot(*zip(*_curve(name, one["score"]), strict=True), lw=1.2, marker=".", **style)
+                rollouts.plot(*zip(*_curve(one["responses"], one["score"]), strict=True), lw=1.2, marker=".", **style)
             if "kl" in one["after"]:
                 ends.plot(one["after"]["kl"], one["after"]["score"], linestyle="", marker="o", **style)
     instructions = newest("demonstration_instructions")
     if instructions is not None:
         best = next(one["best_of"] for one in instructions["arms"]["recipe"].values() if "best_of" in one)
-        ends.plot([kl for _, kl, _ in best], [score for *_, score in best], "k:", label="the best of 1 to 16")
+        ends.plot(
+            [kl for _, kl, _ in best],
+            [score for *_, score in best],
+            "k:",
+            label="the best of 1 to 16 (the demonstration's)",
+        )
     rollouts.set_xlabel("responses", fontsize=9)
     rollouts.set_title("score of the rollouts", fontsize=10)
     ends.set_xlabel("KL a response", fontsize=9)
@@ -190,7 +193,7 @@ def _table(arms: Mapping[str, Any], prompts: int) -> str:
 
     lines = {("where all begin", ""): [one["before"] for one in arms[RECIPE].values()]}
     lines |= {
-        (label, f"{_responses(name):,}"): [one["after"] for one in arms[name].values()]
+        (label, f"{next(iter(arms[name].values()))['responses']:,}"): [one["after"] for one in arms[name].values()]
         for name, label in LABELS.items()
     }
     rows = [[*begins, *(cell(ends, key) for key in _COLUMNS)] for begins, ends in lines.items()]
@@ -204,7 +207,7 @@ def show(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     save_figure(_figure(result["arms"]), "systems")
     machine = result["machine"]
-    where = f"{machine['processor']}, {machine['threads']} thread(s), {result['date'][:10]}."
+    where = f"{machine['processor']}, {result['date'][:10]}."
     text = f"{_table(result['arms'], result['prompts'])}; {where}"
     page = fill(PAGE.read_text(encoding="utf-8"), "systems: made by benchmarks.systems", "end of systems", text)
     PAGE.write_text(page, encoding="utf-8")

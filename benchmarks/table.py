@@ -33,7 +33,8 @@ _COLUMNS = (
 
 
 def _spread(figure: Mapping[str, float]) -> str:
-    return f"{figure['median']:.2f} ({figure['min']:.2f}–{figure['max']:.2f})"
+    least, most = figure["min"], figure["max"]
+    return f"{figure['median']:.2f}{f' ({least:.2f}–{most:.2f})' if least < most else ''}"  # of one round none
 
 
 def _cells(label: str, figures: Mapping[str, Any]) -> list[str]:
@@ -172,7 +173,8 @@ _GPU_COLUMNS = (
 
 
 def _gpu_cells(row: Mapping[str, Any]) -> list[str]:
-    first = [row["value"], "on" if row["gradient_checkpointing"] else "off", row["generation"]]
+    lowered = "".join(f", {phase} by {rows} rows" for phase, rows in row.get("lowered", {}).items())
+    first = [row["value"], "on" if row["gradient_checkpointing"] else "off", f"{row['generation']}{lowered}"]
     if "out_of_memory" in row:
         return [*first, f"out of memory in {row['out_of_memory']}", *[""] * (len(_GPU_COLUMNS) - 4)]
     return [

@@ -49,7 +49,7 @@ def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, mon
     demonstrations.show(tmp_path / "value.json")
     text = page.read_text()
     assert "| 0.600 (0.500–0.700) | -1.500 (-2.000–-1.000) | 3.000 (2.000–4.000) |" in text and "old" not in text
-    assert text.startswith("Before.\n") and text.endswith("After.\n") and "a chip, 1 thread(s), 2026-01-01." in text
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "a chip, 2026-01-01." in text
     assert "</svg>" in (tmp_path / "figures" / "value.svg").read_text()
 
 

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -6,6 +8,8 @@ import torch
 from benchmarks import gpu, table
 from benchmarks.errors import BenchmarkError
 from benchmarks.work import PHASES
+from tests.tiny_runs import REPOSITORY
+from toolkit.errors import ConfigError, RewardError
 
 
 def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
@@ -23,6 +27,52 @@ def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert "random weights" in capsys.readouterr().out
     text = table.section("gpu", found)
     assert "| separate | off | merged |" in text and "random weights" in text
+
+
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"tenacity", "matplotlib"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import benchmarks.gpu
+from toolkit.rewards import remote
+assert not hasattr(remote, "httpx2")  # which the hub's library may have of its own
+"""
+
+
+def test_bench_gpu_needs_nothing_that_a_machine_that_is_lent_may_lack():
+    subprocess.run([sys.executable, "-c", ABSENT], check=True, cwd=REPOSITORY)
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (torch.cuda.OutOfMemoryError("out"), "update"),
+    (RewardError("the reward raised"), "update"),
+    (ConfigError("merged needs 16 GB"), "update: merged needs 16 GB"),
+])  # fmt: skip
+def test_a_row_that_does_not_fit_loses_no_other(error, said, monkeypatch):
+    def runs_out(built, work, clock, updates):
+        clock.phase = "update"
+        raise error from torch.cuda.OutOfMemoryError("out") if isinstance(error, RewardError) else None
+
+    monkeypatch.setattr(gpu, "run_ours", runs_out)
+    given = gpu.settings(small=True, updates=1, rollouts=4)
+    work = gpu.random_work(given.llama, given.size, given.prompt_length)
+    roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
+    row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
+    assert row["out_of_memory"] == said
+    with pytest.raises(RewardError):
+        monkeypatch.setattr(gpu, "run_ours", lambda *arguments: (_ for _ in ()).throw(RewardError("another")))
+        gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
+
+
+def test_a_row_whose_micro_batch_was_halved_says_so():
+    figures = dict.fromkeys(PHASES, 1.0)
+    row = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "lowered": {"update": 2}}
+    row |= {"seconds": figures, "planned_seconds": figures, "peak_gb": figures, "planned_gb": figures}
+    _, rows = table.gpu_rows({"rows": [{**row, "samples_per_second": 1.0, "over_floor": 1.0}]})
+    assert rows[0][2] == "eager, update by 2 rows"
 
 
 def test_a_row_that_ran_out_of_memory_says_where():

@@ -46,8 +46,9 @@ def test_q_learning_and_cloning_learn_from_the_same_responses(begun, tmp_path):
 def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
     end = {"score": 0.5, "kl": 2.0, "length": 20.0, "satisfied": 0.5, "satisfied_unseen": 0.2}
     logged = [[update, float(update > 25)] for update in range(1, 51)]
-    arms = {name: {"0": {"before": end, "after": end, "score": logged}} for name in LABELS}
-    arms["cloning"] = {"0": {"after": {key: value for key, value in end.items() if key != "kl"}, "kept": 7}}
+    arms = {name: {"0": {"before": end, "after": end, "score": logged, "responses": 1600}} for name in LABELS}
+    cloned = {key: value for key, value in end.items() if key != "kl"}
+    arms["cloning"] = {"0": {"after": cloned, "kept": 7, "responses": 1600}}
     result = {"arms": arms, "prompts": 30, "date": "2026-01-01", "machine": {"processor": "a chip", "threads": 1}}
     (tmp_path / "systems.json").write_text(json.dumps(result))
     page = tmp_path / "page.md"
@@ -63,4 +64,4 @@ def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
         in text
     )
     assert "</svg>" in (tmp_path / "figures" / "systems.svg").read_text()
-    assert list(systems._curve(RECIPE, logged)) == [(160 * n, mean) for n, mean in enumerate([0] * 5 + [1] * 5, 1)]
+    assert list(systems._curve(1600, logged)) == [(160 * n, mean) for n, mean in enumerate([0] * 5 + [1] * 5, 1)]

@@ -14,11 +14,8 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
-
-import httpx2
-import tenacity
 
 from toolkit.data import Rollout, select
 from toolkit.errors import NotFiniteError, Problem, RewardError, printable
@@ -26,6 +23,10 @@ from toolkit.rewards.base import Reward, wait_for
 from toolkit.rewards.dense import LARGEST_SCORE, quoted
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import AT_LEAST_1, NOT_NEGATIVE, Range, setting
+
+if TYPE_CHECKING:  # whoever asks no server need not have them: a machine that is lent for benchmarks does not
+    import httpx2
+    import tenacity
 
 _SECONDS = Range("positive and finite", lambda x: 0 < x < math.inf)
 _LONGEST_WAIT = 60.0  # seconds
@@ -89,6 +90,8 @@ class RemoteReward(RemoteScorer):
         return wait_for(self._ask_all(rollout), loop="remote rewards")
 
     async def _ask_all(self, rollout: Rollout) -> list[float]:
+        import httpx2
+
         scores: list[float] = []
         # Its own time-outs start anew with each byte.
         async with httpx2.AsyncClient(headers=self._headers, timeout=None, follow_redirects=False) as client:
@@ -97,7 +100,9 @@ class RemoteReward(RemoteScorer):
                 scores += self._scores(await self._ask(client, _body(part)), part)
         return scores
 
-    async def _ask(self, client: httpx2.AsyncClient, body: bytes) -> bytes:
+    async def _ask(self, client: "httpx2.AsyncClient", body: bytes) -> bytes:
+        import tenacity
+
         started, limit = time.monotonic(), self.deadline or math.inf
         tries = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.retries + 1) | tenacity.stop_before_delay(limit),
@@ -113,17 +118,21 @@ class RemoteReward(RemoteScorer):
             wrong = f"gave no answer in {count} tries over {seconds:.0f} s; the last: {error}."
             raise self._wrong(wrong, "See to the server.") from error
 
-    def _wait(self, state: tenacity.RetryCallState) -> float:
+    def _wait(self, state: "tenacity.RetryCallState") -> float:
+        import tenacity
+
         error = state.outcome.exception() if state.outcome is not None else None
         asked_for = error.retry_after if isinstance(error, _Passing) else None
         return min(_LONGEST_WAIT, tenacity.wait_exponential(self.first_wait)(state) if asked_for is None else asked_for)
 
-    def _say_wait(self, state: tenacity.RetryCallState) -> None:
+    def _say_wait(self, state: "tenacity.RetryCallState") -> None:
         assert state.outcome is not None and state.next_action is not None
         wait = f"waiting {state.next_action.sleep:.2g} s before try {state.attempt_number + 1} of {self.retries + 1}"
         warnings.warn(printable(f"{self.url}: {state.outcome.exception()}; {wait}."), stacklevel=2)
 
-    async def _try(self, client: httpx2.AsyncClient, body: bytes, until: float) -> bytes:
+    async def _try(self, client: "httpx2.AsyncClient", body: bytes, until: float) -> bytes:
+        import httpx2
+
         received, seconds = bytearray(), min(self.timeout, until - time.monotonic())
         try:
             async with asyncio.timeout(seconds), client.stream("POST", self.url, content=body) as response:
