@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.clock import WARM_UP, PhaseClock, gradient_norms
-from benchmarks.start import PRECISIONS, Built, Job, lora, nf4, seed_adapter, seed_head
+from benchmarks.start import MOVED, PRECISIONS, Built, Job, lora, nf4, seed_adapter, seed_head
 from benchmarks.work import Work, given_responses, padding_tokenizer
 from toolkit.data import pad_rows
 from toolkit.models import fast_precision
@@ -87,7 +87,7 @@ def started(agent: Any) -> Built:
     named = list(agent.actor.named_parameters())
     own = {adapter: [(name, p) for name, p in named if f".{adapter}." in name] for adapter in _ROLES}
     for adapter, role in _ROLES.items():
-        seed_adapter(own[adapter], role)
+        seed_adapter(own[adapter], role, moved=MOVED)
     head = agent.actor.v_head.summary
     seed_head(head.weight, "value")
     torch.nn.init.zeros_(head.bias)  # the other contenders' heads have none

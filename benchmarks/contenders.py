@@ -21,7 +21,7 @@ from transformers import (
 from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.start import PRECISIONS, Built, Job, lora, nf4, seed_adapter, seed_head
+from benchmarks.start import MOVED, PRECISIONS, Built, Job, lora, nf4, seed_adapter, seed_head
 from benchmarks.work import Work
 from toolkit.data import Rollout
 from toolkit.models import SharedBase, load_base
@@ -114,7 +114,7 @@ def add_roles(base: SharedBase, value: str, *, rewarded: bool = True) -> SharedB
         base.add_role("reward", lora())
     for role in ("policy", "value", "reward"):
         own = [(name, p) for name, p in base.model.named_parameters() if f".{role}." in name]
-        seed_adapter([(name.replace(f".{role}.", "."), p) for name, p in own], role)
+        seed_adapter([(name.replace(f".{role}.", "."), p) for name, p in own], role, moved=MOVED)
     for role in ("value", "reward") if rewarded else ("value",):
         seed_head(base.head(role).weight, role)
     return base
@@ -162,11 +162,10 @@ def build_views(job: Job) -> Built:
 
 def _classifier(job: Job, role: str, *, adapter: bool) -> PreTrainedModel:
     model = AutoModelForSequenceClassification.from_pretrained(job.model, num_labels=1, dtype=job.dtype)
-    if adapter:
-        wrapped = get_peft_model(model, lora("SEQ_CLS"))
-        seed_adapter(wrapped.named_parameters(), role)
-        # TRL reads `base_model_prefix` and `score`, which the model has and its PEFT wrapper has not.
-        model = wrapped.get_base_model()
+    wrapped = get_peft_model(model, lora("SEQ_CLS"))
+    seed_adapter(wrapped.named_parameters(), role, moved=MOVED)
+    # TRL reads `base_model_prefix` and `score`, which the model has and its PEFT wrapper has not.
+    model = wrapped.get_base_model() if adapter else wrapped.merge_and_unload().requires_grad_()
     weights = [p for name, p in model.named_parameters() if name.startswith("score.")]
     for weight in weights:  # PEFT keeps the original of a head beside its copy
         seed_head(weight, role)
@@ -194,7 +193,7 @@ def build_stock(job: Job, *, adapters: bool) -> Built:
         peft_config=lora(),
     )
     policy = trainer.policy_model
-    seed_adapter(policy.named_parameters(), "policy")
+    seed_adapter(policy.named_parameters(), "policy", moved=MOVED)
     trained = [p for p in policy.parameters() if p.requires_grad]
     heads = [p for name, p in value.named_parameters() if name.startswith("score.") and p.requires_grad]
     return Built(trainer, policy.get_base_model(), trained, heads[0])

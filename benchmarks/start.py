@@ -19,6 +19,8 @@ from benchmarks.work import Work
 from toolkit.models import quantization_config
 
 RANK = 16
+MOVED = 0.02
+"""The size of each adapter's B: with it policy and reference, and each role and the base, say different things."""
 LEARNING_RATE = 1e-5
 PRECISIONS = {"bfloat16": "bf16", "float32": "float32"}
 """In which contenders run, and what the tables call them."""
@@ -78,18 +80,21 @@ def _generator(name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def seed_adapter(parameters: Iterable[tuple[str, nn.Parameter]], role: str) -> None:
-    """Give each A of an adapter values that depend on the role and the layer's place alone.
+def seed_adapter(parameters: Iterable[tuple[str, nn.Parameter]], role: str, *, moved: float = 0.0) -> None:
+    """Give an adapter values that depend on the role and the layer's place alone.
 
     Args:
         parameters: by name, of this adapter only.
-        role: "policy", "value" or "reward".
+        role: "policy", "value" or "reward"; a value's are the policy's, so that one on that adapter does the same.
+        moved: the size of B's; where it is 0, as before training, the role does what the base does.
     """
+    whose = "policy" if role == "value" else role
     for name, parameter in parameters:
-        place = re.search(r"(layers\.\d+\..+)\.lora_A", name)
+        place = re.search(r"(layers\.\d+\..+)\.lora_([AB])\b", name)
         if place:
-            noise = torch.randn(parameter.shape, generator=_generator(f"{role}.{place[1]}"))
-            parameter.copy_(noise / parameter.shape[1] ** 0.5)
+            of_b = "" if place[2] == "A" else ".B"
+            noise = torch.randn(parameter.shape, generator=_generator(f"{whose}.{place[1]}{of_b}"))
+            parameter.copy_(noise * moved if of_b else noise / parameter.shape[1] ** 0.5)
 
 
 @torch.no_grad()

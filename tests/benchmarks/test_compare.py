@@ -36,6 +36,18 @@ def test_a_contender_that_starts_elsewhere_is_refused(checkpoint, work, compared
         check_equal(found)
 
 
+@pytest.mark.parametrize("role", ["policy", "value", "reward"])
+def test_a_contender_that_leaves_an_adapter_out_is_refused(role, checkpoint, work, compared, monkeypatch):
+    seed = contenders.seed_adapter
+
+    def without(parameters, other, *, moved):
+        seed(parameters, other, moved=0.0 if other == role else moved)
+
+    monkeypatch.setattr(contenders, "seed_adapter", without)
+    found = {**compared, "stock-full": worker.compare(checkpoint, work, "stock-full", dtype="bfloat16")}
+    assert any("in stock-full, " in line for line in differences(found))
+
+
 def test_what_differs_is_named():
     same = {"score": 1.0, "kl": 0.0, "entropy": 50.0, "policy_loss": 0.0, "value_loss": 0.5, "policy_gradient": 1.0,
             "value_head_gradient": 1.0}  # fmt: skip

@@ -14,9 +14,10 @@ from transformers import BitsAndBytesConfig, LlamaConfig
 from tests.tiny_models import lora, needs_trl_loop, tiny_model
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, save_llama, texts
 from toolkit import recipes
-from toolkit.errors import ModelError, RecipeError
+from toolkit.errors import DataError, ModelError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
 from toolkit.runs.check import check
+from toolkit.runs.check_report import Findings
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
@@ -465,3 +466,11 @@ def test_rows_left_out_and_a_row_as_a_stage_reads_it(tmp_path, checkpoint):
     # The byte tokenizer: <s>Why?</s><s>Since.</s>
     assert "first row of reward: '<s>Why?</s><s>Since.</s>', 14 tokens: 1 " in text
     assert "pad '</s>' (2), a response ends at '</s>' (2)" in text
+
+
+def test_a_problem_is_named_by_its_section_once():
+    findings = Findings()
+    for field in ("train", "q_data.train", ""):
+        with findings.at("q_data"):
+            raise DataError(f"{field or 'nothing'} is wrong", field=field)
+    assert [problem.field for problem in findings.problems] == ["q_data.train", "q_data.train", "q_data"]

@@ -170,13 +170,14 @@ class Findings:
     def at(self, section: str = "", key: str = "") -> Iterator[None]:
         """What a user can mend is noted, with its section of the recipe, and the check goes on.
 
-        What names no field is a problem of `key`, or of the section itself.
+        What names no field is a problem of `key`, or of the section itself; what names the section is as it is.
         """
         try:
             yield
         except ToolkitError as error:
             for problem in error.problems:
-                self.note((problem if problem.field or not key else problem.within(key)).within(section))
+                named = problem if problem.field or not key else problem.within(key)
+                self.note(named if section and named.field.startswith(f"{section}.") else named.within(section))
 
     def note(self, problem: Problem) -> None:
         if problem not in self.problems:  # two stages may read one file
