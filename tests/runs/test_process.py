@@ -90,11 +90,13 @@ def test_one_that_was_stopped_waits_longer_for_the_others(monkeypatch):
     assert time.monotonic() - began < 20
 
 
-def test_a_signal_is_passed_on():
-    """To a launcher of two, whose children say that they have saved."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on(number):
+    """To a launcher of two, whose children say that they have saved, and which no terminal sends Ctrl-C to."""
     children = script("signal.signal(15, lambda *_: sys.exit(143)); os.write(1, b'ready\\n'); time.sleep(60)")
     launcher = f"import sys; from toolkit.runs import process; sys.exit(process.run_in_processes({children}, 2))"
-    started = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", launcher]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert [started.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    started.send_signal(signal.SIGTERM)
+    started.send_signal(number)
     assert started.wait(30) == 143

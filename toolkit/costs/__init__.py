@@ -5,7 +5,7 @@
 or this CPU.
 """
 
-from toolkit.costs.counted import Costs, Counted, Kernel, Weightless
+from toolkit.costs.counted import Costs, Counted, Weightless
 from toolkit.costs.devices import CARDS, Device, here, named
 from toolkit.costs.outline import pack, take_shape, weight_bytes_of
 from toolkit.costs.supervised import SUPERVISED, counted_step

@@ -133,7 +133,7 @@ def usable_rows(
     return read
 
 
-def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source: str, left_out: str = "") -> list[int]:
+def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source: str, left_out: str) -> list[int]:
     """Which rows to hold out: so many, a few more if prompts repeat, so that no prompt is also trained on.
 
     Raises DataError, which names the source and what was left out of it, if no row would be left to train on.

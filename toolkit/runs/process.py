@@ -72,6 +72,14 @@ def _signal(code: int) -> str:
     return f"{name}, probably since memory ran out" if name == "SIGKILL" else name
 
 
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+    except OSError:
+        return os.name == "nt"  # which sends Ctrl-C to all processes of a console
+    return True
+
+
 def _kill(child: subprocess.Popen[bytes]) -> None:
     """End one at once, since SIGTERM would not reach it in a collective, and an earlier stage that it has started. Such
     a stage of one that was killed itself then ends by its broken connection."""
@@ -86,12 +94,13 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     """Their exit codes, once all have ended. Where one has failed and others wait for it, they are ended, too.
 
-    A terminal sends Ctrl-C to all processes: this one waits while the others finish their step and save. SIGTERM
-    reaches this one alone, and is passed on.
+    A terminal sends Ctrl-C to all processes: this one waits while the others finish their step and save. SIGTERM, and
+    SIGINT where there is no terminal, may reach this one alone, and are passed on: as SIGTERM, of which a second one
+    does no harm to those that it has reached.
     """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
+        if number == signal.SIGTERM or not _has_terminal():
             for child in children:
                 child.terminate()
 

@@ -92,7 +92,7 @@ class Experience(NamedTuple):
         return {role for role, error in errors.items() if not error[rows][mask].abs().max() <= _NOTHING_TO_LEARN}
 
 
-def describe(experience: Experience, *, kl_coef: float, cap: float | None = None) -> dict[str, float]:
+def describe(experience: Experience, *, kl_coef: float, cap: float | None) -> dict[str, float]:
     """Metrics of the rollout and of the critic on it; `cap` is that of the importance weights."""
     mask = experience.response_mask
     kl = experience.kl.masked_fill(~mask, 0.0).sum(dim=1).mean()
