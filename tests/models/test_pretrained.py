@@ -80,7 +80,7 @@ def test_the_proxy_is_the_one_that_the_hubs_library_takes(environ, asked, monkey
 @pytest.mark.parametrize(("cause", "offline", "said"), [
     (GatedRepoError, False, r"\(no access\) Ask for access at .*/some/model, then log in: hf auth login"),
     (RepositoryNotFoundError, False, "If it is a private one, log in: hf auth login"),
-    (LocalEntryNotFoundError, True, "load them with a network: hf download some/model"),
+    (LocalEntryNotFoundError, True, "Name a folder .* offline: what its cache lacks is .* by hf download some/model"),
     (LocalEntryNotFoundError, False, "Name a folder or hub id with safetensors"),
 ])  # fmt: skip
 def test_what_the_hub_keeps_back_has_its_own_way_on(cause, offline, said, monkeypatch):

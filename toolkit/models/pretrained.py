@@ -98,13 +98,13 @@ def not_loaded(model: str, error: Exception) -> ModelError:
         )
     remedy = "Name a folder or hub id with safetensors weights and a tokenizer."
     if kind != "folder":
-        remedy = _way_to_the_hub(model, error) or remedy
+        remedy = _way_to_the_hub(model, error, remedy)
     return ModelError(
         f'no checkpoint could be loaded from the {kind} "{model}" ({reason})', field="model", remedy=remedy
     )
 
 
-def _way_to_the_hub(model: str, error: BaseException) -> str:
+def _way_to_the_hub(model: str, error: BaseException, otherwise: str) -> str:
     """What to do for a checkpoint that the hub does not give to everybody, or that is not whole in its cache."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
@@ -114,8 +114,8 @@ def _way_to_the_hub(model: str, error: BaseException) -> str:
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         return "Check the name. If it is a private one, log in: hf auth login."
     if constants.HF_HUB_OFFLINE:
-        return f"The hub is offline. If files are missing in its cache, load them with a network: hf download {model}."
-    return ""
+        return f"{otherwise} The hub is offline: what its cache lacks is loaded with a network, by hf download {model}."
+    return otherwise
 
 
 def _weight_files(folder: Path) -> list[Path]:
