@@ -13,8 +13,8 @@ from benchmarks.errors import BenchmarkError
 # How far from its partner's figure one may be: as a share of it, or absolutely where it is near 0. Measured on
 # SmolLM2-135M-Instruct in bfloat16 (ours, TRL's with three PEFT models, and ours in float32): the policy's gradient
 # 1.55, 1.39 and 1.53, the score 0.126, 0.133 and 0.148 (0.164 with the adapter in a whole model), the KL -2.9, -2.5 and
-# -2.8; value losses 1.3 % apart, their gradients 3.6 %, the sum of log-probabilities of a response 0.2 %. A KL is the
-# difference of two such sums, and may be off by so much of their size.
+# -2.8; value losses 1.3 % apart, their gradients 4 % (AgileRL's 8 %), the sum of log-probabilities of a response 0.2 %.
+# A KL is the difference of two such sums, and may be off by so much of their size.
 TOLERANCES = {
     "score": (0.0, 0.05),
     "kl": (0.01, 0.0),
@@ -22,7 +22,7 @@ TOLERANCES = {
     "policy_loss": (0.0, 0.02),
     "value_loss": (0.05, 0.0),
     "policy_gradient": (0.15, 0.0),
-    "value_head_gradient": (0.05, 0.0),
+    "value_head_gradient": (0.1, 0.0),
 }
 # Weights in 4 bits are other weights: they are compared among themselves.
 # Without a reward role all have the score 0, and with it other advantages.
