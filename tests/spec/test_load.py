@@ -450,6 +450,13 @@ def test_names_of_runs_that_are_fine(tmp_path):
         assert recipes.load("doubling", run=name, runs_dir=tmp_path).folder == tmp_path / name
 
 
+@pytest.mark.parametrize("number", ["0x" + "f" * 5000, "1" * 5000])
+def test_a_number_beyond_all_sense_is_one_sentence(number, tmp_path):
+    for key in ("ppo.max_steps", "seed", "about"):
+        with pytest.raises(RecipeError, match=r"override .* does not fit the recipe: .*(digits|too large)"):
+            recipes.load("doubling", f"{key}={number}")
+
+
 # ---------------------------------------------------------------------- from Python
 
 

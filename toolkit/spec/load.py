@@ -27,6 +27,7 @@ from toolkit.spec.sections import DATA_SECTIONS, SCORER_SECTIONS, STAGE_CLASSES
 from toolkit.spec.validate import check_recipe
 
 _DEEPEST, _MOST = 50, 100_000  # of the values of a recipe
+_LONGEST = 100  # digits of a whole number
 _KEY = re.compile(r"\$\{([\w.-]+)\}")
 
 
@@ -76,7 +77,8 @@ _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, Type
 def _check_yaml(text: str) -> str:
     """What a text is, as "mapping", "sequence", "scalar", or "nothing".
 
-    Its keys are text, and a few lines do not stand for thousands of values, as with aliases of aliases.
+    Its keys are text, no number is beyond all sense, and a few lines do not stand for thousands of values, as with
+    aliases of aliases.
 
     Raises:
         ValueError: they are not, or do.
@@ -97,6 +99,8 @@ def _check_yaml(text: str) -> str:
                 nodes.append((value, depth + 1))
         elif isinstance(node, yaml.SequenceNode):
             nodes += [(item, depth + 1) for item in node.value]
+        elif node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST:
+            raise ValueError(f"it has a number of {len(node.value):,} digits.")
     return "nothing" if root is None else type(root).__name__.removesuffix("Node").lower()
 
 
