@@ -106,7 +106,9 @@ def test_a_stage_whose_command_was_killed_is_still_at_work(tmp_path):
     command = subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path), HOLD], **pipes)
     assert command.stdout.readline() == "False\n"
     stage = owner_of(tmp_path)["pid"]
+    assert stage != command.pid
     command.kill()
+    command.wait()
     with pytest.raises(RecipeError, match=rf"is in use: process {stage} is at work in it"):
         acquire(tmp_path)
     command.communicate("\n")  # which the stage reads
