@@ -34,13 +34,33 @@ OVERWRITE ?= 0
 RESUME ?= 0
 MERGE ?= 0
 
-## A mistyped name would be passed over, and the default recipe run for hours.
-known = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES PYTHON VENV VERSIONS CPU AGILERL
-given = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+## A mistyped name, or GPU for GPUS, would be passed over, and a recipe run for hours as nobody asked.
+stages = sft reward ppo collect q
+of_recipes = $(stages) show validate plan
+RECIPE_is_for = $(of_recipes) chat generate eval judge export
+MODEL_is_for = $(of_recipes) bench bench-slice bench-growth bench-agilerl
+SET_is_for = $(of_recipes) eval judge
+RUN_is_for = $(stages) validate chat generate eval judge export
+FROM_is_for = $(stages)
+OVERWRITE_is_for = $(stages)
+RESUME_is_for = $(stages)
+GPUS_is_for = $(stages) generate eval judge
+PROCESSES_is_for = $(GPUS_is_for)
+GPU_is_for = plan
+OUTPUT_is_for = judge export
+MERGE_is_for = export
+CPU_is_for = test check
+AGILERL_is_for = bench-agilerl
+limited = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES CPU AGILERL
+known = $(limited) PYTHON VENV VERSIONS
+given := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 unknown := $(filter-out $(known),$(given))
 ifneq ($(strip $(unknown)),)
 $(error make knows no $(strip $(unknown)): the names are $(known). Keys of a recipe stand in SET, as SET="ppo.kl_coef=0.1")
 endif
+goals = $(or $(MAKECMDGOALS),help)
+$(foreach name,$(filter $(limited),$(given)),$(if $(filter $($(name)_is_for),$(goals)),,\
+  $(error make $(goals) does not read $(name), which is for make $($(name)_is_for))))
 ifneq ($(filter-out newest oldest,$(VERSIONS)),)
 $(error VERSIONS is newest or oldest, or not given for the set of constraints.txt)
 endif

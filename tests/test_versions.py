@@ -1,7 +1,6 @@
 """The three sets of versions: within the bounds of pyproject.toml, the oldest at them, and told as they are."""
 
 import re
-import subprocess
 import tomllib
 from importlib.metadata import version
 
@@ -51,18 +50,3 @@ def test_the_page_tells_the_versions_of_each_set():
     page = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
     for package in ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes"):
         assert f"| {package} | {' | '.join(str(pins(name)[package]) for name in SETS)} |" in page
-
-
-def dry(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", "-n", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-
-
-def test_make_tests_as_on_another_cpu_and_with_what_is_newer():
-    assert "ATEN_CPU_CAPABILITY=default " in dry("test", "CPU=plain").stdout
-    assert "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 " in dry("test", "CPU=avx2").stdout
-    assert "ATEN" not in dry("test").stdout
-    assert "CPU is plain or avx2" in dry("test", "CPU=old").stderr
-    (newer,) = (line for line in dry("smoke").stdout.splitlines() if "--target" in line)
-    assert f"trl=={pins('newest')['trl']}" in newer and (
-        ("torch==" in newer) == (pins("newest")["torch"] != pins("pinned")["torch"])
-    )

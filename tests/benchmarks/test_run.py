@@ -1,6 +1,5 @@
 import copy
 import io
-import subprocess
 
 import pytest
 from rich.console import Console
@@ -15,7 +14,6 @@ from benchmarks.summary import FLOOR_BAR
 from benchmarks.table import KINDS, section
 from benchmarks.work import SIZES
 from tests.benchmarks.examples import BY_HAND, one_round
-from tests.tiny_runs import REPOSITORY
 from toolkit.models import Precision, on_another_machine
 
 
@@ -158,17 +156,3 @@ def test_an_environment_goes_with_its_kind(words, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         driver.main()
     assert "the kind agilerl, and no other, needs an environment that has it" in capsys.readouterr().err
-
-
-def test_make_bench_without_a_model_says_so():
-    done = subprocess.run(["make", "-n", "bench"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "make bench needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct." in done.stderr
-
-
-def test_make_bench_agilerl_hands_its_environment_on_and_says_what_is_missing():
-    words = ["make", "-n", "bench-agilerl", "MODEL=model"]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "add AGILERL=/path/to/environment" in done.stderr
-    done = subprocess.run([*words, "AGILERL=its/own"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert 'benchmarks.run agilerl --model "model" --agilerl "its/own"' in done.stdout

@@ -1,0 +1,57 @@
+"""make hands on what it is given, and refuses what its target does not read; nothing is run."""
+
+import re
+import subprocess
+from itertools import product
+
+from tests.test_versions import pins
+from tests.tiny_runs import REPOSITORY
+
+TARGETS = ("sft", "reward", "ppo", "collect", "q", "show", "validate", "plan", "chat", "generate", "eval", "judge")
+TARGETS += ("export", "recipes", "test", "smoke", "bench", "bench-agilerl", "bench-gpu")
+NEEDED = {
+    "export": ("OUTPUT=folder",),
+    "bench": ("MODEL=model",),
+    "bench-agilerl": ("MODEL=model", "AGILERL=environment"),
+}
+BECOMES = {"OVERWRITE": "--overwrite", "RESUME": "--resume", "MERGE": "--merge", "CPU": "ATEN_CPU_CAPABILITY"}
+"""By variable what is on the command; of others their value is."""
+
+
+def dry(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "-n", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_a_variable_is_on_the_command_or_refused():
+    names = re.search(r"the names are (.*?)\. Keys", dry("ppo", "LR=1").stderr)[1].split()
+    assert {"GPU", "GPUS", "RECIPE", "VERSIONS"} < set(names)
+    read = set()
+    for target, name in product(TARGETS, [name for name in names if name not in ("PYTHON", "VENV", "VERSIONS")]):
+        value = "plain" if name == "CPU" else "odd-value"
+        others = [word for word in NEEDED.get(target, ()) if not word.startswith(f"{name}=")]
+        done = dry(target, *others, f"{name}={value}")
+        if done.returncode == 0:
+            read.add((target, name))
+            assert BECOMES.get(name, value) in done.stdout, (target, name)
+        else:
+            assert f"make {target} does not read {name}, which is for make " in done.stderr, (target, name)
+    assert {("ppo", "GPUS"), ("plan", "GPU"), ("export", "MERGE")} < read
+    assert not {("ppo", "GPU"), ("plan", "GPUS"), ("generate", "RESUME")} & read
+
+
+def test_tests_as_on_another_cpu_and_with_what_is_newer():
+    assert "ATEN_CPU_CAPABILITY=default " in dry("test", "CPU=plain").stdout
+    assert "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 " in dry("test", "CPU=avx2").stdout
+    assert "ATEN" not in dry("test").stdout
+    assert "CPU is plain or avx2" in dry("test", "CPU=old").stderr
+    (newer,) = (line for line in dry("smoke").stdout.splitlines() if "--target" in line)
+    assert f"trl=={pins('newest')['trl']}" in newer and (
+        ("torch==" in newer) == (pins("newest")["torch"] != pins("pinned")["torch"])
+    )
+
+
+def test_a_benchmark_says_what_it_needs():
+    assert "make bench needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct." in dry("bench").stderr
+    assert "add AGILERL=/path/to/environment" in dry("bench-agilerl", "MODEL=model").stderr
+    said = dry("bench-agilerl", "MODEL=model", "AGILERL=its/own").stdout
+    assert 'benchmarks.run agilerl --model "model" --agilerl "its/own"' in said
