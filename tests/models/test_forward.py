@@ -1,5 +1,3 @@
-import platform
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ from toolkit.data import pad_rows
 from toolkit.models import (
     Sequences,
     SharedBase,
-    keep_freed_memory,
     read_policy,
     response_logprobs,
     response_values,
@@ -118,17 +115,3 @@ def test_rounding_lengths_up_stays_within_learned_positions(architecture):
         ours = response_logprobs(base, Sequences.from_ids([ids[:9]], [ids[9:]], pad_token_id=0))[0]
         logits = base(input_ids=torch.tensor([ids])).logits[0, 8:-1].log_softmax(-1)
     torch.testing.assert_close(ours, logits.gather(1, torch.tensor(ids[9:])[:, None])[:, 0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such thresholds")
-def test_freed_memory_is_kept_for_what_comes(monkeypatch):
-    """Each page that the system gives is a fault; what is freed may come to lie in several places."""
-    resource = pytest.importorskip("resource")
-    keep_freed_memory()
-    before, pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, 3 * 30 * 2**20 // resource.getpagesize()
-    for _ in range(12):
-        [torch.ones(30 * 2**18) for _ in range(3)]  # 30 MiB each
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 5 * pages
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")  # who has set it is left alone
-    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("asked for"))
-    keep_freed_memory.__wrapped__()

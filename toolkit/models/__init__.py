@@ -32,6 +32,7 @@ from toolkit.models.forward import (
     sequence_logits,
     value_after_response,
 )
+from toolkit.models.freed_memory import FreedMemory, keep_freed_memory
 from toolkit.models.heads import QBound, ScoreHead, score_positions
 from toolkit.models.load import META, MOST_LAYERS, ModelSpec, load_base, load_model, model_config
 from toolkit.models.logit_changes import scales_logits
@@ -57,7 +58,7 @@ from toolkit.models.q_values import (
     update_q_target,
 )
 from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
-from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, keep_freed_memory, planned_for_cpu
+from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, planned_for_cpu
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 from toolkit.models.weights import (

@@ -15,8 +15,8 @@ from toolkit.errors import ModelError
 from toolkit.models.base_checks import check_base
 from toolkit.models.copies import bytes_of, copied, unpackable
 from toolkit.models.decoding import decode
+from toolkit.models.freed_memory import keep_freed_memory
 from toolkit.models.fused_lora import Fused
-from toolkit.models.sequences import keep_freed_memory
 
 
 class FrozenLM(nn.Module):

@@ -1,13 +1,10 @@
-"""Prompts and responses laid out for a forward pass, and the memory that passes of all sizes leave."""
+"""Prompts and responses laid out for a forward pass."""
 
-import ctypes
 import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +15,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 # SmolLM2-135M: resident memory grows by some 20 MB a length); a GPU's matrix units like multiples of 8 too.
 LENGTH_MULTIPLE = 8
 _PADDING = 1 / 16  # of a line of packed rows, at the most: lengths are then few
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _planned_for_cpu = ContextVar("planned_for_cpu", default=False)
 _SHORT = 256  # tokens of a row whose attention in bfloat16 would take longer than in float32 (docs/benchmarks.md)
 
@@ -190,19 +186,3 @@ def planned_for_cpu() -> Iterator[None]:
         yield
     finally:
         _planned_for_cpu.reset(token)
-
-
-@cache
-def keep_freed_memory() -> None:
-    """Let the C library keep what passes have freed, for those to come.
-
-    glibc gives large tensors back to the system, which clears each page of memory when it is touched again: with
-    activations of one micro-batch after another that is a sixth of the time of a stage (docs/benchmarks.md). Whoever
-    has set glibc's thresholds is left alone. On a GPU PyTorch has a cache of its own.
-    """
-    if torch.cuda.is_available() or os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
-        return
-    with suppress(OSError, AttributeError, TypeError):  # glibc has it, other C libraries do not
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**25)  # the largest that it takes
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -200,6 +200,7 @@ class PPOLoop(SharedBaseTrainer):
         while self.state.global_step < self.total_updates:
             self.dataloader.pass_is_over = False
             yield self.dataloader.next_batch()
+            self.freed_memory.after_step()
 
     def _act(self) -> None:
         """Do what the callbacks asked for: log, evaluate, save."""

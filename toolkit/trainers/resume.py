@@ -18,19 +18,20 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
-from toolkit.models import keep_freed_memory, tensors_digest
+from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
 from toolkit.trainers.same_run import check_same_optimizer, check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 
-class _StopAtStepEnd(TrainerCallback):
-    """Ends training where somebody asked for it, with a checkpoint."""
+class _AtStepEnd(TrainerCallback):
+    """Gives memory back, and ends training where somebody asked for it, with a checkpoint."""
 
-    def __init__(self, request: checkpoints.StopRequest):
-        self.request = request
+    def __init__(self, request: checkpoints.StopRequest, freed: FreedMemory):
+        self.request, self.freed = request, freed
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.freed.after_step()
         # Whichever process was asked, all of them stop at the same step.
         asked = processes.first(self.request.received)
         if asked is not None:
@@ -123,7 +124,7 @@ class ResumableTrainer(GuardedSteps):
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
         with checkpoints.stop_requests(self._meets) as request:
             self._request = request
-            callback = _StopAtStepEnd(request)
+            callback = _AtStepEnd(request, self.freed_memory)
             self.add_callback(callback)
             self._began = time.perf_counter()
             try:
@@ -243,6 +244,10 @@ class ResumableTrainer(GuardedSteps):
             "resumed_at": self.resumed_at,
             "skipped": vars(self.skipped),
         }
+
+    @cached_property
+    def freed_memory(self) -> FreedMemory:
+        return FreedMemory()
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
