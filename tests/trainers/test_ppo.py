@@ -12,7 +12,7 @@ from tests.tolerances import EXACT
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import ConfigError, DataError
-from toolkit.models import Sequences, SharedBase, sequences
+from toolkit.models import FreedMemory, Sequences, SharedBase, sequences
 from toolkit.sampling import SIGNS
 from toolkit.trainers.ppo import PPOTrainer
 
@@ -41,8 +41,9 @@ def test_training_changes_policy_and_value_and_nothing_else(value, checkpointing
     assert all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
 
 
-def test_the_loop_of_a_notebook_is_what_train_does(tmp_path):
-    results = []
+def test_the_loop_of_a_notebook_is_what_train_does(tmp_path, monkeypatch):
+    results, given_back = [], []
+    monkeypatch.setattr(FreedMemory, "after_step", lambda self: given_back.append(self))
     for by_hand in (False, True):
         set_seed(0)
         ours = trainer(tmp_path, fresh_seed(), max_steps=6)  # a pass has four batches
@@ -54,6 +55,7 @@ def test_the_loop_of_a_notebook_is_what_train_does(tmp_path):
         else:
             ours.train()
         assert ours.state.global_step == 6
+        assert len(given_back) == 6 * (1 + by_hand)
         results.append(snapshot(ours.roles))
     assert results[0].keys() == results[1].keys()
     for name in results[0]:
