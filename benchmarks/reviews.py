@@ -237,10 +237,8 @@ def _table(result: Mapping[str, Any]) -> str:
     rows = [[title, *(cell([one[when][key] for one in seeds]) for when in whens)] for key, title in titles.items()]
     different = [[len(set(one[when]["said"])) for one in seeds] for when in whens]
     rows.append([f"different texts, of {len(seeds[0]['after']['said'])}", *map(_range, different)])
-    said = [
-        [cell_of(text) for text in texts] for texts in zip(*(seeds[0][when]["said"] for when in whens), strict=True)
-    ]
-    samples = random.Random(0).sample(said, min(_SHOWN, len(said)))
+    texts = zip(*(map(cell_of, seeds[0][when]["said"]) for when in whens), strict=True)
+    samples = random.Random(0).sample(list(texts), _SHOWN)
     right = ", ".join(f"{one['reward']['accuracy']:.2f}" for one in seeds)
     others = f"{result['others']['accuracy']:.2f} by that of other pairs"
     accuracy = f"Held-out pairs that are judged rightly: {right} by the reward, {others}."
