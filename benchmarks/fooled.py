@@ -1,10 +1,10 @@
-"""A reward that is fooled, and a judge that sees it, on hh-rlhf's pairs:
+"""A reward that is fooled, and a judge that may see it, on hh-rlhf's pairs:
 
     python -m benchmarks.fooled train.jsonl validation.jsonl base.model=/path/to/SmolLM2-135M-Instruct
 
-Runs `smollm2_135m_lora` with a judge that was taught something else: whether a response belongs to its prompt or to
-another's. What comes back at the end is what the judge likes best; it is put beside the policy from before PPO, also by
-a third reward, of pairs that neither has seen. Stages that are finished are not repeated. Writes
+Runs `smollm2_135m_lora` for each seed, with a judge that was taught something else: whether a response belongs to its
+prompt or to another's. What comes back at the end is what the judge likes best; it is put beside the policy from before
+PPO, also by a third reward, of pairs that neither has seen. Stages that are finished are not repeated. Writes
 `benchmarks/results/DATE_fooled.json`, `docs/figures/fooled.svg`, and the tables in `docs/fooled_rewards.md`.
 """
 
@@ -28,6 +28,9 @@ from toolkit.functional import wilson_interval
 from toolkit.reports import read_jsonl
 
 RECIPE = "smollm2_135m_lora"
+SEEDS = (0, 1, 2)
+JUDGES = {"belongs": 8, "third": 9}
+"""Runs of rewards that PPO does not optimise, the same for all seeds, and the seeds of their own."""
 FIRST = 760
 """Rows of which PPO's reward and its judge are made; the third reward has the others."""
 SHOWN = 20
@@ -80,43 +83,52 @@ def _divided(train: Path, validation: Path, folder: Path) -> dict[str, tuple[str
     }
 
 
-def run(train: Path, validation: Path, folder: Path, overrides: Sequence[str]) -> Path:
-    """All stages, and the result's path."""
+def run(train: Path, validation: Path, folder: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
+    """All stages of all seeds, and the result's path."""
     runs = folder.resolve() / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     data = _divided(train, validation, runs.parent)
-    run_stage("sft", RECIPE, "fooled", runs, *data["fooled"], *overrides)
-    for seed, name in enumerate(data):
+    for name, seed in JUDGES.items():
         run_stage("reward", RECIPE, name, runs, f"seed={seed}", *data[name], *overrides)
-    reward = {name: str(runs / name / "reward" / "reward") for name in data}
-    begun = recipes.load(RECIPE, *data["fooled"], *overrides, run="fooled", runs_dir=runs)
+    found = {str(seed): _of_seed(seed, runs, [f"seed={seed}", *data["fooled"], *overrides]) for seed in seeds}
+    judges = {name: _accuracy(runs / name) for name in JUDGES}
+    return write_result(new_result("fooled", seeds=found, judges=judges), RESULTS)
+
+
+def _accuracy(run: Path) -> float:
+    """Of the reward of a run, on held-out pairs."""
+    result = json.loads((run / "reward" / "result.json").read_text(encoding="utf-8"))
+    return float(result["after"]["accuracy"])
+
+
+def _of_seed(seed: int, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """The stages of a seed, its curve and warnings, and its policies before PPO and after it."""
+    begun = recipes.load(RECIPE, *settings, run=f"fooled-{seed}", runs_dir=runs)
+    for stage in ("sft", "reward"):
+        run_stage(stage, RECIPE, begun.run, runs, *settings)
+    reward, judge, third = (str(runs / name / "reward" / "reward") for name in (begun.run, *JUDGES))
     values = {key: value for key, value in begun.values.items() if key not in ("sft", "reward", "reward_head")}
-    values["start"] = {"policy": str(begun.stage_folder("sft") / "policy"), "reward": reward["fooled"]}
-    values["start"]["judge"], values["judge"] = reward["belongs"], {"kind": "adapter"}
+    before = str(begun.stage_folder("sft") / "policy")
+    values |= {"start": {"policy": before, "reward": reward, "judge": judge}, "judge": {"kind": "adapter"}}
     values["data"]["max_validation_rows"] = PROMPTS
     values["ppo"] |= WATCHED
-    path = runs.parent / "watched.yaml"
+    path = runs.parent / f"watched-{seed}.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    run_stage("ppo", path, "watched", runs)
-    recipe = recipes.load(path, run="watched", runs_dir=runs)
+    run_stage("ppo", path, path.stem, runs)
+    recipe = recipes.load(path, run=path.stem, runs_dir=runs)
     ppo = recipe.stage_folder("ppo")
     result = json.loads((ppo / "result.json").read_text(encoding="utf-8"))
     evaluated = [row for row in read_jsonl(ppo / "metrics.jsonl") if "eval_judge" in row]
     curve = [{"update": row["step"], **{key: row[f"eval_{key}"] for key in _DRAWN}} for row in evaluated]
     curve = [{"update": 0, **{key: result["before"][key] for key in _DRAWN}}, *curve]
-    policies = {"before": values["start"]["policy"], "after": str(ppo / "policy")}
-    model, found = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
-    for when, policy in policies.items():
-        rows, figures = said(recipe.values, policy=policy, reward=reward["fooled"], judge=reward["third"])
+    model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
+    for when, policy in {"before": before, "after": str(ppo / "policy")}.items():
+        rows, figures = said(recipe.values, policy=policy, reward=reward, judge=third)
         figures |= {"third": figures["judge"], "third_se": figures["judge_se"], **result[when]}
         figures["perplexity"] = perplexity(model, recipe.tokenizer, rows)
-        found[when] = {"figures": figures, "said": [response for _, response in rows]}
-    accuracy = {
-        name: json.loads((runs / name / "reward" / "result.json").read_text(encoding="utf-8"))["after"]["accuracy"]
-        for name in data
-    }
-    about = {"accuracy": accuracy, "curve": curve, "warnings": result.get("warnings", []), "policies": found}
-    return write_result(new_result("fooled", **about), RESULTS)
+        policies[when] = {"figures": figures, "said": [response for _, response in rows]}
+    warnings = result.get("warnings", [])
+    return {"accuracy": _accuracy(runs / begun.run), "curve": curve, "warnings": warnings, "policies": policies}
 
 
 def said(values: Mapping[str, Any], **start: str) -> tuple[list[tuple[str, str]], dict[str, float]]:
@@ -136,65 +148,89 @@ def said(values: Mapping[str, Any], **start: str) -> tuple[list[tuple[str, str]]
 
 
 _APOLOGY = re.compile(r"\b(sorry|apologi[sz]e|apolog(y|ies))\b", re.IGNORECASE)
-_REWARDS = {"fooled": "the reward", "belongs": "the judge", "third": "the third"}
 _BY = {"score": "the reward that PPO optimises", "judge": "the judge beside it", "third": "a third that neither saw"}
 
 
-def _figure(result: Mapping[str, Any]) -> Figure:
-    """What reward and judge have gained, by KL and by update."""
-    points, first = result["curve"], result["curve"][0]
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axes, along in zip(figure.subplots(1, 2), ("kl", "update"), strict=True):
-        for key in ("score", "judge"):
-            gains = [(point[key] - first[key]) / first[f"{key}_se"] for point in points]
-            axes.plot([point[along] for point in points], gains, marker=".", lw=1.2, label=_BY[key])
-        axes.axhline(0, color="k", lw=0.6)
-        axes.set_xlabel({"kl": "KL a response", "update": "updates"}[along], fontsize=9)
-        axes.grid(alpha=0.3)
-    top = figure.axes[1].get_ylim()[1]
-    for warning in result["warnings"]:
-        figure.axes[1].axvline(warning["step"], color="C3", lw=0.8, linestyle=":")
-        figure.axes[1].text(warning["step"], top, warning["name"], fontsize=7, rotation=90, va="top")
-    figure.axes[0].set_ylabel("gain, in standard errors of the first", fontsize=9)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+def _figure(seeds: Mapping[str, Any]) -> Figure:
+    """What reward and judge have gained, by KL and by update, a column for each seed."""
+    figure = Figure(figsize=(3.3 * len(seeds), 5.2), layout="constrained")
+    grid = figure.subplots(2, len(seeds), sharey=True, squeeze=False)
+    for column, (seed, one) in zip(grid.T, seeds.items(), strict=True):
+        points, first = one["curve"], one["curve"][0]
+        for axes, along in zip(column, ("kl", "update"), strict=True):
+            for key in ("score", "judge"):
+                gains = [(point[key] - first[key]) / first[f"{key}_se"] for point in points]
+                axes.plot([point[along] for point in points], gains, marker=".", lw=1.2, label=_BY[key])
+            axes.axhline(0, color="k", lw=0.6)
+            axes.set_xlabel({"kl": "KL a response", "update": "updates"}[along], fontsize=9)
+            axes.grid(alpha=0.3)
+        column[0].set_title(f"seed {seed}", fontsize=10)
+    for axes, one in zip(grid[1], seeds.values(), strict=True):  # once all have their limits, which they share
+        for warning in one["warnings"]:
+            axes.axvline(warning["step"], color="C3", lw=0.8, linestyle=":")
+            axes.text(warning["step"], axes.get_ylim()[1], warning["name"], fontsize=7, rotation=90, va="top")
+    figure.supylabel("gain, in standard errors of the first", fontsize=9)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure
 
 
 def _table(result: Mapping[str, Any]) -> str:
-    policies = result["policies"].values()
-    figures = [one["figures"] for one in policies]
-    said = [one["said"] for one in policies]
+    """What each seed's policy is like before PPO and after it, the way there, and the warnings."""
+    seeds = result["seeds"]
+    policies = [tuple(one["policies"].values()) for one in seeds.values()]
 
-    def share(texts: Sequence[str]) -> str:
-        number = sum(bool(_APOLOGY.search(text)) for text in texts)
-        low, high = wilson_interval(number, len(texts))
-        return f"{number / len(texts):.2f} ({low:.2f}–{high:.2f})"
+    def mean(of: Mapping[str, Any], key: str) -> str:
+        return f"{of['figures'][key]:.2f} ± {of['figures'][f'{key}_se']:.2f}"
 
-    def mean(of: Mapping[str, float], key: str) -> str:
-        return f"{of[key]:.3f} ± {of[f'{key}_se']:.3f}"
+    def share(of: Mapping[str, Any], _: str) -> str:
+        number = sum(bool(_APOLOGY.search(text)) for text in of["said"])
+        low, high = wilson_interval(number, len(of["said"]))
+        return f"{number / len(of['said']):.2f} ({low:.2f}–{high:.2f})"
 
-    rows = [[f"by {whose}", *(mean(of, key) for of in figures)] for key, whose in _BY.items()]
-    for key, title in {"kl": "KL a response", "length": "tokens", "eos_share": "share that ends by itself"}.items():
-        rows.append([title, *(f"{of[key]:.2f}" for of in figures)])
-    rows.append(["share with an apology", *map(share, said)])
-    rows.append(["different responses", *(f"{len(set(texts))} of {len(texts)}" for texts in said)])
-    rows.append(["perplexity under the base, not quantised", *(f"{of['perplexity']:.1f}" for of in figures)])
-    accuracy = ", ".join(f"{result['accuracy'][name]:.2f} of {whose}" for name, whose in _REWARDS.items())
+    def different(of: Mapping[str, Any], _: str) -> str:
+        return f"{len(set(of['said']))} of {len(of['said'])}"
+
+    def plain(of: Mapping[str, Any], key: str) -> str:
+        return f"{of['figures'][key]:.2f}"
+
+    measured = {f"by {whose}": (mean, key) for key, whose in _BY.items()}
+    measured |= {"KL a response": (plain, "kl"), "tokens": (plain, "length")}
+    measured |= {"share that ends by itself": (plain, "eos_share"), "share with an apology": (share, "")}
+    measured |= {"different responses": (different, ""), "perplexity under the base": (plain, "perplexity")}
+    rows = [
+        [title, *(" → ".join(cell(of, key) for of in two) for two in policies)]
+        for title, (cell, key) in measured.items()
+    ]
     shown = ("score", "judge", "kl", "length", "distinct_share")
-    points = [[str(point["update"]), *(f"{point[key]:.2f}" for key in shown)] for point in result["curve"]]
-    columns = ["update", "score", "judge", "KL a response", "tokens", "share of different responses"]
-    tables = [markdown(["responses to held-out prompts", "before", "after"], rows), markdown(columns, points)]
-    told = [f"- update {warning['step']}, `{warning['name']}`: {warning['text']}" for warning in result["warnings"]]
-    return "\n\n".join([*tables, "\n".join(told), f"Accuracy on held-out pairs: {accuracy}."])
+    points = [
+        [seed, str(point["update"]), *(f"{point[key]:.2f}" for key in shown)]
+        for seed, one in seeds.items()
+        for point in one["curve"]
+    ]
+    columns = ["seed", "update", "score", "judge", "KL a response", "tokens", "share of different responses"]
+    tables = [
+        markdown(["held-out prompts, before → after", *(f"seed {seed}" for seed in seeds)], rows),
+        markdown(columns, points),
+    ]
+    told = [
+        f"- seed {seed}, update {warning['step']}, `{warning['name']}`: {warning['text']}"
+        for seed, one in seeds.items()
+        for warning in one["warnings"]
+    ]
+    rewards = ", ".join(f"{one['accuracy']:.2f}" for one in seeds.values())
+    judges = " and ".join(f"{accuracy:.2f}" for accuracy in result["judges"].values())
+    accuracy = f"Accuracy on held-out pairs: {rewards} of the rewards, {judges} of the judge and the third."
+    return "\n\n".join([*tables, "\n".join(told), accuracy])
 
 
-def _samples(result: Mapping[str, Any]) -> str:
-    """Responses before and after, side by side in an order of their own; below them which is which.
+def _samples(seeds: Mapping[str, Any]) -> str:
+    """Responses before and after, of all seeds, side by side in an order of their own; below them which is which.
 
     Without the prompts, which are made to provoke.
     """
     drawn = random.Random(0)
-    pairs = [*zip(*(one["said"] for one in result["policies"].values()), strict=True)]
+    policies = [one["policies"] for one in seeds.values()]
+    pairs = [pair for of in policies for pair in zip(of["before"]["said"], of["after"]["said"], strict=True)]
     rows, key = [], []
     for number, pair in enumerate(drawn.sample(pairs, min(SHOWN, len(pairs))), 1):
         swapped = drawn.random() < 0.5
@@ -207,10 +243,10 @@ def _samples(result: Mapping[str, Any]) -> str:
 def show(path: Path) -> None:
     """Draw the figure of a result and put its tables into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    save_figure(_figure(result), "fooled")
+    save_figure(_figure(result["seeds"]), "fooled")
     page = DOCS / "fooled_rewards.md"
     text = page.read_text(encoding="utf-8")
-    for name, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(result))):
+    for name, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(result["seeds"]))):
         text = fill(text, f"{name}: made by benchmarks.fooled", f"end of {name}", table)
     page.write_text(text, encoding="utf-8")
 
@@ -220,9 +256,10 @@ def main(
     validation: Annotated[Path, typer.Argument(help="pairs to measure on")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for the recipe")] = None,
     folder: Annotated[Path, typer.Option(help="Where the data that it makes and the runs go.")] = Path("runs/fooled"),
+    seed: Annotated[list[int] | None, typer.Option(help="Only this one; may be given several times.")] = None,
 ) -> None:
-    """Run it, draw the figure and fill the tables."""
-    show(run(train, validation, folder, overrides or ()))
+    """Run what is not finished yet, draw the figure and fill the tables."""
+    show(run(train, validation, folder, overrides or (), seed or SEEDS))
 
 
 if __name__ == "__main__":

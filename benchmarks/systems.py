@@ -40,7 +40,7 @@ LOGGED = {"max_prompts": 400, "samples_per_prompt": 4, "batch_size": 32}
 Q = {"max_steps": 200, "lowest_return": 0.0, "highest_return": 1.0, "gamma": 1.0, "decoding_temperature": 0.1}
 """What the task asks of Q-learning: one reward from 0 to 1 at the end. All else is `smollm2_135m_q`'s."""
 LABELS = {
-    RECIPE: "PPO, as the recipe says",
+    RECIPE: "PPO, the recipe's settings, half its updates",
     "actor_critic_lora": "PPO, `actor_critic_lora`",
     "llama3_8b_lora": "PPO, `llama3_8b_lora`",
     "llama3_8b_lora_fast": "PPO, `llama3_8b_lora_fast`",

@@ -48,7 +48,7 @@ SMALL["doubling_q"] = [
     "sft.max_steps=2", "q.max_steps=2", "q.eval_steps=1", "q.save_steps=1", "q.per_device_train_batch_size=8",
     "collect.max_prompts=20", "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1",
 ]  # fmt: skip
-SMALL["mine"] = SMALL["llama3_8b_lora"]
+SMALL["mine"] = SMALL["llama3_8b_lora_fast"]
 RUN_LANGUAGES = ("", "sh", "powershell")  # a block of another language, as text, is not run
 STAGES = ("sft", "reward", "ppo", "collect", "q", "check", "plan", "show")
 FROM_NOTHING = ("doubling", "doubling_q")
@@ -86,7 +86,7 @@ def desk(tmp_path_factory):
 
 
 def run(words: list[str], desk: Path) -> None:
-    adapter, model = desk / "runs/llama3_8b_lora/reward/reward", desk / "model"
+    adapter, model = desk / "runs/llama3_8b_lora_fast/reward/reward", desk / "model"
     # A path that an earlier command of the page has made is kept.
     named = [word for word in words if word.startswith("start.reward=") and not Path(word.partition("=")[2]).is_dir()]
     words = [f"start.reward={adapter}" if word in named else word for word in words]

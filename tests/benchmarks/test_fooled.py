@@ -19,11 +19,15 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
         of |= {**{f"{key}_se": 0.1 for key in of}, "perplexity": 9.0, "update": 0, **figures}
         return {"figures": of, "said": [response.format(i) for i in range(4)]}
 
-    policies = {"before": policy("b{}"), "after": policy("I'm sorry.", score=1.5)}
-    curve = [{**one["figures"], "kl": float(kl), "distinct_share": 1.0} for kl, one in enumerate(policies.values())]
+    def seed(score):
+        policies = {"before": policy("b{}"), "after": policy("I'm sorry.", score=score)}
+        curve = [{**one["figures"], "kl": float(kl), "distinct_share": 1.0} for kl, one in enumerate(policies.values())]
+        told = [{"step": 10, "name": "phrase", "text": f"They say it {score} times."}]
+        return {"accuracy": 0.6, "curve": curve, "warnings": told, "policies": policies}
+
     about = {"machine": {"processor": "a chip", "cores": 2, "threads": 1, "memory_gb": 8.0}, "versions": {"torch": "2"}}
-    about |= {"date": "2026-01-01", "warnings": [{"step": 10, "name": "phrase", "text": "They say it."}]}
-    result = {**about, "curve": curve, "policies": policies, "accuracy": {"fooled": 0.6, "belongs": 0.7, "third": 0.8}}
+    result = {**about, "date": "2026-01-01", "seeds": {"0": seed(1.5), "2": seed(2.5)}}
+    result["judges"] = {"belongs": 0.7, "third": 0.8}
     (tmp_path / "result.json").write_text(json.dumps(result))
     page = tmp_path / "fooled_rewards.md"
     for name in ("table", "samples"):
@@ -33,14 +37,17 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     monkeypatch.setattr(records, "DOCS", tmp_path)
     fooled.show(tmp_path / "result.json")
     text = page.read_text()
-    assert "| by the reward that PPO optimises | 0.000 ± 0.100 | 1.500 ± 0.100 |" in text
-    assert "| different responses | 4 of 4 | 1 of 4 |" in text and "old" not in text
+    rises = "0.00 ± 0.10 → 1.50 ± 0.10 | 0.00 ± 0.10 → 2.50 ± 0.10"
+    assert f"| by the reward that PPO optimises | {rises} |" in text
+    assert "| different responses | 4 of 4 → 1 of 4 | 4 of 4 → 1 of 4 |" in text and "old" not in text
     # 4 of 4 by hand: 1 / (1 + 1.96² / 4) = 0.51
-    assert "| share with an apology | 0.00 (0.00–0.49) | 1.00 (0.51–1.00) |" in text
+    assert "| share with an apology | 0.00 (0.00–0.49) → 1.00 (0.51–1.00) |" in text
+    assert "- seed 2, update 10, `phrase`: They say it 2.5 times." in text
+    assert "0.60, 0.60 of the rewards, 0.70 and 0.80 of the judge and the third" in text
     shown = [line.split(" | ") for line in text.splitlines() if line[2:3].isdigit() and "sorry" in line]
     key = dict(
         one.split() for one in text[text.index("</summary>") + 10 : text.index("</details>")].strip().split(", ")
     )
-    assert len(shown) == 4 and set(key.values()) == {"A", "B"}
+    assert len(shown) == 8 and set(key.values()) == {"A", "B"}
     assert all(row[1 + "AB".index(key[row[0][2:]])].startswith("I'm sorry.") for row in shown)
     assert "</svg>" in (tmp_path / "figures" / "fooled.svg").read_text()

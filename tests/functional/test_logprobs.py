@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -142,3 +144,26 @@ def test_no_positions_and_no_chunk():
     assert in_chunks(lambda x: torch.stack([x.sum(dim=1)] * 3), torch.ones(0, 5), chunk_size=4).shape == (3, 0)
     with pytest.raises(ValueError, match="chunk_size must be positive, got 0"):
         in_chunks(torch.sum, torch.ones(3), chunk_size=0)
+
+
+@pytest.mark.parametrize("probability", [0.9, 0.999, 0.9999])
+def test_gradients_of_likely_tokens_do_not_vanish_in_float16(probability):
+    """The other 9,999 tokens have 1e-8 each, which float16 does not hold, and its gradient is theirs as much."""
+    torch.manual_seed(0)
+    vocabulary, weight = 10_000, 0.02 * (torch.randn(10_000, 64) + torch.randn(64))
+    rest = torch.cat([weight[1:].mean(0, keepdim=True), weight[:1]])
+    # A state of which the token has about this probability, and the others the same.
+    state = torch.linalg.lstsq(
+        rest, torch.tensor([0.0, math.log(probability / (1 - probability) * vocabulary)])
+    ).solution
+
+    def gradient(dtype, scale):
+        states, head = state[None].to(dtype).requires_grad_(), weight.to(dtype)
+        logprobs = token_logprobs(states, lambda h: h @ head.T, torch.tensor([0]), frozen_head=True)
+        (logprobs.sum() * scale).backward()
+        return states.grad.double() / scale
+
+    of_half = gradient(torch.float16, 256.0)
+    states, head = state[None].half().double().requires_grad_(), weight.half().double()
+    (states @ head.T).log_softmax(-1)[0, 0].backward()
+    assert float((of_half - states.grad).norm() / states.grad.norm()) < 0.02

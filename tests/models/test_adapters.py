@@ -178,6 +178,12 @@ def test_bad_folders(tmp_path):
     with pytest.raises(AdapterError, match="there is no folder"):
         load_role(bare(), "reward", tmp_path / "nowhere")
 
+    three = save_role(shared_base(labels=3), "reward", tmp_path / "three", **SAVE)
+    without_value = bare()
+    with pytest.raises(AdapterError, match="three.*a value is one number a token, and this head has 3 outputs"):
+        load_role(without_value, "value", three)
+    assert without_value.roles == ()
+
     def flat(folder):
         state = load_file(folder / "adapter_model.safetensors")
         flat = {name: tensor.flatten() if ".score." in name else tensor for name, tensor in state.items()}

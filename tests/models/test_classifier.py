@@ -26,6 +26,14 @@ def test_an_adapter_that_does_not_fit():
         add_lora(own_classifier("bert"), lora().__class__(target_modules=["q_proj"]))
 
 
+@pytest.mark.parametrize(
+    "more", [{"modules_to_save": ["embed_tokens"]}, {"bias": "all"}, {"init_lora_weights": "pissa"}]
+)
+def test_an_adapter_that_is_more_than_one_is_refused(more):
+    with pytest.raises(AdapterError, match=f"^{next(iter(more))}: .* of the base, which is to stay as it is"):
+        add_lora(own_classifier("llama"), lora(**more))
+
+
 def test_a_base_under_an_adapter_draws_nothing_in_training():
     model = own_classifier("bert")
     assert any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))

@@ -1,6 +1,7 @@
 """Layers with one input that are computed together give what PEFT gives layer by layer."""
 
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -286,3 +287,27 @@ def test_4_bit_weights_are_unpacked_again_where_memory_has_no_room_for_all(tmp_p
             assert all(("unpacked_weight" in vars(layer)) == ready for layer in layers)
     with base.unpacked_for_gradients(on_cpu=False):
         assert not any("unpacked_weight" in vars(layer) for layer in layers)
+
+
+def test_what_a_pass_that_broke_off_has_left_is_let_go_before_the_next_needs_the_memory():
+    base = shared_base()
+    *_, last = base.causal_lm.model.layers
+    left, alive = [], []
+
+    def break_off(module, given, result):
+        if not left:
+            left.append(weakref.ref(result.grad_fn))
+            raise torch.OutOfMemoryError
+
+    last.mlp.gate_proj.register_forward_hook(
+        break_off
+    )  # up_proj's result is there, and its graph reaches back to the ids
+    base.causal_lm.model.layers[0].self_attn.k_proj.register_forward_hook(
+        lambda *_: alive.extend(ref() is not None for ref in left)
+    )
+    with base.role("policy"):
+        with pytest.raises(torch.OutOfMemoryError):
+            base.hidden_states(IDS, MASK)
+        assert left[0]() is not None
+        base.hidden_states(IDS, MASK)
+    assert alive == [False]

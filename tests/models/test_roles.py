@@ -248,6 +248,19 @@ def test_errors():
         fresh.add_role("policy", LoraConfig(target_modules=["xyz", "zyx"]))
     with pytest.raises(AdapterError, match="^Target modules .*_projj not found"):
         fresh.add_role("policy", LoraConfig(target_modules=".*_projj"))
+    with pytest.raises(AdapterError, match="a value is one number a token, and this head has 3 outputs"):
+        fresh.add_role("value", lora(), num_labels=3)
     assert fresh.roles == ()
     with pytest.raises(AdapterError, match='"reference" has no adapter of its own'):
         base.adapter_config("reference")
+
+
+def test_an_adapter_that_is_refused_halfway_leaves_the_others_training():
+    base = shared_base()
+    base.train_roles("policy", "value")
+    with base.role("policy"):
+        with pytest.raises(AdapterError, match="LlamaRMSNorm.* is not supported"):  # after PEFT has put it on q_proj
+            base.add_role("judge", LoraConfig(target_modules=["q_proj", "input_layernorm"]))
+        assert base.active_role == "policy"
+    assert all(p.requires_grad for role in ("policy", "value") for p in base.parameters_of(role))
+    assert not any(p.requires_grad for p in base.parameters_of("reward"))

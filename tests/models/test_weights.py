@@ -59,3 +59,12 @@ def test_a_merge_that_gives_another_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "_untie", lambda *_: None)
     with pytest.raises(AdapterError, match="it gives another model, whose logits are .*% apart. Export the adapter al"):
         merge_adapter(model("llama"), folder, PROBE)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed", "ignore:Adapter 'policy'")
+def test_what_peft_cannot_merge_is_an_error_that_says_what_to_do(tmp_path):
+    base = SharedBase(model("llama"))
+    base.add_role("policy", LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", lora_bias=True))
+    save_role(base, "policy", tmp_path, pad_token_id=0, base_name="tiny")
+    with pytest.raises(AdapterError, match="PEFT cannot merge it: .*lora_bias.* Export the adapter alone."):
+        merge_adapter(model("llama"), tmp_path, PROBE)

@@ -75,6 +75,11 @@ def token_logprobs(
     return in_chunks(of_chunk, *flat, chunk_size=chunk_size).view(tokens.shape)
 
 
+_FLOAT16_SCALE = 1024.0
+"""Of what is kept in float16. Where a token is likely, the p(v) of all others are below the smallest number of float16,
+and no factor of the backward pass, such as a loss scaler's, brings back what is 0 before it."""
+
+
 class _OfFrozenHead(torch.autograd.Function):
     """`token_logprobs` of states (N, H) and tokens (N,), which keeps the gradient of each state: (N, H)."""
 
@@ -93,9 +98,13 @@ class _OfFrozenHead(torch.autograd.Function):
             sampled = log_p.gather(1, token)
             of_logits = log_p.exp_().neg_().scatter_add_(1, token, torch.ones_like(sampled))
             of_logits = of_logits if temperature == 1.0 else of_logits.div_(temperature)
+            if logits.dtype is torch.float16:
+                ctx.scale = _FLOAT16_SCALE
+                of_logits = of_logits.mul_(ctx.scale)
             gradients.extend(torch.autograd.grad(logits, states, of_logits.to(logits.dtype)))
             return sampled.squeeze(1)
 
+        ctx.scale = 1.0
         logprobs = in_chunks(of_chunk, hidden, tokens, chunk_size=size)
         ctx.save_for_backward(torch.cat(gradients))
         return logprobs
@@ -103,7 +112,7 @@ class _OfFrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor) -> tuple[Tensor | None, ...]:
         (of_states,) = ctx.saved_tensors
-        return (of_logprobs.unsqueeze(1) * of_states).to(of_states.dtype), None, None, None, None
+        return (of_logprobs.unsqueeze(1) / ctx.scale * of_states).to(of_states.dtype), None, None, None, None
 
 
 def log_softmax_at(logits: Tensor, temperature: float) -> Tensor:

@@ -8,6 +8,7 @@ adapters stay PEFT's, and so do all layers of a kind that is not known here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ def fuse(layers: Iterable[BaseTunerLayer], read: Callable[[], Any]) -> tuple["Fu
     for layer in layers:
         layer.__dict__.pop("forward", None)
     plain = [layer for layer in layers if is_plain(layer)]
-    groups = tuple(Fused(members) for members in _groups(plain, read))
+    waiting = _Waiting()
+    groups = tuple(Fused(members, waiting) for members in _groups(plain, read))
     for group in groups:
         for place, layer in enumerate(group.layers):
             layer.forward = partial(group, place)
@@ -76,26 +78,53 @@ def _groups(layers: Sequence[nn.Module], read: Callable[[], Any]) -> Iterator[li
         yield [layer for layer, _ in group]
 
 
+@dataclass
+class _Waiting:
+    """Results for the layers that a model calls next, of one group at a time.
+
+    A pass that breaks off, as where memory runs out, leaves some, and with them the graph of all that came before. The
+    next pass lets go of them at its first group, before it needs that memory itself.
+    """
+
+    group: "Fused | None" = None
+    read: tuple[Any, ...] = ()
+    results: dict[int, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)  # with the adapter that is in it
+
+    def take(self, group: "Fused", place: int, x: Tensor) -> Tensor | None:
+        """What is there for a layer; None, and nothing is left, where it is another's or of another pass."""
+        if not self.results:
+            return None
+        active, result = self.results.pop(place, (None, None))
+        read, with_gradients = self.read
+        if (
+            self.group is group
+            and active == active_adapters(group.layers[place])
+            and read is x
+            and with_gradients == torch.is_grad_enabled()
+        ):
+            if not self.results:
+                self.put(None)
+            return result
+        self.put(None)
+        return None
+
+    def put(self, group: "Fused | None", *read: Any, results: Any = ()) -> None:
+        """These in place of what is there."""
+        self.group, self.read, self.results = group, read, dict(results)
+
+
 class Fused:
     """The forward pass of layers with one input: the first that is called computes for all, the others take theirs."""
 
-    def __init__(self, layers: list[Any]):
+    def __init__(self, layers: list[Any], waiting: _Waiting):
         self.layers = layers
         self.kept: dict[Any, _Adapters] | None = None
         self.joint: Joint | None = None
-        self._read: tuple[Any, ...] = ()
-        self._results: dict[int, tuple[tuple[str, ...], Tensor]] = {}  # with the adapter that is in it
+        self._waiting = waiting
 
     def __call__(self, place: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        active, result = self._results.pop(place, (None, None))
-        if active == active_adapters(self.layers[place]) and (
-            self._read[0] is x and self._read[1] == torch.is_grad_enabled()
-        ):
-            assert result is not None
-            if not self._results:
-                self._read = ()
+        if (result := self._waiting.take(self, place, x)) is not None:
             return result
-        self._read, self._results = (), {}
         layers = self.layers if place == 0 else [self.layers[place]]
         of_layers = [active_adapters(layer) for layer in layers]
         if args or kwargs or not all(_is_known(layer, its, x) for layer, its in zip(layers, of_layers, strict=True)):
@@ -103,8 +132,8 @@ class Fused:
             return type(layer).forward(layer, x, *args, **kwargs)
         first, *further = self._compute(x, layers, [next(iter(its), None) for its in of_layers], place)
         if further:
-            self._read = (x, torch.is_grad_enabled())
-            self._results = dict(enumerate(zip(of_layers[1:], further, strict=True), 1))
+            results = enumerate(zip(of_layers[1:], further, strict=True), 1)
+            self._waiting.put(self, x, torch.is_grad_enabled(), results=results)
         return first
 
     def _compute(self, x: Tensor, layers: list[Any], names: list[str | None], place: int) -> Sequence[Tensor]:

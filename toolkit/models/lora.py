@@ -34,9 +34,6 @@ _NOT_BY_ROLE = {
 def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name: str) -> PeftModel:
     """The model with one more adapter; an `AdapterError` if that does not fit, or changes weights that others share."""
     check_trains_adapter_alone(config)
-    if config.init_lora_weights not in _INITS_OF_THE_ADAPTER_ALONE:
-        wrong = f'"{config.init_lora_weights}" starts by changing weights of the base, which the other roles share.'
-        raise AdapterError(wrong, field="init_lora_weights", remedy="Leave it out, or take gaussian or orthogonal.")
     _check_patterns(model, config)
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
@@ -91,6 +88,9 @@ def check_trains_adapter_alone(config: LoraConfig) -> None:
     if given:
         wrong = f"{' and '.join(given)} would change weights of the base, which is to stay as it is."
         raise AdapterError(wrong, field=given[0], remedy="Leave it out.")
+    if config.init_lora_weights not in _INITS_OF_THE_ADAPTER_ALONE:
+        wrong = f'"{config.init_lora_weights}" starts by changing weights of the base, which is to stay as it is.'
+        raise AdapterError(wrong, field="init_lora_weights", remedy="Leave it out, or take gaussian or orthogonal.")
     for field, wrong in _NOT_BY_ROLE.items():
         if getattr(config, field):
             raise AdapterError(wrong, field=field, remedy="Leave it out.")

@@ -155,8 +155,15 @@ class SharedBase(FrozenLM):
         if role not in ROLES:
             raise AdapterError(f'unknown role "{role}"; the roles are {", ".join(ROLES)}.')
         self._check_free(role)
+        if role == "value" and num_labels != 1:
+            raise AdapterError(f"a value is one number a token, and this head has {num_labels} outputs.")
         if config is not None:
-            self.model = add_adapter(self.model, config, name=role)
+            try:
+                self.model = add_adapter(self.model, config, name=role)
+            except BaseException:
+                self._restore_role()  # PEFT may have come to some of the layers, and its adapter is active there
+                self.train_roles(*self.trained_roles)
+                raise
             self._adapter_parameters[role] = adapter_parameters(self.model, role)
             self._adapter_of[role] = role
             self._restore_role()

@@ -75,7 +75,13 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if any(isinstance(end, LoraLayer) for end in ends):
         _untie(model, *(getattr(end, "base_layer", end) for end in ends))
-    merged = adapted.merge_and_unload(safe_merge=True)
+    try:
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        wrong = f"{folder}: PEFT cannot merge it: {str(error).splitlines()[0]}"
+        raise AdapterError(wrong, remedy="Export the adapter alone.") from error
     whole = merged(input_ids=probe).logits.float()
     if not (distance := apart_by(whole, apart)) <= tolerance(merged):
         wrong = f"{folder}: merged into the base it gives another model, whose logits are {distance:.1%} apart."

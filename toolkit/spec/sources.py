@@ -267,11 +267,12 @@ class OwnBase(Source):
         folder = self._trained_folder(site)
         if self.lora is not None:
             model = self.classifier(site)
+            head_in_float32(model)  # before its weights come, which 16 bits would round
             load_classifier_weights(model, folder)
         else:
             spec = self.base.model_spec(model=str(folder), revision=None, quantization=None)
             model = self._loaded(spec, site, trained=True)
-        head_in_float32(model)
+            head_in_float32(model)
         return model
 
     def _loaded(self, spec: ModelSpec, site: Site, **settings: Any) -> PreTrainedModel:

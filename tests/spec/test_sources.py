@@ -1,0 +1,25 @@
+import torch
+
+from tests.tiny_models import doubling, tiny_model
+from toolkit.models import save_model, train_in_float32
+from toolkit.models.lora import trained_copy
+from toolkit.spec.sources import OwnBase, Site
+
+
+def test_a_reward_on_a_16_bit_base_of_its_own_comes_back_with_the_head_that_was_trained(tmp_path):
+    tokenizer = doubling.tokenizer()
+    for saved in (tiny_model("llama"), tokenizer):
+        saved.save_pretrained(tmp_path / "base")
+    own = {"model": str(tmp_path / "base"), "dtype": "bfloat16"}
+    source = OwnBase(
+        "reward", "reward_model", section="reward_model", model=own, lora={"r": 4, "target_modules": ["q_proj"]}
+    )
+    site = Site(tokenizer, lambda stage: tmp_path / "out")
+    trained = source.classifier(site)
+    train_in_float32(trained)
+    head = trained_copy(trained.get_base_model().score).weight
+    torch.nn.init.normal_(head, generator=torch.Generator().manual_seed(1))
+    assert not torch.equal(head, head.bfloat16().float())
+    save_model(trained, tokenizer, tmp_path / "out" / "model")
+    loaded = source.trained_classifier(site)
+    assert torch.equal(trained_copy(loaded.get_base_model().score).weight, head)
