@@ -64,6 +64,11 @@ def test_the_words_are_those_of_the_maths():
         ({"value_learning_rate": -1.0}, "value_learning_rate — must be 0 or more or null, got -1.0."),
         ({"score_clip": 0.0}, "score_clip — must be positive or null, got 0.0."),
         ({"cliprange": 0.0}, "cliprange — must be positive or null, got 0.0."),
+        (
+            {"kl_target": 6.0, "kl_horizon": 10, "per_device_train_batch_size": 50},
+            "kl_horizon — with 10 the 50 responses of one update can take kl_coef to 0 and below. It counts responses: "
+            "take thousands.",
+        ),
     ],
 )
 def test_bad_values(changes, message, tmp_path):
@@ -86,6 +91,16 @@ def test_bad_values(changes, message, tmp_path):
         ),
         ({"entropy_coef": 0.1}, "entropy_coef — would have no effect with loop: trl, which has none."),
         ({"cliprange_value": None}, "cliprange_value — a number is needed with loop: trl, got None."),
+        ({"stop_token_id": 5}, "stop_token_id — would have no effect with loop: trl, which has none."),
+        (
+            {"num_sample_generations": 3},
+            "num_sample_generations — would have no effect with loop: trl, which has none.",
+        ),
+        ({"eval_strategy": "epoch"}, "eval_strategy — would have no effect with loop: trl, which has none."),
+        (
+            {"whiten_rewards": True, "per_device_train_batch_size": 14, "num_mini_batches": 2},
+            "whiten_rewards — needs mini-batches of 8 with loop: trl, and they have 7.",
+        ),
     ],
 )
 def test_values_that_trls_loop_lacks(changes, message, tmp_path):

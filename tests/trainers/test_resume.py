@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -534,3 +535,71 @@ def test_state_without_a_part_shows(tmp_path):
         lambda again, fresh: disturb(),
     ):
         assert not resumed_without(forget)
+
+
+EVALUATED = {1: 0.1, 2: 0.5, 3: 0.9, 4: 0.2}
+BETWEEN_SAVES = {
+    "max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 2, "load_best_model_at_end": True,
+    "metric_for_best_model": "mine",
+}  # fmt: skip
+
+
+def measured(stage, folder, **changes):
+    made = make(stage, folder, **{**BETWEEN_SAVES, **changes})
+    made.metrics = lambda rollout: {"mine": EVALUATED[made.state.global_step]}
+    return made
+
+
+@pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
+def test_the_best_saved_checkpoint_stays_where_a_better_evaluation_lies_between_saves(stage, tmp_path):
+    whole = measured(stage, tmp_path / "whole", save_total_limit=1)
+    whole.train()
+    assert whole.state.best_global_step == 3  # of which nothing was saved
+    assert Path(whole.state.best_model_checkpoint).name == "checkpoint-2"
+    rest = measured(stage, tmp_path / "rest")
+    rest.train()
+    shutil.rmtree(tmp_path / "rest" / "checkpoint-4")
+    rest = measured(stage, tmp_path / "rest")
+    rest.train(resume_from_checkpoint=True)
+    assert rest.resumed_at == (2,) and rest.state.best_model_checkpoint == str(tmp_path / "rest" / "checkpoint-2")
+    assert_same(weights(whole), weights(rest))
+
+
+def test_a_run_that_is_over_has_its_best_weights_again_though_a_better_evaluation_was_not_saved(tmp_path):
+    whole = measured(ppo, tmp_path)
+    whole.train()
+    again = measured(ppo, tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert Path(again.state.best_model_checkpoint).name == "checkpoint-2"
+    assert_same(weights(whole), weights(again))
+
+
+@pytest.mark.parametrize("stage", [ppo, q, sft_policy], ids=lambda stage: stage.__name__)
+def test_the_end_of_training_deletes_neither_the_newest_checkpoint_nor_a_user_s_files(stage, tmp_path):
+    best = {"metric_for_best_model": "eval_loss", "greater_is_better": True} if stage is sft_policy else {}  # it falls
+    settings = {**BETWEEN_SAVES, "save_steps": 1, "save_total_limit": 1, **best}
+    made = make(stage, tmp_path, **settings)
+    if not best:
+        made.metrics = lambda rollout: {"mine": -made.state.global_step}
+    made.train()
+    kept = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert made.state.best_global_step == 1 and kept == {"checkpoint-1", "checkpoint-4"}
+    assert made.args.save_total_limit == 1
+
+
+def test_an_evaluation_that_failed_at_the_end_of_a_pass_that_was_saved_is_made_up_for(tmp_path):
+    failing = True
+
+    def down(rollout):
+        if failing and made.state.global_step == 4:
+            raise ConnectionError("nobody there")
+        return [float(len(ids)) for ids in rollout.response_ids]
+
+    settings = {"eval_strategy": "epoch", "max_steps": 4}  # a pass of 16 prompts is four updates
+    made = make(ppo, tmp_path, reward=down, **settings)
+    with pytest.raises(RewardError, match="All up to update 4 is saved"):
+        made.train()
+    failing = False
+    made = make(ppo, tmp_path, reward=down, **settings)
+    made.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in metrics(tmp_path) if "eval_score" in row] == [4]

@@ -51,6 +51,7 @@ def test_the_hooks_override_what_they_are_known_for():
     assert set(OVERRIDDEN) == {
         "_save_checkpoint", "_load_from_checkpoint", "_load_callback_state", "_load_optimizer_and_scheduler",
         "_load_scaler", "_load_rng_state", "_load_best_model", "_determine_best_metric", "_send_telemetry",
+        "_finalize_training",
         *PUBLIC,
     }  # fmt: skip
 

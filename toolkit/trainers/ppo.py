@@ -218,8 +218,12 @@ class PPOTrainer(PPOLoop):
         limit = None if first else self.args.update_kl_limit
         if limit is not None and totals["approx_kl"] > limit:
             return None
-        if first:  # nothing is clipped yet
+        if first:
             learning = self._unchecked_roles & experience.learning_roles(rows)
+            if (
+                totals["clip_fraction"] > 0.9999
+            ):  # an adapter's dropout alone can do that to a mini-batch of a few tokens
+                learning -= {"policy"}
             # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
             self_checks.check_gradients(self.roles, learning, scaled=self.args.fp16)
             self._unchecked_roles -= learning

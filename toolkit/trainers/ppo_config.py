@@ -1,7 +1,7 @@
 """The configuration of the ppo stage: TRL's, with what it lacks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 from transformers.trainer_utils import IntervalStrategy
@@ -27,6 +27,9 @@ GREEDY_ROLLOUTS = Problem(
     "rollout_do_sample",
 )
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+_NOT_IN_TRL_LOOP = ("stop_token_id", "num_sample_generations", "eval_strategy", "load_best_model_at_end")
+"""Fields of TRL's class to which `stock_ppo.trl_config` gives a value of its own: TRL's loop evaluates nothing."""
+_LEAST_WHITENED_BY_TRL = 8
 
 
 def _of_the_value_role(name: str, allowed: Range) -> Any:
@@ -165,12 +168,7 @@ class PPOConfig(TRLPPOConfig):
         if size % parts:
             factors = "per_device_train_batch_size × gradient_accumulation_steps" + " × rollouts_per_update" * several
             yield Problem(f"a batch of {size} ({factors}) cannot be divided into {parts}.", "num_mini_batches")
-        if self.kl_penalty_in == "loss" and self.kl_estimator == "k1":
-            wrong = "loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and Munos 2025, "
-            remedy = "Take k2 or full for KL(policy, reference), or k3 for KL(reference, policy)."
-            yield Problem(f"{wrong}arXiv 2506.09477).", "kl_penalty_in", remedy)
-        if self.kl_target is not None and self.kl_coef == 0:
-            yield Problem("steers by multiplying kl_coef, which starts at 0 and would stay there.", "kl_target")
+        yield from self._conflicts_of_kl()
         if self.lr_scheduler_type in _BY_METRIC:
             wrong = f"{self.lr_scheduler_type.value} goes by a metric, and PPO's schedule by updates."
             yield Problem(wrong, "lr_scheduler_type", "Take linear, cosine or constant.")
@@ -193,6 +191,19 @@ class PPOConfig(TRLPPOConfig):
         if self.loop == "trl":
             yield from self._beyond_trl() if HAS_PPO else [NO_TRL_LOOP]
 
+    def _conflicts_of_kl(self) -> Iterator[Problem]:
+        if self.kl_penalty_in == "loss" and self.kl_estimator == "k1":
+            wrong = "loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and Munos 2025, "
+            remedy = "Take k2 or full for KL(policy, reference), or k3 for KL(reference, policy)."
+            yield Problem(f"{wrong}arXiv 2506.09477).", "kl_penalty_in", remedy)
+        if self.kl_target is not None and self.kl_coef == 0:
+            yield Problem("steers by multiplying kl_coef, which starts at 0 and would stay there.", "kl_target")
+        if self.kl_target is not None and 5 * self.kl_horizon <= self.update_batch_size:
+            wrong = f"with {self.kl_horizon} the {self.update_batch_size} responses of one update"
+            yield Problem(
+                f"{wrong} can take kl_coef to 0 and below.", "kl_horizon", "It counts responses: take thousands."
+            )
+
     def _beyond_trl(self) -> Iterator[Problem]:
         """What TRL's own loop does not know: fields and values that are not in its class."""
         known = get_type_hints(TRLPPOConfig)
@@ -202,6 +213,14 @@ class PPOConfig(TRLPPOConfig):
                 yield Problem(f"{type_name(known[name])} is needed with loop: trl, got {value!r}.", name)
             elif name not in known and not ours.metadata["in_trl_loop"] and value != ours.default:
                 yield Problem("would have no effect with loop: trl, which has none.", name)
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in _NOT_IN_TRL_LOOP:
+            if getattr(self, name) != defaults[name]:
+                yield Problem("would have no effect with loop: trl, which has none.", name)
+        rows = self.rollout_batch_size // self.num_mini_batches
+        if self.whiten_rewards and rows < _LEAST_WHITENED_BY_TRL:
+            wrong = f"needs mini-batches of {_LEAST_WHITENED_BY_TRL} with loop: trl, and they have {rows}."
+            yield Problem(wrong, "whiten_rewards")
 
     @property
     def value_optimizer(self) -> dict[str, Any]:

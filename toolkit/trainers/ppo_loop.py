@@ -108,7 +108,8 @@ class PPOLoop(SharedBaseTrainer):
         """Save the run up to the last update, and let an error of the reward say so."""
         if step := self.state.global_step:
             saved = self._folder_of(step)
-            if not processes.by_main(saved.is_dir):
+            # One that is there was saved at the step's end, before the evaluation that is due now.
+            if self._evaluation_due or not processes.by_main(saved.is_dir):
                 self.save_checkpoint()
             error.add_remedy(f"All up to update {step} is saved in {saved}: then go on with $resume.")
 

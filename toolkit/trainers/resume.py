@@ -7,7 +7,7 @@ was never stopped.
 import math
 import time
 import warnings
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,9 @@ class ResumableTrainer(GuardedSteps):
         return Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
     def _best(self) -> Path | None:
-        return self._folder_of(self.state.best_global_step) if self.state.best_global_step else None
+        """The best checkpoint, where this run now is: of the best evaluation of those at whose step one was saved."""
+        noted = self.state.best_model_checkpoint
+        return None if noted is None else Path(self.args.output_dir) / Path(noted).name
 
     def save_checkpoint(self) -> Path:
         """Write the whole run into `checkpoint-N` of the output folder, whole or not at all, and delete old ones.
@@ -181,11 +183,12 @@ class ResumableTrainer(GuardedSteps):
         """
         self._check_equal()
         self.store_flos()
-        best = self._best()
+        best = self._folder_of(self.state.best_global_step) if self.state.best_global_step else None
+        # Of an evaluation between two saves there is none, and the best before it remains.
         if processes.by_main(lambda: best == self._folder_of(self.state.global_step) or (best and best.is_dir())):
             self.state.best_model_checkpoint = str(best)
         with phases.phase("save"):
-            folder = processes.by_main(partial(self._write_checkpoint, best))
+            folder = processes.by_main(self._write_checkpoint)
         self._goes_on_from = None
         return folder
 
@@ -209,7 +212,7 @@ class ResumableTrainer(GuardedSteps):
             remedy = "Go on from the last checkpoint. Where it happens again, a callback changes one of them alone."
             raise SelfCheckError(wrong, remedy=remedy)
 
-    def _write_checkpoint(self, best: Path | None) -> Path:
+    def _write_checkpoint(self) -> Path:
         state, folder = self.state, self._folder_of(self.state.global_step)
         stateful = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
@@ -220,6 +223,7 @@ class ResumableTrainer(GuardedSteps):
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
             if not self.args.save_only_model:
                 checkpoints.write_state(aside, self._whole_state())
+        best = self._best()
         keep = {folder, best} if best else {folder}
         checkpoints.rotate(self.args.output_dir, self.args.save_total_limit, keep=keep)
         self.push_checkpoint(folder)

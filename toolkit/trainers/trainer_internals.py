@@ -57,6 +57,15 @@ class TrainerHooks(Trainer):
 
     _load_best_model = load_best
 
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """As transformers' own, which with a `save_total_limit` of 1 deletes all checkpoints but the best at the end,
+        the newest among them, and what else is in their folders."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
+
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         return self.is_best(metrics)
 
