@@ -227,3 +227,27 @@ def test_every_card_has_its_limits():
     for card in CARDS.values():
         assert 10e9 < card.memory < 200e9 and 1e11 < card.bandwidth < 1e13 and card.graphs
         assert card.peak[torch.float16] > card.peak[torch.float32] > 1e12
+
+
+SFT = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_stages_that_evaluate_and_upload_as_they_train_are_planned_and_nothing_is_uploaded(
+    stage, checkpoint, tmp_path, monkeypatch
+):
+    def uploaded(*arguments, **named):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", uploaded)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "push_to_hub": True}
+    plain = chat_recipe(tmp_path, checkpoint, sft=SFT)
+    expected = phases(plan(plain, "4090", notes=False))[stage].total
+    changed = {stage: {**plain.values[stage], **settings}}
+    found = plan(chat_recipe(tmp_path, checkpoint, **{"sft": SFT, **changed}), "4090", notes=False)
+    assert phases(found)[stage].total == expected
+
+
+def test_settings_of_which_trl_makes_no_trainer_are_an_error_of_their_stage(checkpoint, tmp_path):
+    with pytest.raises(RecipeError, match="^sft: TRL makes no trainer of these settings: Invalid `loss_type` foo"):
+        plan(chat_recipe(tmp_path, checkpoint, sft={**SFT, "loss_type": "foo"}), "4090")

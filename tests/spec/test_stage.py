@@ -93,3 +93,13 @@ def test_a_stages_own_class_says_what_it_refuses():
     )
     (problem,) = check_stage("reward", {"bf16": True, "fp16": True})
     assert problem.field == "reward" and problem.wrong.startswith("At most one of fp16 and bf16")
+
+
+@pytest.mark.parametrize("stage", STAGE_CLASSES)
+def test_the_best_checkpoint_alone_needs_to_be_known(stage):
+    best, metric = {"save_strategy": "best"}, {"metric_for_best_model": "eval_loss"}
+    (problem,) = check_stage(stage, best)
+    assert problem.field == f"{stage}.save_strategy" and "eval_strategy and metric_for_best_model" in problem.wrong
+    (problem,) = check_stage(stage, best | metric)
+    assert "needs eval_strategy." in problem.wrong
+    assert check_stage(stage, best | metric | {"eval_strategy": "epoch"}) == []

@@ -14,7 +14,7 @@ from toolkit.costs.counted import Counted
 from toolkit.costs.update import _TOKEN, Phase, learning, of_all_layers, unpacked
 from toolkit.data import Kind
 from toolkit.models import SharedBase, planned_for_cpu
-from toolkit.trainers.common import precision
+from toolkit.trainers.common import made_by_trl, precision
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.sft import sft_trainer
 from toolkit.trainers.trainer_internals import trainers_kept
@@ -35,6 +35,7 @@ def counted_step(
         on_cpu: as for `CountedUpdate`.
     """
     sft, ids = kind == "demonstrations", [_TOKEN] * length
+    stage = "sft" if sft else "reward"
     row = {
         "demonstrations": {"input_ids": ids, "labels": ids},
         "pairs": {"chosen_ids": ids, "rejected_ids": ids},
@@ -46,9 +47,12 @@ def counted_step(
     with trainers_kept(), kept_random_states(), TemporaryDirectory() as folder:
         # Nothing is written, rows need no cutting, and autocast is given: accelerate has none in float16 on a CPU.
         changes: dict[str, Any] = {"output_dir": folder, "report_to": "none", "use_cpu": True, "bf16": False}
+        changes |= {"push_to_hub": False}
         changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False} if sft else {}
         make: Any = sft_trainer if sft else reward_trainer
-        trainer = make(replace(args, fp16=False, **changes), _tokenizer(), roles, Dataset.from_list(rows))
+        given = replace(args, fp16=False, **changes), _tokenizer(), roles
+        with made_by_trl(stage):
+            trainer = make(*given, Dataset.from_list(rows), Dataset.from_list(held_out))
         trainer.compute_loss_context_manager = precision(args, roles)
         trainer.current_gradient_accumulation_steps = steps
 
@@ -59,7 +63,6 @@ def counted_step(
                 trainer.model.eval()
                 with counted.phase() as evaluation:
                     trainer.prediction_step(trainer.model, trainer.data_collator(held_out), True)
-            stage = "sft" if sft else "reward"
             return [Phase(stage, costs, steps), Phase(f"{stage} evaluation", evaluation, 0)]
 
         with roles.role("policy") if sft else nullcontext(), planned_for_cpu() if on_cpu else nullcontext():

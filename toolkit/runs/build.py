@@ -9,13 +9,13 @@ from transformers import TrainerCallback, set_seed
 
 from toolkit import processes
 from toolkit.data import Kind, RatedResponses
-from toolkit.errors import RecipeError, RewardError, ToolkitError, within
+from toolkit.errors import RecipeError, RewardError, within
 from toolkit.models import HEAD_ROLES, SharedBase, fast_precision, load_model, slow_here
 from toolkit.reports import METRICS_FILE, MetricsFile
 from toolkit.rewards import Reward, ScorerContext
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site
-from toolkit.trainers.common import precision
+from toolkit.trainers.common import made_by_trl, precision
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_learning import QTrainer
 from toolkit.trainers.reward import reward_trainer
@@ -65,13 +65,8 @@ def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: 
     kind = recipe.plan.stages[stage].rows
     config = trainer_config(recipe, stage)
     train, held_out = (stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
-    try:
+    with made_by_trl(stage):
         return trainer(config, recipe.tokenizer, model, train, held_out, **_named(recipe, stage, callbacks))
-    except ToolkitError:
-        raise
-    except (ValueError, TypeError, NotImplementedError) as error:  # of TRL, on what its own options come to
-        wrong = f"TRL makes no trainer of these settings: {' '.join(str(error).split())}"
-        raise RecipeError(wrong, field=stage) from error
 
 
 def make_sft_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> Any:

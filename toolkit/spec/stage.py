@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from toolkit.errors import ConfigError, Problem
 from toolkit.models import Precision
@@ -153,6 +154,7 @@ def check_stage(
         config = stage_config(stage, values, output_dir="unused", seed=0, precision=precision)
         check_training(config)
         _check_order(config)
+        _check_best(config)
         best = config.metric_for_best_model
         if measured is not None and best is not None and best.removeprefix("eval_") not in measured:
             remedy = suggestion(best, measured) or f"There are {', '.join(measured)}."
@@ -163,6 +165,15 @@ def check_stage(
         wrong = "a whole number is needed with sft.packing, got None: rows are packed to it."
         problems.append(Problem(wrong, "sft.max_length"))
     return problems + _not_installed(stage, values)
+
+
+def _check_best(config: Any) -> None:
+    """Raises: ConfigError: the best checkpoint alone is to be saved, and nothing says which it is."""
+    needed = {"eval_strategy": IntervalStrategy.NO, "metric_for_best_model": None}
+    missing = [name for name, none in needed.items() if getattr(config, name) == none]
+    if config.save_strategy == SaveStrategy.BEST and missing:
+        wrong = f"best saves a checkpoint where an evaluation is the best so far, and needs {' and '.join(missing)}."
+        raise ConfigError(wrong, field="save_strategy", remedy="Or take steps.")
 
 
 def _check_order(config: Any) -> None:

@@ -1,7 +1,7 @@
 """What the trainers of several stages share: progress, precision, saved roles, and evaluation by sampled responses."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from toolkit import phases, processes
 from toolkit.data import PromptCollator, RatedCollator
-from toolkit.errors import ToolkitError
+from toolkit.errors import RecipeError, ToolkitError
 from toolkit.models import (
     LENGTH_MULTIPLE,
     ROLE_FILE,
@@ -43,6 +43,18 @@ def precision(args: TrainingArguments, roles: SharedBase) -> Callable[[], Abstra
     """The region that `bf16` or `fp16` asks for, where there is no trainer to give it."""
     dtype = torch.float16 if args.fp16 else torch.bfloat16
     return partial(torch.autocast, roles.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
+
+
+@contextmanager
+def made_by_trl(stage: str) -> Iterator[None]:
+    """What TRL refuses of its own options while it makes a stage's trainer, as a `RecipeError`."""
+    try:
+        yield
+    except ToolkitError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        wrong = f"TRL makes no trainer of these settings: {' '.join(str(error).split())}"
+        raise RecipeError(wrong, field=stage) from error
 
 
 class RoleTrainer(ResumableTrainer):
