@@ -25,7 +25,10 @@
 
 PYTHON ?= python3
 VERSIONS ?=
-CPU ?=
+## A shell of some systems exports a CPU of its own.
+ifneq ($(origin CPU),command line)
+CPU =
+endif
 VENV ?= .venv$(VERSIONS:%=-%)
 BIN = $(VENV)/bin
 constraints = constraints$(VERSIONS:%=-%).txt
@@ -61,6 +64,7 @@ endif
 goals = $(or $(MAKECMDGOALS),help)
 $(foreach name,$(filter $(limited),$(given)),$(if $(filter $($(name)_is_for),$(goals)),,\
   $(error make $(goals) does not read $(name), which is for make $($(name)_is_for))))
+$(foreach name,OVERWRITE RESUME MERGE,$(if $(filter-out 0 1,$($(name))),$(error $(name) is 1, or not given)))
 ifneq ($(filter-out newest oldest,$(VERSIONS)),)
 $(error VERSIONS is newest or oldest, or not given for the set of constraints.txt)
 endif

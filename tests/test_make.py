@@ -1,5 +1,6 @@
 """make hands on what it is given, and refuses what its target does not read; nothing is run."""
 
+import os
 import re
 import subprocess
 from itertools import product
@@ -18,8 +19,9 @@ BECOMES = {"OVERWRITE": "--overwrite", "RESUME": "--resume", "MERGE": "--merge",
 """By variable what is on the command; of others their value is."""
 
 
-def dry(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", "-n", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+def dry(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {"cwd": REPOSITORY, "capture_output": True, "text": True, "env": {**os.environ, **environment}}
+    return subprocess.run(["make", "-n", *words], check=False, **settings)
 
 
 def test_a_variable_is_on_the_command_or_refused():
@@ -27,7 +29,7 @@ def test_a_variable_is_on_the_command_or_refused():
     assert {"GPU", "GPUS", "RECIPE", "VERSIONS"} < set(names)
     read = set()
     for target, name in product(TARGETS, [name for name in names if name not in ("PYTHON", "VENV", "VERSIONS")]):
-        value = "plain" if name == "CPU" else "odd-value"
+        value = {"CPU": "plain", "OVERWRITE": "1", "RESUME": "1", "MERGE": "1"}.get(name, "odd-value")
         others = [word for word in NEEDED.get(target, ()) if not word.startswith(f"{name}=")]
         done = dry(target, *others, f"{name}={value}")
         if done.returncode == 0:
@@ -48,6 +50,17 @@ def test_tests_as_on_another_cpu_and_with_what_is_newer():
     assert f"trl=={pins('newest')['trl']}" in newer and (
         ("torch==" in newer) == (pins("newest")["torch"] != pins("pinned")["torch"])
     )
+
+
+def test_a_switch_is_1_or_not_given():
+    for words in (("ppo", "OVERWRITE=no"), ("q", "RESUME=false"), ("export", "OUTPUT=folder", "MERGE=no")):
+        name = words[-1].partition("=")[0]
+        assert f"{name} is 1, or not given" in dry(*words).stderr
+    assert "--overwrite" not in dry("ppo", "OVERWRITE=0").stdout
+
+
+def test_a_cpu_that_the_shell_exports_is_another_s():
+    assert dry("test", CPU="x86_64").stdout == dry("test").stdout != ""
 
 
 def test_a_benchmark_says_what_it_needs():

@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from toolkit.data import Rollout
 from toolkit.errors import ConfigError, ToolkitError
-from toolkit.rewards import KeptRules, ScorerContext, score_with, scorer_of
+from toolkit.rewards import KeptRules, Prompts, ScorerContext, score_with, scorer_of
 from toolkit.rewards.rules import plain_words, right_answer, sentiment
 
 
@@ -48,11 +48,11 @@ def test_the_share_of_rules_kept_those_for_all_and_those_of_a_row():
     ("reward", "columns", "said"),
     [
         (KeptRules(column="rules"), {"rule": [[]]}, 'no column "rules"; present: rule.'),
-        (KeptRules(column="rules"), {"rules": [[]]}, 'row 0 of the batch has no rule in "rules"'),
+        (KeptRules(column="rules"), {"rules": [[]]}, 'row 1 of the batch has no rule in "rules"'),
         (
             KeptRules(column="rules"),
             {"rules": [[{"rule": "short"}]]},
-            "row 0 of the batch, column \"rules\": {'rule': 'short'} names no rule",
+            "row 1 of the batch, column \"rules\": {'rule': 'short'} names no rule",
         ),
     ],
 )
@@ -64,17 +64,19 @@ def test_rows_without_rules_are_said(reward, columns, said):
 def test_what_a_recipe_says_of_rules():
     rule = {"rule": "no_comma"}
     prompts = Dataset.from_list([{"prompt": "a", "rules": [rule]}, {"prompt": "b", "rules": [rule]}])
-    context = ScorerContext(roles=None, tokenizer=None, prompts=lambda: prompts)
+    trained_on = Prompts(prompts, ["a.jsonl, line 3", "a.jsonl, line 7"])
+    context = ScorerContext(roles=None, tokenizer=None, prompts=lambda: [trained_on])
     assert scorer_of({"kind": "rules", "rules": [rule]}).build(context)(rollout("a,", "b")) == [0.0, 1.0]
     assert not scorer_of({"kind": "rules", "column": "rules"}).check(context)
     (problem,) = scorer_of({"kind": "rules", "column": "rule"}).check(context)
     assert problem.field == "column" and 'no column "rule"; present: prompt, rules.' in problem.wrong
     for of_row, said in (
-        ([{"rule": "no_commas"}], 'row 1 of the prompts, column "rules"'),
-        ([], "row 1 of the prompts has"),
+        ([{"rule": "no_commas"}], 'b.jsonl, line 9, column "rules"'),
+        ([], "b.jsonl, line 9 has"),
     ):
         rows = Dataset.from_list([{"rules": [rule]}, {"rules": of_row}])
-        other = replace(context, prompts=lambda rows=rows: rows)
+        held_out = Prompts(rows, ["b.jsonl, line 1", "b.jsonl, line 9"])
+        other = replace(context, prompts=lambda held_out=held_out: [*context.prompts(), held_out])
         (problem,) = scorer_of({"kind": "rules", "column": "rules"}).check(other)
         assert problem.wrong.startswith(said)
         assert (not of_row) == (not scorer_of({"kind": "rules", "column": "rules", "rules": [rule]}).check(other))

@@ -378,3 +378,27 @@ def test_another_model_reads_the_conversation_itself(checkpoint, classifiers, qu
     trainer = recipe.ppo_trainer()
     _, rollout, *_ = trainer.evaluate_rollout(recipe.task.prompts("validation"))
     assert trainer.reward.texts(rollout)[1] == (f"What is 1 + 1?</s>{rollout.responses[1]}</s>",)
+
+
+def test_a_scorer_is_held_to_all_prompts_and_a_judge_to_the_held_out_ones(checkpoint, tmp_path):
+    rules, bad = [{"rule": "no_comma"}], [{"rule": "no_commas"}]
+    files = {"plain": [None] * 8, "ruled": [rules] * 8, "broken": [*[rules] * 6, bad, rules]}
+    for name, of_rows in files.items():
+        lines = (json.dumps({"prompt": f"q{n}"} | ({"rules": of} if of else {})) for n, of in enumerate(of_rows))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def problems(train, held_out, **section):
+        data = {"task": "prompts", "train": str(tmp_path / f"{train}.jsonl"), "chat": False}
+        data["validation"] = str(tmp_path / f"{held_out}.jsonl")
+        sections = {"reward": None, "scorer": {"kind": "rules", "rules": rules}, **section}
+        adapters = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
+        return texts(check(chat_recipe(tmp_path, checkpoint, data=data, adapters=adapters, **sections)))
+
+    by_column = {"kind": "rules", "column": "rules"}
+    assert problems("plain", "ruled", judge=by_column) == () == problems("ruled", "ruled", scorer=by_column)
+    for train, held_out, section in (("ruled", "plain", "scorer"), ("ruled", "plain", "judge")):
+        (found,) = problems(train, held_out, **{section: by_column})
+        assert found.startswith(f"{section}.column — the prompts have no column")
+    for train, held_out in (("broken", "ruled"), ("ruled", "broken")):
+        (found,) = problems(train, held_out, scorer=by_column)
+        assert f"{tmp_path / 'broken.jsonl'}, line 7, column \"rules\"" in found

@@ -68,6 +68,12 @@ def test_what_yaml_would_take_for_a_comment_is_refused(value, left_out):
     assert quoted.values["data"]["system"] == "hashtags #fun" and quoted.values["about"] == "a#b"
 
 
+@pytest.mark.parametrize("override", ["ppo.kl_coef=", "start.policy= "])
+def test_an_override_without_a_value_is_refused(override):
+    with pytest.raises(RecipeError, match=r'override ".*= ?" has no value. null takes the key away'):
+        recipes.load("doubling", override)
+
+
 def test_nf4_with_double_quantisation_is_the_real_config():
     import torch
 

@@ -18,7 +18,7 @@ from toolkit.rewards.function import FunctionScorer, in_no_file, load_function
 from toolkit.rewards.model import ModelScorer, RewardModel
 from toolkit.rewards.remote import RemoteReward, RemoteScorer
 from toolkit.rewards.rules import KeptRules, RulesScorer
-from toolkit.rewards.scorer import Scorer, ScorerContext
+from toolkit.rewards.scorer import Prompts, Scorer, ScorerContext
 from toolkit.rewards.weighted import SumScorer, WeightedSum
 
 DEFAULT_KIND = AdapterScorer.kind

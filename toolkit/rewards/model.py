@@ -184,9 +184,9 @@ class ModelScorer(TextScorer):
         if Path(self.model).is_dir():
             problems += [Problem(wrong, "model") for wrong in models.weight_file_problems(Path(self.model))]
             problems = problems or problems_of(self._loaded, models.META)
-        if (prompts := context.prompts()) is not None:
-            problems += problems_of(self.column_of, prompts.column_names, chats=context.chats)
-        return problems
+        return problems + context.problems_of_prompts(
+            lambda of: self.column_of(of.rows.column_names, chats=context.chats)
+        )
 
     def build(self, context: ScorerContext) -> Reward:
         if self.model is not None:

@@ -5,12 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from datasets import Dataset
-
 from toolkit.data import Rollout, check_rules, share_kept
 from toolkit.errors import Problem, RewardError
 from toolkit.rewards.dense import DenseScores
-from toolkit.rewards.scorer import Scorer, ScorerContext, check_column, problems_of
+from toolkit.rewards.scorer import Prompts, Scorer, ScorerContext, check_column, problems_of
 from toolkit.settings import setting
 
 _PRAISE = (
@@ -80,16 +78,16 @@ class KeptRules:
         if self.column is not None:
             check_column(self.column, list(rollout.columns), field="column")
             of_rows = rollout.columns[self.column]
-        asked = (self._of_row(f"row {row} of the batch", of_row) for row, of_row in enumerate(of_rows))
+        asked = (self._of_row(f"row {row} of the batch", of_row) for row, of_row in enumerate(of_rows, 1))
         return [share_kept(rules, text) for rules, text in zip(asked, rollout.responses, strict=True)]
 
-    def check_rows(self, prompts: Dataset) -> None:
+    def check_rows(self, prompts: Prompts) -> None:
         """Raises: RewardError: prompts lack the column, or one has no rule. DataError: one has none that can be
         used."""
         assert self.column is not None
-        check_column(self.column, prompts.column_names, field="column")
-        for row, of_row in enumerate(prompts[self.column][:]):
-            self._of_row(f"row {row} of the prompts", of_row)
+        check_column(self.column, prompts.rows.column_names, field="column")
+        for place, of_row in zip(prompts.places, prompts.rows[self.column][:], strict=True):
+            self._of_row(place, of_row)
 
     def _of_row(self, place: str, of_row: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
         """The rules of a row, those for all among them."""
@@ -117,8 +115,7 @@ class RulesScorer(Scorer):
             yield from problems_of(check_rules, self.rules, "rules")
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        prompts = None if self.column is None else context.prompts()
-        return [] if prompts is None else problems_of(self.build(context).check_rows, prompts)
+        return [] if self.column is None else context.problems_of_prompts(self.build(context).check_rows)
 
     def build(self, context: ScorerContext) -> "KeptRules":
         return KeptRules(self.rules or (), self.column)

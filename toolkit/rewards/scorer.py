@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -18,6 +18,13 @@ from toolkit.rewards.base import Reward
 from toolkit.settings import Range, check, setting
 
 
+class Prompts(NamedTuple):
+    """Prompts whose responses are scored, and of each the place where a person finds it."""
+
+    rows: Dataset
+    places: Sequence[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScorerContext:
     """What a scorer is checked against and built from.
@@ -26,7 +33,7 @@ class ScorerContext:
         roles: the shared base, with the role where a scorer reads it; on the meta device for a check, and None
             where its base cannot be had.
         tokenizer: the policy's; None in a check that has none.
-        prompts: gives the prompts to train on; None in a check that has not read them.
+        prompts: gives those that it scores, to train on and held out; nothing in a check that has not read them.
         chats: whether the text of the prompts has the chat template of the base around it.
         pad_token_id: the one that the reward head was trained with.
         batch_size: responses a forward pass of the reward adapter.
@@ -37,13 +44,17 @@ class ScorerContext:
 
     roles: SharedBase | None
     tokenizer: PreTrainedTokenizerBase | None
-    prompts: Callable[[], Dataset | None]
+    prompts: Callable[[], Sequence[Prompts]]
     chats: bool = False
     pad_token_id: int = 0
     batch_size: int = 64
     role: str = "reward"
     reward_outputs: int | None = None
     reward_model: PreTrainedModel | PeftModel | None = None
+
+    def problems_of_prompts(self, check: Callable[[Prompts], object]) -> list[Problem]:
+        """What a check that raises says of the first prompts that have something wrong."""
+        return next((found for prompts in self.prompts() if (found := problems_of(check, prompts))), [])
 
 
 @dataclass(kw_only=True)
@@ -95,10 +106,10 @@ class ClassScorer(Scorer):
             )
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        prompts = None if self.class_column is None else context.prompts()
-        if prompts is None:
+        column = self.class_column
+        if column is None:
             return []
-        return problems_of(check_column, self.class_column, prompts.column_names, field="class_column")
+        return context.problems_of_prompts(lambda of: check_column(column, of.rows.column_names, field="class_column"))
 
     def check_outputs(self, outputs: int, *, whose: str) -> None:
         """Raises: RewardError: a head of one output and a column to choose by, or of several and none."""

@@ -12,7 +12,7 @@ from toolkit.data import Kind, RatedResponses
 from toolkit.errors import RecipeError, RewardError, within
 from toolkit.models import HEAD_ROLES, SharedBase, fast_precision, load_model, slow_here
 from toolkit.reports import METRICS_FILE, MetricsFile
-from toolkit.rewards import Reward, ScorerContext
+from toolkit.rewards import Prompts, Reward, ScorerContext
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site
 from toolkit.trainers.common import made_by_trl, precision
@@ -36,6 +36,18 @@ def stage_dataset(recipe: Recipe, stage: str, kind: Kind, split: str) -> Any:
     task = recipe.task_of(stage)
     with within(recipe.data_section(stage)):
         return task.dataset(kind, split)
+
+
+def scored_prompts(recipe: Recipe, role: str) -> list[Prompts]:
+    """The prompts whose responses a reward scores, or a judge, which sees held-out ones alone."""
+    found = []
+    for split in ("validation",) if role == "judge" else ("train", "validation"):
+        rows = stage_dataset(recipe, "ppo", "prompts", split)
+        places = [row["place"] for row in recipe.task.row_places("ppo") if row["split"] == split]
+        if len(places) != len(rows):  # of a task that makes them, or takes each prompt once
+            places = [f"prompt {number} of {split}" for number in range(1, len(rows) + 1)]
+        found.append(Prompts(rows, places))
+    return found
 
 
 def about_precision(recipe: Recipe, stage: str) -> Iterator[str]:
@@ -132,7 +144,7 @@ def make_reward(
     context = ScorerContext(
         roles=roles,
         tokenizer=recipe.tokenizer,
-        prompts=lambda: stage_dataset(recipe, "ppo", "prompts", "train"),
+        prompts=lambda: scored_prompts(recipe, role),
         chats=recipe.task.chats,
         pad_token_id=pad_tokens[role],
         batch_size=batch_size,

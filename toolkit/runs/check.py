@@ -8,11 +8,9 @@ report.raise_problems()
 from collections.abc import Collection
 from dataclasses import replace
 
-from datasets import Dataset
-
 from toolkit.errors import Problem
 from toolkit.rewards import ScorerContext
-from toolkit.runs.build import about_slow
+from toolkit.runs.build import about_slow, scored_prompts
 from toolkit.runs.check_data import DataCheck
 from toolkit.runs.check_report import Findings, Report
 from toolkit.runs.check_roles import RolesCheck
@@ -46,7 +44,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
     names = [plan.stage for plan in plans if plan.stage in STAGE_CLASSES and roles.tokenizer]
     data = DataCheck(recipe, names, findings, roles)
     facts = data.facts()
-    _check_scorers(recipe, roles, data.prompts, findings, handed_over)
+    _check_scorers(recipe, roles, data.prompts_read, findings, handed_over)
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
     if roles.roles is not None and (slow := about_slow(recipe.base_precision.dtype, "base.dtype")):
         notes.append(Problem(slow))
@@ -58,7 +56,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
 def _check_scorers(
     recipe: Recipe,
     roles: RolesCheck,
-    prompts: Dataset | None,
+    prompts_read: bool,
     findings: Findings,
     handed_over: Collection[str],
 ) -> None:
@@ -69,11 +67,13 @@ def _check_scorers(
     context = ScorerContext(
         roles=roles.roles,
         tokenizer=roles.tokenizer,
-        prompts=lambda: prompts,
-        chats=prompts is not None and recipe.task.chats,
+        prompts=lambda: scored_prompts(recipe, "reward") if prompts_read else (),
+        chats=prompts_read and recipe.task.chats,
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
     )
-    named = {"scorer": (recipe.scorer, context), "judge": (recipe.judge, replace(context, role="judge"))}
+    held_out = (lambda: scored_prompts(recipe, "judge")) if prompts_read else context.prompts
+    judge = replace(context, role="judge", prompts=held_out)
+    named = {"scorer": (recipe.scorer, context), "judge": (recipe.judge, judge)}
     for section, (one, reads) in named.items():
         for problem in () if one is None or section in handed_over else one.check(reads):
             findings.note(problem.within(section))

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from datasets import Dataset
 from trl import pack_dataset
 
 from toolkit.data import check_rated
@@ -63,7 +62,7 @@ class DataCheck:
 
     def __init__(self, recipe: Recipe, stages: Sequence[str], findings: Findings, roles: RolesCheck):
         self.recipe, self.stages, self.findings, self.roles = recipe, stages, findings, roles
-        self.prompts: Dataset | None = None
+        self.prompts_read = False
 
     def facts(self) -> tuple[StageFacts, ...]:
         """The stages whose data could be read. What is wrong with those of a stage that PPO does not need, is noted."""
@@ -90,7 +89,7 @@ class DataCheck:
                 prepared = counted_rows(train, config) if stage == "sft" else train
                 facts = batch_figures(stage, config, len(prepared))
                 if stage == "ppo":
-                    self.prompts = train
+                    self.prompts_read = True
                     longest = max(longest, longest_row(recipe.task.prompts("test")))
                     self._check_ppo(config, train, longest)
                     longest = min(longest + config.response_length, config.max_length or math.inf)
@@ -109,7 +108,7 @@ class DataCheck:
         with self.findings.at(key="data"):
             held_out = build.stage_dataset(recipe, "collect", "prompts", "validation")
             prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
-            self.prompts = prompts
+            self.prompts_read = True
             longest = max(longest_row(held_out), longest_row(recipe.task.prompts("test")))
             with self.findings.at("q_data" if "q_data" in recipe.values else "q"):
                 config = build.trainer_config(recipe, "q")

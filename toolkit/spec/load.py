@@ -146,6 +146,9 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
     key, equals, value = override.partition("=")
     if not equals or not all(part.strip("[]{} ") for part in key.split(".")) or key.count(".") > _DEEPEST:
         raise RecipeError(f'override "{override}" is not of the form section.key=value.')
+    if not value.strip():  # YAML's null, as where a variable of the shell is not set
+        wrong = f'override "{override}" has no value.'
+        raise RecipeError(wrong, field=key, remedy="null takes the key away, '' is an empty text.")
     try:
         _check_yaml(value)
         merged = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
