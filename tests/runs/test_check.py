@@ -18,6 +18,7 @@ from toolkit.errors import DataError, ModelError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
 from toolkit.runs.check import check
 from toolkit.runs.check_report import Findings
+from toolkit.runs.stages import run
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
@@ -474,3 +475,46 @@ def test_a_problem_is_named_by_its_section_once():
         with findings.at("q_data"):
             raise DataError(f"{field or 'nothing'} is wrong", field=field)
     assert [problem.field for problem in findings.problems] == ["q_data.train", "q_data.train", "q_data"]
+
+
+COLLECTS_ALONE = {
+    "reward": None, "ppo": None, "adapters": None, "scorer": {"kind": "function", "function": "statistics:fmean"},
+    "collect": {"samples_per_prompt": 2, "response_length": 6, "batch_size": 8},
+}  # fmt: skip
+
+
+def test_a_recipe_that_only_collects_has_its_prompts_checked(checkpoint, tmp_path):
+    assert texts(check(chat_recipe(tmp_path, checkpoint, **COLLECTS_ALONE))) == ()
+    (found,) = problems_of(tmp_path, checkpoint, "data.train=nowhere.jsonl", **COLLECTS_ALONE)
+    assert found.startswith("data.train — nowhere.jsonl: there is no such file")
+    (found,) = problems_of(tmp_path, checkpoint, "collect.response_length=5000", **COLLECTS_ALONE)
+    assert found.startswith("collect — the longest prompt with collect.response_length comes to 5")
+    by_column = {**COLLECTS_ALONE, "scorer": {"kind": "rules", "column": "rules"}}
+    (found,) = problems_of(tmp_path, checkpoint, **by_column)
+    assert found.startswith("scorer.column — the prompts have no column")
+
+
+def test_rows_that_collect_cannot_use_are_said(checkpoint, tmp_path, capsys):
+    rows = [{"prompt": "a"}, {"prompt": ""}, {"prompt": "b"}, {"prompt": None}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"task": "prompts", "train": str(tmp_path / "prompts.jsonl"), "validation_size": 1, "chat": False}
+    scorer = {"kind": "rules", "rules": [{"rule": "no_comma"}]}
+    recipe = chat_recipe(tmp_path, checkpoint, **{**COLLECTS_ALONE, "data": data, "scorer": scorer})
+    run(recipe, "collect")
+    folder = recipe.stage_folder("collect")
+    assert sum(json.loads((folder / "result.json").read_text())["left_out"]["train"].values()) == 2
+    left_out, kept = (
+        [json.loads(line)["place"] for line in (folder / name).read_text().splitlines()]
+        for name in ("left_out.jsonl", "rows.jsonl")
+    )
+    assert [place.rpartition(" ")[2] for place in left_out] == ["2", "4"]
+    assert sorted(place.rpartition(" ")[2] for place in kept) == ["1", "3"]
+    assert "2 left out" in capsys.readouterr().out
+
+
+def test_a_task_with_a_vocabulary_of_its_own_does_not_go_on_another_s_checkpoint(checkpoint, tmp_path):
+    by_rule = {"reward": None, "scorer": {"kind": "rules", "rules": [{"rule": "no_comma"}]}}
+    adapters = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
+    sections = {"data": {"task": "doubling"}, "adapters": adapters, **by_rule}
+    (found, *_) = problems_of(tmp_path, checkpoint, **sections)
+    assert found.startswith("data.task — doubling has a vocabulary of its own") and str(checkpoint) in found

@@ -401,4 +401,4 @@ def test_a_scorer_is_held_to_all_prompts_and_a_judge_to_the_held_out_ones(checkp
         assert found.startswith(f"{section}.column — the prompts have no column")
     for train, held_out in (("broken", "ruled"), ("ruled", "broken")):
         (found,) = problems(train, held_out, scorer=by_column)
-        assert f"{tmp_path / 'broken.jsonl'}, line 7, column \"rules\"" in found
+        assert f'{tmp_path / "broken.jsonl"}, line 7, column "rules"' in found

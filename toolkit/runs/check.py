@@ -41,7 +41,10 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
             recipe.plan.needs(plan.stage)
     roles = RolesCheck(recipe, plans, findings)
     # Without a tokenizer each data section would ask the hub for it again.
-    names = [plan.stage for plan in plans if plan.stage in STAGE_CLASSES and roles.tokenizer]
+    # What is collected for a q stage is checked with that.
+    alone = "collect" in wanted and "q" not in recipe.plan.stages
+    read = {*STAGE_CLASSES, *(["collect"] if alone else [])}
+    names = [plan.stage for plan in plans if plan.stage in read and roles.tokenizer]
     data = DataCheck(recipe, names, findings, roles)
     facts = data.facts()
     _check_scorers(recipe, roles, data.prompts_read, findings, handed_over)

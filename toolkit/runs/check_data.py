@@ -4,6 +4,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from trl import pack_dataset
@@ -69,7 +70,8 @@ class DataCheck:
         found, problems = [], self.findings.problems
         for stage in self.stages:
             so_far = len(problems)
-            found.append(self._q_stage() if stage == "q" else self._stage(stage))
+            read = {"q": self._q_stage, "collect": self._collect_stage}.get(stage, partial(self._stage, stage))
+            found.append(read())
             if self._state(stage) == _NOT_NEEDED:
                 notes = [Problem(f"{stage} could not run: {problem.text()}") for problem in problems[so_far:]]
                 self.findings.notes += notes
@@ -129,6 +131,14 @@ class DataCheck:
                 return StageFacts("q", state, rows, len(held_out), longest, **batch_figures("q", config, rows))
         return None
 
+    def _collect_stage(self) -> None:
+        """Read the prompts that are answered: nothing is trained, and there are no batches to work out."""
+        recipe = self.recipe
+        with self.findings.at(key=recipe.data_section("collect")):
+            prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
+            self.prompts_read = True
+            self._check_length("collect", longest_row(prompts) + recipe.collect.response_length)
+
     def _state(self, stage: str) -> str:
         """Whether the stage is finished, and which come before it."""
         if finished(self.recipe, stage) is not None:
@@ -154,8 +164,9 @@ class DataCheck:
         positions, whose = self.roles.positions(stage)
         if positions is not None and longest > positions:
             what, limits = "the longest row", "the limits of the data section"
-            if stage == "ppo":
-                what, limits = "the longest prompt with ppo.response_length", f"{limits} or ppo.response_length"
+            if stage in ("ppo", "collect"):
+                limit = f"{stage}.response_length"
+                what, limits = f"the longest prompt with {limit}", f"{limits} or {limit}"
             have = f"{whose} has positions for {positions} (max_position_embeddings)"
             self.findings.note(Problem(f"{what} comes to {longest} tokens, and {have}.", stage, f"Shorten {limits}."))
 

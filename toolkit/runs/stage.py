@@ -45,9 +45,16 @@ def collect_stage(recipe: Recipe) -> dict[str, Any]:
     for sentence in about_precision(recipe, "collect"):
         say(sentence)
     say_shares("collect", recipe.collect.batch_size)
+    if (rows := recipe.task_of("collect").report()) is not None:
+        say(f"data: {rows}")
     collected = collect(recipe, folder / RESPONSES_FILE)
     result = figures(recipe, "collect", started, {}, collected)
-    processes.by_main(lambda: finish(folder, result))
+
+    def write() -> None:
+        result.update(_rows_read(recipe, "collect"))
+        finish(folder, result)
+
+    processes.by_main(write)
     shown = ", ".join(f"{key} {value:.4g}" for key, value in result["after"].items())
     say(f"collect took {result['seconds']:.0f} s: {shown}")
     say(f"responses: {folder / RESPONSES_FILE}")
@@ -208,15 +215,22 @@ class _ReportAtEvaluations(TrainerCallback):
         )
 
 
+def _rows_read(recipe: Recipe, stage: str) -> dict[str, Any]:
+    """For the result how many rows could not be used, and why; which these are, and which the stage has, in files."""
+    folder, task = recipe.stage_folder(stage), recipe.task_of(stage)
+    if not task.left_out:  # a task that reads no file
+        return {}
+    write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
+    write_jsonl(folder / "rows.jsonl", task.row_places(stage))
+    return {"left_out": {split: dict(reasons) for split, reasons in task.left_out.items()}}
+
+
 def _write_up(
     recipe: Recipe, stage: str, result: dict[str, Any], samples: list[dict[str, Any]], judged: Sequence[ScoredPair]
 ) -> None:
     """Everything that a finished stage says, `result.json` last."""
-    folder, task = recipe.stage_folder(stage), recipe.task_of(stage)
-    if task.left_out:
-        result["left_out"] = {split: dict(reasons) for split, reasons in task.left_out.items()}
-        write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
-        write_jsonl(folder / "rows.jsonl", task.row_places(stage))
+    folder = recipe.stage_folder(stage)
+    result |= _rows_read(recipe, stage)
     if samples:
         write_jsonl(folder / SAMPLES_FILE, samples)
     if judged:
