@@ -146,24 +146,18 @@ def test_no_positions_and_no_chunk():
         in_chunks(torch.sum, torch.ones(3), chunk_size=0)
 
 
-@pytest.mark.parametrize("probability", [0.9, 0.999, 0.9999])
-def test_gradients_of_likely_tokens_do_not_vanish_in_float16(probability):
+@pytest.mark.parametrize(("probability", "temperature"), [(0.9, 1.0), (0.9999, 1.0), (0.3, 0.001), (0.9999, 4.0)])
+def test_gradients_of_likely_tokens_do_not_vanish_in_float16(probability, temperature):
     """The other 9,999 tokens have 1e-8 each, which float16 does not hold, and its gradient is theirs as much."""
     torch.manual_seed(0)
     vocabulary, weight = 10_000, 0.02 * (torch.randn(10_000, 64) + torch.randn(64))
     rest = torch.cat([weight[1:].mean(0, keepdim=True), weight[:1]])
     # A state of which the token has about this probability, and the others the same.
-    state = torch.linalg.lstsq(
-        rest, torch.tensor([0.0, math.log(probability / (1 - probability) * vocabulary)])
-    ).solution
-
-    def gradient(dtype, scale):
-        states, head = state[None].to(dtype).requires_grad_(), weight.to(dtype)
-        logprobs = token_logprobs(states, lambda h: h @ head.T, torch.tensor([0]), frozen_head=True)
-        (logprobs.sum() * scale).backward()
-        return states.grad.double() / scale
-
-    of_half = gradient(torch.float16, 256.0)
-    states, head = state[None].half().double().requires_grad_(), weight.half().double()
-    (states @ head.T).log_softmax(-1)[0, 0].backward()
-    assert float((of_half - states.grad).norm() / states.grad.norm()) < 0.02
+    logit = math.log(probability / (1 - probability) * vocabulary) * temperature
+    half = torch.linalg.lstsq(rest, torch.tensor([0.0, logit])).solution[None].half().requires_grad_()
+    head, scale = weight.half(), 256.0  # as of a loss scaler
+    given = {"temperature": temperature, "frozen_head": True}
+    (token_logprobs(half, lambda states: states @ head.T, torch.tensor([0]), **given).sum() * scale).backward()
+    exact = half.detach().double().requires_grad_()
+    (exact @ head.double().T / temperature).log_softmax(-1)[0, 0].backward()
+    assert float((half.grad.double() / scale - exact.grad).norm() / exact.grad.norm()) < 0.02

@@ -75,7 +75,7 @@ def token_logprobs(
     return in_chunks(of_chunk, *flat, chunk_size=chunk_size).view(tokens.shape)
 
 
-_FLOAT16_SCALE = 1024.0
+_FLOAT16_SCALE = 256.0
 """Of what is kept in float16. Where a token is likely, the p(v) of all others are below the smallest number of float16,
 and no factor of the backward pass, such as a loss scaler's, brings back what is 0 before it."""
 
@@ -99,7 +99,9 @@ class _OfFrozenHead(torch.autograd.Function):
             of_logits = log_p.exp_().neg_().scatter_add_(1, token, torch.ones_like(sampled))
             of_logits = of_logits if temperature == 1.0 else of_logits.div_(temperature)
             if logits.dtype is torch.float16:
-                ctx.scale = _FLOAT16_SCALE
+                ctx.scale = _FLOAT16_SCALE * min(
+                    temperature, 1.0
+                )  # they were divided by it, and float16 ends at 65,504
                 of_logits = of_logits.mul_(ctx.scale)
             gradients.extend(torch.autograd.grad(logits, states, of_logits.to(logits.dtype)))
             return sampled.squeeze(1)

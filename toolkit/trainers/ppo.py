@@ -220,9 +220,8 @@ class PPOTrainer(PPOLoop):
             return None
         if first:
             learning = self._unchecked_roles & experience.learning_roles(rows)
-            if (
-                totals["clip_fraction"] > 0.9999
-            ):  # an adapter's dropout alone can do that to a mini-batch of a few tokens
+            # An adapter's dropout alone can clip all of a mini-batch of a few tokens.
+            if totals["clip_fraction"] > 0.9999:
                 learning -= {"policy"}
             # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
             self_checks.check_gradients(self.roles, learning, scaled=self.args.fp16)
