@@ -12,7 +12,8 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,9 +167,10 @@ def _figure(seeds: Mapping[str, Any]) -> Figure:
             axes.grid(alpha=0.3)
         column[0].set_title(f"seed {seed}", fontsize=10)
     for axes, one in zip(grid[1], seeds.values(), strict=True):  # once all have their limits, which they share
-        for warning in one["warnings"]:
-            axes.axvline(warning["step"], color="C3", lw=0.8, linestyle=":")
-            axes.text(warning["step"], axes.get_ylim()[1], warning["name"], fontsize=7, rotation=90, va="top")
+        for step, of_step in groupby(one["warnings"], key=lambda warning: warning["step"]):
+            axes.axvline(step, color="C3", lw=0.8, linestyle=":")
+            names = "\n".join(warning["name"] for warning in of_step)
+            axes.text(step, axes.get_ylim()[1], names, fontsize=7, rotation=90, va="top", linespacing=1.1)
     figure.supylabel("gain, in standard errors of the first", fontsize=9)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure
@@ -193,7 +195,7 @@ def _table(result: Mapping[str, Any]) -> str:
     def plain(of: Mapping[str, Any], key: str) -> str:
         return f"{of['figures'][key]:.2f}"
 
-    measured = {f"by {whose}": (mean, key) for key, whose in _BY.items()}
+    measured: dict[str, tuple[Callable[..., str], str]] = {f"by {whose}": (mean, key) for key, whose in _BY.items()}
     measured |= {"KL a response": (plain, "kl"), "tokens": (plain, "length")}
     measured |= {"share that ends by itself": (plain, "eos_share"), "share with an apology": (share, "")}
     measured |= {"different responses": (different, ""), "perplexity under the base": (plain, "perplexity")}

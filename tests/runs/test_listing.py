@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,25 @@ def test_what_trl_s_own_loop_has_begun_begins_anew(runs):
     assert "--resume" in c.command  # the stages before it do
 
 
+def test_a_recipe_that_only_collects_goes_on_by_collecting(runs):
+    only = {"reward": None, "ppo": None, "sft": {"max_steps": 1}, "collect": {"response_length": 8}}
+    (runs / "c" / "recipe.yaml").write_text(yaml.safe_dump({k: v for k, v in only.items() if v is not None}))
+    for result in (None, {"after": {}}):
+        stage(runs / "c" / f"{'sft' if result is None else 'collect'}", result=result)
+        command = state_of(runs / "c").command
+        assert command[:2] == ("toolkit", "collect") if result is None else command == ()
+
+
+def test_a_run_that_goes_on_has_its_warnings_and_not_the_answers_of_its_earlier_end(runs, tmp_path):
+    ppo = runs / "a" / "ppo"  # made longer: its result is gone, its samples are not
+    (ppo / "samples.jsonl").write_text(
+        json.dumps({"prompt": "p", "before": "x", "before_score": 0.0, "after": "zebra", "after_score": 1.0}) + "\n"
+    )
+    (ppo / "warnings.jsonl").write_text('{"step": 2, "name": "phrase"}\n{"step": 4, "name": "phrase"}\n')
+    text = compare(["a", "b"], tmp_path / "page.html", runs_dir=runs).read_text()
+    assert "zebra" not in text and re.search(r"<td>warnings</td><td[^>]*>2</td><td[^>]*>0</td>", text)
+
+
 def test_a_damaged_file_is_a_state(runs):
     (runs / "b" / "ppo" / "result.json").write_text("[]")
     (runs / "a" / "ppo" / "metrics.jsonl").write_text("{\n")
@@ -96,6 +116,7 @@ def test_the_list_on_the_command_line(runs):
 def test_runs_beside_each_other(runs, tmp_path):
     bad = "<script>alert(1)</script>"
     recipe(runs / "b", ppo={"kl_coef": 0.2, "max_steps": 8, "note": bad})
+    (runs / "a" / "ppo" / "result.json").write_text(json.dumps({"after": {"score": 1.5}}))
     for name, answer in (("a", "one"), ("b", bad)):
         rows = [{"prompt": "p", "before": "x", "before_score": 0.0, "after": answer, "after_score": 1.0}]
         (runs / name / "ppo" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -150,6 +150,9 @@ def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatc
     monkeypatch.setattr(collect.build, "stage_dataset", others)
     with pytest.raises(CheckpointError, match=r"partial, line 1: is a response to another prompt.*overwrite=True"):
         collect.collect(recipe, path)
+    monkeypatch.setattr(collect.build, "stage_dataset", lambda *what: asked(*what).select(range(5)))
+    with pytest.raises(CheckpointError, match=r"partial, line 6: is a response to another prompt"):
+        collect.collect(recipe, path)
     monkeypatch.undo()
     assert collect.collect(recipe, path)["responses"] == 30
     assert path.read_bytes() == whole and not partial.exists()

@@ -254,6 +254,9 @@ def test_trls_own_loop_from_a_recipe(tmp_path, checkpoint, stages_here):
     assert (recipe.stage_folder("ppo") / "value" / "adapter_model.safetensors").is_file()
     metrics = (recipe.stage_folder("ppo") / "metrics.jsonl").read_text()
     assert "objective/kl" in metrics  # TRL's own names: it was TRL's loop
+    rows = [json.loads(line) for line in metrics.splitlines()]
+    assert all(row["score"] == row["objective/scores"] and row["kl"] == row["objective/kl"] for row in rows)
+    assert "<h2>Curves</h2>" in (recipe.stage_folder("ppo") / "report.html").read_text()
     refused = chat_recipe(tmp_path, checkpoint, "ppo.loop=trl", "ppo.gradient_checkpointing=false", name="refused")
     with pytest.raises(RecipeError, match="pad and eos are one token"):
         stages.run(refused, "ppo")

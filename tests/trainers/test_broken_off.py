@@ -1,14 +1,18 @@
 """What an error or Ctrl-C in the middle leaves behind, where a notebook goes on with the same objects."""
 
+import io
+
 import pytest
 import torch
 from accelerate.state import GradientState
+from rich.console import Console
 from safetensors.torch import load_file
 
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import count_reward, rollout, trainer
-from toolkit.errors import SelfCheckError
-from toolkit.reports import read_jsonl
+from toolkit import phases
+from toolkit.errors import RewardError, SelfCheckError
+from toolkit.reports import Progress, read_jsonl
 from toolkit.rewards import WeightedSum, score_with
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
@@ -163,3 +167,17 @@ def test_a_reward_computes_as_it_would_by_itself(tmp_path):
         assert torch.equal(ours.score({}, rollout(RESPONSES)), expected)
         assert torch.equal(score_with(each, rollout(RESPONSES)), expected)
     assert seen == [(torch.float32, False, False)] * 4
+
+
+def test_nothing_more_is_said_of_a_run_that_an_error_ended(tmp_path):
+    """A notebook catches it and trains another: the first would go on speaking of the second as its own."""
+
+    def broken(rollout):
+        raise ValueError("no score today")
+
+    progress = Progress("first", Console(file=io.StringIO()))
+    ours = trainer(tmp_path, shared_base(), broken, max_steps=2)
+    ours.add_callback(progress)
+    with pytest.raises(RewardError, match="no score today"):
+        ours.train()
+    assert not phases._watchers and progress._open is None

@@ -224,6 +224,14 @@ class Progress(TrainerCallback, ExportableState):
                 self.told(f"{self.title} {self._count()}  {' · '.join([*self._figures.values(), *self._times()])}")
             self._pace = None
         self._between, self._began = "write", time.monotonic()
+        self._close_training()
+
+    def broke_off(self) -> None:
+        """An error ended training, of which nothing more is said: who trains in a notebook may go on."""
+        self._pace = None
+        self._close_training()
+
+    def _close_training(self) -> None:
         if self._of_training is not None:
             self._of_training.close()
             self._of_training = None

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback, set_seed
 
 from toolkit import processes
-from toolkit.data import Kind, RatedResponses
+from toolkit.data import Kind, RatedResponses, Task
 from toolkit.errors import RecipeError, RewardError, within
 from toolkit.models import HEAD_ROLES, SharedBase, fast_precision, load_model, slow_here
 from toolkit.reports import METRICS_FILE, MetricsFile
@@ -35,7 +35,16 @@ def _named(recipe: Recipe, stage: str, callbacks: Callbacks) -> dict[str, Any]:
 def stage_dataset(recipe: Recipe, stage: str, kind: Kind, split: str) -> Any:
     task = recipe.task_of(stage)
     with within(recipe.data_section(stage)):
+        _check_vocabulary(recipe, task)
         return task.dataset(kind, split)
+
+
+def _check_vocabulary(recipe: Recipe, task: Task) -> None:
+    """Raises: RecipeError: a task makes ids of a vocabulary that is not the checkpoint's."""
+    own, of_base = task.tokenizer, recipe.tokenizer
+    if own is not of_base and own.get_vocab() != of_base.get_vocab():
+        wrong = f"{task.task} has a vocabulary of its own, and {recipe.base.model} has another."
+        raise RecipeError(wrong, field="task", remedy="Take a task that reads text, or a checkpoint of this one.")
 
 
 def scored_prompts(recipe: Recipe, role: str) -> list[Prompts]:

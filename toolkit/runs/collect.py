@@ -106,7 +106,8 @@ def _check_prompts(partial: Path, prompts: Dataset, samples_per_prompt: int) -> 
     """Nothing, if the responses of a partial file are to these prompts, else a CheckpointError."""
     asked = prompts["input_ids"]
     for line, row in enumerate(read_jsonl(partial)):
-        if row.get("prompt_ids") != list(asked[line // samples_per_prompt]):
+        place = line // samples_per_prompt
+        if place >= len(asked) or row.get("prompt_ids") != list(asked[place]):
             wrong = f"{partial}, line {line + 1}: is a response to another prompt than that of the data now."
             raise CheckpointError(wrong, remedy="Give the data back, or begin anew with $overwrite.")
 

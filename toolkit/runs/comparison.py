@@ -11,6 +11,7 @@ from toolkit.reports import METRICS_FILE, ComparedRun, comparison_page, read_jso
 from toolkit.runs.differences import leaves, recorded
 from toolkit.runs.folder import no_such_run, recover_to_read
 from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, SAMPLES_FILE, check_output
+from toolkit.trainers.guards import WARNINGS_FILE
 
 COMPARED = ("ppo", "q", "reward", "sft")
 """The stage that is compared is the first of these that all runs have begun."""
@@ -71,13 +72,16 @@ def _folder(name: str, runs_dir: Path) -> Path:
 def _run(label: str, folder: Path) -> ComparedRun:
     """What a run's stage has written so far; what is not as the toolkit writes it is left out."""
     result = dict(read_result(folder) or {})
-    if not result:
+    finished, warned = bool(result), folder / WARNINGS_FILE
+    if not finished:
         result["before"] = (read_json(folder / BEFORE_FILE) or {}).get("metrics")
+        result["warnings"] = read_jsonl(warned) if warned.is_file() else []
     result |= {side: result.get(side) if isinstance(result.get(side), dict) else {} for side in ("before", "after")}
     if not isinstance(result.get("warnings"), list):
         result.pop("warnings", None)
     path = folder / SAMPLES_FILE
-    samples = [row for row in read_jsonl(path) if _is_sample(row)] if path.is_file() else []
+    # A run that was made longer has those of its earlier end until it ends again.
+    samples = [row for row in read_jsonl(path) if _is_sample(row)] if finished and path.is_file() else []
     return ComparedRun(label, result, read_jsonl(folder / METRICS_FILE), samples)
 
 

@@ -14,7 +14,6 @@ from toolkit.runs.folder import recover_to_read
 from toolkit.runs.lock import owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.plan import STAGES, at
-from toolkit.spec.sections import STAGE_CLASSES
 
 FINISHED, AT_WORK, STOPPED, DAMAGED = "finished", "at work", "stopped", "damaged"
 
@@ -83,7 +82,7 @@ def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[
         return ()
     done = {one.stage for one in states if one.state == FINISHED}
     recipe = recorded(run)
-    aims = [stage for stage in ("ppo", "q", "reward", "sft") if stage in recipe and stage in STAGE_CLASSES]
+    aims = [stage for stage in ("ppo", "q", "collect", "reward", "sft") if stage in recipe]
     elsewhere = () if run.parent == Path("runs") else ("--runs-dir", str(run.parent))
     if {"ppo", "q"} & done:
         return ("toolkit", "chat", run.name, *elsewhere)

@@ -207,7 +207,8 @@ class _ReportAtEvaluations(TrainerCallback):
             return
         folder = self.recipe.stage_folder(self.stage)
         now = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
-        result = figures(self.recipe, self.stage, self.started, self.before, now)
+        started = self.started - getattr(self.trainer, "seconds_before", 0.0)
+        result = figures(self.recipe, self.stage, started, self.before, now)
         result |= _of_training(self.trainer, self.progress)
         result["running"] = f"Running: step {state.global_step} of {state.max_steps} at {result['date']}."
         reports.write_report(

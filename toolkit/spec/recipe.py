@@ -9,7 +9,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from toolkit.data import TASKS, Task
-from toolkit.errors import RecipeError, within
+from toolkit.errors import within
 from toolkit.models import Precision, load_tokenizer
 from toolkit.rewards import Scorer, scorer_of
 from toolkit.spec.as_text import to_yaml
@@ -137,14 +137,5 @@ class Recipe:
             if "tokenizer" in owner_fields(kind):
                 arguments["tokenizer"] = self.tokenizer
             with within(section):
-                made = kind(**arguments)
-                if self.base.model is not None and "tokenizer" not in arguments:
-                    self._check_vocabulary(made)
-                self._tasks[section] = made
+                self._tasks[section] = kind(**arguments)
         return self._tasks[section]
-
-    def _check_vocabulary(self, task: Task) -> None:
-        """Raises: RecipeError: a task makes ids of a vocabulary that is not the checkpoint's."""
-        if task.tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            wrong = f"{task.task} has a vocabulary of its own, and {self.base.model} has another."
-            raise RecipeError(wrong, field="task", remedy="Take a task that reads text, or a checkpoint of this one.")

@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
 from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
+from toolkit.reports import Progress
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
 from toolkit.trainers.same_run import check_same_optimizer, check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
@@ -129,6 +130,11 @@ class ResumableTrainer(GuardedSteps):
             self._began = time.perf_counter()
             try:
                 result = self._run(checkpoint, arguments)
+            except BaseException:
+                for one in self.callback_handler.callbacks:
+                    if isinstance(one, Progress):
+                        one.broke_off()
+                raise
             finally:
                 self.remove_callback(callback)
         self._check_equal()

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -67,6 +68,24 @@ def save_stock_roles(trainer: TRLPPOTrainer, folder: Path, *, base_name: str) ->
     write_model_card(folder, base_name=base_name)
 
 
+_OUR_NAMES = {
+    "objective/scores": "score",
+    "objective/kl": "kl",
+    "loss/policy_avg": "policy_loss",
+    "loss/value_avg": "value_loss",
+    "policy/approxkl_avg": "approx_kl",
+    "policy/clipfrac_avg": "clip_fraction",
+    "val/clipfrac_avg": "value_clip_fraction",
+}
+
+
+class _InOurNames(TrainerCallback):
+    """What TRL's loop logs has our names too, by which it is shown and drawn. It comes before those that write it."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        logs |= {ours: logs[theirs] for theirs, ours in _OUR_NAMES.items() if theirs in logs}
+
+
 def stock_ppo_trainer(
     args: PPOConfig,
     processing_class: PreTrainedTokenizerBase,
@@ -99,7 +118,7 @@ def stock_ppo_trainer(
         # TRL builds a loader over the evaluation set even where it is never read, and None has no length.
         eval_dataset=train_dataset,
         data_collator=PromptCollator(processing_class.pad_token_id),
-        callbacks=callbacks,
+        callbacks=[_InOurNames(), *(callbacks or ())],
     )
     trainer.toolkit_args = args
     in_place_of_progress(trainer, callbacks)
