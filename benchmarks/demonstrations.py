@@ -229,7 +229,7 @@ def _language(recipe: Recipe, of_base: Sequence[str]) -> dict[str, Any]:
 
 
 def perplexity(model: Any, tokenizer: Any, said: Iterable[tuple[str, str]]) -> float:
-    """Of the responses to their prompts, over all their tokens."""
+    """Of the responses to their prompts, over all their tokens; 1 where they have none."""
     loss, tokens = 0.0, 0
     for prompt, response in said:
         before = tokenizer.encode(prompt, add_special_tokens=False)
@@ -239,7 +239,7 @@ def perplexity(model: Any, tokenizer: Any, said: Iterable[tuple[str, str]]) -> f
                 logits = model(ids).logits[0, len(before) - 1 : -1].float()
             loss += float(cross_entropy(logits, ids[0, len(before) :], reduction="sum"))
             tokens += number
-    return math.exp(loss / tokens)
+    return math.exp(loss / max(tokens, 1))
 
 
 def run(name: str, runs: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = ()) -> Path:

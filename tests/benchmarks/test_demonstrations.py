@@ -92,3 +92,8 @@ def test_a_curve_is_drawn_as_means_of_ten_updates():
     points = [[update, float(update)] for update in range(1, 13)]
     assert demonstrations._running_mean(points) == [[10, 5.5], [11, 6.5], [12, 7.5]]
     assert demonstrations._running_mean(points[:2]) == [[2, 1.5]]  # of fewer all
+
+
+def test_responses_of_no_word_are_certain():
+    tokenizer = type("Characters", (), {"encode": staticmethod(lambda text, **named: [ord(letter) for letter in text])})
+    assert demonstrations.perplexity(None, tokenizer, [("Why?", ""), ("How?", "")]) == 1.0
