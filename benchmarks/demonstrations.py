@@ -100,7 +100,7 @@ DEMONSTRATIONS = {
             "old": Arm("KL to the old policy, 0.5", {"kl_coef": 0.0, "old_policy_kl_coef": 0.5}),
             "limit": Arm("an update ends at 0.02 a token", {"kl_coef": 0.0, "update_kl_limit": 0.02}),
         },
-        seeds=(0,),
+        seeds=(0, 1, 2),
         updates=50,
     ),
     "critic": Demonstration(
@@ -336,8 +336,12 @@ def _critic_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Fi
 def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
     def curves(key: str) -> Curves:
         for i, (arm, described) in enumerate(demonstration.arms.items()):
-            points = [(p["kl"], p[key]) for p in next(iter(found[arm].values()))["curve"]]
-            yield points, {"linestyle": ("-", "--", ":")[i // 5], "marker": ".", "label": described.label}
+            style = {"color": f"C{i % 10}", "marker": "os^"[i // 5]}
+            for seed, one in enumerate(found[arm].values()):
+                points = [(p["kl"], p[key]) for p in one["curve"]]
+                yield points, {**style, "markersize": 2, "linewidth": 0.6, "alpha": 0.35}
+                label = described.label if not seed else None
+                yield points[-1:], {**style, "markersize": 7, "linestyle": "", "label": label}
 
     panels = {"score": curves("score"), "right answers": curves("exact_match")}
     beside = {"loc": "outside right center", "fontsize": 8}

@@ -38,7 +38,7 @@ class Size:
     Args:
         rollouts: prompts of an update, one response each.
         response_length: longest response, in tokens.
-        micro_batch: rows of a forward and backward pass of the update.
+        micro_batch: rows of a forward and backward pass of the update; ours takes more of short ones.
         epochs: passes over the rollouts.
     """
 
@@ -49,7 +49,7 @@ class Size:
 
 
 SIZES = {
-    "base": Size(rollouts=16, response_length=48),
+    "base": Size(rollouts=16, response_length=48, micro_batch=8),
     "few": Size(rollouts=8, response_length=48),
     "many": Size(rollouts=64, response_length=48),
     "longer": Size(rollouts=8, response_length=256),

@@ -1,6 +1,7 @@
 """How many rows are computed at a time, halved where the memory of a GPU does not hold them."""
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -11,8 +12,41 @@ from toolkit.errors import PeerError
 T = TypeVar("T")
 
 
+def by_tokens(lengths: Sequence[int], rows: Sequence[int], size: int, *, packed: bool = False) -> list[list[int]]:
+    """Rows for one pass after the other, those of similar length together, the longest first.
+
+    A pass has no more tokens than `size` of the longest rows there are: memory grows with tokens, and so many have to
+    fit in any case. Where rows are shorter it takes more of them. There are as few passes as that allows, and the
+    largest is as small as it can be.
+
+    Args:
+        lengths: tokens of every row, of which `rows` are some.
+        packed: whether rows stand one after the other in a line; else each is as wide as the longest of its pass.
+    """
+    order = sorted(rows, key=lambda row: lengths[row], reverse=True)
+
+    def passes(most: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        width = taken = 0
+        for row in order:
+            cost = lengths[row] if packed else width
+            if not found or taken + cost > most:
+                found.append([])
+                width = cost = lengths[row]
+                taken = 0
+            found[-1].append(row)
+            taken += cost
+        return found
+
+    longest = max(lengths, default=0)
+    fewest, limits = len(passes(size * longest)), range(longest, size * longest + 1)
+    return passes(limits[bisect_left(limits, True, key=lambda most: len(passes(most)) <= fewest)]) if order else []
+
+
 class Portion:
     """Rows that a forward pass takes at a time: a matter of memory alone, since all results are sums over rows.
+
+    Of rows that are not the longest a pass takes more, by `by_tokens`.
 
     Args:
         setting: what says how many they are.

@@ -63,7 +63,10 @@ def test_the_demo():
     assert stage(report, "sft").passes == 1200 / 418  # 26,700 questions: 417 batches of 64 and one of 12
     text = str(report)
     assert "base       gpt2, random weights: " in text
-    assert "an update of 128 prompts: num_ppo_epochs 4 × mini-batches 2 of 64 prompts, in 1 micro-batches each" in text
+    assert (
+        "an update of 128 prompts: num_ppo_epochs 4 × mini-batches 2 of 64 prompts, in up to 1 micro-batches each"
+        in text
+    )
     assert "reward     to be run, after sft; 25,700 rows" in text
     assert "ppo        to be run, after sft and reward; 25,700 prompts, 300 held out, at most 19 tokens" in text
 

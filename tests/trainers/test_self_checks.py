@@ -1,5 +1,7 @@
 """Each check fails on the mistake that it is for."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -135,6 +137,23 @@ def test_an_update_that_has_nothing_to_teach_stops_no_run(prompts, responses, tm
 
     monkeypatch.setattr(ppo, "policy_objective", without_gradient)
     with pytest.raises(SelfCheckError, match='the first gradient of the role "policy" is zero everywhere'):
+        ours.step({}, rollout([[5, 9, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("role, share", [("policy", "clip_fraction"), ("value", "value_clip_fraction")])
+@pytest.mark.parametrize("clipped", [True, False])
+def test_a_mini_batch_that_is_clipped_whole_has_no_gradient_and_stops_no_run(role, share, clipped, tmp_path):
+    ours = trainer(tmp_path)
+    backward = ours._backward_mini_batch
+
+    def without_gradient(*given):
+        totals = backward(*given)
+        for parameter in ours.roles.parameters_of(role):
+            parameter.grad.zero_()
+        return {**totals, share: float(clipped)}
+
+    ours._backward_mini_batch = without_gradient
+    with nullcontext() if clipped else pytest.raises(SelfCheckError, match=f'role "{role}" is zero everywhere'):
         ours.step({}, rollout([[5, 9, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
 
 

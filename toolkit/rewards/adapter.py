@@ -14,7 +14,7 @@ from toolkit import processes
 from toolkit.data import Rollout, pad_rows
 from toolkit.errors import Problem
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, sequence_logits
-from toolkit.portion import Portion
+from toolkit.portion import Portion, by_tokens
 from toolkit.rewards.base import Reward
 from toolkit.rewards.scorer import ClassScorer, ScorerContext, problems_of
 
@@ -28,11 +28,9 @@ def logits_of(
     """
 
     def attempt(size: int) -> Tensor:
-        logits = torch.zeros(len(rows), outputs)
+        logits, lengths = torch.zeros(len(rows), outputs), [len(row) for row in rows]
         with processes.agreed():
-            order = sorted(processes.own([len(row) for row in rows]), key=lambda i: len(rows[i]))
-            for start in range(0, len(order), size):
-                part = order[start : start + size]
+            for part in by_tokens(lengths, processes.own(lengths), size):
                 logits[part] = forward(part).float().cpu()
         return logits
 

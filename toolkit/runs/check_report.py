@@ -122,7 +122,7 @@ class StageFacts:
             lines += [
                 f"an update of {self.batch} prompts{parts * (update.rollout < self.batch)}: "
                 f"num_ppo_epochs {update.epochs} × mini-batches {update.mini_batches} of {update.mini_batch} prompts, "
-                f"in {update.micro_batches} micro-batches each: {update.steps} optimizer steps",
+                f"in up to {update.micro_batches} micro-batches each: {update.steps} optimizer steps",
                 f"{self.batches:,} updates, {self.steps:,} optimizer steps, {self.episodes:,} episodes; "
                 f"passes over the prompts: {self.passes:.3g}",
             ]

@@ -37,7 +37,6 @@ from toolkit.trainers import self_checks
 from toolkit.trainers.not_finite import loss_scale
 from toolkit.trainers.objective import Experience, describe, importance_weights, policy_objective, sampler_logprobs
 from toolkit.trainers.ppo_loop import PPOLoop
-from toolkit.trainers.rollouts import by_length
 from toolkit.trainers.share import own_randomness, own_rows, sum_gradients
 
 
@@ -221,8 +220,8 @@ class PPOTrainer(PPOLoop):
         if first:
             learning = self._unchecked_roles & experience.learning_roles(rows)
             # An adapter's dropout alone can clip all of a mini-batch of a few tokens.
-            if totals["clip_fraction"] > 0.9999:
-                learning -= {"policy"}
+            clipped = {"policy": totals["clip_fraction"], "value": totals["value_clip_fraction"]}
+            learning -= {role for role, share in clipped.items() if share > 0.9999}
             # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
             self_checks.check_gradients(self.roles, learning, scaled=self.args.fp16)
             self._unchecked_roles -= learning
@@ -255,7 +254,7 @@ class PPOTrainer(PPOLoop):
             self.optimizer.zero_grad()
             with processes.agreed(), own_randomness(self.state.global_step, rows):
                 share = own_rows(experience.rollout, rows)
-                for part in by_length(experience.rollout, share, size):
+                for part in self.rollouts.passes(experience.rollout, share, size):
                     for name, value in self._backward_micro_batch(experience, part, count).items():
                         own[name] += value
             return own

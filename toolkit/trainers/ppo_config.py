@@ -42,8 +42,10 @@ class PPOConfig(TRLPPOConfig):
 
     A batch is `per_device_train_batch_size × gradient_accumulation_steps` prompts, which are answered together. The
     rollout of one update is `rollouts_per_update` of them. It is divided into `num_mini_batches`, each of which is one
-    optimizer step in each of `num_ppo_epochs` passes; the forward passes of a step take `per_device_train_batch_size`
-    rows at a time. (In TRL 1.12 `num_mini_batches` does not change the number of steps: huggingface/trl#5645.)
+    optimizer step in each of `num_ppo_epochs` passes; the forward passes of a step take as many
+    tokens at a time as `per_device_train_batch_size` of the longest rows have, so that of short rows they take more; of
+    those without gradient `local_rollout_forward_batch_size` says how many. (In TRL 1.12 `num_mini_batches` does not
+    change the number of steps: huggingface/trl#5645.)
 
     The number of updates is `max_steps`, or follows from `total_episodes` or `num_train_epochs`.
     """

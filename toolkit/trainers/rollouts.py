@@ -1,6 +1,6 @@
 """Responses as a configuration asks for them, and what the roles say about them; in training and without it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import models, processes
 from toolkit.data import Rollout
 from toolkit.functional import kl_k1, pool_values
-from toolkit.portion import Portion
+from toolkit.portion import Portion, by_tokens
 from toolkit.rewards import Reward
 from toolkit.sampling import Evaluator, Metrics, Sampler, all_at_once
 from toolkit.trainers.ppo_config import PPOConfig
@@ -66,10 +66,20 @@ class RoleRollouts:
     def sequences(self, rollout: Rollout, rows: Sequence[int]) -> models.Sequences:
         """Some rows laid out for a forward pass."""
         ids = ([of_rows[i] for i in rows] for of_rows in (rollout.prompt_ids, rollout.response_ids))
-        # The trial at load is without checkpointing, in which a model might lose the lengths of the rows.
-        pack = self.roles.packs_rows and not self.args.gradient_checkpointing
         pad = self.tokenizer.pad_token_id
-        return models.Sequences.from_ids(*ids, pad_token_id=pad, device=self.roles.device, pack=pack)
+        return models.Sequences.from_ids(*ids, pad_token_id=pad, device=self.roles.device, pack=self._packs)
+
+    @property
+    def _packs(self) -> bool:
+        # The trial at load is without checkpointing, in which a model might lose the lengths of the rows.
+        return self.roles.packs_rows and not self.args.gradient_checkpointing
+
+    def passes(self, rollout: Rollout, rows: Sequence[int], size: int) -> list[list[int]]:
+        """Some rows in passes of as many tokens as `size` of the longest rows of the rollout have, at the most."""
+        lengths = [
+            len(prompt) + len(said) for prompt, said in zip(rollout.prompt_ids, rollout.response_ids, strict=True)
+        ]
+        return by_tokens(lengths, rows, size, packed=self._packs)
 
     @cached_property
     def portion(self) -> Portion:
@@ -85,7 +95,7 @@ class RoleRollouts:
         def attempt(size: int) -> Tensor:
             whole = torch.zeros(shape, dtype=dtype)
             with processes.agreed(), self.roles.in_eval_mode(), self.autocast():
-                for part in by_length(rollout, own_rows(rollout, rows), size):
+                for part in self.passes(rollout, own_rows(rollout, rows), size):
                     for to_fill, tensor in zip(whole, read(self.sequences(rollout, part)), strict=True):
                         if tensor is not None:
                             to_fill[(part, *map(slice, tensor.shape[1:]))] = tensor.cpu().to(dtype)
@@ -178,9 +188,3 @@ class QRollouts(RoleRollouts):
             return (models.response_log_ratios(self.roles, sequences, **settings).sum(dim=1),)
 
         return self._filled(rollout, range(rows), read, 1, rows, dtype=dtype)[0]
-
-
-def by_length(rollout: Rollout, rows: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Rows in groups of `size`, those of similar length together, so that little padding is computed."""
-    order = sorted(rows, key=lambda i: len(rollout.prompt_ids[i]) + len(rollout.response_ids[i]))
-    return (order[start : start + size] for start in range(0, len(order), size))
