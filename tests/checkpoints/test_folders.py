@@ -123,6 +123,19 @@ def test_folders_are_ordered_by_step_and_others_left_alone(tmp_path):
     assert [p.name for p in checkpoint_folders(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
 
 
+def test_a_folder_that_is_deleted_while_it_is_read_has_none(tmp_path, monkeypatch):
+    """As the stage's folder of a run is that begins while another command looks at it."""
+    reading = os.scandir
+
+    def deleted_first(path):
+        (tmp_path / "sft").rename(tmp_path / "gone")
+        return reading(path)
+
+    write(tmp_path / "sft", 1, "x")
+    monkeypatch.setattr(os, "scandir", deleted_first)
+    assert checkpoint_folders(tmp_path / "sft") == [] and not (tmp_path / "sft").exists()
+
+
 @pytest.mark.parametrize(
     ("limit", "keep", "left"), [(None, [5], [1, 2, 3, 4, 5]), (2, [5], [4, 5]), (1, [5, 2], [2, 5]), (1, [3], [3, 5])]
 )

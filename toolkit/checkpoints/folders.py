@@ -28,9 +28,11 @@ def step_of(folder: Path) -> int:
 def checkpoint_folders(output: str | Path, suffix: str = "") -> list[Path]:
     """The checkpoints in a folder, damaged ones too, oldest first; with a suffix those whose names end in it."""
     named = re.compile(rf"{CHECKPOINT}[0-9]+{re.escape(suffix)}")  # and no other digits, which int() or str() may know
-    folders = (path for path in Path(output).glob(f"{CHECKPOINT}*{suffix}") if path.is_dir())
-    numbered = (path for path in folders if named.fullmatch(path.name))
-    return sorted(numbered, key=step_of)
+    try:
+        folders = [path for path in Path(output).glob(f"{CHECKPOINT}*{suffix}") if path.is_dir()]
+    except FileNotFoundError:  # a run that begins deletes it just now; before Python 3.13 glob does not bear that
+        return []
+    return sorted((path for path in folders if named.fullmatch(path.name)), key=step_of)
 
 
 @contextmanager

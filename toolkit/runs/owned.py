@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.checkpoints import CHECKPOINT
@@ -120,8 +121,10 @@ def refuse_link(path: Path) -> None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether there is anything of a stage."""
-    return folder.is_dir() and any(folder.iterdir())
+    """Whether there is anything of a stage. A run that begins may delete its folder meanwhile."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return any(folder.iterdir())
+    return False
 
 
 def begin(folder: Path) -> None:
