@@ -9,6 +9,7 @@ PPO, also by a third reward, of pairs that neither has seen. Stages that are fin
 """
 
 import json
+import math
 import random
 import re
 import tempfile
@@ -167,10 +168,13 @@ def _figure(seeds: Mapping[str, Any]) -> Figure:
             axes.grid(alpha=0.3)
         column[0].set_title(f"seed {seed}", fontsize=10)
     for axes, one in zip(grid[1], seeds.values(), strict=True):  # once all have their limits, which they share
+        written = -math.inf  # to where the names reach, a line of them over some two updates and a half
         for step, of_step in groupby(one["warnings"], key=lambda warning: warning["step"]):
             axes.axvline(step, color="C3", lw=0.8, linestyle=":")
-            names = "\n".join(warning["name"] for warning in of_step)
-            axes.text(step, axes.get_ylim()[1], names, fontsize=7, rotation=90, va="top", linespacing=1.1)
+            names = [warning["name"] for warning in of_step]
+            at = max(step, written)
+            axes.text(at, axes.get_ylim()[1], "\n".join(names), fontsize=7, rotation=90, va="top", linespacing=1.1)
+            written = at + 2.5 * len(names)
     figure.supylabel("gain, in standard errors of the first", fontsize=9)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure
