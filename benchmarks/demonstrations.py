@@ -309,27 +309,23 @@ _TITLES = {
 _BELOW = {"loc": "outside lower center", "ncols": 3, "fontsize": 9}
 
 
-def _value_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
+def _arms_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
+    """All seeds of two arms: held-out responses where they were measured on the way, else rollouts, smoothed."""
+    evaluated = any(one["curve"] for seeds in found.values() for one in seeds.values())
+    titles = {"right answers": "exact_match"} if evaluated else {}
+    titles |= {"score" if evaluated else "score of the rollouts": "score", "value loss": "value_loss"}
+
     def curves(key: str) -> Curves:
         for colour, (arm, described) in zip(("C0", "C1"), demonstration.arms.items(), strict=True):
             for seed, one in enumerate(found[arm].values()):
-                points = one["value_loss"] if key == "value_loss" else [[p["update"], p[key]] for p in one["curve"]]
+                points = one[key] if key == "value_loss" else [[p["update"], p[key]] for p in one["curve"]]
+                points = points if evaluated else _running_mean(one[key])
                 yield points, {"color": colour, "label": described.label if not seed else None}
 
-    titles = {"right answers": "exact_match", "score": "score", "value loss": "value_loss"}
-    figure = _figure((10, 3.2), {title: curves(key) for title, key in titles.items()}, "updates", _BELOW)
-    figure.axes[2].set_yscale("log")
-    return figure
-
-
-def _critic_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
-    def curves(key: str) -> Curves:
-        for arm, described in demonstration.arms.items():
-            yield next(iter(found[arm].values()))[key], {"label": described.label}
-
-    panels = {"score of the rollouts": curves("score"), "value loss": curves("value_loss")}
-    figure = _figure((9, 3.2), panels, "updates", _BELOW)
-    figure.axes[1].set_yscale("log")
+    means = "" if evaluated else f", means of {_MEAN_OF}"
+    panels = {title + means: curves(key) for title, key in titles.items()}
+    figure = _figure((10, 3.2), panels, "updates", _BELOW)
+    figure.axes[-1].set_yscale("log")
     return figure
 
 
@@ -474,10 +470,25 @@ def _table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
     return markdown(["", *columns.values()], rows)
 
 
+def _critic_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
+    """What each seed ends at, and its value loss in means of `_MEAN_OF` updates."""
+    columns = ("score", "kl", "length", "distinct_share")
+    ends, losses = [], []
+    for arm, described in demonstration.arms.items():
+        for seed, one in found[arm].items():
+            name, loss = f"{described.label}, seed {seed}", [value for _, value in one["value_loss"]]
+            ends.append([name, *(f"{one['after'][key]:.3f}" for key in columns)])
+            tens = (loss[start : start + _MEAN_OF] for start in range(0, len(loss), _MEAN_OF))
+            losses.append([name, *(f"{statistics.mean(ten):.3f}" for ten in tens)])
+    updates = [f"{end - _MEAN_OF + 1}–{end}" for end in range(_MEAN_OF, demonstration.updates + 1, _MEAN_OF)]
+    heads = [_TITLES.get(key, "share of different responses") for key in columns]
+    return "\n\n".join([markdown(["held out", *heads], ends), markdown(["value loss in updates", *updates], losses)])
+
+
 _FIGURES = {
-    "value": _value_figure,
+    "value": _arms_figure,
     "kl": _kl_figure,
-    "critic": _critic_figure,
+    "critic": _arms_figure,
     "instructions": _recipe_figure,
     "sentiment": _recipe_figure,
 }
@@ -491,7 +502,8 @@ def show(path: Path) -> None:
     figure = _FIGURES[name](demonstration, result["arms"])
     save_figure(figure, name)
     where = f"{result['machine']['processor']}, {result['date'][:10]}"
-    table = (_table if demonstration.arms else _recipe_table)(demonstration, result["arms"])
+    of_arms = _critic_table if name == "critic" else _table
+    table = (of_arms if demonstration.arms else _recipe_table)(demonstration, result["arms"])
     text = f"{table}\n\n{where}."
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(fill(page, f"{name}: made by benchmarks.demonstrations", f"end of {name}", text), encoding="utf-8")
