@@ -1,16 +1,11 @@
 """Rows one after the other in a line, against the same rows by themselves."""
 
-import inspect
-from types import SimpleNamespace
-
 import pytest
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import shared_base
 from toolkit.models import Sequences, SharedBase, response_logprobs, value_after_response
-from toolkit.models.sequences import attention_by_rows
 
 PROMPTS = [[1, 4, 9], [1, 30, 31, 32, 33], [8], [5, 6]]
 RESPONSES = [[12, 13, 2], [20, 21, 22, 23, 24, 2], [7, 7, 7, 2], [3]]
@@ -65,38 +60,3 @@ def test_what_comes_after_packed_responses():
     with torch.no_grad(), base.role("value"):
         found, expected = (value_after_response(base, sequences) for sequences in (packed(), alone))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("of_mask", [None, torch.bool, torch.bfloat16, "bias"])
-def test_gradients_of_rows_in_bfloat16_are_exact_to_their_last_bit(of_mask):
-    """Two rows, two heads to a key, against float64 by the definition of causal attention.
-
-    Args:
-        of_mask: of what a mask is by which the rows are told apart, as transformers gives it; None where they are by
-            their lengths; "bias" where a model's own bias by positions does it.
-    """
-    if of_mask == "bias" and "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
-        pytest.skip("this transformers knows no bias by positions")
-    torch.manual_seed(0)
-    given = [torch.randn(1, heads, 45, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    row_of = torch.tensor([0] * 40 + [1] * 5)
-    allowed = (row_of[:, None] == row_of) & torch.ones(45, 45, dtype=torch.bool).tril()
-    mask, told = allowed[None, None], {"row_lengths": [40, 5]} if of_mask is None else {}
-    if of_mask in (torch.bfloat16, "bias"):
-        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, torch.finfo(torch.bfloat16).min)
-    if of_mask in (None, "bias"):
-        told, mask = told if of_mask is None else {"position_bias": mask}, None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, _ = attention_by_rows(module, *given, mask, **told)
-    query, key, value = (part.detach().double().requires_grad_() for part in given)
-    products = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 4
-    shares = products.masked_fill(~allowed, -torch.inf).softmax(-1)
-    expected = (shares @ value.repeat_interleave(2, 1)).transpose(1, 2)
-    assert found.dtype is torch.bfloat16
-    along = torch.randn_like(found)
-    of_found = torch.autograd.grad(found, given, along)
-    of_expected = torch.autograd.grad(expected, (query, key, value), along.double())
-    for ours, exact in zip((found, *of_found), (expected, *of_expected), strict=True):
-        # Half of bfloat16's last bit is at most 2^-9 of a number; torch's own gradients are 1.5 times that away.
-        assert (ours.double() - exact).norm() < 2**-9 * exact.norm()

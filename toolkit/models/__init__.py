@@ -10,6 +10,7 @@ computes its layers, and `decoding` is the loop over new tokens.
 """
 
 from toolkit.models.adapters import ROLE_FILE, load_role, load_weights, save_high_score, save_role
+from toolkit.models.attention import planned_for_cpu
 from toolkit.models.base_checks import check_bits, check_checkpointing
 from toolkit.models.classifier import (
     add_lora,
@@ -58,7 +59,7 @@ from toolkit.models.q_values import (
     update_q_target,
 )
 from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
-from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences, planned_for_cpu
+from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 from toolkit.models.weights import (

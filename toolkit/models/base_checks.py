@@ -17,9 +17,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError
+from toolkit.models.attention import attention_by_rows
 from toolkit.models.decoding import RowProcessor, decode
 from toolkit.models.logit_changes import Logits, as_they_are, logits_of
-from toolkit.models.sequences import attention_by_rows
 from toolkit.models.trials import SUGGESTION, apart_by, ids_of, probe, random_state, tolerance, tried
 
 

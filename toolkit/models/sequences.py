@@ -1,22 +1,16 @@
 """Prompts and responses laid out for a forward pass."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch import Tensor
 
 # Lengths are rounded up to this. Each new shape costs a CPU a compiled kernel, and memory to keep it (measured on
 # SmolLM2-135M: resident memory grows by some 20 MB a length); a GPU's matrix units like multiples of 8 too.
 LENGTH_MULTIPLE = 8
 _PADDING = 1 / 16  # of a line of packed rows, at the most: lengths are then few
-_planned_for_cpu = ContextVar("planned_for_cpu", default=False)
-_SHORT = 256  # tokens of a row whose attention in bfloat16 would take longer than in float32 (docs/benchmarks.md)
 
 
 @dataclass(frozen=True)
@@ -128,61 +122,3 @@ class Sequences:
 def _rounded_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
     multiple = max(multiple, LENGTH_MULTIPLE)
     return -(-length // multiple) * multiple
-
-
-def attention_by_rows(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    row_lengths: Sequence[int] | None = None,
-    **named: Any,
-) -> tuple[Tensor, None]:
-    """As transformers' `sdpa_attention_forward`; with `row_lengths` within the rows of one line, (1, heads, L, size) of
-    each of the three, without padding between them.
-
-    transformers can tell such rows by their positions, too, by a mask of all pairs of tokens, most of which it computes
-    to leave them out. Here each row's part goes through torch's causal attention by itself. A model that hands
-    `row_lengths` down to its attention needs nothing else; whether it does, `base_checks` tries.
-
-    Short rows in bfloat16 are computed in float32 on a CPU, which is faster there and nearer to the exact result.
-    """
-    if row_lengths is None:
-        return _attention(module, query, key, value, attention_mask, **named)
-    lengths = list(row_lengths)
-    parts, start = [], 0
-    for q, k, v, length in zip(*(of_all.split(lengths, dim=2) for of_all in (query, key, value)), lengths, strict=True):
-        row = slice(start, start := start + length)
-        mask = None if attention_mask is None else attention_mask[..., row, row]
-        parts.append(_attention(module, q, k, v, mask, **named)[0])
-    return torch.cat(parts, dim=1), None
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
-) -> tuple[Tensor, None]:
-    dtype, length = query.dtype, query.shape[2]
-    whole = length == key.shape[2]  # not new tokens after a cache, which would be cast anew for each of them
-    on_cpu = query.device.type == "cpu" and (type(query) is Tensor or _planned_for_cpu.get())
-    if not (whole and on_cpu and length <= _SHORT and dtype is torch.bfloat16):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    if attention_mask is not None and attention_mask.dtype is not torch.bool:
-        attention_mask = attention_mask.float()
-    with torch.autocast("cpu", enabled=False):
-        exact = (tensor.float() for tensor in (query, key, value))
-        named = {  # a bias by positions, for one
-            name: x.float() if isinstance(x, Tensor) and x.dtype is torch.bfloat16 else x for name, x in named.items()
-        }
-        return sdpa_attention_forward(module, *exact, attention_mask, **named)[0].to(dtype), None
-
-
-@contextmanager
-def planned_for_cpu() -> Iterator[None]:
-    """Inside, tensors without numbers, which else may be of a card, have attention as on a CPU."""
-    token = _planned_for_cpu.set(True)
-    try:
-        yield
-    finally:
-        _planned_for_cpu.reset(token)

@@ -1,0 +1,115 @@
+"""Attention within rows, against float64 by its definition."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from toolkit.models.attention import attention_by_rows, planned_for_cpu
+
+MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+
+
+def heads(lines: int, length: int, of_value: int = 16) -> list[Tensor]:
+    """Query, key and value, two heads to a key, as a model has them: the token's heads one after the other."""
+    torch.manual_seed(0)
+    shapes = (lines, length, 4, 16), (lines, length, 2, 16), (lines, length, 2, of_value)
+    return [torch.randn(shape, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for shape in shapes]
+
+
+def by_definition(given: list[Tensor], allowed: Tensor, scale: float) -> tuple[list[Tensor], Tensor]:
+    """The same in float64, and what comes of it, (B, L, heads, size)."""
+    query, key, value = exact = [part.detach().double().requires_grad_() for part in given]
+    products = query @ key.repeat_interleave(2, 1).transpose(2, 3) * scale
+    shares = products.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return exact, (shares @ value.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+def assert_exact_to_the_last_bit(found: Tensor, given: list[Tensor], allowed: Tensor, scale: float = 16**-0.5) -> None:
+    exact, expected = by_definition(given, allowed, scale)
+    assert found.dtype is torch.bfloat16 and found.shape == expected.shape
+    along = torch.randn_like(found)
+    of_found = torch.autograd.grad(found, given, along)
+    of_expected = torch.autograd.grad(expected, exact, along.double())
+    for ours, theirs in zip((found, *of_found), (expected, *of_expected), strict=True):
+        # Half of bfloat16's last bit is at most 2^-9 of a number; torch's own gradients are 1.5 times that away.
+        assert (ours.double() - theirs).norm() < 2**-9 * theirs.norm()
+
+
+def within_rows(lengths: list[int]) -> Tensor:
+    """(L, L), True where a token attends to another: of its row, and not after it."""
+    row_of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return (row_of[:, None] == row_of) & torch.ones(len(row_of), len(row_of), dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("lines", "lengths", "of_value"),
+    [
+        (1, [40, 5], 16),
+        (1, [5, 1, 20, 3, 70, 2, 64, 64, 75, 9], 16),  # short ones in one block, others of one size in a batch
+        (1, [7, 300, 129, 40], 16),  # several blocks of queries, the last of them short
+        (2, [45], 24),  # lines of a row each, values longer than keys
+    ],
+)
+def test_gradients_of_rows_in_bfloat16_are_exact_to_their_last_bit(lines, lengths, of_value):
+    given = heads(lines, sum(lengths), of_value)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = attention_by_rows(MODULE, *given, None, row_lengths=lengths if lines == 1 else None)
+    assert_exact_to_the_last_bit(found, given, within_rows(lengths))
+
+
+@pytest.mark.parametrize("of_mask", [torch.bool, torch.bfloat16, "bias"])
+def test_so_are_those_of_rows_that_a_mask_tells_apart(of_mask):
+    """
+    Args:
+        of_mask: of what the mask is, as transformers gives it; "bias" where a model's own bias by positions does it.
+    """
+    if of_mask == "bias" and "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
+        pytest.skip("this transformers knows no bias by positions")
+    given, allowed, told = heads(1, 45), within_rows([40, 5]), {}
+    mask = allowed[None, None]
+    if of_mask is not torch.bool:
+        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, torch.finfo(torch.bfloat16).min)
+    if of_mask == "bias":
+        told, mask = {"position_bias": mask}, None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = attention_by_rows(MODULE, *given, mask, **told)
+    assert_exact_to_the_last_bit(found, given, allowed)
+
+
+@pytest.mark.parametrize("told_by", ["module", "call"])
+def test_so_are_those_of_tokens_that_see_all_others(told_by):
+    given = heads(1, 45)
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=told_by == "call")
+    found, _ = attention_by_rows(module, *given, None, **({"is_causal": False} if told_by == "call" else {}))
+    assert_exact_to_the_last_bit(found, given, torch.ones(45, 45, dtype=torch.bool))
+
+
+@pytest.fixture
+def exact_products():
+    """Products in float32 as IEEE has them, by torch's setting."""
+    setting = torch.backends.mkldnn.matmul
+    usual, setting.fp32_precision = setting.fp32_precision, "ieee"
+    yield setting
+    setting.fp32_precision = usual
+
+
+def test_a_scale_of_the_model_s_own_and_products_elsewhere_stay_as_they_were(exact_products):
+    given = heads(1, 45)
+    found, _ = attention_by_rows(MODULE, *given, None, scaling=0.5)
+    assert_exact_to_the_last_bit(found, given, within_rows([45]), scale=0.5)
+    assert exact_products.fp32_precision == "ieee"
+
+
+def test_a_plan_leaves_nothing_behind_that_has_no_numbers():
+    lengths = [21, 33, 4, 19]  # of no other test
+    with FakeTensorMode(), planned_for_cpu():
+        found, _ = attention_by_rows(MODULE, *heads(1, sum(lengths)), None, row_lengths=lengths)
+        assert found.shape == (1, sum(lengths), 4, 16)
+    given = heads(1, sum(lengths))
+    found, _ = attention_by_rows(MODULE, *given, None, row_lengths=lengths)
+    assert_exact_to_the_last_bit(found, given, within_rows(lengths))
