@@ -5,7 +5,8 @@ import torch
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import shared_base
-from toolkit.models import Sequences, SharedBase, response_logprobs, value_after_response
+from toolkit.data import pad_rows
+from toolkit.models import Sequences, SharedBase, response_logprobs, sequence_logits, value_after_response
 
 PROMPTS = [[1, 4, 9], [1, 30, 31, 32, 33], [8], [5, 6]]
 RESPONSES = [[12, 13, 2], [20, 21, 22, 23, 24, 2], [7, 7, 7, 2], [3]]
@@ -60,3 +61,30 @@ def test_what_comes_after_packed_responses():
     with torch.no_grad(), base.role("value"):
         found, expected = (value_after_response(base, sequences) for sequences in (packed(), alone))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_reward_reads_packed_rows_and_learns_from_them(side, checkpointing, monkeypatch):
+    """Scores and gradients of padded rows, against those of each row by itself; with checkpointing none is packed."""
+    base, rows = shared_base(), [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    base.train_roles("reward")
+    weights = torch.tensor([0.5, -2.0, 1.5, 1.0])
+
+    def gradients(scores):
+        return torch.autograd.grad((scores * weights).sum(), base.parameters_of("reward"))
+
+    with base.role("reward"):
+        states = [base.hidden_states(torch.tensor([row]), torch.ones(1, len(row)))[0, -1] for row in rows]
+        expected = base.head("reward")(torch.stack(states)).squeeze(1)
+        of_expected = gradients(expected)
+    if checkpointing:
+        base.gradient_checkpointing_enable()
+    base.train()
+    read, as_it_is = [], base.hidden_states
+    monkeypatch.setattr(base, "hidden_states", lambda ids, *of, **named: read.append(ids) or as_it_is(ids, *of, **named))
+    ids, mask = pad_rows(rows, pad_token_id=0, side=side)
+    found = sequence_logits(base, ids, mask, pad_token_id=0).squeeze(1)
+    assert read[0].shape == ((4, 11) if checkpointing else (1, 32))
+    for ours, alone in zip((found, *gradients(found)), (expected, *of_expected), strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)

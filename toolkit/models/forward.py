@@ -15,8 +15,10 @@ from toolkit.models.sequences import Sequences
 
 
 def scatter(values: Tensor, mask: Tensor) -> Tensor:
-    """(N,) values of the True entries of `mask` (B, T) to (B, T), 0 elsewhere."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+    """(N, ...) values of the True entries of `mask` (B, T) to (B, T, ...), 0 elsewhere."""
+    further = values.shape[1:]
+    entries = mask.view(*mask.shape, *(1 for _ in further))
+    return torch.zeros(*mask.shape, *further, dtype=values.dtype, device=values.device).masked_scatter(entries, values)
 
 
 def hidden_states_of(base: SharedBase, sequences: Sequences, *, of_value: bool = False) -> Tensor:
@@ -138,7 +140,13 @@ def sequence_logits(
 
 
 def reward_states(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, role: str = "reward") -> Tensor:
-    """(B, L, H) in the role; rows padded on either side have the positions of unpadded ones."""
-    position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    """(B, L, H) in the role, of rows padded on either side, where it means nothing."""
     with base.role(role):
-        return base.hidden_states(input_ids, attention_mask, position_ids=position_ids)
+        if not base.packs_rows:
+            positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+            return base.hidden_states(input_ids, attention_mask, position_ids=positions)
+        real = attention_mask.bool()
+        rows = [row[kept].tolist() for row, kept in zip(input_ids, real, strict=True)]
+        packed = Sequences.from_ids(rows, [[]] * len(rows), pad_token_id=0, device=base.device, pack=True)
+        hidden = hidden_states_of(base, packed)
+        return scatter(hidden[0, : int(packed.lengths.sum())], real)

@@ -64,6 +64,7 @@ class SharedBase(FrozenLM):
         self._adapter_parameters: dict[str, dict[str, nn.Parameter]] = {}  # by role, then by name without the role's
         self._layers: tuple[BaseTunerLayer, ...] = ()
         self._active_adapter: str | None = None
+        self._checkpoints = False
 
     # ------------------------------------------------------------------ roles
 
@@ -87,10 +88,13 @@ class SharedBase(FrozenLM):
     def packs_rows(self) -> bool:
         """Whether rows stand one after the other in a pass of the base, and of the value role's own.
 
-        On a card attention row by row costs launches, and whether it wins there has not been measured.
+        On a card attention row by row costs launches, and whether it wins there has not been measured. With
+        checkpointing, without which the trial at load is, a model might lose the lengths of the rows.
         """
+        checkpointed = self.training and self._checkpoints
+        own = self.value_model
         return (
-            self.device.type == "cpu" and self._packs_rows and (self.value_model is None or self.value_model.packs_rows)
+            self.device.type == "cpu" and self._packs_rows and not checkpointed and (own is None or own.packs_rows)
         )
 
     @property
@@ -364,6 +368,7 @@ class SharedBase(FrozenLM):
         """
         kwargs = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         in_role = kwargs | {"context_fn": lambda: (nullcontext(), InRole(self, self.active_role))}
+        self._checkpoints = True
         _checkpointing(self.causal_lm, "enable", in_role, **options)
         if self.value_model is not None:
             _checkpointing(self.value_model.classifier, "enable", kwargs)
@@ -375,6 +380,7 @@ class SharedBase(FrozenLM):
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
+        self._checkpoints = False
         _checkpointing(self.causal_lm, "disable")
         if self.value_model is not None:
             _checkpointing(self.value_model.classifier, "disable")

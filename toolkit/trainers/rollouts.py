@@ -71,7 +71,7 @@ class RoleRollouts:
 
     @property
     def _packs(self) -> bool:
-        # The trial at load is without checkpointing, in which a model might lose the lengths of the rows.
+        # What is read in eval mode has to round as what is learnt from.
         return self.roles.packs_rows and not self.args.gradient_checkpointing
 
     def passes(self, rollout: Rollout, rows: Sequence[int], size: int) -> list[list[int]]:
