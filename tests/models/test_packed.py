@@ -81,8 +81,8 @@ def test_a_reward_reads_packed_rows_and_learns_from_them(side, checkpointing, mo
     if checkpointing:
         base.gradient_checkpointing_enable()
     base.train()
-    read, as_it_is = [], base.hidden_states
-    monkeypatch.setattr(base, "hidden_states", lambda ids, *of, **named: read.append(ids) or as_it_is(ids, *of, **named))
+    read, whole = [], base.hidden_states
+    monkeypatch.setattr(base, "hidden_states", lambda ids, *of, **named: read.append(ids) or whole(ids, *of, **named))
     ids, mask = pad_rows(rows, pad_token_id=0, side=side)
     found = sequence_logits(base, ids, mask, pad_token_id=0).squeeze(1)
     assert read[0].shape == ((4, 11) if checkpointing else (1, 32))

@@ -214,7 +214,7 @@ def test_what_three_steps_of_adamw_change(stage, two, tmp_path):
     assert np.linalg.norm(change(one, stage) - alone) <= 1e-3 * np.linalg.norm(alone) > 0
 
 
-FEW = {**SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.3}
+FEW = {**SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
 SHORT = {**SGD, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 
 

@@ -15,10 +15,8 @@ from toolkit.models.sequences import Sequences
 
 
 def scatter(values: Tensor, mask: Tensor) -> Tensor:
-    """(N, ...) values of the True entries of `mask` (B, T) to (B, T, ...), 0 elsewhere."""
-    further = values.shape[1:]
-    entries = mask.view(*mask.shape, *(1 for _ in further))
-    return torch.zeros(*mask.shape, *further, dtype=values.dtype, device=values.device).masked_scatter(entries, values)
+    """(N,) values of the True entries of `mask` (B, T) to (B, T), 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 def hidden_states_of(base: SharedBase, sequences: Sequences, *, of_value: bool = False) -> Tensor:
@@ -148,5 +146,5 @@ def reward_states(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *
         real = attention_mask.bool()
         rows = [row[kept].tolist() for row, kept in zip(input_ids, real, strict=True)]
         packed = Sequences.from_ids(rows, [[]] * len(rows), pad_token_id=0, device=base.device, pack=True)
-        hidden = hidden_states_of(base, packed)
-        return scatter(hidden[0, : int(packed.lengths.sum())], real)
+        places = (real.flatten().cumsum(0) - 1).clamp(min=0)  # of padding, where the token before it stands
+        return hidden_states_of(base, packed)[0].index_select(0, places).view(*real.shape, -1)

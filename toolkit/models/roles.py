@@ -93,9 +93,7 @@ class SharedBase(FrozenLM):
         """
         checkpointed = self.training and self._checkpoints
         own = self.value_model
-        return (
-            self.device.type == "cpu" and self._packs_rows and not checkpointed and (own is None or own.packs_rows)
-        )
+        return self.device.type == "cpu" and self._packs_rows and not checkpointed and (own is None or own.packs_rows)
 
     @property
     def positions(self) -> tuple[int | None, str]:
