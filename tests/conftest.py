@@ -13,6 +13,9 @@ if os.environ.get("TOOLKIT_TESTS_ON_GPU") != "1":
 # On models this small a second thread costs several times what it gives. Read by torch when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# `make test CPU=avx2` hands its variable down to every make inside it, which refuses what it does not read.
+os.environ.pop("MAKEFLAGS", None)
+
 LONGEST = (
     "test_resume.py",
     "test_docs.py",
