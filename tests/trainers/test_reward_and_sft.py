@@ -262,6 +262,41 @@ def test_the_loss_of_sft_is_a_mean_over_the_tokens_that_are_predicted(made, tmp_
     assert len(places) == 4 and trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(checkpointing, tmp_path, monkeypatch):
+    """By TRL's own pass over padded rows; with checkpointing there is no other."""
+    rows = [[1, 5, 6, 2], [9, 8, 7, 6, 5, 4, 3, 2, 1], [4, 2], [7, 11, 12, 13, 2]]
+    data = Dataset.from_dict({"input_ids": rows, "labels": [[-100, *row[1:]] for row in rows[:3]] + [rows[3]]})
+    args = SFTConfig(
+        output_dir=str(tmp_path), gradient_checkpointing=checkpointing, max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True}, **COMMON,
+    )  # fmt: skip
+    found = []
+    for packs in (True, False):
+        base = SharedBase(tiny_model())
+        base.add_role("policy", lora())
+        randomize(base, "policy")
+        trainer = sft_trainer(args, doubling.tokenizer(), base, data, callbacks=[])
+        base._packs_rows &= packs
+        read, states = [], base.causal_lm.base_model.forward
+        monkeypatch.setattr(
+            base.causal_lm.base_model,
+            "forward",
+            lambda *of, _s=states, _r=read, **named: _r.append(named) or _s(*of, **named),
+        )
+        trainer.model.train()
+        with base.role("policy"):
+            loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(data)))
+            loss.backward()
+        assert read[0]["input_ids"].shape == ((1, 24) if packs and not checkpointing else (4, 9))
+        found.append([loss.detach(), *(p.grad for p in base.parameters_of("policy")), trainer.measured()])
+    (*ours, metrics), (*padded, expected) = found
+    assert metrics == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
+    assert metrics["num_tokens"] == [20]
+    for one, other in zip(ours, padded, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_columns_must_fit_the_head(tmp_path):
     args = RewardConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **COMMON)
     with pytest.raises(

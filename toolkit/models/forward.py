@@ -143,8 +143,6 @@ def reward_states(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *
         if not base.packs_rows:
             positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
             return base.hidden_states(input_ids, attention_mask, position_ids=positions)
-        real = attention_mask.bool()
-        rows = [row[kept].tolist() for row, kept in zip(input_ids, real, strict=True)]
-        packed = Sequences.from_ids(rows, [[]] * len(rows), pad_token_id=0, device=base.device, pack=True)
-        places = (real.flatten().cumsum(0) - 1).clamp(min=0)  # of padding, where the token before it stands
-        return hidden_states_of(base, packed)[0].index_select(0, places).view(*real.shape, -1)
+        places = (attention_mask.long().flatten().cumsum(0) - 1).clamp(min=0)  # of padding, the token before it
+        packed = hidden_states_of(base, Sequences.from_padded(input_ids, attention_mask))[0]
+        return packed.index_select(0, places).view(*input_ids.shape, -1)

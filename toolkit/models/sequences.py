@@ -55,6 +55,12 @@ class Sequences:
             pack,
         )
 
+    @classmethod
+    def from_padded(cls, input_ids: Tensor, attention_mask: Tensor) -> "Sequences":
+        """The real tokens of rows (B, L) that are padded on either side, packed, as prompts without responses."""
+        rows = [ids[real].tolist() for ids, real in zip(input_ids, attention_mask.bool(), strict=True)]
+        return cls.from_ids(rows, [[]] * len(rows), pad_token_id=0, device=input_ids.device, pack=True)
+
     @property
     def lengths(self) -> Tensor:
         """int64 (B,), tokens of prompt and response."""

@@ -14,7 +14,7 @@ from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
 from toolkit.errors import ConfigError
-from toolkit.models import SharedBase, check_checkpointing, scales_logits
+from toolkit.models import Sequences, SharedBase, check_checkpointing, scales_logits
 from toolkit.trainers.common import SupervisedTrainer, in_place_of_progress
 
 
@@ -26,6 +26,25 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
 
     saved_roles = ("policy",)
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss, of rows without padding where the base takes packed ones and TRL makes the logits."""
+        padding = 0
+        if self._packs and "position_ids" not in inputs:
+            inputs, padding = _packed(inputs)
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if padding and self.model.training:  # TRL counts what the mask lets through
+            self.tokens_read -= padding
+            self.measured()["num_tokens"] = [self.tokens_read]
+        return loss
+
+    @property
+    def _packs(self) -> bool:
+        # The trial at load is of passes without checkpointing, and without a loss or logits.
+        plain = self.args.loss_type == "chunked_nll" and not self.args.gradient_checkpointing
+        return self.roles is not None and self.roles.packs_rows and plain and not self.aux_loss_enabled
+
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         with self._trained_role():
             return super()._run(checkpoint, arguments)
@@ -36,6 +55,18 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
 
     def _trained_role(self) -> AbstractContextManager:
         return nullcontext() if self.roles is None else self.roles.role("policy")
+
+
+def _packed(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """A batch with its rows one after the other, and how many tokens of padding come after them."""
+    real = inputs["attention_mask"].bool()
+    packed, tokens = Sequences.from_padded(inputs["input_ids"], real), int(real.sum())
+    labels = torch.full_like(packed.input_ids, -100)
+    labels[0, :tokens] = inputs["labels"][real]
+    labels[0, packed.starts] = -100  # the row before would predict it
+    found: dict[str, Any] = {"input_ids": packed.input_ids, "attention_mask": packed.attention_mask, "labels": labels}
+    found |= {"position_ids": packed.position_ids, "row_lengths": packed.row_lengths}
+    return {**inputs, **found}, labels.numel() - tokens
 
 
 def cut_rows(dataset: Dataset, args: SFTConfig) -> dict[str, int]:
