@@ -63,10 +63,11 @@ def test_what_comes_after_packed_responses():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("besides", ["", "checkpointing", "noise"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_reward_reads_packed_rows_and_learns_from_them(side, checkpointing, monkeypatch):
-    """Scores and gradients of padded rows, against those of each row by itself; with checkpointing none is packed."""
+def test_a_reward_reads_packed_rows_and_learns_from_them(side, besides, monkeypatch):
+    """Scores and gradients of padded rows, against those of each row by itself; with checkpointing none is packed, nor
+    where transformers has NEFTune's noise on, whose hook is left out here."""
     base, rows = shared_base(), [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     base.train_roles("reward")
     weights = torch.tensor([0.5, -2.0, 1.5, 1.0])
@@ -78,13 +79,15 @@ def test_a_reward_reads_packed_rows_and_learns_from_them(side, checkpointing, mo
         states = [base.hidden_states(torch.tensor([row]), torch.ones(1, len(row)))[0, -1] for row in rows]
         expected = base.head("reward")(torch.stack(states)).squeeze(1)
         of_expected = gradients(expected)
-    if checkpointing:
+    if besides == "checkpointing":
         base.gradient_checkpointing_enable()
+    if besides == "noise":
+        base.causal_lm.get_input_embeddings().neftune_noise_alpha = 5.0
     base.train()
     read, whole = [], base.hidden_states
     monkeypatch.setattr(base, "hidden_states", lambda ids, *of, **named: read.append(ids) or whole(ids, *of, **named))
     ids, mask = pad_rows(rows, pad_token_id=0, side=side)
     found = sequence_logits(base, ids, mask, pad_token_id=0).squeeze(1)
-    assert read[0].shape == ((4, 11) if checkpointing else (1, 32))
+    assert read[0].shape == ((4, 11) if besides else (1, 32))
     for ours, alone in zip((found, *gradients(found)), (expected, *of_expected), strict=True):
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)

@@ -262,14 +262,14 @@ def test_the_loss_of_sft_is_a_mean_over_the_tokens_that_are_predicted(made, tmp_
     assert len(places) == 4 and trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(checkpointing, tmp_path, monkeypatch):
-    """By TRL's own pass over padded rows; with checkpointing there is no other."""
+@pytest.mark.parametrize("besides", [{}, {"gradient_checkpointing": True}, {"neftune_noise_alpha": 5.0}])
+def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(besides, tmp_path, monkeypatch):
+    """By TRL's own pass over padded rows; with checkpointing, or noise (which comes with a run), there is no other."""
     rows = [[1, 5, 6, 2], [9, 8, 7, 6, 5, 4, 3, 2, 1], [4, 2], [7, 11, 12, 13, 2]]
     data = Dataset.from_dict({"input_ids": rows, "labels": [[-100, *row[1:]] for row in rows[:3]] + [rows[3]]})
     args = SFTConfig(
-        output_dir=str(tmp_path), gradient_checkpointing=checkpointing, max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True}, **COMMON,
+        output_dir=str(tmp_path), max_length=None, dataset_kwargs={"skip_prepare_dataset": True},
+        **COMMON, **{"gradient_checkpointing": False, **besides},
     )  # fmt: skip
     found = []
     for packs in (True, False):
@@ -288,7 +288,7 @@ def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(checkpointing, tmp_pat
         with base.role("policy"):
             loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(data)))
             loss.backward()
-        assert read[0]["input_ids"].shape == ((1, 24) if packs and not checkpointing else (4, 9))
+        assert read[0]["input_ids"].shape == ((1, 24) if packs and not besides else (4, 9))
         found.append([loss.detach(), *(p.grad for p in base.parameters_of("policy")), trainer.measured()])
     (*ours, metrics), (*padded, expected) = found
     assert metrics == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}

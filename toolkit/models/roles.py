@@ -89,11 +89,13 @@ class SharedBase(FrozenLM):
         """Whether rows stand one after the other in a pass of the base, and of the value role's own.
 
         On a card attention row by row costs launches, and whether it wins there has not been measured. With
-        checkpointing, without which the trial at load is, a model might lose the lengths of the rows.
+        checkpointing, without which the trial at load is, a model might lose the lengths of the rows; NEFTune's noise
+        is the smaller the longer a line is.
         """
-        checkpointed = self.training and self._checkpoints
-        own = self.value_model
-        return self.device.type == "cpu" and self._packs_rows and not checkpointed and (own is None or own.packs_rows)
+        noise = hasattr(self.causal_lm.get_input_embeddings(), "neftune_noise_alpha")
+        if self.device.type != "cpu" or not self._packs_rows or (self.training and (self._checkpoints or noise)):
+            return False
+        return self.value_model is None or self.value_model.packs_rows
 
     @property
     def positions(self) -> tuple[int | None, str]:

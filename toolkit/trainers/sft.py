@@ -41,9 +41,10 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
 
     @property
     def _packs(self) -> bool:
-        # The trial at load is of passes without checkpointing, and without a loss or logits.
-        plain = self.args.loss_type == "chunked_nll" and not self.args.gradient_checkpointing
-        return self.roles is not None and self.roles.packs_rows and plain and not self.aux_loss_enabled
+        # As `packs_rows` of a base in training, which this one is not; the trial at load is without a loss, too.
+        plain = not self.args.gradient_checkpointing and not self.args.neftune_noise_alpha
+        by_trl = self.args.loss_type == "chunked_nll" and not self.aux_loss_enabled
+        return self.roles is not None and self.roles.packs_rows and plain and by_trl
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         with self._trained_role():
