@@ -288,7 +288,8 @@ def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(besides, tmp_path, mon
         with base.role("policy"):
             loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(data)))
             loss.backward()
-        assert read[0]["input_ids"].shape == ((1, 24) if packs and not besides else (4, 9))
+        packs &= not besides and args.loss_type == "chunked_nll"  # later TRLs have it in another form, and pad
+        assert read[0]["input_ids"].shape == ((1, 24) if packs else (4, 9))
         found.append([loss.detach(), *(p.grad for p in base.parameters_of("policy")), trainer.measured()])
     (*ours, metrics), (*padded, expected) = found
     assert metrics == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}

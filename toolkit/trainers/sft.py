@@ -41,7 +41,8 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
 
     @property
     def _packs(self) -> bool:
-        # As `packs_rows` of a base in training, which this one is not; the trial at load is without a loss, too.
+        # As `packs_rows` of a base in training, which this one is not; the trial at load is without a loss, too, which
+        # TRL 1.12 makes of the states by its default. What later ones do instead has not been tried.
         plain = not self.args.gradient_checkpointing and not self.args.neftune_noise_alpha
         by_trl = self.args.loss_type == "chunked_nll" and not self.aux_loss_enabled
         return self.roles is not None and self.roles.packs_rows and plain and by_trl
