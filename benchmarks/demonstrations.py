@@ -108,7 +108,7 @@ DEMONSTRATIONS = {
             "fresh": Arm("fresh adapter and head", {}),
             "reward": Arm("a copy of the reward role", {}, start={"value": "reward"}),
         },
-        seeds=(0,),
+        seeds=(0, 1, 2),
         updates=50,
         recipe="smollm2_135m_lora",
         common={"lr_scheduler_type": "constant", "learning_rate": 1e-4, "response_length": 24},

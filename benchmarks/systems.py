@@ -216,10 +216,12 @@ def show(path: Path) -> None:
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for the recipe")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demonstrations"),
-    seed: Annotated[list[int] | None, typer.Option(help="0 if none is given; may be given several times.")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="0, 1 and 2 if none is given; may be given several times.")
+    ] = None,
 ) -> None:
     """Run what is not finished yet, draw the figure and fill the table."""
-    show(run(runs_dir, overrides or (), seed or (0,)))
+    show(run(runs_dir, overrides or (), seed or (0, 1, 2)))
 
 
 if __name__ == "__main__":
