@@ -1,6 +1,7 @@
 """Attention within rows, against float64 by its definition."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from toolkit.models import attention
 from toolkit.models.attention import attention_by_rows, planned_for_cpu
 
 MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
@@ -29,11 +31,14 @@ def by_definition(given: list[Tensor], allowed: Tensor, scale: float) -> tuple[l
     return exact, (shares @ value.repeat_interleave(2, 1)).transpose(1, 2)
 
 
-def assert_exact_to_the_last_bit(found: Tensor, given: list[Tensor], allowed: Tensor, scale: float = 16**-0.5) -> None:
+def assert_exact_to_the_last_bit(
+    found: Tensor, given: list[Tensor], allowed: Tensor, scale: float = 16**-0.5, *, autocast: bool = False
+) -> None:
     exact, expected = by_definition(given, allowed, scale)
     assert found.dtype is torch.bfloat16 and found.shape == expected.shape
     along = torch.randn_like(found)
-    of_found = torch.autograd.grad(found, given, along)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        of_found = torch.autograd.grad(found, given, along)
     of_expected = torch.autograd.grad(expected, exact, along.double())
     for ours, theirs in zip((found, *of_found), (expected, *of_expected), strict=True):
         # Half of bfloat16's last bit is at most 2^-9 of a number; torch's own gradients are 1.5 times that away.
@@ -55,11 +60,12 @@ def within_rows(lengths: list[int]) -> Tensor:
         (2, [45], 24),  # lines of a row each, values longer than keys
     ],
 )
-def test_gradients_of_rows_in_bfloat16_are_exact_to_their_last_bit(lines, lengths, of_value):
+@pytest.mark.parametrize("autocast", [False, True], ids=["after autocast", "in it"])
+def test_gradients_of_rows_in_bfloat16_are_exact_to_their_last_bit(lines, lengths, of_value, autocast):
     given = heads(lines, sum(lengths), of_value)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, _ = attention_by_rows(MODULE, *given, None, row_lengths=lengths if lines == 1 else None)
-    assert_exact_to_the_last_bit(found, given, within_rows(lengths))
+    assert_exact_to_the_last_bit(found, given, within_rows(lengths), autocast=autocast)
 
 
 @pytest.mark.parametrize("of_mask", [torch.bool, torch.bfloat16, "bias"])
@@ -89,20 +95,62 @@ def test_so_are_those_of_tokens_that_see_all_others(told_by):
     assert_exact_to_the_last_bit(found, given, torch.ones(45, 45, dtype=torch.bool))
 
 
-@pytest.fixture
-def exact_products():
-    """Products in float32 as IEEE has them, by torch's setting."""
-    setting = torch.backends.mkldnn.matmul
-    usual, setting.fp32_precision = setting.fp32_precision, "ieee"
-    yield setting
-    setting.fp32_precision = usual
-
-
-def test_a_scale_of_the_model_s_own_and_products_elsewhere_stay_as_they_were(exact_products):
+def test_a_scale_of_the_model_s_own():
     given = heads(1, 45)
     found, _ = attention_by_rows(MODULE, *given, None, scaling=0.5)
     assert_exact_to_the_last_bit(found, given, within_rows([45]), scale=0.5)
-    assert exact_products.fp32_precision == "ieee"
+
+
+def test_torch_s_transforms_of_functions_take_its_gradient_too():
+    given = heads(1, 45)
+    along = torch.randn(1, 45, 4, 16, dtype=torch.bfloat16)
+
+    def through(query: Tensor) -> Tensor:
+        return (attention_by_rows(MODULE, query, *given[1:], None)[0] * along).float().sum()
+
+    expected = torch.autograd.grad(through(given[0]), given[0])[0]
+    assert torch.equal(torch.func.grad(through)(given[0].detach()), expected)
+
+
+def test_what_a_paged_cache_is_given_has_the_model_s_precision(monkeypatch):
+    """It is written to in the precision that it has."""
+    got = []
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda _, *given, **__: (got.extend(given), None))
+    attention_by_rows(MODULE, *heads(1, 45), None, cache=object())
+    assert [part.dtype for part in got[:3]] == [torch.bfloat16] * 3
+
+
+@pytest.fixture
+def precision():
+    """torch's settings of products in float32: of oneDNN as a whole, and of its products."""
+    settings = torch.backends.mkldnn, torch.backends.mkldnn.matmul
+    yield settings
+    for setting in settings:
+        setting.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("own", ["ieee", "none"])
+def test_products_elsewhere_stay_as_they_were(own, precision):
+    of_all, of_products = precision
+    of_products.fp32_precision = own
+    attention_by_rows(MODULE, *heads(1, 45), None)
+    assert of_products.fp32_precision == own
+    of_all.fp32_precision = "tf32"  # which a setting of its own does not follow
+    attention_by_rows(MODULE, *heads(1, 45), None)
+    of_all.fp32_precision = "bf16"
+    assert of_products.fp32_precision == ("ieee" if own == "ieee" else "bf16")
+
+
+def test_so_they_do_after_several_threads_at_once(precision):
+    given = [part.detach() for part in heads(1, 45)]
+
+    def attend(_: int) -> None:
+        for _ in range(50):
+            attention_by_rows(MODULE, *given, None)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(attend, range(3)))
+    assert precision[1].fp32_precision == "none"
 
 
 def test_a_plan_leaves_nothing_behind_that_has_no_numbers():

@@ -73,6 +73,16 @@ def test_states_and_gradients_are_those_of_peft(architecture):
         assert is_near(unlearnt, base.hidden_states(IDS, MASK))
 
 
+def test_second_derivatives_are_refused():
+    """Of what a pass keeps they would be none."""
+    base = shared_base()
+    with base.role("policy"):
+        hidden = base.hidden_states(IDS, MASK)
+    (first, *_) = torch.autograd.grad(hidden.sin().sum(), base.parameters_of("policy"), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
 def test_adapters_on_some_layers_of_a_group():
     base = SharedBase(tiny_model())
     base.add_role("policy", LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "up_proj"]))

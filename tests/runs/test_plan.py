@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import AttentionInterface, LlamaConfig, LlamaForSequenceClassification
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tests.tiny_models import shared_base
 from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here
 from toolkit import recipes
 from toolkit.costs import CARDS, named
@@ -41,6 +43,17 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     assert found["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
     assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
     assert report.seconds == sum(time.eager for time in report.times)
+
+
+def test_a_plan_does_not_depend_on_what_was_loaded_before_it(checkpoint, tmp_path):
+    """Loading a base gives transformers the attention of which the plan is."""
+    recipe = chat_recipe(tmp_path, checkpoint, "base.dtype=bfloat16")
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+    fresh = phases(plan(recipe))
+    shared_base()
+    assert {name: memory.total for name, memory in fresh.items()} == {
+        name: memory.total for name, memory in phases(plan(recipe)).items()
+    }
 
 
 @pytest.mark.parametrize("quantized", [False, True])

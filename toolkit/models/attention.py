@@ -1,11 +1,13 @@
 """Attention within rows that stand in lines, and causal attention of bfloat16 on a CPU."""
 
 import inspect
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import product
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +45,7 @@ def attention_by_rows(
     In bfloat16 on a CPU whole rows are computed in float32, which is faster there and nearer to the exact result.
     """
     given = (query, key, value)
-    if not _whole_in_bfloat16(query, key):
+    if named.get("cache") is not None or not _whole_in_bfloat16(query, key):
         attend = sdpa_attention_forward
     elif attention_mask is None and _is_plain_causal(module, named):
         return _causal(*given, row_lengths or (query.shape[2],), named.get("scaling")), None
@@ -158,17 +160,20 @@ class _Causal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, batches: Any, scale: float) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.batches, ctx.scale = batches, scale
+    def forward(query: Tensor, key: Tensor, value: Tensor, batches: Any, scale: float) -> Tensor:
         lines, heads, length, _ = query.shape
         found = query.new_empty(lines, length, *_grouped(query, key).shape[1:3], value.shape[-1])
         q, k, v = _grouped(query, key).float().mul_(scale), key.float(), value.float()
-        with _float32_by_onednn():
+        with _onednn.has_float32():
             for batch in batches:
                 shares = _shares(_queries(q, batch), _keys(k, batch), batch)
                 _write(found, torch.bmm(shares, _keys(v, batch)), batch)
         return found.view(lines, length, heads, -1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:3])
+        ctx.batches, ctx.scale = inputs[3:]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,7 +182,7 @@ class _Causal(torch.autograd.Function):
         g = _grouped(gradient.transpose(1, 2), key).float()
         of_q = query.new_empty(len(q), q.shape[3], *q.shape[1:3], q.shape[-1])
         of_k, of_v = torch.zeros_like(k), torch.zeros_like(v)
-        with _float32_by_onednn():
+        with torch.autocast("cpu", enabled=False), _onednn.has_float32():  # in a caller's autocast, too
             for batch in ctx.batches:
                 asked, keys, of_result = _queries(q, batch), _keys(k, batch), _queries(g, batch, real=True)
                 shares = _shares(asked, keys, batch)
@@ -235,22 +240,45 @@ def _add(line: Tensor, found: Tensor, batch: Sequence[_Block]) -> None:
         line[block.line, :, block.keys] += part
 
 
-@contextmanager
-def _float32_by_onednn() -> Iterator[None]:
-    """Products of batches in float32 by oneDNN inside, for which torch has MKL where it is built with it.
+class _OneDNN:
+    """torch's setting of what multiplies batches in float32, which is one for all threads."""
 
-    On an AMD processor that takes two to three times as long. That torch may round them to bfloat16 is the only way to
-    ask for oneDNN; processors without AMX have no kernel that does.
-    """
-    onednn: Any = torch.backends.mkldnn
-    products = onednn.matmul
-    usual = products.fp32_precision
-    if not torch.cpu._is_amx_tile_supported():
-        products.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        products.fp32_precision = usual
+    def __init__(self) -> None:
+        self._lock, self._inside, self._usual = Lock(), 0, "none"
+
+    @contextmanager
+    def has_float32(self) -> Iterator[None]:
+        """Inside, oneDNN multiplies, in place of MKL.
+
+        On an AMD processor MKL takes two to three times as long. That torch may round to bfloat16 is the only way to
+        ask for oneDNN. On x86 processors without AMX it has no kernel that does; others keep torch's own choice.
+        """
+        if not _is_x86_without_amx():
+            yield
+            return
+        onednn: Any = torch.backends.mkldnn
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                usual = onednn.matmul.fp32_precision
+                # What is only inherited is told like a setting of its own. "none" inherits again.
+                self._usual = "none" if usual == onednn.fp32_precision else usual
+                onednn.matmul.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    onednn.matmul.fp32_precision = self._usual
+
+
+@lru_cache(maxsize=1)
+def _is_x86_without_amx() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64") and not torch.cpu._is_amx_tile_supported()
+
+
+_onednn = _OneDNN()
 
 
 @contextmanager

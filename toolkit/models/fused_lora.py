@@ -19,6 +19,7 @@ from bitsandbytes.nn import Linear4bit
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 def fuse(layers: Iterable[BaseTunerLayer], read: Callable[[], Any]) -> tuple["Fused", ...]:
@@ -295,6 +296,7 @@ class _Pass(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         read, low, down, *up = ctx.saved_tensors
         rows, wanted = read.reshape(-1, read.shape[-1]), ctx.needs_input_grad
