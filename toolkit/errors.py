@@ -153,7 +153,8 @@ class RewardError(ToolkitError, ValueError):
 
 
 class NotFiniteError(RewardError):
-    """A reward gave a number that is not finite: the update is passed over, as long as they are few."""
+    """A reward gave a number that is not finite, or a role made one of a response: the update is passed over, as long
+    as they are few."""
 
 
 class SelfCheckError(ToolkitError, RuntimeError):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import count_reward, rollout, trainer
 from toolkit import phases
-from toolkit.errors import RewardError, SelfCheckError
+from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
 from toolkit.reports import Progress, read_jsonl
 from toolkit.rewards import WeightedSum, score_with
 
@@ -71,7 +71,7 @@ def test_steps_are_taken_though_another_trainer_stopped_while_it_accumulated(tmp
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path, monkeypatch):
     """Later than in the first step, whose gradients are looked at one by one."""
-    ours = made(tmp_path, max_grad_norm=limit)
+    ours = made(tmp_path, max_grad_norm=limit, max_steps=4)
     ours.step({}, rollout(RESPONSES), SCORES)
     before, backward = weights(ours), ours._backward_micro_batch
 
@@ -83,13 +83,51 @@ def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path
     monkeypatch.setattr(ours, "_backward_micro_batch", overflows)
     stats = ours.step({}, rollout(RESPONSES), SCORES)  # its two optimizer steps are passed over
     assert same(before, weights(ours)) and stats["optimizer_steps"] == 0 and stats["skipped_steps"] == 2
-    wrong = r"the gradient's norm is nan at step 3, and 3 optimizer steps in a row.*Begin a new run with a lower"
+    ours.step({}, rollout(RESPONSES), SCORES)  # of other rows
+    wrong = r"the gradient's norm is nan at step 4, and 3 updates in a row.*Begin a new run with a lower"
     with pytest.raises(SelfCheckError, match=wrong):
         ours.step({}, rollout(RESPONSES), SCORES)
-    assert same(before, weights(ours))
+    assert same(before, weights(ours)) and ours.skipped.total == 5
     rows = read_jsonl(tmp_path / "not_finite.jsonl")
     assert [row["response_ids"] for row in rows] == RESPONSES
     assert load_file(tmp_path / "not_finite.safetensors")["scores"].tolist() == SCORES.tolist()
+
+
+def once_not_finite(ours, monkeypatch):
+    """The reference's log-probability of a token is no number, the first time that it is read."""
+    read, broken = ours.rollouts.read, []
+
+    def once(*arguments, **named):
+        found = read(*arguments, **named)
+        if not broken:
+            broken.append(True)
+            found.ref_logprobs[1, 0] = float("nan")
+        return found
+
+    monkeypatch.setattr(ours.rollouts, "read", once)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("penalty", ["reward", "loss"])
+def test_an_update_in_which_something_read_is_no_number_is_passed_over_as_one(steps, penalty, tmp_path, monkeypatch):
+    """It is in every advantage, so in every step; and in the coefficient that follows the KL."""
+    ours = made(tmp_path, num_ppo_epochs=steps, max_steps=3, kl_target=1.0, kl_estimator="k2", kl_penalty_in=penalty)
+    once_not_finite(ours, monkeypatch)
+    ours.train()
+    first, *others = (row for row in ours.state.log_history if "optimizer_steps" in row)
+    assert ours.skipped.total == 1 and ours.skipped.in_a_row == 0 and first["optimizer_steps"] == 0
+    assert len(others) == 2 and all(row["optimizer_steps"] == steps for row in others)
+    assert 0 < ours.kl_coef < 1
+
+
+def test_a_loop_of_a_user_s_own_is_told_of_it(tmp_path, monkeypatch):
+    ours = made(tmp_path)
+    once_not_finite(ours, monkeypatch)
+    before = weights(ours)
+    with pytest.raises(NotFiniteError, match=r"read of the responses is not finite \(ref_logprobs\)"):
+        ours.step({}, rollout(RESPONSES), SCORES)
+    assert same(before, weights(ours)) and ours.state.global_step == 0
+    assert ours.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 2
 
 
 def test_parts_of_a_rollout_whose_update_failed_are_not_those_of_the_next(tmp_path, monkeypatch):

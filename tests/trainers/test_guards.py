@@ -1,5 +1,6 @@
 """Signs that a run goes wrong, and what is passed over."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -155,11 +156,16 @@ def test_what_is_no_sign_of_a_fooled_reward(changed, responses):
     assert evaluated((changed, responses))[1] == [[]]
 
 
-def test_cut_responses_are_a_sign_where_they_score_higher():
+@pytest.mark.parametrize(
+    ("first", "now", "ended", "told"),
+    [(-0.1, -0.1, 0.1, False), (0.4, -2.0, 0.1, False), (-0.1, 0.1, 0.1, True), (0.4, 0.0, 0.0, True)],
+)
+def test_cut_responses_are_a_sign_where_they_score_higher(first, now, ended, told):
+    """Where all are cut there is nothing to hold them against but what was at first."""
     watch = Watch()
-    measured = {**MEASURED, "cut_gap": -0.1}
-    watch.evaluated(0, measured, ANSWERS)
-    assert watch.evaluated(1, {**measured, "eos_share": 0.1}, ANSWERS) == []
+    watch.evaluated(0, {**MEASURED, "cut_gap": first}, ANSWERS)
+    new = watch.evaluated(1, {**MEASURED, "cut_gap": now, "eos_share": ended}, ANSWERS)
+    assert ["cut_pays" for _ in range(told)] == [one["name"] for one in new]
 
 
 def test_the_judge_is_held_against_its_best():
@@ -246,6 +252,33 @@ def test_too_many_in_a_row_stop_the_run_with_the_batch_on_the_disk(tmp_path):
     assert len(rows) == 4 and rows[0]["prompt_ids"] and rows[0]["response_ids"]
     assert ours.state.global_step == 4 and (tmp_path / "checkpoint-4").is_dir()
     assert "checkpoint-4" in str(error.value)
+    again = trainer(tmp_path, shared_base(), _Sometimes(1), max_steps=6)
+    again.train(resume_from_checkpoint=True)
+    assert vars(again.skipped) == {"total": MOST_IN_A_ROW, "in_a_row": 0}  # two, and the one of this run
+
+
+def test_a_pass_ends_after_as_many_prompts_though_an_update_was_passed_over(tmp_path):
+    """A pass of 16 prompts is four updates; what is due from its end on is done then."""
+    ours = trainer(tmp_path, shared_base(), _Sometimes(2), max_steps=4, eval_strategy="epoch", eval_delay=1)
+    ours.train()
+    assert ours.state.epoch == 1.0 and any("eval_score" in row for row in ours.state.log_history)
+
+
+def test_what_was_told_before_the_first_update_stands_once_in_the_file(tmp_path):
+    """Of a run that was killed before a checkpoint, and of one that goes on from one."""
+
+    def made():
+        return trainer(tmp_path, shared_base(), max_steps=2, save_strategy="steps", save_steps=1)
+
+    made().evaluated({**MEASURED, "beyond_share": 0.3}, ANSWERS)
+    ours = made()
+    ours.evaluated({**MEASURED, "beyond_share": 0.3}, ANSWERS)
+    ours.train()
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    again = made()
+    again.train(resume_from_checkpoint=True)
+    told = [row["name"] for row in read_jsonl(tmp_path / "warnings.jsonl")]
+    assert told.count("beyond_reward") == 1 and told == names(again.watch)
 
 
 # ---------------------------------------------------------------------- memory

@@ -12,7 +12,7 @@ from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
 from toolkit.data import PromptCollator, doubling
 from toolkit.models import SharedBase, load_base
-from toolkit.trainers.objective import ScoreShaper
+from toolkit.trainers.objective import ScoreShaper, describe
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
 SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
@@ -235,6 +235,18 @@ def test_cut_responses_are_bootstrapped_from_the_value_role(value, tmp_path):
         assert difference[row, : last + 1].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
+def test_what_the_critic_explains_of_the_returns(tmp_path):
+    """1 less the variance of what it is wrong by over that of the returns, each over all tokens of responses."""
+    _, experience = prepared(tmp_path)
+    mask = experience.response_mask
+    returns, values = (of_all[mask].double().numpy() for of_all in (experience.returns, experience.old_values))
+    expected = 1 - (returns - values).var() / returns.var()
+    found = describe(experience, kl_coef=0.3, cap=None)["explained_variance"]
+    assert expected < 0.99 and found == pytest.approx(expected, abs=1e-4)
+    equal = experience._replace(returns=torch.full_like(experience.returns, 2.0))
+    assert "explained_variance" not in describe(equal, kl_coef=0.3, cap=None)
+
+
 def test_short_responses_are_punished(tmp_path):
     _, experience = prepared(tmp_path, short_response_penalty=4.0, min_response_length=3, missing_eos_penalty=1.0)
     assert experience.shaped_scores.tolist() == [1.0, -2.0, 0.5, -2.0]  # lengths 3, 6 (cut), 4 and 2
@@ -255,6 +267,8 @@ def test_any_of_the_base_s_stop_tokens_ends_a_response(tmp_path):
     responses = ours.generate(PromptCollator(0)([{"input_ids": ids, "number": 0} for ids in PROMPTS]))
     assert asked == [[2, 3]]
     assert responses.response_ids == [[5, 3], [5, 6, 7, 8], [2], [9, 9, 9, 3]]
+    five, six, seven, eight, nine = ours.processing_class.batch_decode([[5], [6], [7], [8], [9]])
+    assert responses.responses == [five, five + six + seven + eight, "", 3 * nine]  # 3 is no special token
     assert responses.ended == [True, False, True, True]
     base.checkpoint_stops = ()
     assert base.stop_token_ids(ours.processing_class) == [2]

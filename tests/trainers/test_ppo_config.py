@@ -136,3 +136,7 @@ def test_number_of_updates(tmp_path):
     assert config(tmp_path, max_steps=-1, total_episodes=40).number_of_updates(100) == 10
     assert config(tmp_path, max_steps=-1, num_train_epochs=2).number_of_updates(100) == 50
     assert config(tmp_path, max_steps=-1, num_train_epochs=0.01).number_of_updates(100) == 1
+    hundredths = [
+        config(tmp_path, max_steps=-1, num_train_epochs=n / 100).number_of_updates(400) for n in range(1, 500)
+    ]
+    assert hundredths == list(range(1, 500))  # 0.29 · 100 and others are just below, in binary

@@ -565,6 +565,21 @@ def test_the_best_saved_checkpoint_stays_where_a_better_evaluation_lies_between_
     assert_same(weights(whole), weights(rest))
 
 
+@pytest.mark.parametrize(
+    ("evaluations", "best"),
+    [([0.9, 0.7, 0.4, 0.1], 2), ([0.2, 0.1, 0.9, 0.5], 4)],
+    ids=["before the first save", "before the best save"],
+)
+@pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
+def test_what_lies_between_saves_is_not_what_the_saved_ones_are_held_against(stage, evaluations, best, tmp_path):
+    made = make(stage, tmp_path, **BETWEEN_SAVES, save_total_limit=1)
+    made.metrics = lambda rollout: {"mine": evaluations[made.state.global_step - 1]}
+    made.train()
+    assert made.state.best_metric == max(evaluations)
+    assert Path(made.state.best_model_checkpoint).name == f"checkpoint-{best}"
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-4"}
+
+
 def test_a_run_that_is_over_has_its_best_weights_again_though_a_better_evaluation_was_not_saved(tmp_path):
     whole = measured(ppo, tmp_path)
     whole.train()
@@ -603,3 +618,26 @@ def test_an_evaluation_that_failed_at_the_end_of_a_pass_that_was_saved_is_made_u
     made = make(ppo, tmp_path, reward=down, **settings)
     made.train(resume_from_checkpoint=True)
     assert [row["step"] for row in metrics(tmp_path) if "eval_score" in row] == [4]
+
+
+def test_an_evaluation_that_is_made_up_for_may_be_the_best(tmp_path):
+    def made():
+        def down(rollout):
+            if failing and one.state.global_step == 4 and one.control.should_evaluate is False and one._evaluation_due:
+                raise ConnectionError("nobody there")
+            return [float(len(ids)) for ids in rollout.response_ids]
+
+        one = measured(ppo, tmp_path, reward=down, eval_steps=2)
+        one.metrics = lambda rollout: {"mine": {2: 0.1, 4: 0.9}[one.state.global_step]}
+        return one
+
+    failing = True
+    with pytest.raises(RewardError, match="All up to update 4 is saved"):
+        made().train()
+    failing = False
+    again = made()
+    again.train(resume_from_checkpoint=True)
+    assert again.resumed_at == (4,) and Path(again.state.best_model_checkpoint).name == "checkpoint-4"
+    once_more = made()
+    once_more.train(resume_from_checkpoint=True)
+    assert Path(once_more.state.best_model_checkpoint).name == "checkpoint-4"

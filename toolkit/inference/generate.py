@@ -10,7 +10,7 @@ from rich.table import Table
 from transformers import TextStreamer, set_seed
 
 from toolkit import processes
-from toolkit.data import Rollout, read_rows
+from toolkit.data import read_rows
 from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import policy_folder, trained_sampler
@@ -25,16 +25,11 @@ _BATCH_SIZE = 8  # of a process
 
 
 def respond(sampler: Sampler, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Responses to rows with `input_ids` as text, without stop tokens, also those that are not special ones."""
+    """Responses to rows with `input_ids`, as text."""
     texts: list[str] = []
     for some in batches(rows, _BATCH_SIZE * processes.count()):
-        texts += _texts(sampler, sampler(sampler.collator(some)))
+        texts += sampler(sampler.collator(some)).responses
     return texts
-
-
-def _texts(sampler: Sampler, rollout: Rollout) -> list[str]:
-    said = [ids[:-1] if ended else ids for ids, ended in zip(rollout.response_ids, rollout.ended, strict=True)]
-    return list(sampler.tokenizer.batch_decode(said, skip_special_tokens=True))
 
 
 def prompts_of(
@@ -213,7 +208,7 @@ def _exchange(
             write(f"[{name}]")
         streamer = _Streamer(recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
         rollout = sampler(sampler.collator([row]), streamer=streamer)
-        (said[name],) = _texts(sampler, rollout)
+        (said[name],) = rollout.responses
         if not rollout.ended[0]:
             write(f"(cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more)")
     return [*asked, {"role": "assistant", "content": said["policy"]}]

@@ -124,6 +124,8 @@ def _trained(
     cut = _report_cuts(recipe, trainer.args) if stage == "sft" else {}
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     before, responses_before = _before(recipe, stage, trainer)
+    if checkpoint is None:  # else a checkpoint knows what it was a warning of
+        _tell_evaluated(trainer, before, responses_before)
     if processes.is_main():
         trainer.add_callback(_ReportAtEvaluations(recipe, stage, started, before, trainer, progress))
     if stock:
@@ -168,9 +170,7 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
     elif kept.get("held_out", held_out) != held_out:
         wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."
         raise CheckpointError(wrong, remedy="Give those rows back, or begin anew with $overwrite.")
-    before, responses = kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
-    _tell_evaluated(trainer, before, responses)
-    return before, responses
+    return kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
 
 
 def _tell_evaluated(trainer: Any, metrics: dict[str, Any], responses: Responses | None) -> None:

@@ -215,9 +215,11 @@ def rollout_of(
         stop = next((i + 1 for i, token in enumerate(ids) if token in stop_token_ids), 0)
         response_ids.append(ids[:stop] if stop else ids)
         ended.append(bool(stop))
+    # Not every stop token is a special one.
+    said = [ids[:-1] if whole else ids for ids, whole in zip(response_ids, ended, strict=True)]
     return Rollout(
         prompts=tokenizer.batch_decode(batch["prompt_ids"]),
-        responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+        responses=tokenizer.batch_decode(said, skip_special_tokens=True),
         prompt_ids=batch["prompt_ids"],
         response_ids=response_ids,
         ended=ended,

@@ -135,7 +135,7 @@ def _length_that_pays(numbers: Mapping[str, Any]) -> float | None:
 
 def _cut_that_pays(numbers: Mapping[str, Any]) -> float | None:
     """How much more of the responses are cut than at first, where those score higher; they did, where all are cut."""
-    pays = max(numbers["cut_gap"], numbers["cut_gap_first"]) > 0
+    pays = numbers["cut_gap" if numbers["eos_share"] else "cut_gap_first"] > 0
     return numbers["eos_share_first"] - numbers["eos_share"] if pays else None
 
 

@@ -31,9 +31,14 @@ class Skipped:
     total: int = 0
     in_a_row: int = 0
 
-    def add(self) -> bool:
-        """Count another one; whether they are too many in a row to go on."""
-        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+    def add(self, *, of_the_same: bool = False) -> bool:
+        """Count another one; whether they are too many in a row to go on.
+
+        Args:
+            of_the_same: it is of the same rows as the last, which say nothing new.
+        """
+        self.total += 1
+        self.in_a_row += 0 if of_the_same else 1
         return self.in_a_row >= MOST_IN_A_ROW
 
 
@@ -95,6 +100,7 @@ class GuardedSteps(DividedSteps):
     """A `Trainer` whose steps leave no number in the weights that is not finite."""
 
     _in_hand: dict[str, Any]  # the micro-batch that is computed
+    _counted = "optimizer steps"  # what is too many in a row
 
     @cached_property
     def skipped(self) -> Skipped:
@@ -115,13 +121,13 @@ class GuardedSteps(DividedSteps):
             self.stop_broken(why, tensors=self._in_hand)
 
     def stop_broken(self, why: str, **batch: Any) -> None:
-        """End a run in which too many steps in a row are not finite; the last batch is written beside its checkpoints.
+        """End a run in which too many in a row are not finite; the last batch is written beside its checkpoints.
 
         Raises: SelfCheckError.
         """
         saved = processes.by_main(partial(save_broken, Path(self.args.output_dir), **batch))
-        wrong = f"{why} at step {self.state.global_step + 1}, and {MOST_IN_A_ROW} optimizer steps in a row were not "
-        wrong += "finite. None of them has reached the weights."
+        wrong = f"{why} at step {self.state.global_step + 1}, and {MOST_IN_A_ROW} {self._counted} in a row were not "
+        wrong += "finite. None of that has reached the weights."
         remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not"
         raise SelfCheckError(wrong, remedy=f"{remedy} help. The batch is in {saved}.")
 

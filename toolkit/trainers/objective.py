@@ -102,6 +102,8 @@ def describe(experience: Experience, *, kl_coef: float, cap: float | None) -> di
     lengths = torch.tensor(experience.rollout.lengths, dtype=torch.float32)
     rows = len(experience.rollout)
     tied = max(Counter(experience.shaped_scores.tolist()).values())
+    # Of a critic nothing can be explained where all returns are one number.
+    explained = {"explained_variance": float(1 - residual / variance)} if variance > 1e-8 else {}
     of_sampler: dict[str, float] = {}
     if (drawn_with := experience.sampler_logprobs) is not None:
         log_weights = (experience.old_logprobs - drawn_with)[mask]
@@ -118,7 +120,7 @@ def describe(experience: Experience, *, kl_coef: float, cap: float | None) -> di
         "distinct_share": distinct_share(experience.rollout),
         "tied_share": tied / rows if rows > 1 else 0.0,
         "entropy": float(entropy),
-        "explained_variance": float(1 - residual / variance.clamp(min=1e-8)),
+        **explained,
         **of_sampler,
     }
 

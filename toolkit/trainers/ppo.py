@@ -31,6 +31,7 @@ from torch import Tensor
 from toolkit import functional as F
 from toolkit import processes
 from toolkit.data import Rollout, select
+from toolkit.errors import NotFiniteError
 from toolkit.models import read_policy, response_logprobs, response_values
 from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores
 from toolkit.trainers import self_checks
@@ -131,7 +132,7 @@ class PPOTrainer(PPOLoop):
         self.lr_scheduler.step()
         self.state.global_step += 1
         self.state.episode += len(responses)
-        self.state.epoch = self.state.episode / self.prompts_of_a_pass
+        self.state.epoch = self.epoch
         if self.skipped.total:
             stats["skipped_steps"] = float(self.skipped.total)
         return {**stats, "learning_rate": learning_rate}
@@ -142,6 +143,7 @@ class PPOTrainer(PPOLoop):
         try:
             with self.roles.unpacked_for_gradients():
                 experience = self._make_experience(rollout, scores)
+                self._check_finite(experience)
                 stats = self._update(experience)
         except BaseException:  # Ctrl-C too: scores of a step that is taken again would count twice
             self.score_shaper.moments = seen
@@ -155,6 +157,15 @@ class PPOTrainer(PPOLoop):
             kl, episodes, horizon = described["kl"], len(rollout), self.args.kl_horizon
             self.kl_coef = F.adapt_kl_coef(self.kl_coef, kl, target=target, episodes=episodes, horizon=horizon)
         return stats
+
+    def _check_finite(self, experience: Experience) -> None:
+        """One number that is not finite would be in every advantage of the update, and in all of its steps."""
+        for name in ("old_logprobs", "ref_logprobs", "old_values", "kl", "rewards", "advantages", "returns"):
+            if not getattr(experience, name).isfinite().all():
+                tensors = experience._asdict()
+                self._in_hand = {key: tensor for key, tensor in tensors.items() if torch.is_tensor(tensor)}
+                remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not help."
+                raise NotFiniteError(f"what is read of the responses is not finite ({name}).", remedy=remedy)
 
     def _make_experience(self, rollout: Rollout, scores: Scores) -> Experience:
         args = self.args
@@ -184,6 +195,7 @@ class PPOTrainer(PPOLoop):
     def _update(self, experience: Experience) -> dict[str, float]:
         """Several passes over the batch. Returns the mean of each metric over all optimizer steps, and how many."""
         totals: dict[str, list[float]] = defaultdict(list)
+        self._passed_over_steps = 0
         self.roles.train()
         try:
             for rows in self._mini_batches(len(experience.rollout)):
@@ -195,6 +207,8 @@ class PPOTrainer(PPOLoop):
         finally:
             self.roles.eval()
             self.optimizer.zero_grad()  # what an error or Ctrl-C leaves behind is no part of the next step
+        if not self._passed_over_steps:
+            self.skipped.in_a_row = 0
         means = {name: sum(values) / len(values) for name, values in totals.items()}
         return {**means, "optimizer_steps": float(len(totals["grad_norm"]))}
 
@@ -229,13 +243,15 @@ class PPOTrainer(PPOLoop):
         largest = self.args.max_grad_norm or math.inf
         norm = float(self.accelerator.clip_grad_norm_(self.roles.trained_parameters, largest))
         if math.isfinite(norm):
-            self.skipped.in_a_row = 0
             totals["grad_norm"] = norm
         else:
             scale = loss_scale(self.accelerator)
-            if (scale is None or scale <= 1) and self.skipped.add():
-                why = f"the gradient's norm is {norm}"
-                self.stop_broken(why, rollout=experience.rollout, tensors=experience._asdict())
+            if scale is None or scale <= 1:
+                too_many = self.skipped.add(of_the_same=self._passed_over_steps > 0)
+                self._passed_over_steps += 1
+                if too_many:
+                    why = f"the gradient's norm is {norm}"
+                    self.stop_broken(why, rollout=experience.rollout, tensors=experience._asdict())
             if scale is None:  # else the scaler passes over the step, and lowers its scale
                 self.optimizer.zero_grad()
                 return {}

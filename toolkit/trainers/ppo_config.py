@@ -1,5 +1,6 @@
 """The configuration of the ppo stage: TRL's, with what it lacks."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
@@ -254,5 +255,5 @@ class PPOConfig(TRLPPOConfig):
         if self.total_episodes is not None:
             return max(1, self.total_episodes // self.update_batch_size)
         # A pass leaves out the rows that do not fill its last batch.
-        batches = int(self.num_train_epochs * (rows // self.rollout_batch_size))
+        batches = math.floor(self.num_train_epochs * (rows // self.rollout_batch_size) + 1e-9)  # 0.29 · 100 is 28.99…
         return max(1, batches // self.rollouts_per_update)

@@ -1,6 +1,7 @@
 """PPO's run without the algorithm, which `ppo.py` adds: passes and updates, events, and an update that fails."""
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -16,7 +17,7 @@ from toolkit.data import Rollout, concatenate
 from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
 from toolkit.functional import Moments
 from toolkit.models import tensors_digest
-from toolkit.reports import append_jsonl, keep_until
+from toolkit.reports import append_jsonl, keep_until, write_jsonl
 from toolkit.rewards import concatenate_scores, state_of, total_scores
 from toolkit.trainers.guards import WARNINGS_FILE, Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
@@ -31,10 +32,17 @@ _ROWS_SHOWN = 4  # of a rollout, at every logged step
 class PPOLoop(SharedBaseTrainer):
     """A trainer that runs `total_updates` updates, which a subclass makes by `generate`, `score` and `step`."""
 
+    _counted = "updates"
+
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self.watch = Watch()
         self._in_scoring: Rollout | None = None
+        self._in_hand = {}
+        self._drawn = 0
+        """Prompts that the update in hand has drawn."""
+        self._passed_over = 0
+        """Prompts of updates that were passed over."""
         self._parts: dict[str, Tensor] = {}
         """Of the scores of what is learnt from, not of an evaluation's."""
         self._last_metrics: dict[str, float] = {}
@@ -56,15 +64,17 @@ class PPOLoop(SharedBaseTrainer):
         state.num_train_epochs = self.total_updates * args.update_batch_size / self.prompts_of_a_pass
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
-        for name in (ROLLOUTS_FILE, WARNINGS_FILE):
-            processes.by_main(partial(keep_until, Path(args.output_dir) / name, began))
+        processes.by_main(partial(keep_until, Path(args.output_dir) / ROLLOUTS_FILE, began))
+        # What was told before the first update, by a run that was killed then, is told again by this one.
+        processes.by_main(partial(write_jsonl, Path(args.output_dir) / WARNINGS_FILE, self.watch.given))
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = self.dataloader
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
         if args.eval_on_start and checkpoint is None:
             self.evaluate()
         if self._evaluation_due:
-            self.control.should_evaluate = True
+            # What it was saved with does not know of the evaluation, which may be the best, or one too many.
+            self.control.should_evaluate = self.control.should_save = True
             self._act()
         while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
@@ -123,6 +133,8 @@ class PPOLoop(SharedBaseTrainer):
             if kind not in _OF_REWARDS:
                 raise
             if kind == RewardError.__name__ or self._too_many(error):
+                if kind == NotFiniteError.__name__:  # this update will be taken again
+                    self.skipped.total, self.skipped.in_a_row = self.skipped.total - 1, 0
                 set_random_states(random)
                 self._go_to(place)
                 self._save_before(error)
@@ -147,11 +159,11 @@ class PPOLoop(SharedBaseTrainer):
             processes.by_main(partial(append_jsonl, Path(self.args.output_dir) / WARNINGS_FILE, new))
 
     def _too_many(self, error: ToolkitError) -> bool:
-        """Count an update whose scores are not finite; whether they are too many in a row, the batch then saved."""
+        """Count an update that is not finite; whether they are too many in a row, the batch then saved."""
         if not self.skipped.add():
             return False
         folder = Path(self.args.output_dir)
-        saved = processes.by_main(partial(save_broken, folder, rollout=self._in_scoring, tensors={}))
+        saved = processes.by_main(partial(save_broken, folder, rollout=self._in_scoring, tensors=self._in_hand))
         before = f"So were those of the {MOST_IN_A_ROW - 1} updates before, which were passed over."
         error.add_remedy(f"{before} The last batch is in {saved}.")
         return True
@@ -159,17 +171,24 @@ class PPOLoop(SharedBaseTrainer):
     def _without_update(self) -> dict[str, float]:
         """Metrics of an update that is passed over: nothing is learnt, and the run goes on with other prompts."""
         learning_rate, self._shown = self.lr_scheduler.get_last_lr()[0], []
-        self.lr_scheduler.step()
+        with warnings.catch_warnings():
+            # torch's, of a first update in which the optimizer takes no step.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self.lr_scheduler.step()
         self.state.global_step += 1
+        self._passed_over += self._drawn
+        self.state.epoch = self.epoch
         skipped = {"optimizer_steps": 0.0, "skipped_steps": float(self.skipped.total)}
         return {"kl_coef": self.kl_coef, **skipped, "learning_rate": learning_rate, "episode": self.state.episode}
 
     def _timed_step(self) -> dict[str, float]:
         """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""
         rollouts, all_scores, parts = [], [], []
+        self._in_hand, self._drawn = {}, 0
         rollout_seconds = score_seconds = 0.0
         for left in reversed(range(self.args.rollouts_per_update)):
             batch = self.dataloader.next_batch()
+            self._drawn += len(batch["prompt_ids"])
             started = time.perf_counter()
             with phases.phase("rollout"):
                 rollouts.append(self.generate(batch))
@@ -231,6 +250,11 @@ class PPOLoop(SharedBaseTrainer):
         """Prompts that are answered before the next pass over them begins; the last ones may not fill a batch."""
         return len(self.dataloader) * self.args.rollout_batch_size
 
+    @property
+    def epoch(self) -> float:
+        """Passes over the prompts so far; of what was passed over, too."""
+        return (self.state.episode + self._passed_over) / self.prompts_of_a_pass
+
     # ------------------------------------------------------------------ state
 
     def own_state(self) -> dict[str, Any]:
@@ -239,6 +263,7 @@ class PPOLoop(SharedBaseTrainer):
             "kl_coef": self.kl_coef,
             "kl_coef_begun_with": self.args.kl_coef,
             "evaluation_due": self._evaluation_due,
+            "passed_over": self._passed_over,
             "scores": self.score_shaper.moments._asdict(),
             "metrics": self._last_metrics,
             "last_logged": self._last_logged,
@@ -255,6 +280,7 @@ class PPOLoop(SharedBaseTrainer):
         if (begun_with := state["kl_coef_begun_with"]) != self.args.kl_coef:
             raise other_setting(self._goes_on_from, "kl_coef", begun_with, self.args.kl_coef)
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
+        self._passed_over = state["passed_over"]
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]

@@ -66,7 +66,6 @@ class QTrainer(SamplingTrainer):
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list)}
         self._sums_from = 0  # the step of that line
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, **named)
-        self.data_collator_of_prompts = self.rollouts.sampler().collator
         # The loss is a mean over the response tokens of the whole batch, whatever its parts.
         self.model_accepts_loss_kwargs = True
         self.add_callback(_AverageTarget(roles, args.target_decay))

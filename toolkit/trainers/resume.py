@@ -179,6 +179,24 @@ class ResumableTrainer(GuardedSteps):
         noted = self.state.best_model_checkpoint
         return None if noted is None else Path(self.args.output_dir) / Path(noted).name
 
+    def _note_best(self) -> None:
+        """Whether what is saved now is the best so far; what transformers compares with may lie between two saves."""
+        state, best = self.state, self._best()
+        metric = self._evaluated_at(state.global_step)
+        if metric is None or math.isnan(metric):
+            return
+        before = None if best is None else self._evaluated_at(int(best.name.rpartition("-")[2]))
+        if before is None or (metric > before if self.args.greater_is_better else metric < before):
+            state.best_model_checkpoint = str(self._folder_of(state.global_step))
+
+    def _evaluated_at(self, step: int) -> float | None:
+        """The metric that decides which checkpoint is the best, as of a step."""
+        if (name := self.args.metric_for_best_model) is None:
+            return None
+        key = name if name.startswith("eval_") else f"eval_{name}"
+        rows = (row for row in reversed(self.state.log_history) if row["step"] == step and key in row)
+        return next((float(row[key]) for row in rows), None)
+
     def save_checkpoint(self) -> Path:
         """Write the whole run into `checkpoint-N` of the output folder, whole or not at all, and delete old ones.
 
@@ -189,10 +207,7 @@ class ResumableTrainer(GuardedSteps):
         """
         self._check_equal()
         self.store_flos()
-        best = self._folder_of(self.state.best_global_step) if self.state.best_global_step else None
-        # Of an evaluation between two saves there is none, and the best before it remains.
-        if processes.by_main(lambda: best == self._folder_of(self.state.global_step) or (best and best.is_dir())):
-            self.state.best_model_checkpoint = str(best)
+        self._note_best()
         with phases.phase("save"):
             folder = processes.by_main(self._write_checkpoint)
         self._goes_on_from = None
