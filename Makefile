@@ -25,17 +25,18 @@
 
 PYTHON ?= python3
 VERSIONS ?=
-## A shell of some systems exports a CPU of its own.
-ifneq ($(origin CPU),command line)
-CPU =
-endif
 VENV ?= .venv$(VERSIONS:%=-%)
 BIN = $(VENV)/bin
 constraints = constraints$(VERSIONS:%=-%).txt
-RECIPE ?= doubling
-OVERWRITE ?= 0
-RESUME ?= 0
-MERGE ?= 0
+limited = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES CPU AGILERL
+## What a shell exports under such a name is another's: an OVERWRITE of 1 would replace runs.
+exported := $(strip $(foreach name,$(filter-out CPU,$(limited)),$(if $(filter environment,$(origin $(name))),$(name))))
+$(if $(exported),$(warning make does not read the exported $(exported): give it after make, as make $(firstword $(exported))=...))
+$(foreach name,$(limited),$(eval $(name) =))
+RECIPE = doubling
+OVERWRITE = 0
+RESUME = 0
+MERGE = 0
 
 ## A mistyped name, or GPU for GPUS, would be passed over, and a recipe run for hours as nobody asked.
 stages = sft reward ppo collect q
@@ -54,7 +55,6 @@ OUTPUT_is_for = judge export
 MERGE_is_for = export
 CPU_is_for = test check
 AGILERL_is_for = bench-agilerl
-limited = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES CPU AGILERL
 known = $(limited) PYTHON VENV VERSIONS
 given := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
 unknown := $(filter-out $(known),$(given))

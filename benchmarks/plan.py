@@ -151,7 +151,7 @@ def steps_predicted(case: Case) -> dict[str, int]:
         roles = without_numbers(case.llama, value=case.value, weights=case.weights)
         with tempfile.TemporaryDirectory() as folder:
             args = case.stage(kind, Path(folder))
-            phases = counted_step(kind, roles, args, case.prompt + case.response, on_cpu=True)
+            phases = counted_step(kind, roles, args, *[case.prompt + case.response] * 2, on_cpu=True)
         found |= {phase.name: static_bytes(roles, args) + phase.costs.peak for phase in phases}
     return found
 

@@ -59,8 +59,13 @@ def test_a_switch_is_1_or_not_given():
     assert "--overwrite" not in dry("ppo", "OVERWRITE=0").stdout
 
 
-def test_a_cpu_that_the_shell_exports_is_another_s():
+def test_what_the_shell_exports_is_another_s():
     assert dry("test", CPU="x86_64").stdout == dry("test").stdout != ""
+    alone = dry("ppo")
+    for name, value in {"OVERWRITE": "1", "RUN": "other", "SET": "ppo.kl_coef=9", "RECIPE": "other"}.items():
+        found = dry("ppo", **{name: value})
+        assert found.stdout == alone.stdout and f"does not read the exported {name}: give it after" in found.stderr
+    assert "--overwrite" in dry("ppo", "OVERWRITE=1", OVERWRITE="0").stdout
 
 
 def test_a_benchmark_says_what_it_needs():

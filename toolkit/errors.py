@@ -9,11 +9,13 @@ puts the section of a recipe before the field, and `text` writes the options of 
 line have them. Foreign text, as of files and servers, is made `printable`, here and wherever a terminal shows it.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from string import Template
 from typing import Self
 
@@ -101,6 +103,18 @@ class ToolkitError(Exception):
     def add_remedy(self, more: str) -> None:
         """Add a sentence to the remedy of each problem."""
         self.problems = tuple(replace(one, remedy=f"{one.remedy} {more}".lstrip()) for one in self.problems)
+
+    def moved(self, old: Path, new: Path) -> None:
+        """What it names in a folder is in another one now, if it is there."""
+        if new.is_dir():
+            self.problems = tuple(
+                replace(
+                    one,
+                    wrong=one.wrong.replace(f"{old}{os.sep}", f"{new}{os.sep}"),
+                    remedy=one.remedy.replace(f"{old}{os.sep}", f"{new}{os.sep}"),
+                )
+                for one in self.problems
+            )
 
     def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
         """The message, for a notebook or with the options of another language."""

@@ -33,14 +33,14 @@ A_SEED = Range("from 0 to 4294967295", lambda x: 0 <= x < 2**32)  # what numpy t
 _NAMES = {
     AT_LEAST_1: "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
     "num_mini_batches num_ppo_epochs response_length total_episodes local_rollout_forward_batch_size "
-    "max_length r",
+    "max_length r eval_accumulation_steps pad_to_multiple_of dataset_num_proc",
     POSITIVE: "num_train_epochs save_steps eval_steps logging_steps missing_eos_penalty lora_alpha",
     NOT_NEGATIVE: "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps save_total_limit kl_coef vf_coef "
-    "dataloader_num_workers",
+    "dataloader_num_workers neftune_noise_alpha eval_delay",
     A_TEMPERATURE: "temperature",
     A_SEED: "seed data_seed",
     UP_TO_1: "gamma lam",
-    BELOW_1: "lora_dropout adam_beta1 adam_beta2",
+    BELOW_1: "lora_dropout adam_beta1 adam_beta2 label_smoothing_factor",
     Range("at least 1, or -1 for what num_train_epochs says", lambda x: x >= 1 or x == -1): "max_steps",
 }
 _LARGEST = 2.0**63  # of a number: what torch holds in an int64

@@ -21,7 +21,7 @@ def phases(kind, *, rows=2, length=24, steps=1, roles=None, **settings):
         output_dir="nowhere", per_device_train_batch_size=rows, gradient_accumulation_steps=steps, use_cpu=True,
         bf16=False, report_to="none", **settings,
     )  # fmt: skip
-    return counted_step(kind, roles, args, length)
+    return counted_step(kind, roles, args, length, length)
 
 
 def step(kind, **settings):

@@ -280,6 +280,29 @@ def test_demonstrations_that_cannot_be_used(tmp_path):
         Demonstrations(doubling.tokenizer(), path, path)
 
 
+@pytest.mark.parametrize("said_with_end", ["b", "b</s>"])
+def test_a_response_that_has_its_end_gets_no_second_one(said_with_end, tmp_path):
+    tokenizer = byte_tokenizer()
+    (b,), end = tokenizer("b", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
+    path = write(tmp_path / "x.jsonl", [{"prompt": "a", "completion": said_with_end}])
+    (row,) = Demonstrations(tokenizer, path, path).demonstrations("train")
+    assert [label for label in row["labels"] if label != -100] == [b, end]
+    path = write(tmp_path / "y.jsonl", [{"prompt": "a", "chosen": said_with_end, "rejected": "c"}])
+    (pair,) = Preferences(tokenizer, path, path).pairs("train")
+    assert pair["chosen_ids"][pair["prompt_length"] :] == [b, end]
+    path = write(tmp_path / "z.jsonl", [{"prompt": "a", "response": said_with_end, "rewards": 1}])
+    (rated,) = RatedResponses(tokenizer, path).rated("train")
+    assert rated["response_ids"] == [b, end] and rated["rewards"] == [None, 1.0] and rated["ended"]
+
+
+def test_a_response_that_goes_on_after_its_end_is_left_out(tmp_path):
+    rows = [{"prompt": "a", "completion": "b</s>c"}, {"prompt": "a", "completion": "b"}]
+    path = write(tmp_path / "x.jsonl", rows)
+    task = Demonstrations(byte_tokenizer(), path, path)
+    assert len(task.demonstrations("train")) == 1
+    assert task.left_out["train"] == {"a response that goes on after its end (</s>)": 1}
+
+
 def test_demonstrations_held_out_by_prompt(tmp_path):
     rows = [{"prompt": f"question {number // 2}", "completion": f"a{number}"} for number in range(12)]
     path = write(tmp_path / "x.jsonl", [*rows, {"text": "alone"}, {"text": "also alone"}])

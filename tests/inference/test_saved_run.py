@@ -30,6 +30,15 @@ def test_a_run_is_opened_by_name_or_folder(trained):
         open_run("chat", runs_dir=folder / "nowhere")
 
 
+def test_a_run_of_that_name_comes_before_a_folder_of_it(trained, tmp_path, monkeypatch):
+    """As where runs are compared."""
+    folder, recipe = trained
+    shutil.copytree(recipe.folder, tmp_path / "chat")
+    monkeypatch.chdir(tmp_path)
+    assert open_run("chat", runs_dir=folder / "runs").folder == recipe.folder
+    assert open_run("chat", runs_dir="elsewhere").folder.resolve() == tmp_path / "chat"
+
+
 def test_an_unfinished_run_is_named_with_what_finishes_it(tmp_path, checkpoint):
     recipe = chat_recipe(tmp_path, checkpoint)
     stages.claim(recipe, "ppo", overwrite=False)

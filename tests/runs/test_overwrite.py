@@ -1,13 +1,16 @@
 """What is overwritten stays until the new one has finished, whatever ends it."""
 
 import json
+import re
+import signal
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
 from tests.tiny_runs import Stop, chat_recipe, cut_short
 from toolkit.disk import damage
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stage as stage_module
 from toolkit.runs import stages
@@ -18,6 +21,7 @@ from toolkit.runs.listing import all_runs
 from toolkit.runs.lock import at_work
 from toolkit.runs.owned import begin
 from toolkit.runs.take_over import take_over
+from toolkit.trainers.resume import ResumableTrainer
 
 RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
 SAVING = {"max_steps": 2, "per_device_train_batch_size": 2, "response_length": 4, "save_strategy": "steps",
@@ -111,6 +115,56 @@ def test_an_overwrite_that_was_stopped_goes_on_and_then_replaces(tmp_path, check
     assert result["resumed_at"] == [1] and stages.finished(other, "ppo") == result
     assert sorted(path.name for path in recipe.folder.iterdir()) == ["eval", "ppo", "recipe.yaml"]
     assert [path.name for path in (recipe.folder / "eval").iterdir()] == ["judge.py"]
+
+
+def test_what_was_begun_outlives_an_overwrite_that_fails_at_once(tmp_path, checkpoint):
+    recipe = recipe_of(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    other = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3")
+    cut_short(other, "ppo", 1, overwrite=True)
+    before = content(recipe.folder)
+    assert f"{UNFINISHED}/ppo/checkpoint-1/state.json" in before
+    with pytest.raises((ToolkitError, ImportError)):
+        stages.run(recipe_of(tmp_path, checkpoint, UNBUILT["a base that is not there"]), "ppo", overwrite=True)
+    assert content(recipe.folder) == before
+    # One that comes further takes its place, one that ends lets go of both.
+    third = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.4")
+    cut_short(third, "ppo", 2, overwrite=True)
+    assert (recipe.folder / UNFINISHED / "ppo" / "checkpoint-2").is_dir()
+    assert stages.run(third, "ppo", resume=True)["resumed_at"] == [2]
+    assert sorted(path.name for path in recipe.folder.iterdir()) == ["eval", "ppo", "recipe.yaml"]
+
+
+def test_what_was_replaced_is_not_given_up_for_what_was_begun_before(tmp_path, checkpoint, monkeypatch):
+    """A second overwrite was killed; the run goes on with it, by its settings and not by those of the first."""
+    recipe = recipe_of(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    before = content(recipe.folder)
+    cut_short(recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3"), "ppo", 1, overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "restore", lambda run: "")  # a kill leaves it no chance
+        cut_short(recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.4"), "ppo", 1, overwrite=True)
+    with pytest.raises(RecipeError, match="ppo.kl_coef is 0.4 there"):
+        stages.run(recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3"), "ppo", resume=True)
+    here = content(recipe.folder)
+    assert {name: data for name, data in here.items() if not name.startswith(UNFINISHED)} == before
+
+
+def test_what_was_saved_is_named_where_it_is_now(tmp_path, checkpoint, monkeypatch):
+    recipe = recipe_of(tmp_path, checkpoint)
+    finished(recipe, "ppo")
+    save = ResumableTrainer.save_checkpoint
+
+    def asked_to_stop(self):
+        self._request.received = signal.SIGTERM
+        self._request.met = self.control.should_training_stop = True
+        return save(self)
+
+    monkeypatch.setattr(ResumableTrainer, "save_checkpoint", asked_to_stop)
+    with pytest.raises(RunInterrupted) as stop:
+        stages.run(recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3"), "ppo", overwrite=True)
+    named = re.search(r"everything is saved in (.*checkpoint-1)\.", str(stop.value))[1]
+    assert UNFINISHED in named and Path(named).is_dir()
 
 
 def test_a_killed_overwrite_is_undone_by_the_next_start(tmp_path, checkpoint, capsys):

@@ -56,6 +56,23 @@ def test_a_plan_does_not_depend_on_what_was_loaded_before_it(checkpoint, tmp_pat
     }
 
 
+def test_an_evaluation_is_of_the_held_out_rows(checkpoint, tmp_path):
+    files = {}
+    for name, length in (("short", 5), ("long", 300)):
+        files[name] = tmp_path / f"{name}.jsonl"
+        files[name].write_text("".join(json.dumps({"prompt": "x" * length + str(n)}) + "\n" for n in range(8)))
+
+    def planned(train, validation):
+        data = {"task": "prompts", "train": str(files[train]), "validation": str(files[validation])}
+        rule = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
+        made = chat_recipe(tmp_path, checkpoint, data=data, reward=None, scorer=rule)
+        return {name: memory.total for name, memory in phases(plan(made, "4090")).items()}
+
+    short, long, mixed = planned("short", "short"), planned("long", "long"), planned("short", "long")
+    assert long["evaluation"] > short["evaluation"] + 1e6 and mixed["evaluation"] == long["evaluation"]
+    assert all(mixed[name] == short[name] for name in ("rollout", "read", "update"))
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_merged_generation_holds_the_weights_a_second_time(quantized, checkpoint, tmp_path):
     overrides = ["base.quantization={load_in_4bit: true, bnb_4bit_quant_type: nf4}"] if quantized else []

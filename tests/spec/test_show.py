@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.tiny_runs import chat_recipe
 from toolkit import recipes
+from toolkit.errors import printable
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.show import as_yaml, owner_defaults, show
 
@@ -17,6 +18,12 @@ from toolkit.spec.show import as_yaml, owner_defaults, show
 def test_reads_back_as_the_recipe(name):
     recipe = recipes.load(name)
     assert yaml.safe_load(show(recipe)) == recipe.values
+
+
+@pytest.mark.parametrize("text", ["\u202eabc\u2066", "a\nb", "Größe 大", "\x1b[2J"])
+def test_text_that_a_terminal_would_obey_is_escaped(text):
+    shown = as_yaml(text)
+    assert printable(shown) == shown and "\n" not in shown and yaml.safe_load(shown) == text
 
 
 def test_each_value_is_beside_its_owners_default():

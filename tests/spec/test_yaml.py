@@ -33,6 +33,9 @@ ALIASES = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10 if i else ['1'
         ("a: &a [*a]", "nested more than 50 deep"),
         ("seed: ???", "mine.yaml has"),
         ("\x00", "cannot be read as YAML"),
+        ("seed: 010", "010 would be a number to base 8 or 60. Write it in tens, or in quotes if it is text."),
+        ("seed: 1:30", "1:30 would be a number to base 8 or 60"),
+        ("ppo: {kl_coef: 1:30.5}", "1:30.5 would be a number to base 8 or 60"),
         ("", "section is missing"),
     ],
 )
@@ -59,6 +62,12 @@ def test_overrides_that_are_no_values(value, tmp_path):
 def test_names_that_no_file_can_have(name):
     with pytest.raises(RecipeError, match="names no recipe|there is no such file|no recipe"):
         recipes.load(name)
+
+
+def test_numbers_of_an_override_are_in_tens_as_well(tmp_path):
+    assert "0100 would be a number to base 8 or 60" in refused(tmp_path, "ppo.response_length=0100")
+    recipe = recipes.load(written(tmp_path, {**MINIMAL, "about": "010"}), "seed=0", "ppo.kl_coef=0.5")
+    assert (recipe.values["about"], recipe.seed, recipe.values["ppo"]["kl_coef"]) == ("010", 0, 0.5)
 
 
 @pytest.mark.parametrize("function", [f"{'x' * 5000}.py:f", "~no-such-user/x.py:f"])

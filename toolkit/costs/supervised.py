@@ -23,7 +23,7 @@ SUPERVISED = ("sft", "reward")
 
 
 def counted_step(
-    kind: Kind, roles: SharedBase, args: TrainingArguments, length: int, *, on_cpu: bool = False
+    kind: Kind, roles: SharedBase, args: TrainingArguments, length: int, held_out: int, *, on_cpu: bool = False
 ) -> tuple[Phase, Phase]:
     """The micro-batches of an optimizer step, and a batch of the evaluation, on roles without numbers.
 
@@ -31,18 +31,23 @@ def counted_step(
         kind: of the stage's data: "demonstrations" for sft, "pairs" or "labelled" for a reward.
         roles: as `take_shape` leaves them, with the role that the stage trains.
         args: of the stage.
-        length: tokens of all rows, which are as long as they can be.
+        length: tokens of all rows, which are as long as they can be; `held_out` of those of the evaluation.
         on_cpu: as for `CountedUpdate`.
     """
-    sft, ids = kind == "demonstrations", [_TOKEN] * length
+    sft = kind == "demonstrations"
     stage = "sft" if sft else "reward"
-    row = {
-        "demonstrations": {"input_ids": ids, "labels": ids},
-        "pairs": {"chosen_ids": ids, "rejected_ids": ids},
-        "labelled": {"input_ids": ids, "labels": 0},
-    }[kind]
-    rows, steps = [row] * args.per_device_train_batch_size, args.gradient_accumulation_steps
-    held_out = [row] * args.per_device_eval_batch_size
+
+    def rows_of(number: int, tokens: int) -> list[dict[str, Any]]:
+        ids = [_TOKEN] * tokens
+        forms: dict[str, dict[str, Any]] = {
+            "demonstrations": {"input_ids": ids, "labels": ids},
+            "pairs": {"chosen_ids": ids, "rejected_ids": ids},
+            "labelled": {"input_ids": ids, "labels": 0},
+        }
+        return [forms[kind]] * number
+
+    rows, steps = rows_of(args.per_device_train_batch_size, length), args.gradient_accumulation_steps
+    evaluated = rows_of(args.per_device_eval_batch_size, held_out)
     counted = Counted(roles.config.get_text_config().vocab_size)
     with trainers_kept(), kept_random_states(), TemporaryDirectory() as folder:
         # Nothing is written, rows need no cutting, and autocast is given: accelerate has none in float16 on a CPU.
@@ -52,7 +57,7 @@ def counted_step(
         make: Any = sft_trainer if sft else reward_trainer
         given = replace(args, fp16=False, **changes), _tokenizer(), roles
         with made_by_trl(stage):
-            trainer = make(*given, Dataset.from_list(rows), Dataset.from_list(held_out))
+            trainer = make(*given, Dataset.from_list(rows), Dataset.from_list(evaluated))
         trainer.compute_loss_context_manager = precision(args, roles)
         trainer.current_gradient_accumulation_steps = steps
 
@@ -62,7 +67,7 @@ def counted_step(
                     trainer.training_step(trainer.model, trainer.data_collator(rows))
                 trainer.model.eval()
                 with counted.phase() as evaluation:
-                    trainer.prediction_step(trainer.model, trainer.data_collator(held_out), True)
+                    trainer.prediction_step(trainer.model, trainer.data_collator(evaluated), True)
             return [Phase(stage, costs, steps), Phase(f"{stage} evaluation", evaluation, 0)]
 
         with roles.role("policy") if sft else nullcontext(), planned_for_cpu() if on_cpu else nullcontext():

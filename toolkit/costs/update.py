@@ -117,11 +117,21 @@ class CountedUpdate:
         roles: as `take_shape` leaves them.
         args: of the ppo stage.
         lengths: of all rows, which are as long as they can be.
+        evaluated: of the rows of an evaluation, where they are others.
         on_cpu: whether it is for a CPU, where 4-bit layers are unpacked for the whole of a rollout, and of an update.
     """
 
-    def __init__(self, counted: Counted, roles: SharedBase, args: PPOConfig, lengths: Lengths, *, on_cpu: bool = False):
-        self.on_cpu = on_cpu
+    def __init__(
+        self,
+        counted: Counted,
+        roles: SharedBase,
+        args: PPOConfig,
+        lengths: Lengths,
+        *,
+        evaluated: Lengths | None = None,
+        on_cpu: bool = False,
+    ):
+        self.on_cpu, self.evaluated = on_cpu, evaluated or lengths
         self.counted, self.roles, self.args, self.lengths = counted, roles, args, lengths
         self.tokenizer: Any = SimpleNamespace(pad_token_id=0)
         self.autocast = precision(args, roles)
@@ -154,9 +164,13 @@ class CountedUpdate:
             decode = [Phase("decode", costs, tokens / 2) for costs in ends]
             return [Phase("prefill", prefill, args.rollouts_per_update), *decode, Phase("merged", merged, tokens)]
         if name == "evaluation":  # no part of an update
-            prefill, _, last, _ = self.decoding(args.per_device_eval_batch_size)
-            parts = [prefill, last]
-            parts += [self._scoring(rows, role="judge")] if "judge" in self.roles.roles else []
+            learnt, self.lengths = self.lengths, self.evaluated
+            try:
+                prefill, _, last, _ = self.decoding(args.per_device_eval_batch_size)
+                parts = [prefill, last]
+                parts += [self._scoring(rows, role="judge")] if "judge" in self.roles.roles else []
+            finally:
+                self.lengths = learnt
             return [Phase(name, costs, 0) for costs in parts]
         if name == "update":
             steps = min(args.num_mini_batches, batch)

@@ -109,12 +109,15 @@ class PromptEncoder:
 
         It is tokenised alone and ends as a sampled one does, so that a reward is trained at the very position where it
         is read in PPO. A chat template would add a newline after the end. The space around a turn of a conversation is
-        the form's, not the row's.
+        the form's, not the row's. A text that has its end already gets no second one; raises `Unusable` if it goes on.
         """
         if "messages" in prompt:
             text = text.strip()
             text = text if self.chat else f" {text}"  # hh-rlhf's own, after "Assistant:"
-        return [*self.ids(text), *([self.tokenizer.eos_token_id] if ended else [])]
+        ids, end = self.ids(text), self.tokenizer.eos_token_id
+        if end in ids[:-1]:
+            raise Unusable(f"a response that goes on after its end ({self.tokenizer.eos_token})")
+        return [*ids, end] if ended and ids[-1:] != [end] else ids
 
     def checked_ids(self, value: Any, column: str) -> list[int]:
         """Token ids of a column, taken as they are; raises `Unusable` if they are none of this tokenizer's."""

@@ -25,7 +25,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     """The recipe of a run whose policy is trained.
 
     Args:
-        run: its name, or its folder.
+        run: its name, or its folder where no run in `runs_dir` has that name.
         overrides: "section.key=value", for example other held-out prompts.
         runs_dir: folder of all runs.
         by_q: whether a run whose q stage has finished will do, too.
@@ -33,7 +33,8 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     Raises:
         RecipeError: there is no such run, or its ppo stage has not finished.
     """
-    by_path = Path(run, RECIPE_FILE).is_file()
+    named = is_run_name(run) and Path(runs_dir, run).is_dir()
+    by_path = not named and Path(run, RECIPE_FILE).is_file()
     folder = Path(run) if by_path else Path(runs_dir, run)
     if not is_run_name(folder.name):  # as of "." and ".."
         folder = folder.resolve()

@@ -61,7 +61,7 @@ def _is_whole(state: dict[str, Any], *, stored: bool) -> bool:
         return False
     if (stored or state["into"] is not None) and not {"names", "wanted"} <= state.keys():
         return False
-    if any(state.get(key) not in (None, REPLACED, UNFINISHED) for key in ("into", "from")):
+    if any(state.get(key) not in (None, REPLACED, UNFINISHED, _DELETED) for key in ("into", "from")):
         return False
     pairs = all(isinstance(move, list) and len(move) == 2 for move in moves)
     wanted = [] if wanted is None else [wanted]
@@ -73,7 +73,7 @@ def _is_within(name: Any) -> bool:
 
 
 def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
-    """Move folders of a run aside until the stage `wanted` has finished; delete what was begun in their place before.
+    """Move folders of a run aside until the stage `wanted` has finished; delete what this run has begun in their place.
 
     Called before the recipe of the new ones is written. The one of the old goes with them.
     """
@@ -84,7 +84,6 @@ def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
             delete(run / name)
     files = [path for name in names if name not in begun for path in written(run / name)]
     if not begun:
-        _forget(run / UNFINISHED)
         files += [run / RECIPE_FILE]
     moves = [(path, run / REPLACED / path.relative_to(run)) for path in files]
     wanted = wanted or state["wanted"] or names[0]
@@ -111,6 +110,7 @@ def settle(run: Path) -> bool:
             last = [folder / name for name in state.get("last_saved", [])]
             if (last and all(map(Path.is_file, last))) or (folder / RESULT_FILE).is_file():
                 _forget(run / REPLACED)
+                _forget(run / UNFINISHED)
                 return False
     return state is not None
 
@@ -123,20 +123,16 @@ def train_by_hand(run: Path, last_saved: Iterable[str]) -> None:
         write_whole(run / REPLACED / _MOVES, json.dumps({**state, "last_saved": [*last_saved]}) + "\n")
 
 
-def put_back(run: Path) -> None:
-    """What was replaced comes back; what was begun is kept in `.unfinished`."""
-    _exchange(run, REPLACED, UNFINISHED)
+def put_back(run: Path, *, keep: bool) -> None:
+    """What was replaced comes back. What was begun is kept in `.unfinished`, in place of what is there; or deleted."""
+    _exchange(run, REPLACED, UNFINISHED if keep else _DELETED)
+    with writing(run):
+        _forget(run / _DELETED)
 
 
 def take_up(run: Path) -> None:
     """What was begun and not finished comes back, and what it is to replace is moved aside again."""
     _exchange(run, UNFINISHED, REPLACED)
-
-
-def drop_unfinished(run: Path) -> None:
-    """Delete what was begun in place of others."""
-    with writing(run):
-        _forget(run / UNFINISHED)
 
 
 def _exchange(run: Path, stored: str, into: str) -> None:

@@ -170,7 +170,9 @@ def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool 
     run = recipe.folder
     open_ = aside.settle(run)
     goes_on = resume and any(work_of(run / name) for name in aside.changing(run, aside.REPLACED))
-    said = restore(run) if open_ and not goes_on else ""
+    if open_ and goes_on:
+        return ""
+    said = restore(run) if open_ else ""
     there, before = run / aside.UNFINISHED, recipe.plan.needs(stage)
     if aside.changing(run, aside.UNFINISHED):
         done = [name for name in before if (there / name / RESULT_FILE).is_file()]
@@ -186,10 +188,8 @@ def restore(run: Path) -> str:
     names = [name for name in aside.changing(run, aside.REPLACED) if name != EVALUATION]
     if not names:
         return ""
-    aside.put_back(run)
-    begun = [name for name in STAGES if work_of(run / aside.UNFINISHED / name)]
-    if not begun:
-        aside.drop_unfinished(run)
+    begun = [name for name in names if work_of(run / name)]
+    aside.put_back(run, keep=bool(begun))
     back = [name for name in names if work_of(run / name)]
     if not back:
         return ""

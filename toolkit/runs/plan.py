@@ -103,21 +103,25 @@ class _Planner:
         self.limit = card.memory if isinstance(card, Device) else card
         self.context = card.context if isinstance(card, Device) else next(iter(CARDS.values())).context
         self.args = recipe.stage_config("ppo")
-        self.lengths = self._lengths()
+        self.lengths, self.evaluated = self._lengths("train"), self._lengths("validation", "test")
         self.roles = _without_numbers(recipe, "ppo")
         self.counted = Counted(self.roles.config.get_text_config().vocab_size)
         self.update = self._update(self.args)
         self.static = {**_weights(self.roles, self.args), **self._beside()}
 
-    def _lengths(self) -> Lengths:
+    def _lengths(self, *splits: str) -> Lengths:
         data, args = self.recipe.values["data"], self.args
-        prompt = data.get("max_prompt_length") or longest_row(stage_dataset(self.recipe, "ppo", "prompts", "train"))
+        prompt = data.get("max_prompt_length") or max(
+            longest_row(stage_dataset(self.recipe, "ppo", "prompts", split)) for split in splits
+        )
         longest = args.max_length or prompt + args.response_length
         response = min(args.response_length, max(1, longest - 1))
         return Lengths(max(1, min(prompt, longest - response)), response)
 
     def _update(self, args: Any) -> CountedUpdate:
-        return CountedUpdate(self.counted, self.roles, args, self.lengths, on_cpu=self._on_cpu)
+        return CountedUpdate(
+            self.counted, self.roles, args, self.lengths, evaluated=self.evaluated, on_cpu=self._on_cpu
+        )
 
     @property
     def _on_cpu(self) -> bool:
@@ -163,20 +167,22 @@ class _Planner:
         """Memory of a step and of an evaluation, and the step."""
         args, roles = self.recipe.stage_config(stage, **changes), _without_numbers(self.recipe, stage)
         kind = self.recipe.plan.stages[stage].rows
-        step, evaluation = counted_step(kind, roles, args, self._longest(stage, args), on_cpu=self._on_cpu)
+        lengths = (self._longest(stage, args, split) for split in ("train", "validation"))
+        step, evaluation = counted_step(kind, roles, args, *lengths, on_cpu=self._on_cpu)
         static = _weights(roles, args)
         return tuple(self._of_phase(phase.name, phase.costs, static) for phase in (step, evaluation)), step
 
-    def _longest(self, stage: str, args: Any) -> int:
-        """Tokens of the longest row that a stage trains on."""
+    def _longest(self, stage: str, args: Any, split: str) -> int:
+        """Tokens of the longest row of a stage."""
         data, kind = self.recipe.values[self.recipe.data_section(stage)], self.recipe.plan.stages[stage].rows
         limits = [data.get(key) for key in ("max_prompt_length", "max_response_length")]
-        longest = sum(limits) if all(limits) else longest_row(stage_dataset(self.recipe, stage, kind, "train"))
+        longest = sum(limits) if all(limits) else longest_row(stage_dataset(self.recipe, stage, kind, split))
+        longest = max(1, longest)  # where nothing is held out
         return args.max_length if getattr(args, "packing", False) else min(longest, args.max_length or longest)
 
     def _step(self, stage: str, step: Phase) -> Problem:
         args = self.recipe.stage_config(stage)
-        rows, length = args.per_device_train_batch_size, self._longest(stage, args)
+        rows, length = args.per_device_train_batch_size, self._longest(stage, args, "train")
         what, each = ("pair", "2 × ") if self.recipe.plan.stages[stage].rows == "pairs" else ("row", "")
         time = ""
         if self.device is not None:

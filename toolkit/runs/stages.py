@@ -88,6 +88,8 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
         except BaseException as error:
             if sentence := restore(recipe.folder):
                 say(sentence)
+                if isinstance(error, ToolkitError):
+                    error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
             if isinstance(error, KeyboardInterrupt | BrokenPipeError):  # the command says how to go on
                 error.to_resume = can_resume(recipe, stage)  # type: ignore[union-attr]
             raise

@@ -23,4 +23,4 @@ def to_yaml(value: Any, **form: Any) -> str:
     Raises:
         yaml.YAMLError: there is no form for it.
     """
-    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **form))
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **{"allow_unicode": True, **form}))

@@ -74,6 +74,10 @@ def find(name: str | os.PathLike[str]) -> Path:
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError)
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_OF_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # 010 is 8 and 1:30 is 90
+
+
 def _check_yaml(text: str) -> str:
     """What a text is, as "mapping", "sequence", "scalar", or "nothing".
 
@@ -101,6 +105,9 @@ def _check_yaml(text: str) -> str:
             nodes += [(item, depth + 1) for item in node.value]
         elif node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST:
             raise ValueError(f"it has a number of {len(node.value):,} digits.")
+        elif node.tag in _NUMBERS and _OF_YAML_1_1.match(node.value):
+            wrong = f"{node.value} would be a number to base 8 or 60. Write it in tens, or in quotes if it is text."
+            raise ValueError(wrong)
     return "nothing" if root is None else type(root).__name__.removesuffix("Node").lower()
 
 

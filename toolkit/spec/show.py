@@ -12,6 +12,7 @@ from peft import LoraConfig
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from toolkit.data import TASKS
+from toolkit.errors import printable
 from toolkit.models import AUTO
 from toolkit.rewards import DEFAULT_KIND, SCORERS
 from toolkit.spec.as_text import to_yaml
@@ -51,7 +52,7 @@ def as_yaml(value: Any) -> str:
     try:
         text = to_yaml([value], **form).strip()
         if not text.isprintable():  # a line break in a text is then written \n
-            text = to_yaml([value], **form, default_style='"').strip()
+            text = to_yaml([value], **form, default_style='"', allow_unicode=text == printable(text)).strip()
     except yaml.YAMLError:  # a default of a type that YAML has no form for
         return repr(value)
     return text[1:-1]

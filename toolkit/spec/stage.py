@@ -119,6 +119,8 @@ WITHOUT_EFFECT = {
     "sft": {
         **_OF_THE_TOKENIZER,
         "label_smoothing_factor": "the losses of TRL's trainer have none",
+        **dict.fromkeys(("completion_only_loss", "dataset_text_field"), "the form of the data says what is predicted"),
+        "trust_remote_code": "the base is loaded by base.trust_remote_code",
         "dataset_kwargs": "rows come tokenised, and its skip_prepare_dataset would skip max_length and packing alone",
     },
     "reward": _OF_THE_TOKENIZER,
