@@ -67,6 +67,8 @@ class Demonstration:
     updates: int
     recipe: str = "doubling"
     stages: tuple[str, ...] = ("sft", "reward")
+    settings: tuple[str, ...] = ()
+    """Of the recipe, for all its stages."""
     common: Mapping[str, Any] = field(
         default_factory=lambda: {"eval_steps": 5, "logging_steps": 5, "load_best_model_at_end": False}
     )
@@ -111,7 +113,14 @@ DEMONSTRATIONS = {
         seeds=(0, 1, 2),
         updates=50,
         recipe="smollm2_135m_lora",
-        common={"lr_scheduler_type": "constant", "learning_rate": 1e-4, "response_length": 24},
+        settings=("data.made_pairs=null",),
+        common={
+            "lr_scheduler_type": "constant",
+            "learning_rate": 1e-4,
+            "response_length": 24,
+            "gradient_accumulation_steps": 4,
+            "kl_coef": 0.05,
+        },
     ),
     "instructions": Demonstration(
         arms={}, seeds=(0, 1, 2), updates=100, recipe="smollm2_135m_instructions", stages=("sft", "ppo")
@@ -133,7 +142,7 @@ def run_stage(stage: str, recipe: Path | str, run: str, runs: Path, *overrides: 
 
 def _start(demonstration: Demonstration, seed: int, runs: Path, overrides: Sequence[str]) -> Recipe:
     """What every arm of a seed begins with: a base and a trained reward."""
-    run, settings = f"{demonstration.recipe}-{seed}", (f"seed={seed}", *overrides)
+    run, settings = f"{demonstration.recipe}-{seed}", (f"seed={seed}", *demonstration.settings, *overrides)
     for stage in demonstration.stages:
         run_stage(stage, demonstration.recipe, run, runs, *settings)
     return recipes.load(demonstration.recipe, *settings, run=run, runs_dir=runs)

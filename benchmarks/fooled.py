@@ -1,11 +1,14 @@
-"""A reward that is fooled, and a judge that may see it, on hh-rlhf's pairs:
+"""A reward that is fooled, a judge that may see it, and pairs that a program makes, on hh-rlhf's pairs:
 
     python -m benchmarks.fooled train.jsonl validation.jsonl base.model=/path/to/SmolLM2-135M-Instruct
+    python -m benchmarks.fooled --form made train.jsonl validation.jsonl base.model=/path/to/SmolLM2-135M-Instruct
 
-Runs `smollm2_135m_lora` for each seed, with a judge that was taught something else: whether a response belongs to its
-prompt or to another's. What comes back at the end is what the judge likes best; it is put beside the policy from before
-PPO, also by a third reward, of pairs that neither has seen. Stages that are finished are not repeated. Writes
-`benchmarks/results/DATE_fooled.json`, `docs/figures/fooled.svg`, and the tables in `docs/fooled_rewards.md`.
+Runs a form of `smollm2_135m_lora` for each seed, with a judge that PPO does not see, and puts the policy beside that
+from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs that a program makes; its judge
+was taught whether a response belongs to its prompt or to another's, and what comes back at the end is what the judge
+likes best. `made` is the recipe, whose judge has other pairs; `plain` is that without the made pairs. Stages that are
+finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
+`docs/fooled_rewards.md`.
 """
 
 import json
@@ -14,6 +17,7 @@ import random
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,20 +35,65 @@ from toolkit.reports import read_jsonl
 
 RECIPE = "smollm2_135m_lora"
 SEEDS = (0, 1, 2)
-JUDGES = {"belongs": 8, "third": 9}
-"""Runs of rewards that PPO does not optimise, the same for all seeds, and the seeds of their own."""
 FIRST = 760
-"""Rows of which PPO's reward and its judge are made; the third reward has the others."""
+"""Rows of which PPO's reward is made, and the judge of `fooled`; other rewards have the others."""
 SHOWN = 20
 PROMPTS = 80
 """Held-out ones of each evaluation, which takes some two seconds for each on a CPU core."""
-WATCHED = {
-    "eval_strategy": "steps",
-    "eval_steps": 15,
-    "save_steps": 15,
-    "per_device_eval_batch_size": PROMPTS,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "judge",
+_PLAIN = "data.made_pairs=null"
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reward that PPO does not optimise, the same for all seeds.
+
+    Args:
+        data: what it is taught on, of `_divided`.
+        seed: of its own.
+        settings: of the recipe.
+    """
+
+    data: str
+    seed: int
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is run.
+
+    Args:
+        judge: beside PPO.
+        ppo: settings of that stage.
+        settings: of the recipe, for all stages.
+        updates: between two evaluations.
+        follows: whether what the judge likes best comes back at the end.
+    """
+
+    judge: str
+    updates: int
+    ppo: Mapping[str, Any]
+    settings: tuple[str, ...] = ()
+    follows: bool = False
+
+
+JUDGES = {
+    "belongs": Judge("belongs", 8, (_PLAIN,)),
+    "judge": Judge("third", 8),
+    "third": Judge("third", 9, (_PLAIN,)),
+}
+AS_IT_WAS = {
+    "max_steps": 60,
+    "gradient_accumulation_steps": 4,
+    "response_length": 32,
+    "learning_rate": 3e-4,
+    "kl_coef": 0.05,
+}
+"""PPO of the recipe before its reward had pairs that a program makes."""
+FORMS = {
+    "fooled": Form("belongs", 15, AS_IT_WAS, (_PLAIN,), follows=True),
+    "made": Form("judge", 10, {}),
+    "plain": Form("judge", 10, {}, (_PLAIN,)),
 }
 _DRAWN = ("score", "score_se", "judge", "judge_se", "kl", "length", "distinct_share")
 _ANSWER = "\n\nAssistant:"
@@ -79,22 +128,26 @@ def _divided(train: Path, validation: Path, folder: Path) -> dict[str, tuple[str
         return f"data.train={folder / f'{train}.jsonl'}", f"data.validation={folder / f'{held}.jsonl'}"
 
     return {
-        "fooled": of("pairs", "validation"),
+        "pairs": of("pairs", "validation"),
         "belongs": of("belongs", "belongs_validation"),
         "third": of("other_pairs", "validation"),
     }
 
 
-def run(train: Path, validation: Path, folder: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
-    """All stages of all seeds, and the result's path."""
+def run(name: str, train: Path, validation: Path, folder: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
+    """All stages of all seeds of a form, and the result's path."""
     runs = folder.resolve() / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     data = _divided(train, validation, runs.parent)
-    for name, seed in JUDGES.items():
-        run_stage("reward", RECIPE, name, runs, f"seed={seed}", *data[name], *overrides)
-    found = {str(seed): _of_seed(seed, runs, [f"seed={seed}", *data["fooled"], *overrides]) for seed in seeds}
-    judges = {name: _accuracy(runs / name) for name in JUDGES}
-    return write_result(new_result("fooled", seeds=found, judges=judges), RESULTS)
+    form = FORMS[name]
+    judges = (form.judge, "third")
+    for one in judges:
+        judge = JUDGES[one]
+        run_stage("reward", RECIPE, one, runs, f"seed={judge.seed}", *data[judge.data], *overrides, *judge.settings)
+    own = [*data["pairs"], *overrides, *form.settings]
+    found = {str(seed): _of_seed(name, seed, runs, [f"seed={seed}", *own]) for seed in seeds}
+    accuracies = {one: _accuracy(runs / one) for one in judges}
+    return write_result(new_result(name, seeds=found, judges=accuracies), RESULTS)
 
 
 def _accuracy(run: Path) -> float:
@@ -103,18 +156,20 @@ def _accuracy(run: Path) -> float:
     return float(result["after"]["accuracy"])
 
 
-def _of_seed(seed: int, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
+def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
     """The stages of a seed, its curve and warnings, and its policies before PPO and after it."""
-    begun = recipes.load(RECIPE, *settings, run=f"fooled-{seed}", runs_dir=runs)
+    form, begun = FORMS[name], recipes.load(RECIPE, *settings, run=f"{name}-{seed}", runs_dir=runs)
     for stage in ("sft", "reward"):
         run_stage(stage, RECIPE, begun.run, runs, *settings)
-    reward, judge, third = (str(runs / name / "reward" / "reward") for name in (begun.run, *JUDGES))
+    reward, judge, third = (str(runs / name / "reward" / "reward") for name in (begun.run, form.judge, "third"))
     values = {key: value for key, value in begun.values.items() if key not in ("sft", "reward", "reward_head")}
     before = str(begun.stage_folder("sft") / "policy")
     values |= {"start": {"policy": before, "reward": reward, "judge": judge}, "judge": {"kind": "adapter"}}
     values["data"]["max_validation_rows"] = PROMPTS
-    values["ppo"] |= WATCHED
-    path = runs.parent / f"watched-{seed}.yaml"
+    values["ppo"] |= {**form.ppo, "eval_strategy": "steps", "eval_steps": form.updates, "save_steps": form.updates}
+    values["ppo"] |= {"per_device_eval_batch_size": PROMPTS}
+    values["ppo"] |= {"load_best_model_at_end": True, "metric_for_best_model": "judge"} if form.follows else {}
+    path = runs.parent / f"watched-{begun.run}.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     run_stage("ppo", path, path.stem, runs)
     recipe = recipes.load(path, run=path.stem, runs_dir=runs)
@@ -246,14 +301,14 @@ def _samples(seeds: Mapping[str, Any]) -> str:
     return f"{markdown(['', 'A', 'B'], rows, texts=True)}\n\n{told}"
 
 
-def show(path: Path) -> None:
-    """Draw the figure of a result and put its tables into the page."""
+def show(name: str, path: Path) -> None:
+    """Draw the figure of a form's result and put its tables into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    save_figure(_figure(result["seeds"]), "fooled")
+    save_figure(_figure(result["seeds"]), name)
     page = DOCS / "fooled_rewards.md"
     text = page.read_text(encoding="utf-8")
-    for name, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(result["seeds"]))):
-        text = fill(text, f"{name}: made by benchmarks.fooled", f"end of {name}", table)
+    for what, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(result["seeds"]))):
+        text = fill(text, f"{name} {what}: made by benchmarks.fooled", f"end of {name} {what}", table)
     page.write_text(text, encoding="utf-8")
 
 
@@ -263,9 +318,12 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for the recipe")] = None,
     folder: Annotated[Path, typer.Option(help="Where the data that it makes and the runs go.")] = Path("runs/fooled"),
     seed: Annotated[list[int] | None, typer.Option(help="Only this one; may be given several times.")] = None,
+    form: Annotated[str, typer.Option(help=" or ".join(FORMS))] = "fooled",
 ) -> None:
     """Run what is not finished yet, draw the figure and fill the tables."""
-    show(run(train, validation, folder, overrides or (), seed or SEEDS))
+    if form not in FORMS:
+        raise typer.BadParameter(f"{form!r} is none of {', '.join(FORMS)}.")
+    show(form, run(form, train, validation, folder, overrides or (), seed or SEEDS))
 
 
 if __name__ == "__main__":

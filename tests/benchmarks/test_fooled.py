@@ -1,6 +1,7 @@
 import json
 
 from benchmarks import fooled, records
+from toolkit import recipes
 
 
 def test_a_pair_of_the_judge_is_a_response_and_that_to_another_prompt():
@@ -11,6 +12,14 @@ def test_a_pair_of_the_judge_is_a_response_and_that_to_another_prompt():
     answers = [pair["rejected"].split(" a")[1] for pair in pairs]
     assert sorted(answers) == list("01234") and all(answer != str(i) for i, answer in enumerate(answers))
     assert list(fooled.belonging(rows, seed=3)) == pairs
+
+
+def test_a_form_is_the_recipe_but_for_what_it_says(tmp_path):
+    form, own = fooled.FORMS["fooled"], recipes.load(fooled.RECIPE).values
+    was = recipes.load(fooled.RECIPE, *form.settings).values
+    assert own["data"].pop("made_pairs") and was["data"].pop("made_pairs", None) is None and own == was
+    assert fooled.AS_IT_WAS.keys() <= own["ppo"].keys() and fooled.FORMS["made"].settings == ()
+    assert all(own["ppo"][key] != value for key, value in fooled.AS_IT_WAS.items())
 
 
 def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose(tmp_path, monkeypatch):
@@ -32,10 +41,10 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     page = tmp_path / "fooled_rewards.md"
     for name in ("table", "samples"):
         with page.open("a") as file:
-            file.write(f"<!-- {name}: made by benchmarks.fooled -->\nold\n<!-- end of {name} -->\n")
+            file.write(f"<!-- made {name}: made by benchmarks.fooled -->\nold\n<!-- end of made {name} -->\n")
     monkeypatch.setattr(fooled, "DOCS", tmp_path)
     monkeypatch.setattr(records, "DOCS", tmp_path)
-    fooled.show(tmp_path / "result.json")
+    fooled.show("made", tmp_path / "result.json")
     text = page.read_text()
     rises = "0.00 ± 0.10 → 1.50 ± 0.10 | 0.00 ± 0.10 → 2.50 ± 0.10"
     assert f"| by the reward that PPO optimises | {rises} |" in text
@@ -50,4 +59,4 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     )
     assert len(shown) == 8 and set(key.values()) == {"A", "B"}
     assert all(row[1 + "AB".index(key[row[0][2:]])].startswith("I'm sorry.") for row in shown)
-    assert "</svg>" in (tmp_path / "figures" / "fooled.svg").read_text()
+    assert "</svg>" in (tmp_path / "figures" / "made.svg").read_text()

@@ -53,6 +53,65 @@ def test_dialogues():
         dialogue_turns("\n\nAssistant:", answered=False)
 
 
+SEVERAL = [{"prompt": f"q{n % 9}", "chosen": "abcdefghij"[: n + 1], "rejected": "k"} for n in range(10)]
+
+
+@pytest.fixture
+def making(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", SEVERAL)
+    return lambda **settings: Preferences(byte_tokenizer(), path, path, **settings)
+
+
+def parted(pairs):
+    """Prompt, better and worse response of each pair, as text with the end."""
+    decode = byte_tokenizer().decode
+    for pair in pairs:
+        sides = [pair[key] for key in ("chosen_ids", "rejected_ids")]
+        yield decode(sides[0][: pair["prompt_length"]]), *(decode(ids[pair["prompt_length"] :]) for ids in sides)
+
+
+def test_pairs_that_a_program_makes(making):
+    plain, both = making(), making(made_pairs=["other_prompt", "cut"])
+    read, made = list(parted(plain.pairs("train"))), list(parted(both.pairs("train")))
+    assert made[:10] == read and len(made) == 20
+    said = dict[str, set[str]]()
+    for asked, chosen, _ in read:
+        said.setdefault(asked, set()).add(chosen)
+    for number, (asked, chosen, worse) in enumerate(made[10:]):
+        assert (asked, chosen) == read[number][:2]
+        if number % 2 == 0:
+            assert worse not in said[asked] and any(worse in others for others in said.values())
+        else:
+            part = worse.removesuffix("</s>")
+            assert worse == f"{part}</s>" and 0 < len(part) <= 0.8 * (number + 1) and chosen.startswith(part)
+    assert list(parted(making(made_pairs=["other_prompt", "cut"]).pairs("train"))) == made
+    assert list(parted(making(made_pairs=["other_prompt", "cut"], seed=1).pairs("train"))) != made
+    for what in ("pairs", "demonstrations", "prompts"):
+        assert getattr(both, what)("validation").to_list() == getattr(plain, what)("validation").to_list()
+    assert both.demonstrations("train").to_list() == plain.demonstrations("train").to_list()
+    assert both.report() == f"{plain.report()}; 10 pairs more are made of the reward's"
+
+
+def test_what_cannot_be_made_is_not(tmp_path, making):
+    assert len(making(made_pairs=["cut"]).pairs("train")) == 19  # one has a letter alone
+    path = write(tmp_path / "one.jsonl", SEVERAL[:1])
+    assert len(Preferences(byte_tokenizer(), path, path, made_pairs=["other_prompt"]).pairs("train")) == 1
+    with pytest.raises(DataError, match="made_pairs: it names no kind"):
+        making(made_pairs=[])
+
+
+def test_made_pairs_are_of_the_reward_s_part_and_have_no_margin(tmp_path):
+    rows = [{**row, "margin": 2.0} for row in SEVERAL]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    task = Preferences(byte_tokenizer(), path, path, parts={"reward": 4}, made_pairs=["cut"])
+    pairs = task.pairs("train")
+    assert len(pairs) >= 7 and pairs["margin"] == [2.0] * 4 + [0.0] * (len(pairs) - 4)
+    read = {tuple(row["chosen_ids"]) for row in pairs.select(range(4)).to_list()}
+    assert {tuple(row["chosen_ids"]) for row in pairs.to_list()} == read
+    shown = {tuple(row["input_ids"]) for row in task.demonstrations("train").to_list()}
+    assert len(read) == 4 and not read & shown
+
+
 def test_a_pair_is_tokenised_as_a_rollout_would_be(tmp_path, chat_tokenizer):
     path = write(tmp_path / "pairs.jsonl", [PAIR])
     task = Preferences(chat_tokenizer, path, path)

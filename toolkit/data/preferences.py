@@ -13,11 +13,13 @@ A row is a pair in hh-rlhf's form or in any of TRL's:
 | whole dialogues of hh-rlhf | a dialogue or text, which they repeat | likewise |
 """
 
+import random
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from itertools import takewhile
-from typing import Any, ClassVar
+from itertools import cycle, takewhile
+from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
 
@@ -36,6 +38,8 @@ from toolkit.data.rows import STAGES, Split, Unusable, as_number, draw_parts, re
 from toolkit.data.source_task import SplitTask
 from toolkit.errors import DataError, did_you_mean
 
+Made = Literal["other_prompt", "cut"]
+
 
 @dataclass(frozen=True)
 class Preferences(SplitTask):
@@ -48,6 +52,9 @@ class Preferences(SplitTask):
         parts: how many of the training pairs each of the stages `sft`, `reward` and `ppo` gets: disjoint, pairs with
             the same prompt together, drawn with `seed`. A stage that is not named gets what is left over. None gives
             every stage all pairs.
+        made_pairs: the reward trains on another pair beside each of the training pairs, of these kinds in turn, in
+            which the chosen response is better than one that a program makes: that to another prompt (`other_prompt`;
+            Liu et al. 2024, arXiv 2409.13156), or up to four fifths of itself, ended there (`cut`). None makes none.
         columns: the source's names of the columns `prompt`, `chosen`, `rejected` and `margin`, where they are others.
     """
 
@@ -55,6 +62,7 @@ class Preferences(SplitTask):
     max_prompt_length: int = 256
     max_response_length: int = 256
     parts: dict[str, int] | None = None
+    made_pairs: list[Made] | None = None
     columns: dict[str, str] | None = None
 
     task: ClassVar[str] = "preferences"
@@ -63,6 +71,8 @@ class Preferences(SplitTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.made_pairs == []:
+            raise DataError("it names no kind.", field="made_pairs", remedy="Name other_prompt or cut, or remove it.")
         for stage, number in (self.parts or {}).items():
             if stage not in STAGES:
                 hint = did_you_mean(stage, STAGES) or f"The names are {', '.join(STAGES)}."
@@ -104,12 +114,22 @@ class Preferences(SplitTask):
 
     def pairs(self, split: str) -> Dataset:
         """For `trl.RewardTrainer`; `margin` is 0 where a row has none, if any row of the split has one."""
-        rows = self._rows_of("reward", split).rows
+        rows = self._rows_of("reward", split).rows + (self._made if split == "train" else [])
         columns: dict[str, Any] = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
         columns["prompt_length"] = [len(row["input_ids"]) for row in rows]
         if any("margin" in row for row in rows):
             columns["margin"] = [row.get("margin", 0.0) for row in rows]
         return Dataset.from_dict(columns)
+
+    @cached_property
+    def _made(self) -> list[dict[str, Any]]:
+        """`made_pairs` of the reward stage's rows."""
+        rows = self._rows_of("reward", "train").rows if self.made_pairs else []
+        return list(_made(rows, self.made_pairs or (), end=self.tokenizer.eos_token_id, seed=self.seed))
+
+    def report(self) -> str | None:
+        made = f"; {len(self._made)} pairs more are made of the reward's" if self.made_pairs else ""
+        return f"{super().report()}{made}"
 
     def demonstrations(self, split: str) -> Dataset:
         """Prompts with their chosen responses, which alone are part of the loss."""
@@ -122,6 +142,31 @@ class Preferences(SplitTask):
         unique = list({row["prompt"]: row for row in rows}.values())
         names = ["input_ids", "prompt", *(["messages"] if any("messages" in row for row in unique) else [])]
         return Dataset.from_list([{name: row.get(name) for name in names} for row in unique])
+
+
+def _made(
+    rows: Sequence[dict[str, Any]], kinds: Sequence[Made], *, end: int | None, seed: int
+) -> Iterator[dict[str, Any]]:
+    """A pair beside each encoded one, of these kinds in turn; none of a response that is too short, or of one that all
+    other prompts have."""
+    drawn = random.Random(seed)
+    for row, kind in zip(rows, cycle(kinds), strict=False):
+        asked, said = row["input_ids"], _said(row)
+        ended = said[-1:] == [end]
+        words = len(said) - ended
+        if kind == "cut":
+            worse = said[: max(1, int(0.8 * drawn.random() * words))] + said[words:] if words > 1 else None
+        else:
+            first = drawn.randrange(len(rows))
+            others = (rows[(first + step) % len(rows)] for step in range(len(rows)))
+            worse = next((_said(one) for one in others if one["input_ids"] != asked and _said(one) != said), None)
+        if worse is not None:
+            yield {"input_ids": asked, "chosen_ids": row["chosen_ids"], "rejected_ids": asked + worse}
+
+
+def _said(row: dict[str, Any]) -> list[int]:
+    """The chosen response of an encoded pair."""
+    return list(row["chosen_ids"][len(row["input_ids"]) :])
 
 
 @dataclass(frozen=True)
