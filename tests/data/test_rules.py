@@ -5,12 +5,18 @@ from toolkit.errors import DataError
 
 # rule, number, words, responses that keep it, responses that do not
 CASES = [
-    ("lower_case", None, None, ["all small, 3 words", "größe"], ["One capital", "ÄRGER"]),
-    ("upper_case", None, None, ["ALL LARGE, 3 WORDS", "GRÖSSE"], ["One small", "SMALLl"]),
-    ("no_comma", None, None, ["one. two", "a; b"], ["one, two", "1,000"]),
+    ("lower_case", None, None, ["all small, 3 words", "größe"], ["One capital", "ÄRGER", "42", "我喜欢"]),
+    ("upper_case", None, None, ["ALL LARGE, 3 WORDS", "GRÖSSE"], ["One small", "SMALLl", "42", "我喜欢"]),
+    ("no_comma", None, None, ["one. two", "a; b"], ["one, two", "1,000", "面包，盐", "أ، ب"]),
     ("at_most_words", 3, None, ["one two three", "one - two - three", "a"], ["one two three four"]),
     ("at_least_words", 3, None, ["one two three", "a b c d"], ["one two", "one - two", "- - -"]),
-    ("sentences", 2, None, ["One. Two!", "It is 3.5 m. So what?", "One. Two", "Really?! Yes..."], ["One.", "A. B. C."]),
+    (
+        "sentences",
+        2,
+        None,
+        ["One. Two!", "It is 3.5 m. So what?", "One. Two", "Really?! Yes...", "**Bold.** Next one.", "_So._ Yes"],
+        ["One.", "A. B. C."],
+    ),
     ("begins_with", None, ["In short"], ["In short, no.", "in short yes"], ["Well, in short", "In", "In shorts"]),
     ("begins_with", None, [" #1 "], ["#1: no", "#1"], ["#12", "1"]),
     ("ends_with", None, ["Thank you"], ["So. Thank you", "Thank you.", 'No. THANK YOU!"'], ["Thank you all", "thanks"]),
@@ -21,7 +27,9 @@ CASES = [
     ("contains", 1, ["a b", "c"], ["a b or c", "c, a b"], ["a b", "c a  b"]),
     ("contains", 1, ["#salt"], ["a #salt", "#Salt."], ["salt", "#salty"]),
     ("mentions", None, ["shoes", "shoe"], ["Shoes!", "a shoe"], ["should", "snowshoes", "sho es", "dead_shoe"]),
-    ("avoids", None, ["the"], ["then theory", "no"], ["The end", "in the end", "the"]),
+    ("avoids", None, ["the"], ["then theory", "no"], ["The end", "in the end", "the", "t\u200bhe"]),
+    ("avoids", None, ["don't"], ["do"], ["I don't", "I don\u2019t"]),
+    ("avoids", None, ["caf\u00e9"], ["cafe"], ["a caf\u00e9", "a cafe\u0301"]),
     (
         "bullets",
         2,
@@ -41,8 +49,17 @@ CASES = [
         "json_keys",
         None,
         ["a", "b"],
-        ['{"b": 1, "a": [2]}', '```json\n{"a": 1, "b": {}}\n```'],
-        ['{"a": 1}', '{"a": 1, "b": 2, "c": 3}', '["a", "b"]', '{"a": 1, "b": 2} so', "{a: 1, b: 2}", "[" * 9999],
+        ['{"b": 1, "a": [2]}', '```json\n{"a": 1, "b": {}}\n```', '```JSON\n{"a": 1, "b": 2}\n```'],
+        [
+            '{"a": 1}',
+            '{"a": 1, "b": 2, "c": 3}',
+            '["a", "b"]',
+            '{"a": 1, "b": 2} so',
+            "{a: 1, b: 2}",
+            "[" * 9999,
+            '{"a": 1, "b": NaN}',
+            '{"a": 1, "a": 1, "b": 2}',
+        ],
     ),
 ]
 

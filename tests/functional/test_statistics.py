@@ -148,6 +148,13 @@ def test_expected_best_is_the_mean_over_all_subsets(n):
     assert expected_best(scores)[0] == pytest.approx(scores.mean().item())
 
 
+def test_expected_best_of_many_samples():
+    """Of 1, …, n the best of k is (n + 1) k / (k + 1) in the mean: the largest of an ordered sample."""
+    n = 3000
+    found, k = expected_best(torch.arange(1.0, n + 1)[None]), torch.arange(1, n + 1, dtype=torch.float64)
+    torch.testing.assert_close(found, (n + 1) * k / (k + 1), rtol=1e-9, atol=0)
+
+
 def test_the_bound_holds_and_is_nearly_met_where_nothing_ties():
     """Of m equally likely responses with distinct scores, the i-th is chosen with p = (i^n − (i−1)^n) / m^n."""
     m = 2000

@@ -88,7 +88,9 @@ def test_a_file_of_prompts_has_the_columns_of_the_recipe_s_data(trained, tmp_pat
     path.write_text("question,topic\nCapital?,towns\n")
     texts, rows = prompts_of(recipe, (), path, 5)
     ids = recipe.task.prompt_ids([{"role": "user", "content": "Capital?"}])
-    assert texts == ["Capital?"] and rows == [{"question": "Capital?", "topic": "towns", "input_ids": list(ids)}]
+    read = {"prompt": recipe.tokenizer.decode(ids), "messages": [{"role": "user", "content": "Capital?"}]}
+    assert texts == ["Capital?"] and rows == [{"topic": "towns", "input_ids": list(ids), **read}]  # as in training
+    assert prompts_of(recipe, ["Capital?"], None, 5)[1] == [{"input_ids": list(ids), **read}]
     other = tmp_path / "ask.jsonl"
     other.write_text('{"prompt": "a", "style": 1, "topic": "x"}\n{"prompt": "b", "style": 2}\n')
     assert [(row["style"], "topic" in row) for row in prompts_of(recipe, (), other, 5)[1]] == [(1, False), (2, False)]

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -115,9 +116,21 @@ def test_an_adapter_of_plain_trl_gives_its_own_scores_here(pad, tmp_path, tokeni
         expected = trainer.model(input_ids=ids, attention_mask=mask).logits
     base = bare()
     base.add_role("policy", lora())
-    assert load_role(base, "reward", tmp_path / "trl") == {}
+    assert load_role(base, "reward", tmp_path / "trl") == {"pad_token": pad}
     torch.testing.assert_close(scores(base, pad_token_id), expected, **FP32)
     assert expected.std() > 0
+
+
+def test_weights_of_another_scaling_are_refused(tmp_path):
+    """They have the same names and shapes, and would compute something else."""
+    base = bare()
+    base.add_role("policy", lora())
+    save_role(base, "policy", tmp_path, pad_token_id=0, base_name="tiny")
+    for other in ({"lora_alpha": 1}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}):
+        again = bare()
+        again.add_role("policy", replace(lora(), **other))
+        with pytest.raises(AdapterError, match=rf"adapter_config.json: {next(iter(other))} is .* that of the role"):
+            load_weights(again, "policy", tmp_path)
 
 
 def test_a_missing_head_is_an_error_and_never_random(tmp_path):

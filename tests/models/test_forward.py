@@ -1,12 +1,14 @@
 import pytest
 import torch
 
+from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import ARCHITECTURES, lora, shared_base, tiny_model
 from tests.tolerances import EXACT, FP32
 from toolkit.data import pad_rows
 from toolkit.models import (
     Sequences,
     SharedBase,
+    forward,
     read_policy,
     response_logprobs,
     response_values,
@@ -115,3 +117,21 @@ def test_rounding_lengths_up_stays_within_learned_positions(architecture):
         ours = response_logprobs(base, Sequences.from_ids([ids[:9]], [ids[9:]], pad_token_id=0))[0]
         logits = base(input_ids=torch.tensor([ids])).logits[0, 8:-1].log_softmax(-1)
     torch.testing.assert_close(ours, logits.gather(1, torch.tensor(ids[9:])[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "kept"), [
+    ("llama", torch.float16, True), ("cohere", torch.float16, False), ("gemma2", torch.float16, False),
+    ("cohere", torch.bfloat16, True), ("cohere", torch.float32, True),
+])  # fmt: skip
+def test_in_float16_logits_that_are_changed_are_made_again_for_the_gradient(kind, dtype, kept, monkeypatch):
+    """A gradient that is made with them would be rounded before a loss scaler comes to it."""
+    model, asked, whole = tiny_architecture(kind).to(dtype), [], forward.token_logprobs
+    base = SharedBase(model)
+    base.add_role("policy", lora())
+    monkeypatch.setattr(
+        forward, "token_logprobs", lambda *given, **named: asked.append(named["frozen_head"]) or whole(*given, **named)
+    )
+    sequences = Sequences.from_ids([[1, 4]], [[7, 2]], pad_token_id=0)
+    with base.role("policy"):
+        response_logprobs(base, sequences)
+    assert asked == [kept]

@@ -114,6 +114,8 @@ def test_a_copy_that_would_compute_something_else_is_refused(other):
     base.add_role("value", LoraConfig(**{**settings, **other}))
     with pytest.raises(AdapterError, match=r"differ in modules, shape or scaling. Give its adapter the rank, lora_"):
         base.copy_adapter("reward", "value")
+    base.add_role("policy", LoraConfig(**settings))
+    base.copy_adapter("policy", "reward")  # whose head stays as it is
     base.add_role("reference")
     with pytest.raises(AdapterError, match='role "reference" has no adapter of its own that could be copied'):
         base.copy_adapter("reference", "value")
@@ -125,12 +127,15 @@ def test_every_weight_of_an_adapter_is_one_role_s_on_an_embedding_too(architectu
     embedding = "embed_tokens" if architecture == "llama" else "wte"
     config = {"r": 4, "target_modules": [embedding, "lm_head"], "task_type": "CAUSAL_LM"}
     base = SharedBase(tiny_model(architecture))
-    for role in ("policy", "reference", "value"):
+    for role in ("policy", "reference"):
         base.add_role(role, LoraConfig(**config))
+    with pytest.raises(AdapterError, match="target_modules: the value role has a head of its own, so that an adapter"):
+        base.add_role("value", LoraConfig(**config))
+    base.add_role("value", LoraConfig(**{**config, "target_modules": [embedding]}))
     base.train_roles("policy")
     every = {id(p): name for name, p in base.named_parameters() if "lora_" in name}
     of_roles = [id(p) for role in base.roles for p in base.parameters_of(role) if id(p) in every]
-    assert sorted(of_roles) == sorted(every) and len(every) == 3 * 4
+    assert sorted(of_roles) == sorted(every) and len(every) == 2 * 4 + 2
     assert {name for name, p in base.named_parameters() if p.requires_grad} == {
         name for name in every.values() if ".policy" in name
     }

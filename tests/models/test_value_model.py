@@ -1,5 +1,8 @@
 """The value role on a base of its own."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification
@@ -77,6 +80,19 @@ def test_saved_it_is_what_transformers_loads_and_reads_alike(checkpoint, adapter
             found = ours[row, t] if t < len(response) else after[row]
             assert found.item() == pytest.approx(expected, abs=1e-5)
     assert ours[1, 2] == 0  # outside the mask
+
+
+def test_its_adapter_names_its_own_base(checkpoint, tmp_path):
+    folder = save_role(placed(loaded(checkpoint, lora=lora())), "value", tmp_path, pad_token_id=0, base_name="another")
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == checkpoint
+
+
+def test_an_adapter_that_does_not_fit_it(tmp_path):
+    config = tiny_model().config
+    config.num_labels = 1
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(AdapterError, match='target_modules: the base has no module "v_prj". Did you mean v_proj?'):
+        ValueModel(classifier, replace(lora(), target_modules=["q_proj", "v_prj"]))
 
 
 @pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "all weights"])

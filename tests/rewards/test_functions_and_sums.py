@@ -75,8 +75,10 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
     check_function(f"{path}:rule")
     with pytest.raises(RewardError, match=r"cannot be loaded: RuntimeError: was run \(.*rule.py, line 1\)"):
         load_function(f"{path}:rule")
+    path.write_text("from base_rules import *\n")
+    check_function(f"{path}:rule")  # what that has is known once it runs
     path.write_text("import no_such_module_here\n")
-    with pytest.raises(RewardError, match='no module "no_such_module_here"'):
+    with pytest.raises(RewardError, match='no module "no_such_module_here", looked for in the environment'):
         load_function(f"{path}:rule")
 
 

@@ -162,6 +162,21 @@ def test_an_answer_without_end_is_refused(serve):
     assert len(server.messages) == 1
 
 
+@pytest.mark.parametrize(
+    "page", [(b"busy", {"Content-Encoding": "gzip"}), (b"x" * (17 << 20), {})], ids=["compressed", "large"]
+)
+def test_what_passes_may_have_any_page(page, serve):
+    body, headers = page
+    server = serve(lambda n, message: lengths(n, message) if n > 1 else (503, body, 0, headers))
+    with pytest.warns(UserWarning, match="status 503"):
+        assert score_with(asking(server), batch()).shape == (5,)
+
+
+def test_an_answer_may_say_that_it_is_plain(serve):
+    server = serve(lambda n, message: (*lengths(n, message), 0, {"Content-Encoding": "Identity"}))
+    assert score_with(asking(server), batch()).shape == (5,)
+
+
 def test_a_compressed_answer_is_refused(serve):
     """32 MiB of spaces, which would be in memory before anybody could count them."""
     server = serve(lambda n, message: (200, gzip.compress(b" " * 2**25), 0, {"Content-Encoding": "gzip"}))

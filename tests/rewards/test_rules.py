@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset
 
 from toolkit.data import Rollout
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError, RewardError, ToolkitError
 from toolkit.rewards import KeptRules, Prompts, ScorerContext, score_with, scorer_of
 from toolkit.rewards.rules import plain_words, right_answer, sentiment
 
@@ -19,6 +19,8 @@ def rollout(*responses: str, ended: bool = True, **columns: list) -> Rollout:
 def test_a_right_answer_is_the_whole_text_and_ended():
     assert right_answer(rollout("12", "12 ", "1", answer=["12", "12", "12"])) == [1.0, 0.0, 0.0]
     assert right_answer(rollout("12", ended=False, answer=["12"])) == [0.0]
+    with pytest.raises(RewardError, match="the column answer holds 12, which no response could be: text is needed"):
+        right_answer(rollout("12", answer=[12]))
 
 
 def test_sentiment_counts_different_words_up_to_three():

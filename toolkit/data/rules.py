@@ -7,13 +7,16 @@ data set or a recipe asks for is a mapping: `{"rule": "contains", "words": ["sal
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import DataError
 
-_AFTER_A_SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)]))\s+""")
+_AFTER_A_SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)\]*_])|(?<=[.!?](?:\*\*|__)))\s+""")
+_COMMAS = ",，、،"
+_APOSTROPHES = dict.fromkeys(map(ord, "‘’ʼ"), "'")
 _BULLET = re.compile(r"^[^\S\n]*[-*•][^\S\n]+\S", re.MULTILINE)
 _AROUND_AN_END = '."!'  # what may follow an ending, and what it may be asked for with
 _ANSWER = re.compile(r"Answer: \S[^\n]*")
@@ -56,12 +59,23 @@ def _ends(text: str, word: str) -> bool:
 
 
 def _json_object(text: str) -> Any:
-    text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text)  # a block of Markdown is the common way to give code
+    # A block of Markdown is the common way to give code.
+    text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text, flags=re.IGNORECASE)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refused, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
 
 
 @dataclass(frozen=True)
@@ -84,9 +98,10 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {
-    "lower_case": Rule("Use no capital letters.", lambda text, n, w: text == text.lower(), about="case"),
-    "upper_case": Rule("Use capital letters only.", lambda text, n, w: text == text.upper(), about="case"),
-    "no_comma": Rule("Do not use any commas.", lambda text, n, w: "," not in text, about="commas"),
+    # As IFEval has it, by str.islower: a text without a letter that has a case keeps neither.
+    "lower_case": Rule("Use no capital letters.", lambda text, n, w: text.islower(), about="case"),
+    "upper_case": Rule("Use capital letters only.", lambda text, n, w: text.isupper(), about="case"),
+    "no_comma": Rule("Do not use any commas.", lambda text, n, w: not set(text) & set(_COMMAS), about="commas"),
     "at_most_words": Rule(
         "Use at most {number} words.", lambda text, n, w: len(words_of(text)) <= n, ("number",), "length"
     ),
@@ -166,8 +181,15 @@ def instruction(asked: Mapping[str, Any]) -> str:
 
 def keeps(asked: Mapping[str, Any], response: str) -> bool:
     """Whether a response keeps a rule that `check_rules` has passed; one without a word keeps none."""
-    text, words = response.strip(), [word.strip() for word in asked.get("words") or ()]
+    text, *words = map(_plain, (response, *(asked.get("words") or ())))
     return bool(words_of(text)) and RULES[asked["rule"]].keeps(text, asked.get("number") or 0, words)
+
+
+def _plain(text: str) -> str:
+    """A text in one of the forms in which it looks the same: composed letters, straight apostrophes, no signs that
+    nobody sees."""
+    seen = (sign for sign in unicodedata.normalize("NFC", text) if unicodedata.category(sign) != "Cf")
+    return "".join(seen).translate(_APOSTROPHES).strip()
 
 
 def share_kept(rules: Sequence[Mapping[str, Any]], response: str) -> float:

@@ -125,18 +125,18 @@ class SourceTask(Task):
         """A conversation as a prompt; its last message alone where prompts are mere text."""
         return self._encoder.typed(messages, plain=self.may_be_plain and not self.chats)
 
-    def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, list[int]]:
+    def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         columns = (self.columns or {}).items()
         named = {ours: theirs for ours, theirs in columns if ours in PROMPT_COLUMNS and theirs in row}
         plain = self.may_be_plain and not self.chats
         encoder = PromptEncoder(self.tokenizer, chat=False) if plain else self._encoder
         try:
-            _, prompt = encoder.row(place, row, row, named or PROMPT_COLUMNS, None)
+            column, prompt = encoder.row(place, row, row, named or PROMPT_COLUMNS, None)
         except Unusable as reason:
             raise DataError(f"{place}: {reason}.", remedy="Mend or remove the row.") from reason
-        if "messages" in prompt:
-            return prompt["messages"][-1]["content"], prompt["input_ids"]
-        return prompt.get("prompt") or self.tokenizer.decode(prompt["input_ids"]), prompt["input_ids"]
+        decoded = prompt.get("prompt") or str(self.tokenizer.decode(prompt["input_ids"]))
+        text = prompt["messages"][-1]["content"] if "messages" in prompt else decoded
+        return text, {name: item for name, item in row.items() if name != column} | {"prompt": decoded} | prompt
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,11 @@ class Task:
         """A conversation that a person typed, as a prompt; raises DataError if it cannot be one."""
         raise self._lacks("prompts")
 
-    def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, list[int]]:
-        """The prompt of a row of another file, as text and as ids; raises DataError, with the place, if it has none."""
+    def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The prompt of a row of another file as text, and the row as a stage has it, with `input_ids`; raises
+        DataError, with the place, if it has none."""
         messages = messages_of_row(place, row)
-        return messages[-1]["content"], self.prompt_ids(messages)
+        return messages[-1]["content"], {**row, "input_ids": self.prompt_ids(messages)}
 
     metric_names: ClassVar[tuple[str, ...]] = ()
     """Of what `metrics` gives."""

@@ -179,8 +179,17 @@ def expected_best(scores: Tensor) -> Tensor:
     """
     n = scores.shape[1]
     ranked = scores.double().sort(dim=1).values.mean(dim=0)  # (n,)
-    rows = [[math.comb(i, k - 1) / math.comb(n, k) for i in range(n)] for k in range(1, n + 1)]
-    return torch.tensor(rows, dtype=torch.float64) @ ranked.cpu()
+    log_factorial = torch.lgamma(torch.arange(n + 1, dtype=torch.float64) + 1)
+
+    def log_chosen(of: Tensor, k: int) -> Tensor:
+        return log_factorial[of] - log_factorial[k] - log_factorial[of - k]
+
+    best, below = [], torch.arange(n)  # samples that each is not below
+    for k in range(1, n + 1):
+        there = below[k - 1 :]
+        weights = (log_chosen(there, k - 1) - log_chosen(torch.tensor(n), k)).exp()
+        best.append(weights @ ranked.cpu()[k - 1 :])
+    return torch.stack(best)
 
 
 def best_of_kl_bound(n: int) -> float:

@@ -22,6 +22,7 @@ from toolkit.spec.recipe import Recipe
 
 Messages = list[dict[str, str]]
 _BATCH_SIZE = 8  # of a process
+_ROWS_OF_ALL = 16  # of a table
 
 
 def respond(sampler: Sampler, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -40,20 +41,22 @@ def prompts_of(
         held_out = recipe.task.prompts("test")
         rows = [held_out[i] for i in range(min(number, len(held_out)))]
         return list(recipe.tokenizer.batch_decode([row["input_ids"] for row in rows])), rows
-    asked = [(text, recipe.task.prompt_ids([{"role": "user", "content": text}])) for text in texts]
-    columns: list[dict[str, Any]] = [{} for _ in texts]
+    asked = [(text, _typed(recipe, text)) for text in texts]
     if file is not None:
-        read = list(read_rows(str(file), field="file"))
-        asked += [recipe.task.prompt_of(place, row) for place, row in read]
-        columns += [row for _, row in read]
+        asked += [recipe.task.prompt_of(place, row) for place, row in read_rows(str(file), field="file")]
     if not asked:
         raise DataError(f"{file}: no prompts.", field="file", remedy="Give a file that has some.")
+    columns = [row for _, row in asked]
     of_all = [name for name in columns[0] if all(name in row for row in columns)]  # a reward may read them
-    rows = [
-        {**{name: row[name] for name in of_all}, "input_ids": list(ids)}
-        for row, (_, ids) in zip(columns, asked, strict=True)
-    ]
-    return [text for text, _ in asked], rows
+    return [text for text, _ in asked], [{name: row[name] for name in of_all} for row in columns]
+
+
+def _typed(recipe: Recipe, text: str) -> dict[str, Any]:
+    """A text as the row of a prompt, with what a reward may read of every prompt."""
+    messages = [{"role": "user", "content": text}]
+    ids = recipe.task.prompt_ids(messages)
+    row = {"input_ids": ids, "prompt": str(recipe.tokenizer.decode(ids))}
+    return row | ({"messages": messages} if recipe.task.chats else {})
 
 
 def _check_output(recipe: Recipe, output: Path | None, file: Path | None) -> None:
@@ -141,16 +144,17 @@ def generate_best(
         scored = [{"response": text, "score": score} for text, score in zip(responses, scores, strict=True)]
         rows.append({"prompt": prompt, "policy": best, "score": max(scores), "candidates": scored})
         shown.append({**rows[-1], "score: best, mean": f"{max(scores):.3f}, {means[i]:.3f}"})
+    if output is not None:
+        processes.by_main(partial(write_jsonl, output, rows))
     title = f"the best of {num_samples}"
     Console().print(texts_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
     growth = Table(title=f"mean score of the best of N, over {len(rows)} prompts")
     for name in ("N", "score", "KL at most"):
         growth.add_column(name, justify="right")
     for n, score in enumerate(expected_best(sampled.scores).tolist(), 1):
-        growth.add_row(str(n), f"{score:.4f}", f"{best_of_kl_bound(n):.4f}")
+        if n <= _ROWS_OF_ALL or n == num_samples or n & (n - 1) == 0:  # then the powers of two
+            growth.add_row(str(n), f"{score:.4f}", f"{best_of_kl_bound(n):.4f}")
     Console().print(growth)
-    if output is not None:
-        processes.by_main(partial(write_jsonl, output, rows))
     return rows
 
 

@@ -37,7 +37,8 @@ FEWEST_SCORES = 100
 def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: int, base_name: str) -> Path:
     """Write one role's adapter and head into a folder, which is given back.
 
-    `pad_token_id` is the one that the head is read with: see `score_positions`.
+    `pad_token_id` is the one that the head is read with: see `score_positions`. `base_name` is that of the shared base;
+    a value model has its own.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,11 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         base.value_model.classifier.save_pretrained(folder)
     else:
         config = copy.deepcopy(base.adapter_config(role))
-        config.inference_mode, config.base_model_name_or_path = True, base_name
+        own_base = base.value_model.classifier if role == "value" and base.value_model is not None else None
+        config.inference_mode = True
+        config.base_model_name_or_path = base_name if own_base is None else own_base.name_or_path
+        # PEFT loads the base at this commit; of a folder there is none.
+        config.revision = getattr((own_base or base.causal_lm).config, "_commit_hash", None)
         config.task_type, config.modules_to_save = ("CAUSAL_LM", None) if head is None else ("SEQ_CLS", ["score"])
         config.save_pretrained(folder)
         own = {} if head is None else head.state_dict(prefix="base_model.model.score.")
@@ -88,14 +93,14 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise AdapterError(f'role "{role}": there is no folder {folder}.', remedy="Name a PEFT adapter folder.")
-    about = _about(folder)
+    about = _about(folder) or _about_of_others(folder)
     head: State | None
     if (folder / SHARED_HEAD_FILE).is_file():
         if role != "value":
             raise AdapterError(f'{folder} holds a value head on the policy\'s adapter; it cannot be the role "{role}".')
         config, head = None, read_tensors(folder, SHARED_HEAD_FILE, device=base.device)
     else:
-        config = _adapter_config(folder)
+        config = adapter_config(folder)
         _, head = _split_head(read_tensors(folder, device=base.device), role, folder)
         if missing := missing_modules(base.causal_lm, config):
             raise other_base(folder, f"this one has no module {missing[0]} for it.")
@@ -138,6 +143,7 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
         load_whole(base.value_model.classifier, folder)
     else:
         adapter, head = _split_head(read_tensors(folder, device=base.device), role, folder)
+        _check_scaling(adapter_config(folder), _adapted(base, role).peft_config[role], folder)
         put_adapter(_adapted(base, role), role, adapter, folder)
         if head is not None:
             _set_head(base, role, head, folder)
@@ -157,6 +163,15 @@ def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
             mine.load_state_dict(bound.state_dict())
 
 
+def _check_scaling(saved: LoraConfig, own: LoraConfig, folder: Path) -> None:
+    """That a role multiplies an adapter's weights with what they were trained with, of which they say nothing."""
+    for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+        theirs, ours = (getattr(config, name) or None for config in (saved, own))
+        if theirs != ours:
+            wrong = f"{folder / CONFIG_NAME}: {name} is {theirs!r}, and that of the role {ours!r}."
+            raise AdapterError(wrong, remedy="Give the role the adapter's own settings.")
+
+
 def _about(folder: Path) -> dict[str, Any]:
     path, remedy = folder / ROLE_FILE, "Delete it or train the role again."
     try:
@@ -172,6 +187,13 @@ def _about(folder: Path) -> dict[str, Any]:
     return about
 
 
+def _about_of_others(folder: Path) -> dict[str, Any]:
+    """What stands for a `role.json` in a folder of `trl.RewardTrainer`: the `pad_token` of the tokenizer beside it."""
+    given = (read_object(folder / "tokenizer_config.json") or {}).get("pad_token")
+    token = given.get("content") if isinstance(given, dict) else given
+    return {"pad_token": token} if isinstance(token, str) else {}
+
+
 def _bound(folder: Path) -> QBound:
     saved = read_tensors(folder, Q_BOUND_FILE)
     try:
@@ -181,7 +203,8 @@ def _bound(folder: Path) -> QBound:
         raise AdapterError(wrong, remedy="Train or copy it again.") from error
 
 
-def _adapter_config(folder: Path) -> LoraConfig:
+def adapter_config(folder: Path) -> LoraConfig:
+    """The configuration in a PEFT folder, as one of a role of any base; an AdapterError if it cannot be one."""
     if not (folder / CONFIG_NAME).is_file():
         raise AdapterError(f"{folder}: {CONFIG_NAME} is missing, so this is not a PEFT adapter folder.")
     try:
@@ -210,7 +233,8 @@ def _adapter_config(folder: Path) -> LoraConfig:
         wrong += "which the other roles share."
         raise AdapterError(wrong, remedy="Train it without.")
     config.modules_to_save, config.task_type, config.inference_mode = None, "CAUSAL_LM", False
-    config.base_model_name_or_path = None  # where it was trained; the weights' names and shapes are checked instead
+    # Where it was trained; the weights' names and shapes are checked instead.
+    config.base_model_name_or_path = config.revision = None
     return config
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.errors import ModelError
 from toolkit.models.base_checks import switch_off_dropout
 from toolkit.models.folders import load_whole, put_adapter, read_tensors
-from toolkit.models.lora import check_trains_adapter_alone, peft_errors, trained_copy
+from toolkit.models.lora import fitting, trained_copy
 
 HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 Classifier: TypeAlias = PreTrainedModel | PeftModel
@@ -58,11 +58,10 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     Raises:
         AdapterError: none fits, or it is more than an adapter.
     """
-    check_trains_adapter_alone(config)
-    switch_off_dropout(model)
-    config = copy.deepcopy(config)
-    config.task_type, config.modules_to_save = "SEQ_CLS", [head_name(model)]
-    with peft_errors():
+    with fitting(model, config):
+        switch_off_dropout(model)
+        config = copy.deepcopy(config)
+        config.task_type, config.modules_to_save = "SEQ_CLS", [head_name(model)]
         return get_peft_model(model, config)
 
 

@@ -47,7 +47,7 @@ def response_logprobs(
     states = before_response_tokens(hidden_states_of(base, sequences), sequences)
     settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
     logprobs = token_logprobs(
-        states, base.logits, sequences.response_tokens, frozen_head=_has_frozen_head(base), **settings
+        states, base.logits, sequences.response_tokens, frozen_head=_keeps_gradient(base, states), **settings
     )
     return scatter(logprobs, sequences.response_mask)
 
@@ -66,6 +66,15 @@ def value_after_response(base: SharedBase, sequences: Sequences) -> Tensor:
 
 def _has_frozen_head(base: SharedBase) -> bool:
     return not isinstance(base.lm_head, LoraLayer)
+
+
+def _keeps_gradient(base: SharedBase, states: Tensor) -> bool:
+    """Whether the gradient of states can be made with their log-probabilities: in float16 not where logits are scaled
+    or capped in float32 after `lm_head`, in which what is small would be lost before a loss scaler comes to it."""
+    half = torch.float16 in (states.dtype, base.lm_head.weight.dtype)
+    autocast = torch.is_autocast_enabled(states.device.type)
+    half = half or (autocast and torch.get_autocast_dtype(states.device.type) is torch.float16)
+    return _has_frozen_head(base) and not (half and base.changes_logits)
 
 
 def _logits_in(base: SharedBase, role: str, hidden: Tensor, *, dropout: bool = True) -> Tensor:
@@ -120,7 +129,7 @@ def read_policy(
     if entropy:
         logprobs, entropies = token_logprobs_and_entropy(states, base.logits, tokens, **settings)
     elif not ref_kl:
-        logprobs = token_logprobs(states, base.logits, tokens, frozen_head=_has_frozen_head(base), **settings)
+        logprobs = token_logprobs(states, base.logits, tokens, frozen_head=_keeps_gradient(base, states), **settings)
     optional = (None if x is None else scatter(x, mask) for x in (values, entropies, kl, ref_logprobs))
     return PolicyReading(scatter(logprobs, mask), *optional)
 

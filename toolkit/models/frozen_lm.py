@@ -17,6 +17,7 @@ from toolkit.models.copies import bytes_of, copied, unpackable
 from toolkit.models.decoding import decode
 from toolkit.models.freed_memory import keep_freed_memory
 from toolkit.models.fused_lora import Fused
+from toolkit.models.logit_changes import as_they_are
 
 
 class FrozenLM(nn.Module):
@@ -75,6 +76,11 @@ class FrozenLM(nn.Module):
     def lm_head(self) -> Any:
         """The last layer, on which an adapter may have a part."""
         return self.causal_lm.get_output_embeddings()
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the model does something to its logits after `lm_head`."""
+        return self._logits_of is not as_they_are
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The last hidden state (..., H) to logits (..., V), with what the model does to them after `lm_head`."""

@@ -33,6 +33,16 @@ _NOT_BY_ROLE = {
 
 def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name: str) -> PeftModel:
     """The model with one more adapter; an `AdapterError` if that does not fit, or changes weights that others share."""
+    with fitting(model, config):
+        if isinstance(model, PeftModel):
+            model.add_adapter(name, config)
+            return model
+        return get_peft_model(model, config, adapter_name=name)
+
+
+@contextmanager
+def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
+    """Inside, PEFT puts an adapter on a model; an `AdapterError` where that does not fit, or not as it is meant."""
     check_trains_adapter_alone(config)
     _check_patterns(model, config)
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
@@ -49,10 +59,7 @@ def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name:
         warnings.filterwarnings("error", message=".*no modules were excluded")
         named = bool(config.target_parameters)
         warnings.filterwarnings("error" if named else "ignore", message=".*no parameter was matched")
-        if isinstance(model, PeftModel):
-            model.add_adapter(name, config)
-            return model
-        return get_peft_model(model, config, adapter_name=name)
+        yield
 
 
 def _check_patterns(model: nn.Module, config: LoraConfig) -> None:

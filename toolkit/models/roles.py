@@ -187,6 +187,9 @@ class SharedBase(FrozenLM):
                     if not self._states.is_meta:
                         self.fuse_layers()
                     check_adapter(self.causal_lm, self.hidden_states, self._states, self.role(role))
+                if role in HEAD_ROLES and role in getattr(self.lm_head, "scaling", ()):
+                    wrong = f"the {role} role has a head of its own, so that an adapter on lm_head would do nothing."
+                    raise AdapterError(wrong, field="target_modules", remedy="Leave that module out.")
             except AdapterError:
                 self.remove_role(role)
                 raise
@@ -225,7 +228,8 @@ class SharedBase(FrozenLM):
 
     def copy_adapter(self, source: str, target: str) -> None:
         """Copy the weights of one role's adapter, and of its head if both have one, to another role of its form."""
-        ours, theirs = self._own_tensors(target), self._own_tensors(source, head=target in self.heads)
+        heads = source in self.heads and target in self.heads
+        ours, theirs = (self._own_tensors(role, head=heads) for role in (target, source))
         if self._form(target, ours) != self._form(source, theirs):
             raise AdapterError(
                 f'role "{target}" cannot start as a copy of "{source}": their adapters or heads differ in modules, '

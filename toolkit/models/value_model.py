@@ -12,7 +12,7 @@ from toolkit.errors import ModelError
 from toolkit.models.base_checks import check_states, rows_can_be_packed
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.load import ModelSpec, load_with_report
-from toolkit.models.lora import check_trains_adapter_alone, peft_errors
+from toolkit.models.lora import fitting
 
 
 class ValueModel(nn.Module):
@@ -48,10 +48,9 @@ class ValueModel(nn.Module):
         self.packs_rows = rows_can_be_packed(classifier, self.hidden_states, states)
         self._adapted: tuple[PeftModel | None] = (None,)  # in a tuple, so that nothing is registered twice
         if config is not None:
-            check_trains_adapter_alone(config)
             config = copy.deepcopy(config)
             config.task_type = "SEQ_CLS"  # so that `all-linear` leaves the head out
-            with peft_errors():
+            with fitting(classifier, config):
                 # Not PEFT's class for classifiers, which would train a second head.
                 self._adapted = (PeftModel(classifier, config, adapter_name="value"),)
         head.requires_grad_(True)

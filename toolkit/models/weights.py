@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import AdapterError
+from toolkit.models.adapters import adapter_config
+from toolkit.models.folders import put_adapter, read_tensors
 from toolkit.models.load import META, Kind, ModelSpec, load_model
+from toolkit.models.lora import peft_errors
 from toolkit.models.roles import SharedBase
 from toolkit.models.trials import apart_by, tolerance
 
@@ -35,9 +38,17 @@ def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreT
 
 
 def base_digest(base: SharedBase) -> str:
-    """SHA-256 of the first 64 numbers of each tensor of the base but the quantised, which devices round differently."""
-    named = base.causal_lm.named_parameters()
-    return tensors_digest(p.flatten()[:64] for name, p in named if p.is_floating_point() and ".lora_" not in name)
+    """SHA-256 of the first 64 numbers of each tensor of the base but the quantised, which devices round differently; of
+    a value model's base under an adapter, too."""
+    frozen = [base.causal_lm]
+    if base.value_model is not None and base.value_model.adapted is not None:
+        frozen.append(base.value_model.backbone)
+    named = (pair for model in frozen for pair in model.named_parameters())
+    return tensors_digest(
+        p.flatten()[:64]
+        for name, p in named
+        if p.is_floating_point() and ".lora_" not in name and not hasattr(p, "quant_state")
+    )
 
 
 def tensors_digest(tensors: Iterable[Tensor]) -> str:
@@ -67,10 +78,11 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> 
     """
     if getattr(model, "is_quantized", False):
         raise AdapterError("an adapter is never merged into a quantised base: load the base in 16 bits.")
-    try:
-        adapted = PeftModel.from_pretrained(model, str(folder)).eval()
-    except (RuntimeError, ValueError, OSError) as error:
-        raise AdapterError(f"{folder}: the adapter does not fit the base: {str(error).splitlines()[0]}") from error
+    folder = Path(folder)
+    with peft_errors():
+        adapted = get_peft_model(model, adapter_config(folder)).eval()
+    assert isinstance(adapted, PeftModel)
+    put_adapter(adapted, "default", read_tensors(folder), folder)
     apart = adapted(input_ids=probe).logits.float()
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if any(isinstance(end, LoraLayer) for end in ends):

@@ -1,5 +1,6 @@
 """A plain Python function as a reward callback."""
 
+import ast
 import importlib
 import importlib.util
 import symtable
@@ -32,7 +33,8 @@ def load_function(function: str) -> Reward:
         with process_kept():
             module = importlib.import_module(place) if path is None else _run(path)
     except ModuleNotFoundError as error:
-        raise _wrong(f'no module "{error.name}", looked for from {here} and in the environment.') from error
+        where = f"from {here} and " if path is None else ""
+        raise _wrong(f'no module "{error.name}", looked for {where}in the environment.') from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -57,9 +59,16 @@ def check_function(function: str) -> None:
     path = _existing(place)
     try:
         with tokenize.open(path) as file:  # a byte-order mark and a coding line as Python takes them
-            symbols = symtable.symtable(file.read(), str(path), "exec").get_symbols()
+            code = file.read()
+        symbols = symtable.symtable(code, str(path), "exec").get_symbols()
+        everything = any(
+            isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+            for node in ast.walk(ast.parse(code))
+        )
     except (SyntaxError, ValueError) as error:
         raise _wrong(f"{place} is not Python: {error}.", "Mend it there.") from error
+    if everything:  # what it imports is known once it runs
+        return
     if not any(symbol.get_name() == name and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
         raise _wrong(f'{place} has no function "{name}".')
 

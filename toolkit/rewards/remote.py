@@ -138,6 +138,8 @@ class RemoteReward(RemoteScorer):
             async with asyncio.timeout(seconds), client.stream("POST", self.url, content=body) as response:
                 async for part in response.aiter_raw():
                     received += part
+                    if len(received) > _LARGEST_BODY and not response.is_success:
+                        break  # the status says enough
                     if len(received) > _LARGEST_BODY:
                         raise self._wrong(f"gave an answer of more than {_LARGEST_BODY >> 20} MiB.")
         except TimeoutError as error:
@@ -145,11 +147,13 @@ class RemoteReward(RemoteScorer):
         except httpx2.RequestError as error:
             cause = _of_the_system(error) or error
             raise _Passing(f"{type(cause).__name__}: {cause}") from error
-        if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+        encoding = response.headers.get("Content-Encoding", "identity")
+        plain = encoding.lower() == "identity"
+        if response.is_success and not plain:
             raise self._wrong(f"answered in {encoding!r}, where plain text was asked for.")
         if response.is_success:
             return bytes(received)
-        reason = f"status {response.status_code} {response.reason_phrase}{_excerpt(received)}"
+        reason = f"status {response.status_code} {response.reason_phrase}{_excerpt(received) if plain else ''}"
         if response.status_code == 429 or response.is_server_error:
             header = response.headers.get("Retry-After", "")  # its other form, a date, is passed over
             raise _Passing(reason, float(header) if header.isdecimal() else None)

@@ -29,7 +29,13 @@ _LETTERS = 6
 
 
 def right_answer(rollout: Rollout) -> list[float]:
-    """1 where a response ended and is exactly what the column `answer` says, 0 where it is anything else."""
+    """1 where a response ended and is exactly what the column `answer` says, 0 where it is anything else.
+
+    Raises: RewardError: an answer is no text.
+    """
+    if odd := [wanted for wanted in rollout.columns["answer"] if not isinstance(wanted, str)]:
+        wrong = f"the column answer holds {odd[0]!r}, which no response could be: text is needed."
+        raise RewardError(wrong, remedy="Put it in quotes in the file of the prompts.")
     rows = zip(rollout.responses, rollout.columns["answer"], rollout.ended, strict=True)
     return [float(ended and text == wanted) for text, wanted, ended in rows]
 

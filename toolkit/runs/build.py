@@ -1,6 +1,6 @@
 """From a recipe to a trainer: base, roles, data and configuration put together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,14 @@ def placed_roles(
             with within(source.key):
                 placed = source.place(roles, site(recipe))
             if source.role in pad_tokens:
-                pad_tokens[source.role] = placed.about.get("pad_token_id", pad_tokens[source.role])
+                pad_tokens[source.role] = _pad_token_of(placed.about, recipe, pad_tokens[source.role])
     return roles, pad_tokens
+
+
+def _pad_token_of(about: Mapping[str, Any], recipe: Recipe, own: int) -> int:
+    """The id that a saved head was padded with; the policy's own where nothing says."""
+    token = about.get("pad_token")  # as TRL saves a tokenizer beside an adapter
+    return int(about.get("pad_token_id", own if token is None else recipe.tokenizer.get_vocab().get(token, own)))
 
 
 def make_reward(

@@ -1,5 +1,6 @@
 """What the trainers of several stages share: progress, precision, saved roles, and evaluation by sampled responses."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -182,7 +183,8 @@ class SamplingTrainer(RoleTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ToolkitError("evaluate needs held-out prompts.", remedy="Give eval_dataset.")
-        with phases.phase("evaluation", len(self.get_eval_dataloader(dataset))):
+        at_once = self.args.per_device_eval_batch_size * processes.count()
+        with phases.phase("evaluation", math.ceil(len(dataset) / at_once)):
             evaluation = self.evaluate_rollout(dataset)
         if eval_dataset is None:
             self.evaluated(evaluation.metrics, evaluation.rollout.responses)
