@@ -91,7 +91,7 @@ def test_what_is_replaced_comes_back_as_it_was(run):
     assert content(run)["ppo/metrics.jsonl"] == "new metrics" and not (run / "ppo" / RESULT_FILE).exists()
     assert content(run)[".replaced/ppo/result.json"] == "old result" and content(run)["sft/result.json"] == "old result"
     assert aside.settle(run) and aside.changing(run, aside.REPLACED) == ["eval", "ppo"]
-    aside.put_back(run)
+    aside.put_back(run, keep=True)
     after = content(run)
     assert {name: text for name, text in after.items() if not name.startswith(".")} == before
     assert after[".unfinished/recipe.yaml"] == "new recipe" and after[".unfinished/ppo/metrics.jsonl"] == "new metrics"
@@ -99,8 +99,7 @@ def test_what_is_replaced_comes_back_as_it_was(run):
     aside.take_up(run)
     assert content(run)["ppo/metrics.jsonl"] == "new metrics" and content(run)["recipe.yaml"] == "new recipe"
     assert not (run / "eval").exists() and content(run)[".replaced/eval/result.json"] == "old result"
-    aside.put_back(run)
-    aside.drop_unfinished(run)
+    aside.put_back(run, keep=False)
     assert content(run) == before and sorted(os.listdir(run)) == ["eval", "notes.md", "ppo", "recipe.yaml", "sft"]
 
 
@@ -117,8 +116,7 @@ def test_a_second_try_replaces_the_first_one_and_not_what_both_replace(run):
     aside.make_room(run, ["sft", "ppo", "eval"], wanted="ppo")
     assert not (run / "ppo").exists() and not (run / "sft").exists()
     made(run, "sft", "second")
-    aside.put_back(run)
-    aside.drop_unfinished(run)
+    aside.put_back(run, keep=False)
     assert content(run) == before
 
 
@@ -217,12 +215,17 @@ def in_its_place(run):
 
 def put_back_and_taken_up(run):
     begin_anew(run)
-    aside.put_back(run)
+    aside.put_back(run, keep=True)
     aside.take_up(run)
 
 
+def given_up(run):
+    begin_anew(run)
+    aside.put_back(run, keep=False)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-@pytest.mark.parametrize("steps", [in_its_place, put_back_and_taken_up])
+@pytest.mark.parametrize("steps", [in_its_place, put_back_and_taken_up, given_up])
 def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, run, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # which a kill of a process has nothing to do with
     old = content(run)
@@ -234,8 +237,7 @@ def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, run, tmp_p
         shutil.copytree(run, copy)
         killed = killed_before(number, lambda copy=copy: steps(copy))
         if aside.settle(copy):
-            aside.put_back(copy)
-            aside.drop_unfinished(copy)
+            aside.put_back(copy, keep=False)
         found = {name: text for name, text in content(copy).items() if not name.startswith(".unfinished")}
         seen.append("old" if found == old else "new" if found == new else found)
         shutil.rmtree(copy)

@@ -135,7 +135,7 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_falls_until_one_does_not
     made = in_float16(tmp_path / "never", scale=HUGE, max_steps=200, num_ppo_epochs=1)
     made.accelerator.scaler.set_backoff_factor(HUGE**-0.5)
     made._backward_micro_batch = _overflowing(made, made._backward_micro_batch)
-    with pytest.raises(SelfCheckError, match=r"the gradient's norm is (inf|nan) at step 5, and 3 optimizer steps"):
+    with pytest.raises(SelfCheckError, match=r"the gradient's norm is (inf|nan) at step 5, and 3 updates in a row"):
         made.train()
 
     made = in_float16(tmp_path / "fits", max_steps=3)

@@ -72,8 +72,6 @@ def _keeps_gradient(base: SharedBase, states: Tensor) -> bool:
     """Whether the gradient of states can be made with their log-probabilities: in float16 not where logits are scaled
     or capped in float32 after `lm_head`, in which what is small would be lost before a loss scaler comes to it."""
     half = torch.float16 in (states.dtype, base.lm_head.weight.dtype)
-    autocast = torch.is_autocast_enabled(states.device.type)
-    half = half or (autocast and torch.get_autocast_dtype(states.device.type) is torch.float16)
     return _has_frozen_head(base) and not (half and base.changes_logits)
 
 

@@ -169,7 +169,21 @@ class ResumableTrainer(GuardedSteps):
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """As of every trainer; and whatever the strategy "best" says, whoever asked to stop gets a checkpoint."""
-        return super().is_best(metrics) or self._request.met
+        best = super().is_best(metrics)
+        if (key := self._best_by) is not None:
+            self._metrics_at[self.state.global_step] = float(metrics[key])
+        return best or self._request.met
+
+    @cached_property
+    def _metrics_at(self) -> dict[int, float]:
+        """By step what decides which checkpoint is the best, of this process's evaluations."""
+        return {}
+
+    @property
+    def _best_by(self) -> str | None:
+        """The metric that decides which checkpoint is the best."""
+        name = self.args.metric_for_best_model
+        return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
     def _folder_of(self, step: int) -> Path:
         return Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
@@ -190,12 +204,10 @@ class ResumableTrainer(GuardedSteps):
             state.best_model_checkpoint = str(self._folder_of(state.global_step))
 
     def _evaluated_at(self, step: int) -> float | None:
-        """The metric that decides which checkpoint is the best, as of a step."""
-        if (name := self.args.metric_for_best_model) is None:
-            return None
-        key = name if name.startswith("eval_") else f"eval_{name}"
-        rows = (row for row in reversed(self.state.log_history) if row["step"] == step and key in row)
-        return next((float(row[key]) for row in rows), None)
+        """What decides which checkpoint is the best, as of a step."""
+        rows = (row for row in reversed(self.state.log_history) if row["step"] == step and self._best_by in row)
+        logged = next((float(row[self._best_by]) for row in rows), None)
+        return self._metrics_at.get(step, logged)
 
     def save_checkpoint(self) -> Path:
         """Write the whole run into `checkpoint-N` of the output folder, whole or not at all, and delete old ones.
