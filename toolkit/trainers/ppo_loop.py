@@ -65,8 +65,7 @@ class PPOLoop(SharedBaseTrainer):
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
         processes.by_main(partial(keep_until, Path(args.output_dir) / ROLLOUTS_FILE, began))
-        # What was told before the first update, by a run that was killed then, is told again by this one.
-        processes.by_main(partial(write_jsonl, Path(args.output_dir) / WARNINGS_FILE, self.watch.given))
+        processes.by_main(self._write_warnings)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = self.dataloader
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
@@ -151,6 +150,12 @@ class PPOLoop(SharedBaseTrainer):
     def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str]) -> None:
         """Tell what an evaluation of the held-out prompts is a warning of."""
         self._tell(self.watch.evaluated(self.state.global_step, metrics, responses))
+
+    def _write_warnings(self) -> None:
+        """Those of this run, which may go on from before the last, or have begun anew after a kill."""
+        path = Path(self.args.output_dir) / WARNINGS_FILE
+        if self.watch.given or path.is_file():
+            write_jsonl(path, self.watch.given)
 
     def _tell(self, new: list[dict[str, Any]]) -> None:
         for warning in new:
