@@ -281,7 +281,7 @@ def _table(result: Mapping[str, Any]) -> str:
     rewards = ", ".join(f"{one['accuracy']:.2f}" for one in seeds.values())
     judges = " and ".join(f"{accuracy:.2f}" for accuracy in result["judges"].values())
     accuracy = f"Accuracy on held-out pairs: {rewards} of the rewards, {judges} of the judge and the third."
-    return "\n\n".join([*tables, "\n".join(told), accuracy])
+    return "\n\n".join(filter(None, [*tables, "\n".join(told), accuracy]))
 
 
 def _samples(seeds: Mapping[str, Any]) -> str:
