@@ -3,6 +3,7 @@ import math
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from toolkit.data import pad_rows
 from toolkit.errors import AdapterError
 from toolkit.models import SharedBase, base_digest, load_role, load_weights, save_high_score, save_role, sequence_logits
 from toolkit.models import lora as module
+from toolkit.runs.build import _pad_token_of
 from toolkit.time_limit import time_limit
 
 ROWS = [[1, 5, 6, 7, 2], [1, 9, 8, 2], [1, 30, 31, 32, 33, 34, 2]]
@@ -325,3 +327,10 @@ def test_a_pattern_that_tries_every_way_is_refused_in_time(monkeypatch):
         arguments = {"target_modules": r".*_proj", field: r"(\w+\.?)+!"}
         with pytest.raises(AdapterError, match=f"^{field}: the pattern .* comes to no end on the names"):
             bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", r=4, **arguments))
+
+
+def test_a_head_is_read_with_the_pad_token_that_it_was_trained_with():
+    """That of `role.json`, or that of a tokenizer beside TRL's adapter; else the policy's own."""
+    recipe = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"<pad>": 5}))
+    for about, expected in (({"pad_token_id": 0, "pad_token": "<pad>"}, 0), ({"pad_token": "<pad>"}, 5), ({}, 2)):
+        assert _pad_token_of(about, recipe, 2) == expected
