@@ -22,6 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import yaml
 from matplotlib.figure import Figure
@@ -30,8 +31,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.demonstrations import cell_of, perplexity, run_stage
 from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
-from toolkit.functional import wilson_interval
+from toolkit.functional import standard_error, wilson_interval
 from toolkit.reports import read_jsonl
+from toolkit.sampling import Evaluation
 
 RECIPE = "smollm2_135m_lora"
 SEEDS = (0, 1, 2)
@@ -180,16 +182,19 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str]) -> dict[
     curve = [{"update": 0, **{key: result["before"][key] for key in _DRAWN}}, *curve]
     model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
     for when, policy in {"before": before, "after": str(ppo / "policy")}.items():
-        rows, figures = said(recipe.values, policy=policy, reward=reward, judge=third)
-        figures |= {"third": figures["judge"], "third_se": figures["judge_se"], **result[when]}
+        roles = {"policy": policy, "reward": reward}
+        figures = _of_ended(asked(recipe.values, **roles, judge=judge))
+        by_third = asked(recipe.values, **roles, judge=third)
+        rows = said(by_third)
+        figures |= {"third": by_third.metrics["judge"], "third_se": by_third.metrics["judge_se"], **result[when]}
         figures["perplexity"] = perplexity(model, recipe.tokenizer, rows)
         policies[when] = {"figures": figures, "said": [response for _, response in rows]}
     warnings = result.get("warnings", [])
     return {"accuracy": _accuracy(runs / begun.run), "curve": curve, "warnings": warnings, "policies": policies}
 
 
-def said(values: Mapping[str, Any], **start: str) -> tuple[list[tuple[str, str]], dict[str, float]]:
-    """Held-out prompts with the responses of a policy, and the figures of these.
+def asked(values: Mapping[str, Any], **start: str) -> Evaluation:
+    """Held-out prompts with the responses of a policy, measured.
 
     Args:
         values: a recipe of PPO alone.
@@ -197,8 +202,21 @@ def said(values: Mapping[str, Any], **start: str) -> tuple[list[tuple[str, str]]
     """
     with tempfile.TemporaryDirectory() as folder:
         trainer = recipes.load({**values, "start": start}, run="asked", runs_dir=folder).ppo_trainer()
-        evaluation = trainer.evaluate_rollout(trainer.eval_dataset)
-    return list(zip(evaluation.rollout.prompts, evaluation.rollout.responses, strict=True)), evaluation.metrics
+        return trainer.evaluate_rollout(trainer.eval_dataset)
+
+
+def said(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """The prompts with their responses."""
+    return list(zip(evaluation.rollout.prompts, evaluation.rollout.responses, strict=True))
+
+
+def _of_ended(evaluation: Evaluation) -> dict[str, float]:
+    """What reward and judge give those responses alone that end by themselves."""
+    assert evaluation.judged is not None
+    ended = torch.tensor(evaluation.rollout.ended)
+    scores = {"score_ended": evaluation.scores[ended], "judge_ended": evaluation.judged[ended]}
+    errors = {f"{name}_se": standard_error(of) for name, of in scores.items()}
+    return {name: float(of.mean()) for name, of in scores.items()} | errors
 
 
 # ---------------------------------------------------------------------- figure and tables
@@ -255,6 +273,8 @@ def _table(result: Mapping[str, Any]) -> str:
         return f"{of['figures'][key]:.2f}"
 
     measured: dict[str, tuple[Callable[..., str], str]] = {f"by {whose}": (mean, key) for key, whose in _BY.items()}
+    if "score_ended" in policies[0][0]["figures"]:  # results of before 2026-11-26 lack it
+        measured |= {f"responses that end, by {_BY[key]}": (mean, f"{key}_ended") for key in ("score", "judge")}
     measured |= {"KL a response": (plain, "kl"), "tokens": (plain, "length")}
     measured |= {"share that ends by itself": (plain, "eos_share"), "share with an apology": (share, "")}
     measured |= {"different responses": (different, ""), "perplexity under the base": (plain, "perplexity")}

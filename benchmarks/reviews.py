@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.demonstrations import PAGE, cell_of, measured, perplexity, run_stage
 from benchmarks.errors import BenchmarkError
-from benchmarks.fooled import said
+from benchmarks.fooled import asked, said
 from benchmarks.records import RESULTS, fill, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
 from toolkit.data import Rollout
@@ -184,9 +184,10 @@ def _of_seed(path: Path, runs: Path) -> dict[str, Any]:
     alone |= {"judge": {"kind": "adapter"}}
     for when, policy in {"before": recipe.stage_folder("sft") / "policy", "after": ppo / "policy"}.items():
         reward = str(recipe.stage_folder("reward") / "reward")
-        rows, figures = said(alone, policy=str(policy), reward=reward, judge=judge)
+        evaluation = asked(alone, policy=str(policy), reward=reward, judge=judge)
+        rows = said(evaluation)
         policies[when] = reached[when] | {
-            "others": figures["judge"],
+            "others": evaluation.metrics["judge"],
             "perplexity": perplexity(model, recipe.tokenizer, rows),
             "said": [prompt + response for prompt, response in rows],
         }

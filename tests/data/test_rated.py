@@ -77,9 +77,10 @@ def test_what_cannot_be_used_is_left_out_with_file_line_and_reason(tmp_path, tok
 
 
 def test_rewards_a_token_need_the_tokens(tmp_path, tokenizer):
-    row = {"prompt_ids": [1], "response": "45", "rewards": [1, 2]}
-    with pytest.raises(DataError, match=r"no row can be used \(1 × rewards a token for a response of text"):
-        rated(tmp_path, tokenizer, [row]).rated("train")
+    row = {"prompt_ids": [1], "response": "45", "rewards": [1, 2, 3]}
+    for more in ({}, {"response_ids": None}):  # as Parquet has it
+        with pytest.raises(DataError, match=r"no row can be used \(1 × rewards a token for a response of text"):
+            rated(tmp_path, tokenizer, [row | more]).rated("train")
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,13 @@ def test_a_cap_that_does_next_to_nothing_on_small_logits_is_followed_on_large_on
     assert base.logits(torch.full((1, 32), 1e6)).abs().max() <= 30.0
 
 
+def test_the_cap_of_attentions_logits_is_none_of_the_heads():
+    settings = {**_LLAMA, "final_logit_softcapping": None, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 8}
+    base = SharedBase(made("gemma2", **settings).bfloat16())
+    hidden = torch.full((1, 32), 1e3, dtype=torch.bfloat16)
+    assert torch.equal(base.logits(hidden), base.causal_lm.lm_head(hidden))
+
+
 def test_logits_that_are_changed_otherwise_are_refused():
     model = tiny_model()
     plain = model.forward

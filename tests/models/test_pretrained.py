@@ -50,6 +50,8 @@ def test_a_hub_that_does_not_answer_is_said_at_once(silent, monkeypatch, tmp_pat
             load("nobody/nothing")
         assert error.value.problems[0].field == "model" and "Name the folder" in str(error.value)
     pretrained.check_there(str(tmp_path))  # a folder needs no hub
+    with pytest.raises(ModelError, match='"v2" would have no effect: .* is a folder'):
+        pretrained.check_there(str(tmp_path), "v2")
     monkeypatch.setattr(pretrained, "try_to_load_from_cache", lambda *a, **k: "/cache/config.json")
     pretrained.check_there("nobody/nothing")
     assert constants.is_offline_mode() and datasets_config.HF_HUB_OFFLINE  # the cache is read without asking

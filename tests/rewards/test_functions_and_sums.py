@@ -10,7 +10,7 @@ import torch
 from tests.tolerances import EXACT
 from tests.trainers.helpers import Counting, rollout
 from toolkit.errors import RewardError
-from toolkit.rewards import WeightedSum, load_function, score_with
+from toolkit.rewards import DenseScores, WeightedSum, load_function, score_with
 from toolkit.rewards.function import beside, check_function
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7]]
@@ -214,6 +214,15 @@ def test_a_weighted_sum_by_hand():
         "length": LENGTHS, "ended": [1, 0, 1, 0], "seen": [1, 2, 3, 4],
     }  # fmt: skip
     assert WeightedSum({"a": lambda r: r.lengths})(rollout(RESPONSES)).tolist() == LENGTHS
+
+
+def test_a_part_without_a_weight_makes_no_sum_dense():
+    seen = DenseScores(tokens=[[0.5] * int(n) for n in LENGTHS])
+    both = WeightedSum({"plain": lambda r: r.lengths, "seen": lambda r: seen}, {"seen": 0.0})
+    assert score_with(both, rollout(RESPONSES)).tolist() == LENGTHS
+    assert both.last_parts["seen"].tolist() == [n / 2 for n in LENGTHS]
+    alone = WeightedSum({"seen": lambda r: seen}, {"seen": 0.0})
+    assert score_with(alone, rollout(RESPONSES)).tolist() == [0.0] * 4
 
 
 def test_a_part_that_fails_is_named():

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from copy import deepcopy
 
 import numpy as np
@@ -43,6 +44,19 @@ def process():
     of_torch = torch.get_default_dtype(), torch.empty(0).device, torch.get_num_threads()
     of_torch += torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     return os.getcwd(), sys.stdout, of_torch, draws
+
+
+def test_a_folder_that_the_reward_went_to_and_deleted(tmp_path):
+    def change(batch):
+        torch.rand(3)
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            os.chdir(folder)
+        return batch.lengths
+
+    before = process()
+    with pytest.warns(UserWarning, match="the reward changed (the working folder|the random state)"):
+        assert score_with(change, rollout(RESPONSES)).tolist() == [3, 3]
+    assert process() == before
 
 
 @pytest.mark.parametrize("what", CHANGES)

@@ -9,6 +9,7 @@ import statistics
 import pytest
 
 from tests.tiny_runs import chat_recipe, command_here, stages_here, texts
+from tests.trainers.helpers import Counting
 from toolkit import recipes
 from toolkit.errors import CheckpointError, DataError, RecipeError, RunInterrupted
 from toolkit.inference.evaluate import evaluate
@@ -16,6 +17,7 @@ from toolkit.inference.generate import converse, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
 from toolkit.reports import read_jsonl
 from toolkit.runs import collect, stages
+from toolkit.runs.folder import work_of
 from toolkit.sampling import SIGNS, Sampler
 
 SMALL = (
@@ -160,6 +162,32 @@ def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatc
     monkeypatch.setattr(Sampler, "__call__", lambda *_: pytest.fail("sampled again"))
     assert collect.collect(recipe, path)["responses"] == 30
     assert path.read_bytes() == whole and not partial.exists()
+
+
+def test_a_reward_that_changes_as_it_goes_does_so_in_a_stopped_collection_too(run, tmp_path, monkeypatch):
+    folder, _ = run
+    recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=folder / "runs")
+    path, partial = tmp_path / "responses.jsonl", tmp_path / "responses.jsonl.partial"
+    monkeypatch.setattr(collect.build, "make_reward", lambda *_: Counting())
+    sample = Sampler.__call__
+
+    def interrupted(self, batch, calls=[]):  # noqa: B006
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return sample(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "__call__", interrupted)
+        with pytest.raises(RunInterrupted, match="after 16 of 30 responses"):
+            collect.collect(recipe, path)
+    assert "holds responses of" in work_of(tmp_path).wrong
+    with partial.open("a") as file:  # a kill between the responses of a batch and the state after it
+        file.writelines((folder / "runs/doubling_q/collect/responses.jsonl").read_text().splitlines(True)[16:24])
+    assert collect.collect(recipe, path)["responses"] == 30
+    batches = [1] * 8 + [2] * 8 + [3] * 8 + [4] * 6
+    assert [row["rewards"][-1] for row in read_jsonl(path)] == batches
+    assert [file.name for file in tmp_path.iterdir()] == ["responses.jsonl"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -227,6 +227,7 @@ def test_a_cut_response_goes_on_where_the_recipe_says_so(tmp_path):
     row = {"prompt_ids": PROMPTS[0], "response_ids": [A], "rewards": [0.5], "ended": False}
     data = Dataset.from_list([row] * 4)
     settings = {"max_steps": 1, "learning_rate": 0.0, "conservative_coef": 0.0, "gamma": 0.5}
+    settings |= {"lowest_return": 0.0}
     over = make(tmp_path, data=data, **settings)
     over.train()
     assert over.state.log_history[0]["q_target"] == pytest.approx(0.5)
@@ -253,6 +254,7 @@ def test_a_cut_response_goes_on_where_the_recipe_says_so(tmp_path):
             {"bound": "sigmoid", "highest_return": -2.0},
             "lowest_return — -2.0 has to be below highest_return, which is -2.0.",
         ),
+        ({"conservative_coef": 0.0}, "lowest_return — would have no effect without conservative_coef, and without"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path, changes, message):
@@ -276,6 +278,10 @@ def test_data_that_does_not_fit(tmp_path):
         make(tmp_path, lowest_return=0.0)
     with pytest.raises(DataError, match=r"highest_return: it is 0.5, and a response in the data gets 1.*or higher"):
         make(tmp_path, q_roles(bound=QBound(lowest=-2.0, highest=0.5)), bound="sigmoid", highest_return=0.5)
+    odd = Dataset.from_list([{**rows()[0], "rewards": [*rows()[0]["rewards"][:-1], -4.1234512]}])
+    with pytest.raises(DataError, match="Set it to ") as refused:
+        make(tmp_path, data=odd, lowest_return=0.0)
+    make(tmp_path, data=odd, lowest_return=float(str(refused.value).split("Set it to ")[1].split()[0]))
     make(tmp_path, lowest_return=0.0, conservative_coef=0.0)  # then nothing is drawn there
 
 

@@ -82,7 +82,7 @@ def _rewards(place: str, row: dict[str, Any], length: int) -> list[float | None]
         raise Unusable("no reward")
     if not isinstance(value, list):
         value = [None] * (length - 1) + [value]
-    elif "response_ids" not in row:
+    elif row.get("response_ids") is None:
         raise Unusable("rewards a token for a response of text, whose tokens are not given")
     if len(value) != length:
         raise Unusable("rewards that are not as many as response_ids")

@@ -12,14 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import regex
+
 from toolkit.errors import DataError
 
-_AFTER_A_SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)\]*_])|(?<=[.!?](?:\*\*|__)))\s+""")
+_ENDS = ".!?।۔؟"
+_AFTER_A_SENTENCE = re.compile(rf"""(?:(?<=[{_ENDS}])|(?<=[{_ENDS}]["'”’)\]*_])|(?<=[{_ENDS}](?:\*\*|__)))\s+""")
 _COMMAS = ",，、،"
-_APOSTROPHES = dict.fromkeys(map(ord, "‘’ʼ"), "'")
+_QUOTES = dict.fromkeys(map(ord, "‘’ʼ"), "'") | dict.fromkeys(map(ord, "“”„"), '"')
 _BULLET = re.compile(r"^[^\S\n]*[-*•][^\S\n]+\S", re.MULTILINE)
-_AROUND_AN_END = '."!'  # what may follow an ending, and what it may be asked for with
+_EMPHASIS = "_*"
+_AROUND_AN_END = f'."!{_EMPHASIS}'  # what may follow an ending, and what it may be asked for with
 _ANSWER = re.compile(r"Answer: \S[^\n]*")
+_BLOCK = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.IGNORECASE | re.DOTALL)  # the common way to give code
+_LETTER = r"[\p{L}\p{N}\p{M}]"  # or a digit, or a sign upon one, as are vowels of Indic scripts
+_APART = (f"(?<!{_LETTER}_*)", f"(?!_*{_LETTER})")  # _so_ is in italics, and so_on one name
 
 
 def words_of(text: str) -> list[str]:
@@ -28,26 +35,24 @@ def words_of(text: str) -> list[str]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text: each ends with . ! or ? before a space, the last one possibly with nothing."""
+    """The sentences of a text: each ends with . ! ? or that of Hindi, Urdu or Arabic before a space, the last one
+    possibly with nothing."""
     return [sentence for sentence in _AFTER_A_SENTENCE.split(text) if words_of(sentence)]
 
 
 def _whole(word: str) -> str:
     """A pattern of a word that is no part of a longer one; also of one that begins or ends with a sign, as #python."""
-    before, after = ("(?<!\\w)" if _is_of_a_word(word[0]) else ""), ("(?!\\w)" if _is_of_a_word(word[-1]) else "")
-    return f"{before}{re.escape(word)}{after}"
-
-
-def _is_of_a_word(sign: str) -> bool:
-    return re.match(r"\w", sign) is not None
+    ends = zip(_APART, (word[0], word[-1]), strict=True)
+    before, after = (edge if regex.match(_LETTER, end) else "" for edge, end in ends)
+    return f"{before}{regex.escape(word, special_only=True)}{after}"
 
 
 def _occurrences(text: str, word: str) -> int:
-    return len(re.findall(_whole(word), text, re.IGNORECASE))
+    return len(regex.findall(_whole(word), text, regex.IGNORECASE))
 
 
 def _begins(text: str, word: str) -> bool:
-    return re.match(_whole(word), text, re.IGNORECASE) is not None
+    return regex.match(rf"[{_EMPHASIS}]*{_whole(word)}", text, regex.IGNORECASE) is not None
 
 
 def _ends(text: str, word: str) -> bool:
@@ -55,14 +60,13 @@ def _ends(text: str, word: str) -> bool:
     bare = word.rstrip(_AROUND_AN_END)
     if not bare:
         return text.endswith(word)
-    return re.search(rf"{_whole(bare)}\Z", text.rstrip(_AROUND_AN_END), re.IGNORECASE) is not None
+    return regex.search(rf"{_whole(bare)}\Z", text.rstrip(_AROUND_AN_END), regex.IGNORECASE) is not None
 
 
 def _json_object(text: str) -> Any:
-    # A block of Markdown is the common way to give code.
-    text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text, flags=re.IGNORECASE)
+    block = _BLOCK.fullmatch(text)
     try:
-        value = json.loads(text, parse_constant=_refused, object_pairs_hook=_without_repetition)
+        value = json.loads(block[1] if block else text, parse_constant=_refused, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -83,11 +87,12 @@ class Rule:
     """One kind of rule.
 
     Args:
-        ask: how a prompt asks for it, `{number}` and `{words}` (quoted, with "and" between them) filled in.
+        ask: how a prompt asks for it, `{number}` and `{words}` (quoted, with `between` between them) filled in.
         keeps: whether a response, without space around it, keeps it; given the text, the number and the words.
         takes: which of "number" and "words" it needs.
         about: what it is about: two rules about the same may contradict each other.
         one_text: whether its words are one text alone.
+        between: its words, where they are asked for.
     """
 
     ask: str
@@ -95,6 +100,7 @@ class Rule:
     takes: tuple[str, ...] = ()
     about: str = ""
     one_text: bool = False
+    between: str = " and "
 
 
 RULES: dict[str, Rule] = {
@@ -136,6 +142,7 @@ RULES: dict[str, Rule] = {
         lambda text, n, w: any(_occurrences(text, word) for word in w),
         ("words",),
         "topic",
+        between=" or ",
     ),
     "avoids": Rule(
         "Do not use the word {words}.",
@@ -174,9 +181,9 @@ def instruction(asked: Mapping[str, Any]) -> str:
     >>> instruction({"rule": "contains", "words": ["salt"], "number": 2})
     'Use the word "salt" at least 2 times.'
     """
-    number = asked.get("number")
-    text = RULES[asked["rule"]].ask.replace("(s)", "" if number == 1 else "s")
-    return text.format(number=number, words=" and ".join(f'"{word}"' for word in asked.get("words") or ()))
+    number, rule = asked.get("number"), RULES[asked["rule"]]
+    text = rule.ask.replace("(s)", "" if number == 1 else "s")
+    return text.format(number=number, words=rule.between.join(f'"{word}"' for word in asked.get("words") or ()))
 
 
 def keeps(asked: Mapping[str, Any], response: str) -> bool:
@@ -186,10 +193,10 @@ def keeps(asked: Mapping[str, Any], response: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """A text in one of the forms in which it looks the same: composed letters, straight apostrophes, no signs that
-    nobody sees."""
-    seen = (sign for sign in unicodedata.normalize("NFC", text) if unicodedata.category(sign) != "Cf")
-    return "".join(seen).translate(_APOSTROPHES).strip()
+    """A text in one of the forms in which it looks the same: composed letters, straight apostrophes and quotation
+    marks, no signs that nobody sees."""
+    seen = (sign for sign in text if unicodedata.category(sign) != "Cf")
+    return unicodedata.normalize("NFC", "".join(seen)).translate(_QUOTES).strip()
 
 
 def share_kept(rules: Sequence[Mapping[str, Any]], response: str) -> float:
@@ -221,7 +228,7 @@ def check_rules(value: Any, where: str) -> None:
         if "number" in given and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise DataError(f"{where}: the rule {name} needs a whole number from 1, got {number!r}.")
         texts = isinstance(words, Sequence) and not isinstance(words, str) and len(words) > 0
-        if "words" in given and not (texts and all(isinstance(word, str) and word.strip() for word in words)):
+        if "words" in given and not (texts and all(isinstance(word, str) and _plain(word) for word in words)):
             raise DataError(f"{where}: the rule {name} needs a list of words, got {words!r}.", remedy=_EXAMPLE)
         if "words" in given and RULES[name].one_text and len(words) > 1:
             raise DataError(f"{where}: the rule {name} takes one text, got {words!r}.", remedy="Join them to one text.")

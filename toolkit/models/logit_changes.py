@@ -35,7 +35,8 @@ def _logit_changes(model: PreTrainedModel) -> list[Logits]:
     options: list[Logits] = []
     for name, value in model.config.get_text_config().to_dict().items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and value > 0 and value != 1 and ("logit" in name or "lm_head" in name):
+        of_the_head = ("logit" in name or "lm_head" in name) and "attn" not in name  # whose logits are others
+        if number and value > 0 and value != 1 and of_the_head:
             options += [partial(_capped, value)] if "cap" in name else [partial(_scaled, x) for x in (value, 1 / value)]
     return options
 

@@ -54,9 +54,12 @@ def check_there(model: str, revision: str | None = None) -> None:
 
     transformers finds out within minutes, after many tries of each file.
 
-    Raises: ModelError: it is none of them.
+    Raises: ModelError: it is none of them, or a folder of which a revision is asked for.
     """
     if Path(model).expanduser().exists() or model.startswith((".", "/", "~")):
+        if revision is not None:
+            wrong = f'"{revision}" would have no effect: "{model}" is a folder, which has one state.'
+            raise ModelError(wrong, field="revision", remedy="Remove it, or name a hub id.")
         return
     try:
         cached = isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)

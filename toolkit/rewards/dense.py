@@ -130,10 +130,13 @@ def concatenate_scores(scores: Sequence[Scores]) -> Scores:
 
 
 def weighted_scores(scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
-    """Σ weight · scores of the same responses; dense if any are."""
-    parts = [(weight, *_parts(part)) for weight, part in zip(weights, scores, strict=True)]
+    """Σ weight · scores of the same responses; dense if any are that have a weight."""
+    paid = [(weight, part) for weight, part in zip(weights, scores, strict=True) if weight]
+    if not paid:
+        return torch.zeros_like(total_scores(scores[0]))
+    parts = [(weight, *_parts(part)) for weight, part in paid]
     ends = torch.stack([weight * of_ends for weight, of_ends, _, _ in parts]).sum(dim=0)
-    if not _any_dense(scores):
+    if not _any_dense([part for _, part in paid]):
         return ends
     tokens, spans = [], []
     for row in range(len(ends)):

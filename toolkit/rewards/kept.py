@@ -24,12 +24,25 @@ def _set_handlers(handlers: list[Any]) -> None:
             signal.signal(one, handler)
 
 
+def _folder() -> str:
+    """The working folder; no name where it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def _to_folder(folder: str) -> None:
+    if folder:
+        os.chdir(folder)
+
+
 def _set_streams(streams: list[Any]) -> None:
     sys.stdout, sys.stderr = streams
 
 
 _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "the working folder": (os.getcwd, os.chdir),
+    "the working folder": (_folder, _to_folder),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device, torch.set_default_device),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),

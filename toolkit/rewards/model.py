@@ -162,7 +162,7 @@ class ModelScorer(TextScorer):
     model: str | None = setting(
         None, "hub id or local folder; null is the model that the reward stage trains (section `reward_model`)."
     )
-    revision: str | None = setting(None, "of a hub id.")
+    revision: str | None = setting(None, "of a hub id; a folder has none.")
     trust_remote_code: bool = setting(False, "run code that comes with the checkpoint.")
     quantization: dict[str, Any] | None = None
     dtype: models.Dtype = setting(models.AUTO, "of the weights that are not quantised; auto asks the machine.")

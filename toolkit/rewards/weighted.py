@@ -21,10 +21,10 @@ _NO_PARTS = "a sum needs at least one part."
 class WeightedSum:
     """Scores with Σᵢ weightᵢ · scoreᵢ over its parts.
 
-    A weight is 1.0 where none is given; 0 logs a part and leaves it out. Where a part gives scores at tokens or spans,
-    so does the sum. After each call `last_parts` holds the scores of every part by name, float32 (B,), before the
-    weights: the PPO trainer logs their means as `score/<name>`. What parts have as a state is the sum's. Raises:
-    RewardError: no parts, or a weight for a part that is not there.
+    A weight is 1.0 where none is given; 0 logs a part and leaves it out. Where a part with a weight gives scores at
+    tokens or spans, so does the sum. After each call `last_parts` holds the scores of every part by name, float32 (B,),
+    before the weights: the PPO trainer logs their means as `score/<name>`. What parts have as a state is the sum's.
+    Raises: RewardError: no parts, or a weight for a part that is not there.
 
     Example:
         >>> both = WeightedSum({"short": lambda r: [-n for n in r.lengths], "ended": lambda r: r.ended}, {"ended": 5.0})

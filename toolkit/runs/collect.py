@@ -15,12 +15,23 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from toolkit import phases, processes
-from toolkit.checkpoints import stop_requests
+from toolkit.checkpoints import (
+    CHECKPOINT,
+    checkpoint_folders,
+    newest_whole,
+    read_state,
+    rotate,
+    step_of,
+    stop_requests,
+    whole_folder,
+    write_state,
+)
 from toolkit.data import Rollout
+from toolkit.disk import delete_written
 from toolkit.errors import CheckpointError, RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
 from toolkit.reports import Progress, append_jsonl, read_jsonl, whole_lines, write_lines
-from toolkit.rewards import DenseScores, Scores, score_with
+from toolkit.rewards import DenseScores, Scores, score_with, state_of
 from toolkit.runs import build
 from toolkit.sampling import Sampler
 from toolkit.spec.recipe import Recipe
@@ -35,7 +46,8 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     """Sample and score responses to the recipe's training prompts.
 
     Batch after batch is added to a partial file beside `path`, which takes its name at the end. Where there is one,
-    what it lacks is added. Each batch has a seed of its own, so that the file is the same however often it was stopped.
+    what it lacks is added. Each batch has a seed of its own, and the state of a reward that changes as it goes is saved
+    after each, so that the file is the same however often it was stopped.
 
     Args:
         recipe: with a section `collect`.
@@ -47,6 +59,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     Raises:
         RunInterrupted: a signal asked to stop; what was collected is saved.
         RewardError: the reward raised, or did not return one finite number each.
+        CheckpointError: a partial file has responses to other prompts.
         ToolkitError: the file cannot be written.
     """
     settings = recipe.collect
@@ -57,13 +70,15 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     try:
         done = processes.by_main(lambda: _whole_batches(path, unfinished, settings.batch_size, number))
         processes.by_main(lambda: _check_prompts(unfinished, prompts, settings.samples_per_prompt))
-        left = range(done, len(starts))
         progress = Progress(f"{recipe.run} collect", quiet=not processes.is_main())
         with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
-            if left:
+            changing = None
+            if done < len(starts):
                 with phases.phase("load"):
                     roles, pad_tokens = build.placed_roles(recipe, "collect")
                     reward = build.make_reward(recipe, roles, pad_tokens, settings.batch_size)
+                if (changing := state_of(reward)) is not None:
+                    done = min(done, _to_its_state(changing, unfinished, settings.batch_size))
                 sampler = Sampler(
                     roles,
                     recipe.tokenizer,
@@ -72,7 +87,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                     temperature=settings.temperature,
                 )
             progress.steps(done, len(starts), "batch")
-            for batch in left:
+            for batch in range(done, len(starts)):
                 rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
                 set_seed((recipe.seed * 1_000_003 + batch) % 2**32)  # what numpy takes
                 with phases.phase("rollout"):
@@ -80,11 +95,13 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                 with phases.phase("score"):
                     scored = _rows(rollout, score_with(reward, rollout), recipe.tokenizer)
                 processes.by_main(partial(append_jsonl, unfinished, scored))
+                if changing is not None:
+                    processes.by_main(partial(_save_state, changing.state_dict(), path.parent, batch + 1))
                 progress.step_ended(batch + 1)
                 if (asked := processes.first(request.received)) is not None:
                     after = f"collect stopped by {asked.name} after {rows.stop:,} of {number:,} responses"
                     raise RunInterrupted(f"{after}; they are saved in {unfinished}.", asked)
-        processes.by_main(lambda: unfinished.replace(path))
+        processes.by_main(lambda: _finish(unfinished, path))
     except OSError as error:
         wrong = f"{path}: cannot be written ({error.strerror})."
         raise ToolkitError(wrong, remedy="Make room, then go on with $resume.") from error
@@ -100,6 +117,28 @@ def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
     kept = len(lines) if len(lines) == number else len(lines) // size * size  # the last batch may be smaller
     write_lines(partial, lines[:kept])
     return math.ceil(kept / size)
+
+
+def _save_state(state: dict[str, Any], folder: Path, batches: int) -> None:
+    with whole_folder(folder / f"{CHECKPOINT}{batches}") as new:
+        write_state(new, state)
+    rotate(folder, 1, keep=())
+
+
+def _to_its_state(reward: Any, partial: Path, size: int) -> int:
+    """Give a reward the state that it had last; the batches until then, to which the partial file is cut."""
+    saved = processes.by_main(lambda: newest_whole(partial.parent, say=phases.tell))
+    batches = 0 if saved is None else step_of(saved)
+    if saved is not None:
+        reward.load_state_dict(read_state(saved))
+    processes.by_main(lambda: write_lines(partial, whole_lines(partial)[: batches * size]))
+    return batches
+
+
+def _finish(partial: Path, path: Path) -> None:
+    partial.replace(path)
+    for folder in checkpoint_folders(path.parent):
+        delete_written(folder)
 
 
 def _check_prompts(partial: Path, prompts: Dataset, samples_per_prompt: int) -> None:

@@ -47,6 +47,10 @@ def work_of(folder: Path) -> Problem | None:
     stage, partial = folder.name, partial_file(folder)
     if (folder / RESULT_FILE).exists():
         return Problem(f"{folder} holds a finished {stage} stage.", remedy=_RENAME_OR_DELETE)
+    # The whole file, too, where a kill came before the result.
+    if any(file.is_file() and file.stat().st_size > 0 for file in (partial, partial.with_suffix(""))):
+        wrong = f"{folder} holds responses of a {stage} stage that was not finished."
+        return Problem(wrong, remedy=_GO_ON_OR_DELETE)
     if saved := checkpoint_folders(folder):
         wrong = f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}."
         return Problem(wrong, remedy=_GO_ON_OR_DELETE)
@@ -54,10 +58,6 @@ def work_of(folder: Path) -> Problem | None:
     if any(folder.glob(f"[!.]*/{SAFETENSORS}")) or any(folder.glob("value/value_head.safetensors")):
         wrong = f"{folder} holds weights that were saved without a checkpoint to go on from."
         return Problem(wrong, remedy=_RENAME_OR_DELETE)
-    # The whole file, too, where a kill came before the result.
-    if any(file.is_file() and file.stat().st_size > 0 for file in (partial, partial.with_suffix(""))):
-        wrong = f"{folder} holds responses of a {stage} stage that was not finished."
-        return Problem(wrong, remedy=_GO_ON_OR_DELETE)
     return None
 
 

@@ -29,7 +29,7 @@ class BaseSection:
         "Of the weights that are not quantised. auto asks the machine: bfloat16 where it is computed fast, else "
         "float16 on a card and float32 on a CPU; float32 where all weights train.",
     )
-    revision: str | None = setting(None, "Of a hub id.")
+    revision: str | None = setting(None, "Of a hub id; a folder has none.")
     attn_implementation: str | None = setting(None, "As in transformers.")
     trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.")
 

@@ -64,6 +64,10 @@ class QConfig(TrainingArguments):
         if self.bound == "sigmoid" and not self.lowest_return < self.highest_return:
             wrong = f"{self.lowest_return} has to be below highest_return, which is {self.highest_return}."
             yield Problem(wrong, "lowest_return")
+        if self.bound == "none" and not self.conservative_coef and self.lowest_return != QConfig.lowest_return:
+            yield Problem(
+                "would have no effect without conservative_coef, and without bound: sigmoid.", "lowest_return"
+            )
 
     @property
     def temperature(self) -> float | None:

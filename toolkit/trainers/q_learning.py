@@ -157,10 +157,10 @@ def check_returns(dataset: Dataset, args: QConfig) -> None:
             if reward is not None:
                 following = reward + args.gamma * following
             lowest, highest = min(lowest, following), max(highest, following)
-    bounded, said = args.bound == "sigmoid", "it is {}, and a response in the data gets {:.6g}."
+    bounded, said = args.bound == "sigmoid", "it is {}, and a response in the data gets {}."
     if lowest < args.lowest_return and (args.conservative_coef or bounded):
-        wrong, remedy = said.format(args.lowest_return, lowest), f"Set it to {lowest:.6g} or lower."
+        wrong, remedy = said.format(args.lowest_return, lowest), f"Set it to {lowest} or lower."
         raise DataError(wrong, field="lowest_return", remedy=remedy)
     if highest > args.highest_return and bounded:
-        wrong, remedy = said.format(args.highest_return, highest), f"Set it to {highest:.6g} or higher."
+        wrong, remedy = said.format(args.highest_return, highest), f"Set it to {highest} or higher."
         raise DataError(wrong, field="highest_return", remedy=remedy)
