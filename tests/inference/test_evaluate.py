@@ -15,6 +15,7 @@ def test_evaluation_gives_the_figures_of_training(trained, monkeypatch):
     folder, recipe = trained
     monkeypatch.chdir(folder)
     result = evaluate(open_run("chat"))
+    assert "changed" not in result and result["run"] == "chat"
     trained_result = json.loads((recipe.stage_folder("ppo") / "result.json").read_text())
     assert set(result["before"]) == set(measured_names(recipe.values, "ppo"))  # what a recipe may name is measured
     for moment in ("before", "after"):
@@ -58,5 +59,6 @@ def test_prompts_of_other_data_that_were_trained_on_are_counted(trained, monkeyp
     more = evaluate(open_run("chat", f"data.validation=[{PAIRS},unseen.jsonl]", "data.max_validation_rows=null"))
     prompts = len(PAIRS.read_text(encoding="utf-8").splitlines())
     assert more["trained_on"] == prompts
+    assert more["changed"] == {"data.validation": [str(PAIRS), "unseen.jsonl"], "data.max_validation_rows": None}
     said = f"{prompts} of these {prompts + 1} prompts are training prompts of the run's ppo stage."
     assert said in " ".join(capsys.readouterr().out.split())

@@ -24,12 +24,17 @@ def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
     figures = json.loads(page.with_suffix(".json").read_text())
     result = json.loads((recipe.stage_folder("ppo") / "result.json").read_text())
     assert figures.keys() == {"chat", "copy"} and figures["chat"] == figures["copy"]
-    for side, found in figures["chat"].items():
+    assert figures["chat"]["judge"]["function"] == f"{tmp_path}/longer.py:rule"
+    for side in ("before", "after"):
+        found = figures["chat"][side]
         assert found["judge"] == pytest.approx(-2 * found["score"]) and found["judge_se"] == 2 * found["score_se"]
         assert found["score"] == pytest.approx(result[side]["score"], rel=1e-3, abs=1e-3)
     shown = f"{figures['chat']['after']['judge']:.3f} ± {figures['chat']['after']['judge_se']:.3f}"
     assert shown in done.stdout and "copy" in done.stdout and f"written: {page}" in done.stdout
     text = page.read_text()
+    warned = len(result.get("warnings", []))
+    assert "longer.py:rule" in text and "<td>seconds</td>" not in text
+    assert f'<td>warnings</td><td class="n">{warned}</td><td class="n">{warned}</td>' in text
     assert "<h1>judge: chat, copy</h1>" in text and "The judge" in text and text.count("gain in standard errors") >= 2
     assert sorted(runs.rglob("*")) == had  # nothing is written into a run
 

@@ -1,7 +1,7 @@
 """A result as a stage writes it, and held-out pairs with their scores."""
 
 RESULT = {
-    "recipe": "r", "stage": "ppo", "seed": 0, "seconds": 1.5, "peak_memory_gb": {"resident": 1.0},
+    "run": "my-run", "recipe": "r", "stage": "ppo", "seed": 0, "seconds": 1.5, "peak_memory_gb": {"resident": 1.0},
     "versions": {"trl": "1"},
     "before": {"score": 1.0, "accuracy_ci": [0.1, 0.2]}, "after": {"score": 2.0, "accuracy_ci": [0.3, 0.4]},
 }  # fmt: skip

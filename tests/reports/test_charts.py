@@ -14,7 +14,15 @@ def test_ticks_are_round_and_within(low, high, expected):
 
 
 def test_numbers_are_short():
-    assert [short(x) for x in (0, 0.5, 1234.5, 1.23456e-7, 2e9)] == ["0", "0.5", "1,234", "1.2e-07", "2.0e+09"]
+    numbers = {0: "0", 0.5: "0.5", 999.4: "999", 999.7: "1,000", 1234.5: "1,234", 1.23456e-7: "1.2e-07", 2e9: "2.0e+09"}
+    assert {x: short(x) for x in numbers} == numbers
+
+
+def test_a_colour_that_comes_again_is_dashed():
+    text = curves("x", {f"r{i}": [(0.0, i), (1.0, i)] for i in range(8)})
+    classes = re.findall('<span class="([^"]*)">r', text)
+    assert classes == ["s0", "s1", "s2", "s3", "s4", "s5", "s0 again", "s1 again"]
+    assert re.findall('polyline class="line ([^"]*)"', text) == classes
 
 
 def test_neighbouring_ticks_are_told_apart():

@@ -22,7 +22,8 @@ def test_report_is_one_page_that_escapes_what_models_write(tmp_path):
     assert text.count("<script>") == OWN_SCRIPT and "&lt;script&gt;" in text and "b &amp; c" in text
     assert "0.3000 – 0.4000" in text and "src=" not in text and "http:" not in text  # no outside file is loaded
     plain = write_report(tmp_path, RESULT, metrics[:1], [], "").read_text()
-    assert "<figure" not in plain and "Samples" not in plain
+    assert "<figure" not in plain and "Samples" not in plain and "<title>my-run: ppo</title>" in plain
+    assert "<td>finished</td>" in plain and "<td>recipe</td><td>r</td>" in plain
 
 
 def test_a_browser_may_run_the_pages_own_script_alone():
@@ -94,13 +95,32 @@ def test_warnings_stand_at_their_updates(tmp_path):
 def test_a_report_of_a_run_that_goes_on_says_so(tmp_path):
     text = write_report(tmp_path, {**RESULT, "running": "Running: step 3 of 9."}, [], [], "").read_text()
     assert "Running: step 3 of 9." in text and 'http-equiv="refresh"' in text and "Before and now" in text
-    assert 'http-equiv="refresh"' not in write_report(tmp_path, RESULT, [], [], "").read_text()
+    assert "<td>written</td>" in text and "<td>finished</td>" not in text
+    stopped = write_report(tmp_path, {**RESULT, "stopped": "Stopped: step 3 of 9."}, [], [], "").read_text()
+    assert "Stopped: step 3 of 9." in stopped and "Before and now" in stopped and "<td>written</td>" in stopped
+    ended = write_report(tmp_path, {**RESULT, "ended": "The best came back."}, [], [], "").read_text()
+    assert "The best came back." in ended and "Before and after" in ended
+    assert 'http-equiv="refresh"' not in stopped + ended
+
+
+def test_signs_that_nobody_sees_are_seen(tmp_path):
+    text = write_report(tmp_path, RESULT, [], [sample("\u202evil", "a\x00", "b", 0.1, 0.2)], "").read_text()
+    assert "<td>\\u202evil</td><td>a\\x00</td>" in text
 
 
 def test_where_the_time_went_and_what_was_run(tmp_path):
-    more = {"spent": {"rollout": 30.0, "update": 10.0}, "rows": {"train": 12}, "left_out": {"train": {"too long": 3}}}
+    more = {
+        "spent": {"rollout": 30.0, "update": 10.0},
+        "rows": {"train": 12},
+        "left_out": {"train": {"too long": 3}, "validation": {}},
+    }
     text = write_report(tmp_path, {**RESULT, **more, "machine": {"processor": "P"}}, [], [], "").read_text()
-    assert "75%" in text and "3 × too long" in text and "<td>processor</td><td>P</td>" in text
+    assert (
+        "left out of validation" not in text
+        and "75%" in text
+        and "3 × too long" in text
+        and "<td>processor</td><td>P</td>" in text
+    )
 
 
 def test_held_out_pairs_have_a_section(tmp_path):

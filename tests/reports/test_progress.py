@@ -49,6 +49,18 @@ def test_a_run_is_named_from_loading_to_its_last_figures(terminal, tmp_path):
     assert set(progress.seconds) == {"load", "train"}
 
 
+@pytest.mark.parametrize(("width", "lines"), [(80, 2), (100, 1), (200, 1)])
+def test_the_panel_fits_its_terminal(width, lines):
+    progress = Progress("smollm2_135m_lora ppo", Console(file=io.StringIO(), force_terminal=True, width=width))
+    progress.steps(12, 80, "update")
+    progress._pace.ends[0] = (11, progress._pace.began - 1234.5)
+    progress._pace.ended(12, progress._pace.began)
+    with phases.watched_by(progress), phases.phase("update", 8):
+        progress.console.print(progress._panel())
+    said = [line for line in text(progress).splitlines() if line.strip()]
+    assert len(said) == lines and "1,234 s/update" in text(progress) and ("━" in text(progress)) is (width > 80)
+
+
 def test_within_an_update_its_phase_and_parts_are_named():
     progress = shown(True)
     progress.steps(11, 100, "update")

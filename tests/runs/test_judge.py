@@ -106,6 +106,8 @@ def test_a_run_is_measured_by_a_judge_and_not_trained_on_it(tmp_path, checkpoint
     )
     assert "gain in standard errors over KL" in (folder / "report.html").read_text()
     assert not (folder / "judge").exists()
+    best = int(state["best_model_checkpoint"].rsplit("-")[-1])
+    assert ("ended" in result) is (best < 3) and (best == 3 or f"are those of step {best} of 3" in result["ended"])
 
 
 def test_a_resumed_run_keeps_its_judge_and_its_first_answers(tmp_path, checkpoint, other_reward):

@@ -113,6 +113,16 @@ def test_the_list_on_the_command_line(runs):
     assert "holds no run yet" in command_here("runs", "--runs-dir", runs / "nowhere").stdout
 
 
+def test_a_run_that_has_not_finished_is_seen_as_far_as_it_is(runs, tmp_path):
+    with (runs / "a/ppo/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "eval_score": 1.25, "eval_judge": 3.0}\n{"step": 5, "score": 9.0}\n')
+    (runs / "a/ppo/before.json").write_text('{"metrics": {"score": 0.5}}')
+    text = compare(["a", "b"], tmp_path / "page.html", runs_dir=runs).read_text()
+    assert '<th class="n">a (step 5, not finished)</th>' in text
+    assert '<td>score</td><td class="n">0.5000 → 1.2500</td><td class="n">– → 2.0000</td>' in text
+    assert '<td>judge</td><td class="n">– → 3.0000</td><td class="n">– → –</td>' in text
+
+
 def test_runs_beside_each_other(runs, tmp_path):
     bad = "<script>alert(1)</script>"
     recipe(runs / "b", ppo={"kl_coef": 0.2, "max_steps": 8, "note": bad})

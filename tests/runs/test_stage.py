@@ -1,10 +1,12 @@
 from types import SimpleNamespace
 
+import pytest
 import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tests.tiny_models import shared_base
 from tests.tiny_runs import chat_recipe
-from toolkit.runs.stage import banner
+from toolkit.runs.stage import _how_it_ended, banner
 
 
 def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
@@ -18,3 +20,31 @@ def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
     roles.train_roles("policy")
     _, second = banner(recipe, "ppo", SimpleNamespace(args=args, roles=roles))
     assert "value" not in second
+
+
+@pytest.mark.parametrize(
+    ("step", "best", "waited", "said"),
+    [
+        (9, None, 0, None),
+        (9, 9, 0, None),
+        (9, 3, 1, "The weights are those of step 3 of 9, the best by exact_match."),
+        (
+            6,
+            2,
+            2,
+            "It stopped early, at step 6 of 9: no better exact_match in 2 evaluations. The weights are those of step 2 "
+            "of 6, the best by exact_match.",
+        ),
+        (6, None, 1, "It stopped early, at step 6 of 9."),  # by a callback of the user's
+    ],
+)
+def test_how_training_ended_is_said(step, best, waited, said, capsys):
+    args = SimpleNamespace(load_best_model_at_end=best is not None, metric_for_best_model="eval_exact_match")
+    checkpoint = best and f"runs/x/ppo/checkpoint-{best}"
+    state = SimpleNamespace(global_step=step, max_steps=9, best_model_checkpoint=checkpoint)
+    stopper = EarlyStoppingCallback(early_stopping_patience=2)
+    stopper.early_stopping_patience_counter = waited
+    handler = SimpleNamespace(callbacks=[TrainerCallback(), stopper])
+    found = _how_it_ended(SimpleNamespace(args=args, state=state, callback_handler=handler))
+    assert found == ({} if said is None else {"ended": said})
+    assert capsys.readouterr().out.split() == (said or "").split()

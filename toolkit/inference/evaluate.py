@@ -15,6 +15,7 @@ from toolkit.models import load_weights
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
 from toolkit.runs import build, stage
+from toolkit.runs.differences import ABSENT, changes
 from toolkit.runs.folder import EVALUATION
 from toolkit.runs.lock import at_work
 from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, SAMPLES_FILE, begin, refuse_others
@@ -72,7 +73,8 @@ def _trained_on(recipe: Recipe) -> dict[str, Any]:
 
 
 def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What `result.json` of an evaluation holds, and its samples; nothing is written."""
+    """What `result.json` of an evaluation holds, among it what of the run's recipe was `changed`, and its samples;
+    nothing is written."""
     started = time.perf_counter()
     prompts = recipe.task.prompts("test")
     if (rows := recipe.task.report()) is not None:
@@ -81,6 +83,8 @@ def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
         before, after = _evaluated(recipe, prompts)
     result = stage.figures(recipe, EVALUATION, started, before.metrics, after.metrics)
+    if changed := changes(recipe, EVALUATION, recipe.folder):
+        result["changed"] = {key: here for key, (_, here) in changed.items() if here is not ABSENT}
     return result, sample_rows(*(Responses.of(one.rollout, one.scores, one.judged) for one in (before, after)))
 
 

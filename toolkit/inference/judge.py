@@ -1,6 +1,7 @@
 """`toolkit judge`: several trained runs by a second reward, on one page."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from toolkit import processes
 from toolkit.disk import write_whole, writing
 from toolkit.errors import RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import measured
-from toolkit.inference.saved_run import open_run
-from toolkit.reports import ComparedRun, comparison_page, write_json
+from toolkit.inference.saved_run import open_run, responds_by_q
+from toolkit.reports import ComparedRun, comparison_page, read_result, write_json
 from toolkit.runs.comparison import differing, labels_of
 from toolkit.runs.owned import check_output
 
@@ -30,7 +31,7 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
         runs_dir: folder of all runs.
 
     Returns:
-        By run, its metrics `before` and `after`.
+        By run, its metrics `before` and `after`, the section `judge`, and what of the recipe was `changed`.
 
     Raises:
         RecipeError: there is no such run, it is not finished, or there is no judge for it.
@@ -46,20 +47,34 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
                 "Give one: judge.kind=adapter start.judge=runs/OTHER/reward/reward, or judge.kind=function and so on."
             )
             raise RecipeError(f'the run "{recipe.run}" has no section judge.', field="judge", remedy=remedy)
-    runs = []
+    runs, figures = [], {}
     for label, recipe in zip(labels_of(folders), recipes, strict=True):
         result, samples = measured(recipe)
-        runs.append(ComparedRun(label, result, [], samples))  # without the metrics of training
-    figures = {run.name: {side: run.result[side] for side in ("before", "after")} for run in runs}
+        trained = read_result(recipe.stage_folder("q" if responds_by_q(recipe) else "ppo")) or {}
+        sides = {side: result[side] for side in ("before", "after")}
+        # Without the metrics of training.
+        runs.append(ComparedRun(label, sides | {"warnings": trained.get("warnings", [])}, [], samples))
+        figures[label] = sides | {"judge": recipe.values["judge"]}
+        if "changed" in result:
+            figures[label]["changed"] = result["changed"]
+    judges = dict.fromkeys(json.dumps(one["judge"], ensure_ascii=False) for one in figures.values())
+    about, changed = f"The judge: {'; '.join(judges)}.", _changed(figures)
+    about += f" What the recipes had otherwise: {changed}." if changed else ""
 
     def write() -> None:
         with writing(output):
-            write_whole(output.resolve(), comparison_page("judge", runs, differing(folders)))
+            write_whole(output.resolve(), comparison_page("judge", runs, differing(folders), about=about))
         write_json(figures_file, figures)
 
     processes.by_main(write)
     Console().print(_table(figures))
     return figures
+
+
+def _changed(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """The keys, beside the judge's, that were given in place of what the recipes of runs say."""
+    pairs = (pair for one in figures.values() for pair in one.get("changed", {}).items())
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in dict(pairs).items() if key[:6] != "judge.")
 
 
 def _beside(page: Path, runs: Sequence[Path]) -> Path:

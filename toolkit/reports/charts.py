@@ -10,7 +10,7 @@ _MOST_POINTS = 300  # of a curve; of more, neighbours become their mean with the
 _BINS = 24
 _TICKS = 4  # about so many
 COLOURS = 6
-"""How many there are: `s0`, `s1`, …, in the style of a page."""
+"""How many there are: `s0`, `s1`, …, in the style of a page; one that comes again has its lines dashed, `again`."""
 
 Point = tuple[float, float]
 Band = tuple[float, float, float]  # x, low, high
@@ -20,9 +20,10 @@ def short(value: float, digits: int = 3) -> str:
     """A number with three digits, or so many, or a whole one."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    if 1e3 <= abs(value) < 1e6:
+    size = abs(float(f"{value:.{digits}g}"))  # 999.7 is 1,000
+    if 1e3 <= size < 1e6:
         return f"{value:,.{max(0, digits - 3)}f}"
-    return f"{value:.{digits}g}" if 1e-3 <= abs(value) < 1e3 else f"{value:.{digits - 2}e}"
+    return f"{value:.{digits}g}" if 1e-3 <= size < 1e3 else f"{value:.{digits - 2}e}"
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
@@ -93,12 +94,13 @@ def _range(values: Iterable[float]) -> Point:
     return low, high
 
 
-def _colours(names: Sequence[str]) -> dict[str, int]:
-    return {name: i % COLOURS for i, name in enumerate(names)}
+def _colours(names: Sequence[str]) -> dict[str, str]:
+    """The classes of each name."""
+    return {name: f"s{i % COLOURS}{' again' * (i >= COLOURS)}" for i, name in enumerate(names)}
 
 
-def _chart(title: str, body: str, *, legend: Mapping[str, int] | None = None, below: str = "") -> str:
-    names = "".join(f'<span class="s{i}">{html.escape(name)}</span>' for name, i in (legend or {}).items())
+def _chart(title: str, body: str, *, legend: Mapping[str, str] | None = None, below: str = "") -> str:
+    names = "".join(f'<span class="{of}">{html.escape(name)}</span>' for name, of in (legend or {}).items())
     below = f'<text class="tick end" x="{WIDTH - _RIGHT}" y="{HEIGHT - 1}">{html.escape(below)}</text>' if below else ""
     return (
         f'<figure><figcaption>{html.escape(title)}<span class="legend">{names}</span></figcaption>'
@@ -134,13 +136,14 @@ def curves(
             line = f'<line class="mark" x1="{place}" x2="{place}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}">'
             body.append(f"{line}<title>{html.escape(text)}</title></line>")
     for name, (points, _) in drawn.items():
-        i = colours[name]
+        of = colours[name]
         outline = [(x, high) for x, _, high in bands[name]] + [(x, low) for x, low, _ in reversed(bands[name])]
         if outline:
-            body.append(f'<polygon class="band s{i}" points="{plane.path(outline)}"/>')
+            body.append(f'<polygon class="band {of}" points="{plane.path(outline)}"/>')
         if len(points) == 1:
-            body.append(f'<circle class="dot s{i}" cx="{plane.x(points[0][0])}" cy="{plane.y(points[0][1])}" r="2.5"/>')
-        body.append(f'<polyline class="line s{i}" points="{plane.path(points)}"/>')
+            x, y = points[0]
+            body.append(f'<circle class="dot {of}" cx="{plane.x(x)}" cy="{plane.y(y)}" r="2.5"/>')
+        body.append(f'<polyline class="line {of}" points="{plane.path(points)}"/>')
     legend = {name: colours[name] for name in series} if len(series) > 1 or places else None
     return _chart(title, "".join(body), legend=legend)
 

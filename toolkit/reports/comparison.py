@@ -32,15 +32,17 @@ class ComparedRun:
     samples: Sequence[dict[str, Any]]
 
 
-def comparison_page(stage: str, runs: Sequence[ComparedRun], differing: Mapping[str, Sequence[Any]]) -> str:
-    """The page as text; `differing` are the values that each run has at a key of the recipe."""
+def comparison_page(
+    stage: str, runs: Sequence[ComparedRun], differing: Mapping[str, Sequence[Any]], *, about: str = ""
+) -> str:
+    """The page as text; `differing` are the values that each run has at a key of the recipe, `about` is said first."""
     names = [run.name for run in runs]
     title = f"{stage}: {', '.join(names)}"
     said = ((run.name, verdict(run.result, run.samples)) for run in runs)
     verdicts = "".join(f"<p><b>{html.escape(name)}</b>: {html.escape(text)}</p>" for name, text in said if text)
     body = (
-        f"<h1>{html.escape(title)}</h1>{verdicts}{_figures(runs)}"
-        f"{_settings(names, differing)}{_curves(runs)}{_samples(runs)}"
+        f"<h1>{html.escape(title)}</h1>{f'<p>{html.escape(about)}</p>' if about else ''}{verdicts}{_figures(runs)}"
+        f"{_settings(names, differing) if len(runs) > 1 else ''}{_curves(runs)}{_samples(runs)}"
     )
     return page(title, body)
 
@@ -48,8 +50,9 @@ def comparison_page(stage: str, runs: Sequence[ComparedRun], differing: Mapping[
 def _figures(runs: Sequence[ComparedRun]) -> str:
     sides = [(run.result.get("before") or {}, run.result.get("after") or {}) for run in runs]
     keys = dict.fromkeys(key for pair in sides for side in pair for key in side)
-    rows = [(key, *(" → ".join(number(s[key]) for s in pair if key in s) or "–" for pair in sides)) for key in keys]
-    rows += [("seconds", *(number(run.result.get("seconds", "–")) for run in runs))]
+    rows = [(key, *(" → ".join(number(side.get(key, "–")) for side in pair) for pair in sides)) for key in keys]
+    if any("seconds" in run.result for run in runs):
+        rows += [("seconds", *(number(run.result.get("seconds", "–")) for run in runs))]
     rows += [("warnings", *(str(len(run.result.get("warnings") or ())) for run in runs))]
     columns = ("", *(run.name for run in runs))
     return f"<h2>Figures, before → after</h2>{figures_table(columns, rows)}"

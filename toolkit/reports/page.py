@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.data import PER_RULE
 from toolkit.disk import write_whole, writing
+from toolkit.errors import printable
 from toolkit.reports.charts import COLOURS, Band, Point, bars, curves, histogram, scatter
 from toolkit.reports.files import SPREADS
 from toolkit.reports.pairs import ScoredPair, worst_errors
@@ -44,12 +45,13 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 74rem; margin: 0 auto; padding: 1.2rem clamp(.8rem, 3vw, 2rem);
   color: var(--text); background: var(--back) }
 h1 { margin: .2rem 0; font-size: 1.5rem } h2 { margin: 2rem 0 .4rem; font-size: 1.15rem }
-p { margin: .3rem 0; max-width: 50rem } .soft, small, caption { color: var(--soft) }
+body { overflow-wrap: anywhere } p { margin: .3rem 0; max-width: 50rem } .soft, small, caption { color: var(--soft) }
 .verdict { font-size: 1.1rem; font-weight: 600; max-width: none }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; margin: .6rem 0 } caption { text-align: left; padding: .2rem 0 }
 td, th { border-bottom: 1px solid var(--line); padding: .3rem .7rem; text-align: left; vertical-align: top }
-td { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 4rem }
+td { white-space: pre-wrap; min-width: 4rem; unicode-bidi: plaintext }
+table:not(.text) td:first-child:not(:last-child) { min-width: 9rem; overflow-wrap: break-word }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 th button { font: inherit; font-weight: 600; color: inherit; background: none; border: 0; padding: 0; cursor: pointer }
 th button::after { content: " \\2195"; color: var(--soft) }
@@ -57,8 +59,10 @@ summary { cursor: pointer; color: var(--soft) }
 table.text { width: 100% } table.text td:not(.n) { min-width: 12rem }
 td.share { width: 12rem } td.share svg { width: 100%; height: .6rem }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); gap: .6rem 1.2rem }
-figure { margin: 0 } figcaption { font-weight: 600; font-size: .85rem } figure svg { width: 100%; height: auto }
+figure { margin: 0; min-width: 0 }
+figcaption { font-weight: 600; font-size: .85rem } figure svg { width: 100%; height: auto }
 .legend span { margin-left: .8rem; font-weight: 400; color: var(--c) }
+.legend .again { text-decoration: underline dashed } .line.again { stroke-dasharray: 5 3 }
 .tick { font-size: 10px; fill: var(--soft) } .end { text-anchor: end } .middle { text-anchor: middle }
 .grid { stroke: var(--line); stroke-width: .6 }
 .mark { stroke: var(--warn); stroke-width: 1.2; stroke-dasharray: 3 2; fill: none }
@@ -111,7 +115,8 @@ def table(
 def _cell(value: object, mark: str) -> str:
     # A number is sorted by itself, not by the form in which it is shown.
     own = f' data-v="{value!r}"' if isinstance(value, float) and math.isfinite(value) else ""
-    return f"<td{mark}{own}>{html.escape(f'{value:.3f}' if isinstance(value, float) else str(value))}</td>"
+    text = html.escape(f"{value:.3f}" if isinstance(value, float) else printable(str(value)))
+    return f"<td{mark}{own}>{text}</td>"
 
 
 def points_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
@@ -196,7 +201,7 @@ def figures_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _before_after(result: dict[str, Any]) -> str:
     before, after = result.get("before") or {}, result.get("after") or {}
     rows = [(key, number(before.get(key, "–")), number(after.get(key, "–"))) for key in {**before, **after}]
-    last = "now" if result.get("running") else "after"
+    last = "now" if _unfinished(result) else "after"
     return f"<h2>Before and {last}</h2>{figures_table(('', 'before', last), rows)}" if rows else ""
 
 
@@ -278,13 +283,20 @@ def _warnings(warnings: Sequence[dict[str, Any]]) -> str:
     return f'<h2>Warnings</h2><div class="warnings">{"".join(lines)}</div>'
 
 
+def _unfinished(result: Mapping[str, Any]) -> Any:
+    """How far a stage is that has not finished."""
+    return result.get("running") or result.get("stopped")
+
+
 def _what_was_run(result: dict[str, Any], recipe: str) -> str:
     memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
-    rows = [("stage", result["stage"]), ("seed", result["seed"]), ("finished", result.get("date", "–"))]
+    written = "written" if _unfinished(result) else "finished"
+    rows = [("recipe", result["recipe"]), ("stage", result["stage"]), ("seed", result["seed"])]
+    rows += [(written, result.get("date", "–"))]
     rows += [("took", f"{result['seconds']:.0f} s"), ("peak memory", memory)]
     rows += [(f"rows: {split}", count) for split, count in (result.get("rows") or {}).items()]
     for split, reasons in (result.get("left_out") or {}).items():
-        rows += [(f"left out of {split}", ", ".join(f"{count} × {why}" for why, count in reasons.items()))]
+        rows += [(f"left out of {split}", ", ".join(f"{n} × {why}" for why, n in reasons.items()))] if reasons else []
     rows += [(name.replace("_", " "), value) for name, value in (result.get("machine") or {}).items()]
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items()))]
     spent = result.get("spent") or {}
@@ -306,18 +318,20 @@ def write_report(
     """Write the page into a stage's folder.
 
     Args:
-        result: what goes to `result.json`; while the stage runs, what is known of it, and as `running` how far it is.
+        result: what goes to `result.json`; where training did not end at its last step, or not with the last weights,
+            `ended` says so; of a stage that has not finished what is known of it, and as `running` or
+            `stopped` how far it is.
         metrics: rows of the metrics file.
         samples: rows of `sample_rows`.
         recipe: the resolved one as YAML.
         pairs: held-out pairs of a reward, whose evaluation is `result["judgement"]`.
     """
-    title, running = f"{result['recipe']}: {result['stage']}", str(result.get("running", ""))
+    title, told = f"{result['run']}: {result['stage']}", str(_unfinished(result) or result.get("ended", ""))
     warnings = result.get("warnings") or ()
     said = verdict(result, samples)
     body = (
         f"<h1>{html.escape(title)}</h1>"
-        f"{f'<p>{html.escape(running)}</p>' if running else ''}"
+        f"{f'<p>{html.escape(told)}</p>' if told else ''}"
         f"{f'<p class=verdict>{html.escape(said)}</p>' if said else ''}"
         f"{_warnings(warnings)}{_before_after(result)}{_pairs(result['judgement'], pairs) if pairs else ''}"
         f"{_curves(metrics, warnings, evaluations(result, metrics))}"
@@ -325,4 +339,4 @@ def write_report(
     )
     path = folder / REPORT_FILE
     with writing(path):
-        return write_whole(path, page(title, body, refresh=60 if running else 0))
+        return write_whole(path, page(title, body, refresh=60 if result.get("running") else 0))

@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from toolkit import phases
 from toolkit.errors import printable
+from toolkit.reports.charts import short
 from toolkit.reports.files import SPREADS, peak_memory_gb
 
 _SHOWN = {
@@ -31,7 +32,7 @@ _SHOWN = {
     "explained_variance": "critic explains {:.2f}",
     "loss": "loss {:.4f}",
     "accuracy": "accuracy {:.3f}",
-    "samples_per_second": "{:.3g} samples/s",
+    "samples_per_second": "{} samples/s",
     "eval_loss": "eval loss {:.4f}",
     "eval_score": "eval score {:.3f}",
     "eval_judge": "eval judge {:.3f}",
@@ -40,6 +41,7 @@ _SHOWN = {
     "skipped_steps": "{:.0f} steps skipped",
 }
 _QUIET = 60.0  # seconds without a line, where there is no terminal, after which one says what is going on
+_SHORTEST_BAR, _LONGEST_BAR = 8, 20  # characters; none at all where less is left of a line
 _STEPS_OF_PACE = 20  # over which seconds a step are averaged
 
 
@@ -47,6 +49,8 @@ def figures(logs: dict[str, Any]) -> dict[str, str]:
     """What matters of a line of metrics, each as it is shown."""
     numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
     shown = {name: form.format(numbers[name]) for name, form in _SHOWN.items() if name in numbers}
+    if "samples_per_second" in numbers:
+        shown["samples_per_second"] = f"{short(numbers['samples_per_second'])} samples/s"
     for name, spread in SPREADS.items():
         if name in shown and spread in numbers:
             shown[name] += f" ± {float(logs[spread]):.3f}"
@@ -253,7 +257,7 @@ class Progress(TrainerCallback, ExportableState):
         if self._pace is None:
             return []
         now, each, left = time.monotonic(), self._pace.seconds_a_step, self._pace.left(time.monotonic())
-        pace = [] if each is None or left is None else [f"{each:.3g} s/{self._unit}", f"{clock(left)} left"]
+        pace = [] if each is None or left is None else [f"{short(each)} s/{self._unit}", f"{clock(left)} left"]
         return [f"{clock(now - self._pace.began)} elapsed", *pace]
 
     def _memory(self) -> str:
@@ -264,15 +268,17 @@ class Progress(TrainerCallback, ExportableState):
         return f"{self.title} {self._count()}  {' · '.join([self._doing(), *self._times()])}"
 
     def _panel(self) -> Table:
-        """Two lines: where the run is, and its last figures."""
+        """Where the run is, and its last figures: two lines, or more where the terminal is narrow."""
         panel = Table.grid()
         line = Table.grid(padding=(0, 1))
-        now = Text(" · ".join([self._doing(), *self._times()]))
+        now = " · ".join([self._doing(), *self._times()])
         if self._pace is None:
-            line.add_row(Spinner("dots"), Text(self.title), now)
+            line.add_row(Spinner("dots"), Text(self.title), Text(now))
+        elif (left := self.console.width - len(f"{self.title}  {self._count()} {now}")) < _SHORTEST_BAR:
+            line.add_row(Text(f"{self.title} {self._count()}  {now}"))
         else:
-            bar = ProgressBar(total=self._pace.total, completed=self._pace.ends[-1][0], width=20)
-            line.add_row(Text(self.title), bar, Text(self._count()), now)
+            bar = ProgressBar(total=self._pace.total, completed=self._pace.ends[-1][0], width=min(left, _LONGEST_BAR))
+            line.add_row(Text(self.title), bar, Text(self._count()), Text(now))
         panel.add_row(line)
         if self._figures:
             panel.add_row(Text(" · ".join([*self._figures.values(), self._memory()])))

@@ -72,9 +72,11 @@ def _folder(name: str, runs_dir: Path) -> Path:
 def _run(label: str, folder: Path) -> ComparedRun:
     """What a run's stage has written so far; what is not as the toolkit writes it is left out."""
     result = dict(read_result(folder) or {})
-    finished, warned = bool(result), folder / WARNINGS_FILE
+    finished, warned, metrics = bool(result), folder / WARNINGS_FILE, read_jsonl(folder / METRICS_FILE)
     if not finished:
         result["before"] = (read_json(folder / BEFORE_FILE) or {}).get("metrics")
+        result["after"], step = _last_evaluation(metrics)
+        label += f" (step {step}, not finished)" if metrics else " (not finished)"
         result["warnings"] = read_jsonl(warned) if warned.is_file() else []
     result |= {side: result.get(side) if isinstance(result.get(side), dict) else {} for side in ("before", "after")}
     if not isinstance(result.get("warnings"), list):
@@ -82,7 +84,13 @@ def _run(label: str, folder: Path) -> ComparedRun:
     path = folder / SAMPLES_FILE
     # A run that was made longer has those of its earlier end until it ends again.
     samples = [row for row in read_jsonl(path) if _is_sample(row)] if finished and path.is_file() else []
-    return ComparedRun(label, result, read_jsonl(folder / METRICS_FILE), samples)
+    return ComparedRun(label, result, metrics, samples)
+
+
+def _last_evaluation(metrics: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], Any]:
+    """The figures of a run that has not finished, of its last evaluation, and the step that it is at."""
+    of_each = [{name[5:]: value for name, value in row.items() if name.startswith("eval_")} for row in metrics]
+    return next(filter(None, reversed(of_each)), {}), metrics[-1].get("step", "?") if metrics else 0
 
 
 def _is_sample(row: dict[str, Any]) -> bool:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import TrainerCallback, set_seed
+from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from toolkit import phases, processes, reports
+from toolkit.checkpoints import step_of
 from toolkit.data import PER_RULE, data_digest
 from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, printable
@@ -126,8 +127,10 @@ def _trained(
     before, responses_before = _before(recipe, stage, trainer)
     if checkpoint is None:  # else a checkpoint knows what it was a warning of
         _tell_evaluated(trainer, before, responses_before)
+    so_far = _ReportAtEvaluations(recipe, stage, started, before, trainer, progress)
     if processes.is_main():
-        trainer.add_callback(_ReportAtEvaluations(recipe, stage, started, before, trainer, progress))
+        trainer.add_callback(so_far)
+    ended = {}
     if stock:
         trainer.train()
         save_stock_roles(trainer, folder, base_name=recipe.base_path)
@@ -135,13 +138,15 @@ def _trained(
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         except RunInterrupted as stop:
+            so_far.stopped()
             raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
         processes.by_main(lambda: _save_model(trainer, folder))
         started -= trainer.seconds_before
+        ended = _how_it_ended(trainer)
     with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"):
         after, responses_after = _measure(recipe, stage, trainer)
     _tell_evaluated(trainer, after, responses_after)
-    result = figures(recipe, stage, started, before, after) | _of_training(trainer, progress)
+    result = figures(recipe, stage, started, before, after) | _of_training(trainer, progress) | ended
     if cut:
         result["cut"] = cut
     samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
@@ -191,26 +196,57 @@ def _of_training(trainer: Any, progress: Progress) -> dict[str, Any]:
     return {**found, "spent": progress.spent}
 
 
+def _how_it_ended(trainer: Any) -> dict[str, str]:
+    """For the result a sentence where training ended before its last step, or not with its last weights: it is said."""
+    args, state = trainer.args, trainer.state
+    said, metric = [], (args.metric_for_best_model or "loss").removeprefix("eval_")
+    if state.global_step < state.max_steps:
+        stoppers = (one for one in trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback))
+        patience = next((one.early_stopping_patience for one in stoppers if _has_stopped(one)), 0)
+        why = f": no better {metric} in {patience} evaluation{'s' * (patience > 1)}" if patience else ""
+        said.append(f"It stopped early, at step {state.global_step} of {state.max_steps}{why}.")
+    if args.load_best_model_at_end and state.best_model_checkpoint:
+        best = step_of(Path(state.best_model_checkpoint))
+        if best < state.global_step:
+            said.append(f"The weights are those of step {best} of {state.global_step}, the best by {metric}.")
+    for sentence in said:
+        say(sentence)
+    return {"ended": " ".join(said)} if said else {}
+
+
+def _has_stopped(stopper: EarlyStoppingCallback) -> bool:
+    return bool(stopper.early_stopping_patience_counter >= stopper.early_stopping_patience)
+
+
 class _ReportAtEvaluations(TrainerCallback):
-    """Writes the report of a stage that goes on, as far as it is, at each evaluation."""
+    """Writes the report of a stage that goes on, as far as it is, at each evaluation and where it is stopped."""
 
     def __init__(
         self, recipe: Recipe, stage: str, started: float, before: dict[str, Any], trainer: Any, progress: Progress
     ):
         self.recipe, self.stage, self.started, self.before = recipe, stage, started, before
         self.trainer, self.progress = trainer, progress
+        self.now: dict[str, Any] | None = None  # what the last evaluation has measured
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        if not self.trainer.is_in_train:
-            return
-        folder = self.recipe.stage_folder(self.stage)
-        now = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
+        if self.trainer.is_in_train:
+            measured = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
+            self.now = {name: value for name, value in measured.items() if name in self.before}
+            self._write("running")
+
+    def stopped(self) -> None:
+        """Training has been stopped; where no evaluation has written a report there is none."""
+        if self.now is not None:
+            self._write("stopped")
+
+    def _write(self, how: str) -> None:
+        folder, state = self.recipe.stage_folder(self.stage), self.trainer.state
         started = self.started - getattr(self.trainer, "seconds_before", 0.0)
-        result = figures(self.recipe, self.stage, started, self.before, now)
+        result = figures(self.recipe, self.stage, started, self.before, self.now or {})
         result |= _of_training(self.trainer, self.progress)
-        result["running"] = f"Running: step {state.global_step} of {state.max_steps} at {result['date']}."
+        result[how] = f"{how.title()}: step {state.global_step} of {state.max_steps} at {result['date']}."
         reports.write_report(
             folder, result, reports.read_jsonl(folder / reports.METRICS_FILE), [], self.recipe.to_yaml()
         )
@@ -265,6 +301,7 @@ def figures(
 ) -> dict[str, Any]:
     """What `result.json` holds of every stage; `started` is when it began, by `time.perf_counter`."""
     return {
+        "run": recipe.run,
         "recipe": recipe.name,
         "stage": stage,
         "seed": recipe.seed,
