@@ -154,7 +154,10 @@ def prune(folder: Path) -> None:
 
 
 def written_in(folder: Path) -> list[Path]:
-    """The files that a sealed folder lists, and its manifest, last; none where that is missing or damaged."""
+    """The files that a sealed folder lists, and its manifest, last; none where that is missing or damaged, or of a link
+    to a folder, which is another's."""
+    if folder.is_symlink():
+        return []
     try:
         listed = sealed_files(folder)
     except ToolkitError:

@@ -180,6 +180,15 @@ def test_a_manifest_that_lists_files_elsewhere_deletes_none(tmp_path):
     assert mine.read_text() == "mine" and not folder.exists()
 
 
+def test_a_checkpoint_that_is_a_link_stays_whole_where_it_is(tmp_path):
+    """As one that was moved to another disk."""
+    moved = write(tmp_path, 1, "old").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint-1").symlink_to(moved)
+    write(tmp_path, 2, "new")
+    rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-2"])
+    assert problem_of(moved) is None and problem_of(tmp_path / "checkpoint-1") is None
+
+
 def test_a_damaged_checkpoint_is_not_deleted(tmp_path):
     (write(tmp_path, 1, "old") / MANIFEST).write_text("{")
     write(tmp_path, 2, "new")

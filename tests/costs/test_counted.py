@@ -2,10 +2,12 @@
 
 import gc
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from bitsandbytes.nn import Linear4bit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +25,7 @@ from toolkit.costs import (
     take_shape,
     weight_bytes_of,
 )
+from toolkit.costs.counted import AsOnACard
 from toolkit.costs.devices import here, this_cpu
 from toolkit.costs.outline import alike
 from toolkit.data import doubling
@@ -50,6 +53,41 @@ def test_a_product_costs_its_operations_and_its_bytes():
     assert costs.peak == counted.total == SIZE and isinstance(product, Weightless)
     del product
     assert counted.total == 0
+
+
+def test_operations_of_products_that_torch_counts_by_another_name_or_not_at_all():
+    counted, weight = fresh(WIDTH, 16)
+    data = Weightless.like(torch.empty(ROWS, 16, device="meta"))
+    made = Weightless.like(torch.empty(ROWS, WIDTH, device="meta"))
+    experts = Weightless.like(torch.empty(4, 16, WIDTH, device="meta"))
+    with counted.phase() as costs, torch.no_grad():
+        made.addmm_(data, weight.t())
+        grouped = torch._grouped_mm(data, experts, torch.tensor([10, 20, 30, ROWS], dtype=torch.int32))
+    assert grouped.shape == (ROWS, WIDTH) and grouped.dtype is torch.float32
+    # A row of each is multiplied with one matrix of its kind.
+    assert [kernel.flops for kernel in costs.kernels.elements()] == [2 * ROWS * 16 * WIDTH] * 2
+
+
+def test_a_lookup_reads_the_rows_that_it_is_asked_for():
+    counted, table = fresh(50000, WIDTH)
+    with counted.phase() as costs:
+        F.embedding(torch.zeros(4, 8).long(), table)
+    (kernel,) = costs.kernels.elements()
+    assert kernel.bytes == 32 * 8 + 2 * 32 * WIDTH * 4  # ids; rows, read and written
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+def test_dropout_and_norms_of_a_card(on_card):
+    """Dropout on a card keeps a byte for each number, and layer norms are in float32 under autocast."""
+    counted, weight = fresh(WIDTH, WIDTH)
+    with AsOnACard() if on_card else nullcontext(), counted.phase() as costs, torch.autocast("cpu", torch.bfloat16):
+        made = nn.Dropout(0.5)(weight)
+    assert costs.of_end["activations"] == made.nbytes + (made.numel() if on_card else made.nbytes)
+    norm = nn.LayerNorm(WIDTH, dtype=torch.bfloat16)
+    data = Weightless.like(torch.empty(ROWS, WIDTH, dtype=torch.bfloat16, device="meta"))
+    with AsOnACard() if on_card else nullcontext(), counted.phase(), torch.autocast("cpu", torch.bfloat16):
+        assert norm(data).dtype is (torch.float32 if on_card else torch.bfloat16)
+    assert torch.equal(F.dropout(torch.ones(3), training=False), torch.ones(3))
 
 
 @pytest.mark.parametrize(("checkpointed", "kept"), [(False, 8), (True, 0)])
@@ -272,7 +310,7 @@ def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, m
     for ours, theirs in zip(told, whole, strict=True):
         assert ours.costs.kernels == theirs.costs.kernels, ours.name
         assert (ours.costs.peak, ours.costs.of_peak) == (theirs.costs.peak, theirs.costs.of_peak), ours.name
-    assert [phase.name for phase in told].count("evaluation") == 3  # prompts, the last token, the judge
+    assert [phase.name for phase in told].count("evaluation") == 5  # prompts, the last token, reading, reward and judge
     # AdamW, of each number in float32: the gradient for its norm, clipped and read again, weight and state there and
     # back.
     (step,) = [phase for phase in told if phase.name == "optimizer"]

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tests.tiny_models import shared_base
 from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here
 from toolkit import recipes
-from toolkit.costs import CARDS, named
+from toolkit.costs import CARDS, Lengths, named
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs.plan import _Planner, plan
 
@@ -158,10 +158,53 @@ def test_models_beside_the_base_are_in_the_named_card_s_precision_too(
     assert "RTX 4090 in bfloat16" in str(report)
 
 
-@pytest.mark.parametrize(("max_length", "rows"), [(40, "34 + 6"), (5, "1 + 4"), (64, "58 + 6"), (80, "64 + 6")])
-def test_rows_that_are_bounded_in_all_have_a_response_too(max_length, rows, checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("max_length", "rows", "row"),
+    [
+        (40, "39 + 6 tokens, 40 in all,", (34, 6)),
+        (5, "4 + 4 tokens, 5 in all,", (1, 4)),
+        (64, "63 + 6 tokens, 64 in all,", (58, 6)),
+        (80, "64 + 6 tokens, all", (64, 6)),
+        ("null", "64 + 6 tokens, all", (64, 6)),
+    ],
+)
+def test_rows_that_are_bounded_in_all(max_length, rows, row, checkpoint, tmp_path):
+    """A batch has the longest prompt and the longest response, which are not of one row."""
     keys = ("data.max_prompt_length=64", f"ppo.max_length={max_length}")
-    assert f"rows of {rows} tokens" in str(plan(chat_recipe(tmp_path, checkpoint, *keys), "4090", notes=False))
+    report = plan(chat_recipe(tmp_path, checkpoint, *keys), "4090", notes=False)
+    assert f"rows of {rows}" in str(report) and report.lengths.of_a_row == Lengths(*row)
+    if sum(row) > 6:  # of fewer the prompts are the most
+        # Keys and values of 2 layers of 32 numbers in 16 bits, of 4 rows.
+        tokens = report.lengths.prompt + report.lengths.response - 1
+        assert phases(report)["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
+
+
+def test_no_row_is_longer_than_the_base_has_positions_for(checkpoint, tmp_path):
+    report = plan(chat_recipe(tmp_path, checkpoint, "ppo.response_length=4000"), "4090", notes=False)
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert report.lengths.both == config["max_position_embeddings"]
+    row = report.lengths.of_a_row
+    assert row.prompt + row.response == report.lengths.both
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mixtral", "openai-gpt"])
+def test_any_architecture_is_planned(kind, tmp_path):
+    """Layers without keys, experts in float32, and no gradient checkpointing."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
+    own = {
+        "lfm2": {**sizes, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+        "mixtral": {**sizes, "num_key_value_heads": 2, "num_local_experts": 4},
+        "openai-gpt": {"n_embd": 64, "n_head": 4, "n_layer": 2},
+    }[kind]
+    stage = {"max_steps": 2, "gradient_checkpointing": False}
+    values = recipes.load("doubling").values | {"base": {"config": {"model_type": kind, **own}, "dtype": "float32"}}
+    values = {key: value for key, value in values.items() if key not in ("about", "reward", "reward_head", "scorer")}
+    values |= {"sft": stage, "scorer": {"kind": "function", "function": "statistics:fmean"}}
+    values |= {"adapters": {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}}
+    values |= {"ppo": {**stage, "response_length": 8}}
+    report = plan(recipes.load(values, run="planned", runs_dir=tmp_path))
+    assert all(phase.total > 0 for phase in report.memory) and len(report.times) == 5
+    assert any("gradient checkpointing" in str(note) for note in report.notes) is (kind != "openai-gpt")
 
 
 def test_a_card_that_is_not_known_is_planned_by_its_memory(checkpoint, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from toolkit.errors import RecipeError, RewardError
 from toolkit.models import Precision, fast_precision
 from toolkit.runs.take_over import take_over
 from toolkit.spec.load import recipe_folder
+from toolkit.spec.stage import check_stage
 from toolkit.trainers.trl_compat import HAS_PPO
 
 MINIMAL = {
@@ -512,6 +513,14 @@ def test_null_takes_a_number_of_a_stage_away():
     config = recipes.load("doubling", "ppo.max_steps=null", "ppo.num_train_epochs=2").stage_config("ppo")
     assert config.max_steps == -1 and config.number_of_updates(1280) == 20
     assert recipes.load("doubling", "ppo.cliprange=null").values["ppo"]["cliprange"] is None  # null is a value of it
+
+
+def test_kernels_that_are_not_installed(monkeypatch):
+    for there in (False, True):
+        monkeypatch.setattr("toolkit.spec.stage.is_liger_kernel_available", lambda there=there: there)
+        wrong = ["sft.use_liger_kernel"] if not there else []
+        problems = check_stage("sft", {"max_steps": 1, "use_liger_kernel": True})
+        assert [problem.field for problem in problems if "installed" in problem.wrong] == wrong
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
@@ -22,6 +24,8 @@ _ASKED = torch.int64, torch.int32, torch.bool  # dtypes of which code may ask th
 _LARGE = 2**16  # numbers of a tensor that are not made for nothing
 _FUSED_ROWS = 8  # up to which a card multiplies with packed 4-bit weights; more, and they are unpacked first
 _aten = torch.ops.aten
+_GROUPED = _aten._grouped_mm.default
+_ALSO = {_aten.addmm_: _aten.addmm}  # operators whose operations torch counts by another one's name
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 _EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default)
 
@@ -121,8 +125,29 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
         return torch.zeros(leaf.shape, dtype=leaf.dtype) if asked else Weightless(leaf)
 
     args, kwargs = tree_map(bare, (args, kwargs))
-    made = func(*args, **kwargs)
+    made = _grouped(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
     return tree_map(wrapped, made), made, _tensors((*args, *kwargs.values()))
+
+
+class AsOnACard(TorchFunctionMode):
+    """Inside, what is counted on the CPU is what a card does, where it does otherwise: dropout keeps truth values and
+    no factors, and under autocast the norms of layers are taken in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _OF_A_CARD.get(func, func)(*args, **(kwargs or {}))
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+def _layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        input, weight, bias = (None if given is None else given.float() for given in (input, weight, bias))
+    return F.layer_norm(input, shape, weight, bias, eps)
+
+
+_OF_A_CARD: dict[Any, Callable[..., Any]] = {F.dropout: _dropout, F.layer_norm: _layer_norm}
 
 
 class Counted(TorchDispatchMode):
@@ -220,7 +245,8 @@ class Counted(TorchDispatchMode):
         aliases = all(tensor.untyped_storage()._cdata in theirs for tensor in outputs)
         if (aliases and not func._schema.is_mutable) or func in _EMPTY:
             return  # a view, or a place
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        read = inputs[1:] + outputs if func is _aten.embedding.default else inputs  # rows of the table, not all of it
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
         flops, dtype, in_16_bits = 0.0, outputs[0].dtype if outputs else torch.float32, None
         if func is torch.ops.bitsandbytes.gemm_4bit.default:
             rows, (columns, inner) = inputs[0].numel() // inputs[0].shape[-1], args[2]
@@ -229,10 +255,10 @@ class Counted(TorchDispatchMode):
             if rows > _FUSED_ROWS:
                 moved += 2 * unpacked
             self._at_most(unpacked, "unpacked layer")
-        elif func in _ATTENTION:
-            flops = _ATTENTION[func](*args, **kwargs)
-        elif func._overloadpacket in flop_registry:
-            flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=made))
+        elif func in _OPERATIONS:
+            flops = _OPERATIONS[func](*args, **kwargs)
+        elif (known := _ALSO.get(func._overloadpacket, func._overloadpacket)) in flop_registry:
+            flops = float(flop_registry[known](*args, **kwargs, out_val=made))
         self.costs.kernels[Kernel(flops, moved, dtype, in_16_bits)] += 1
 
 
@@ -262,7 +288,25 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
     return 4.0 * rows * heads * length * key.shape[2] * size * (0.5 if causal else 1.0)
 
 
-_ATTENTION: dict[Any, Callable[..., float]] = {
+def _grouped(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, out_dtype: Any = None, **named: Any
+) -> Tensor:
+    """The form of a product of groups of rows, each with a matrix of its own: torch's has none in float32."""
+    shape = {
+        (2, 3): (a.shape[0], b.shape[-1]),
+        (3, 2): (a.shape[-2], b.shape[-1]),
+        (3, 3): (*a.shape[:2], b.shape[-1]),
+    }.get((a.dim(), b.dim()))
+    return a.new_empty(shape or (0 if offs is None else len(offs), a.shape[0], b.shape[-1]), dtype=out_dtype or a.dtype)
+
+
+def _grouped_operations(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> float:
+    rows = a.numel() // (a.shape[0] if (a.dim(), b.dim()) == (3, 2) else 1)  # each column is of one group
+    return 2.0 * rows * b.shape[-1]
+
+
+_OPERATIONS: dict[Any, Callable[..., float]] = {
+    _GROUPED: _grouped_operations,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     # Its two products again, and three for the gradients of each.
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda grad, *qkv, **named: (

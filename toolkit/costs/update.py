@@ -3,7 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, Trainer, TrainingArguments
 
-from toolkit.costs.counted import Costs, Counted, Kernel
+from toolkit.costs.counted import AsOnACard, Costs, Counted, Kernel
 from toolkit.costs.outline import alike, truncated
 from toolkit.data import Rollout
 from toolkit.functional import inverse_cdf
@@ -39,16 +39,31 @@ class Phase:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and response."""
+    """Tokens of the longest prompt and response, and of both together, where less.
+
+    A batch is made of its longest prompt and its longest response, which are of two rows; what reads rows has the
+    longest row.
+    """
 
     prompt: int
     response: int
+    both: int | None = None
+
+    @property
+    def of_a_row(self) -> "Lengths":
+        """Those of the longest row, with a response as long as it can be."""
+        if self.both is None or self.prompt + self.response <= self.both:
+            return Lengths(self.prompt, self.response)
+        response = min(self.response, max(1, self.both - 1))
+        return Lengths(max(1, self.both - response), response)
 
 
 class _Cache(DynamicCache):
     def __init__(self, counted: Counted, config: Any):
         super().__init__(config=config)
         self._counted = counted
+        self.tokens = 0  # which a layer without keys does not know
+        self.is_used = True
 
     def update(self, *arguments: Any, **named: Any) -> Any:
         kept = super().update(*arguments, **named)
@@ -116,7 +131,7 @@ class CountedUpdate:
     Args:
         roles: as `take_shape` leaves them.
         args: of the ppo stage.
-        lengths: of all rows, which are as long as they can be.
+        lengths: of the rows, which are as long as they can be.
         evaluated: of the rows of an evaluation, where they are others.
         on_cpu: whether it is for a CPU, where 4-bit layers are unpacked for the whole of a rollout, and of an update.
     """
@@ -132,7 +147,8 @@ class CountedUpdate:
         on_cpu: bool = False,
     ):
         self.on_cpu, self.evaluated = on_cpu, evaluated or lengths
-        self.counted, self.roles, self.args, self.lengths = counted, roles, args, lengths
+        self.counted, self.roles, self.args = counted, roles, args
+        self.generated, self.lengths = lengths, lengths.of_a_row
         self.tokenizer: Any = SimpleNamespace(pad_token_id=0)
         self.autocast = precision(args, roles)
         roles.train_roles("policy", "value")
@@ -151,27 +167,23 @@ class CountedUpdate:
         A "rollout" is prefill, decode, and what its tokens would be by the base alone, "merged".
         """
 
-        with planned_for_cpu() if self.on_cpu else nullcontext():
+        with planned_for_cpu() if self.on_cpu else AsOnACard():
             return of_all_layers(self.roles, lambda: [phase for name in names or PHASES for phase in self._parts(name)])
 
     def _parts(self, name: str) -> list[Phase]:
         args, batch = self.args, self.args.update_batch_size
         rows = min(args.local_rollout_forward_batch_size, batch)
         if name == "rollout":
-            prefill, *ends, merged = self.decoding(args.rollout_batch_size, merged=args.generation == "merged")
-            tokens = args.rollouts_per_update * (self.lengths.response - 1)
+            merged = args.generation == "merged"
+            prefill, ends, alone = self._decoding(self.generated, args.rollout_batch_size, merged=merged)
+            tokens = args.rollouts_per_update * (self.generated.response - 1)
             # A token costs more the further on it is: half of them as the first, half as the last.
-            decode = [Phase("decode", costs, tokens / 2) for costs in ends]
-            return [Phase("prefill", prefill, args.rollouts_per_update), *decode, Phase("merged", merged, tokens)]
+            halves = [
+                Phase(of, costs, tokens / 2) for of, two in (("decode", ends), ("merged", alone)) for costs in two
+            ]
+            return [Phase("prefill", prefill, args.rollouts_per_update), *halves]
         if name == "evaluation":  # no part of an update
-            learnt, self.lengths = self.lengths, self.evaluated
-            try:
-                prefill, _, last, _ = self.decoding(args.per_device_eval_batch_size)
-                parts = [prefill, last]
-                parts += [self._scoring(rows, role="judge")] if "judge" in self.roles.roles else []
-            finally:
-                self.lengths = learnt
-            return [Phase(name, costs, 0) for costs in parts]
+            return [Phase(name, costs, 0) for costs in self._evaluation()]
         if name == "update":
             steps = min(args.num_mini_batches, batch)
             mini_batch = batch // steps
@@ -180,9 +192,22 @@ class CountedUpdate:
             return [update, Phase("optimizer", self._stepping(), args.num_ppo_epochs * steps)]
         return [Phase(name, self._scoring(rows) if name == "score" else self._reading(rows), batch / rows)]
 
+    def _evaluation(self) -> Iterator[Costs]:
+        """What an evaluation does: it responds, reads the responses and has them scored."""
+        rows = min(self.args.local_rollout_forward_batch_size, self.args.per_device_eval_batch_size)
+        prefill, (_, last), _ = self._decoding(self.evaluated, self.args.per_device_eval_batch_size)
+        learnt, self.lengths = self.lengths, self.evaluated.of_a_row
+        try:
+            scoring = [self._scoring(rows, role=role) for role in ("reward", "judge") if role in self.roles.roles]
+            yield from (prefill, last, self._reading(rows), *scoring)
+        finally:
+            self.lengths = learnt
+
     @torch.no_grad()
-    def decoding(self, rows: int, *, merged: bool = False) -> tuple[Costs, ...]:
-        """Prompts of so many rows, the first token after them and the last one; and that by the base alone."""
+    def _decoding(
+        self, lengths: Lengths, rows: int, *, merged: bool = False
+    ) -> tuple[Costs, tuple[Costs, Costs], tuple[Costs, Costs]]:
+        """Prompts of so many rows, the first token after them and the last one; and these two by the base alone."""
         cache = _Cache(self.counted, self.roles.config)
         with ExitStack() as held, self.roles.role("policy"), self.autocast():
             held.enter_context(self.roles.weights_kept())
@@ -190,36 +215,35 @@ class CountedUpdate:
                 with self.counted.phase(leaves="copied weights"):
                     held.enter_context(self.roles.unpacked(merged=merged, on_cpu=self.on_cpu))
             with self.counted.phase() as prefill:
-                self._forward(rows, self.lengths.prompt, cache)
-            with self.counted.phase() as first:
-                self._forward(rows, 1, cache)
-            self._fill(cache)
-            with self.counted.phase() as last:
-                self._forward(rows, 1, cache)
-            with InRole(self.roles, None), self.counted.phase() as alone:
-                self._forward(rows, 1, cache)
-            return prefill, first, last, alone
+                self._forward(rows, lengths.prompt, cache)
+            first, first_alone = self._tokens(rows, cache)
+            if (missing := lengths.prompt + lengths.response - 1 - cache.tokens) > 0:
+                with self.counted.phase():  # of all tokens but the last there are keys and values
+                    self._forward(rows, missing, cache)
+            last, last_alone = self._tokens(rows, cache)
+            return prefill, (first, last), (first_alone, last_alone)
 
-    def _forward(self, rows: int, tokens: int, cache: DynamicCache) -> None:
+    def _tokens(self, rows: int, cache: "_Cache") -> tuple[Costs, Costs]:
+        """A token of each row, and one by the base alone."""
+        with self.counted.phase() as costs:
+            self._forward(rows, 1, cache)
+        with InRole(self.roles, None), self.counted.phase() as alone:
+            self._forward(rows, 1, cache)
+        return costs, alone
+
+    def _forward(self, rows: int, tokens: int, cache: "_Cache") -> None:
         """A step of generation, and the draw from the logits of its last token."""
         known = inspect.signature(self.roles.causal_lm.forward).parameters
         last_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        ids, mask = torch.ones(rows, tokens).long(), torch.ones(rows, cache.get_seq_length() + tokens).long()
+        cache.tokens += tokens
+        ids, mask = (
+            torch.ones(rows, tokens if cache.is_used else cache.tokens).long(),
+            torch.ones(rows, cache.tokens).long(),
+        )
         output = self.roles(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **last_alone)
+        cache.is_used = getattr(output, "past_key_values", None) is not None  # openai-gpt has none
         uniform = torch.zeros(rows, dtype=torch.float64)
         inverse_cdf(output.logits[:, -1, :].to(torch.float32, copy=True), uniform)
-
-    def _fill(self, cache: DynamicCache) -> None:
-        """Keys and values of all tokens but the last."""
-        missing = self.lengths.prompt + self.lengths.response - 1 - cache.get_seq_length()
-        with self.counted.phase():
-            for index, layer in enumerate(cache.layers):
-                if missing < 1 or layer.keys is None:  # a configuration may name more layers than are counted
-                    continue
-                rows, heads, _, size = layer.keys.shape
-                cache.update(
-                    *(kept.new_empty(rows, heads, missing, size) for kept in (layer.keys, layer.values)), index
-                )
 
     @torch.no_grad()
     def _scoring(self, rows: int, role: str = "reward") -> Costs:

@@ -103,8 +103,8 @@ class _Planner:
         self.limit = card.memory if isinstance(card, Device) else card
         self.context = card.context if isinstance(card, Device) else next(iter(CARDS.values())).context
         self.args = recipe.stage_config("ppo")
-        self.lengths, self.evaluated = self._lengths("train"), self._lengths("validation", "test")
         self.roles = _without_numbers(recipe, "ppo")
+        self.lengths, self.evaluated = self._lengths("train"), self._lengths("validation", "test")
         self.counted = Counted(self.roles.config.get_text_config().vocab_size)
         self.update = self._update(self.args)
         self.static = {**_weights(self.roles, self.args), **self._beside()}
@@ -114,9 +114,11 @@ class _Planner:
         prompt = data.get("max_prompt_length") or max(
             longest_row(stage_dataset(self.recipe, "ppo", "prompts", split)) for split in splits
         )
-        longest = args.max_length or prompt + args.response_length
-        response = min(args.response_length, max(1, longest - 1))
-        return Lengths(max(1, min(prompt, longest - response)), response)
+        limits = [limit for limit in (args.max_length, self.roles.positions[0]) if limit is not None]
+        if not limits:
+            return Lengths(prompt, args.response_length)
+        both = min(limits)
+        return Lengths(min(prompt, max(1, both - 1)), min(args.response_length, max(1, both - 1)), both)
 
     def _update(self, args: Any) -> CountedUpdate:
         return CountedUpdate(
@@ -212,7 +214,7 @@ class _Planner:
         of: dict[str, list[Phase]] = {}
         for phase in phases:
             of.setdefault(phase.name, []).append(phase)
-        (merged,) = of.pop("merged")
+        merged = sum(part.times * device.recorded(part.costs, merged=True) for part in of.pop("merged"))
         del of["evaluation"]
         for name, parts in of.items():
             eager = sum(part.times * device.eager(part.costs) for part in parts)
@@ -220,21 +222,28 @@ class _Planner:
                 yield PhaseTime(name, eager)
                 continue
             graphs = sum(part.times * device.recorded(part.costs) for part in parts)
-            yield PhaseTime(name, eager, graphs, merged.times * device.recorded(merged.costs, merged=True))
+            yield PhaseTime(name, eager, graphs, merged)
 
     # ------------------------------------------------------------------ what to change, and what is assumed
 
     def _notes(self, report: PlanReport) -> Iterator[Problem]:
         args = self.args
-        other = self._with({"gradient_checkpointing": not args.gradient_checkpointing}, "update")
-        said = "without" if args.gradient_checkpointing else "with"
-        yield Problem(f"the update {said} gradient checkpointing: {size_of(other.total)}.")
+        if self._can_checkpoint:
+            other = self._with({"gradient_checkpointing": not args.gradient_checkpointing}, "update")
+            said = "without" if args.gradient_checkpointing else "with"
+            yield Problem(f"the update {said} gradient checkpointing: {size_of(other.total)}.")
         if not report.fits:
             yield self._way_out(report)
         yield Problem(
             self._assumed(self.device) if self.device else "time: not planned, for want of the card's limits."
         )
         yield Problem("the allocator's unused blocks are not counted: leave a tenth of a card free.")
+
+    @property
+    def _can_checkpoint(self) -> bool:
+        own = self.roles.value_model
+        models = [self.roles.causal_lm, *([] if own is None else [own.classifier])]
+        return all(model.supports_gradient_checkpointing for model in models)
 
     def _assumed(self, device: Device) -> str:
         rates = ", ".join(
@@ -280,7 +289,8 @@ class _Planner:
                 rows //= 2
                 yield {name: rows}
         learns = phase == "update" or phase in SUPERVISED
-        checkpointing = {"gradient_checkpointing": True} if learns and not args.gradient_checkpointing else {}
+        more = learns and self._can_checkpoint and not args.gradient_checkpointing
+        checkpointing = {"gradient_checkpointing": True} if more else {}
         if checkpointing:
             yield checkpointing
         rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps

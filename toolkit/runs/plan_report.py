@@ -76,8 +76,11 @@ class PlanReport:
     def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
         """The report, for a notebook or with the options of the command line."""
         lengths = self.lengths
+        in_all = lengths.prompt + lengths.response
+        bound = f", {lengths.both} in all" if lengths.both is not None and lengths.both < in_all else ""
         lines = [
-            f"{self.name} on {self.where}: rows of {lengths.prompt} + {lengths.response} tokens, all at their limit"
+            f"{self.name} on {self.where}: rows of {lengths.prompt} + {lengths.response} tokens{bound}, all at their "
+            "limit"
         ]
         kinds = list(dict.fromkeys(kind for phase in self.memory for kind in phase.parts))
         unit, of_unit = ("GB", 1e9) if self.largest.total >= 1e9 else ("MB", 1e6)

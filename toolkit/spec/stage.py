@@ -8,6 +8,7 @@ import torch
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.utils import is_liger_kernel_available
 
 from toolkit.errors import ConfigError, Problem
 from toolkit.models import Precision
@@ -187,7 +188,10 @@ def _check_order(config: Any) -> None:
 
 
 def _not_installed(stage: str, values: dict[str, Any]) -> list[Problem]:
-    """Problem of a section that reports to what is not here: transformers says so when the stage begins."""
+    """Problem of a section that needs what is not here: transformers says so when the stage begins."""
+    if values.get("use_liger_kernel") is True and not is_liger_kernel_available():
+        wrong = "liger-kernel is not installed."
+        return [Problem(wrong, f"{stage}.use_liger_kernel", "pip install liger-kernel, or remove it.")]
     wanted = values.get("report_to")
     for name in [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []:
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
