@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
@@ -129,12 +128,19 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
     return tree_map(wrapped, made), made, _tensors((*args, *kwargs.values()))
 
 
-class AsOnACard(TorchFunctionMode):
+@contextmanager
+def as_on_a_card() -> Iterator[None]:
     """Inside, what is counted on the CPU is what a card does, where it does otherwise: dropout keeps truth values and
     no factors, and under autocast the norms of layers are taken in float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _OF_A_CARD.get(func, func)(*args, **(kwargs or {}))
+    # Replaced as functions: a mode of torch's does not reach what checkpointing computes again.
+    before = {name: getattr(F, name) for name in _OF_A_CARD}
+    for name, function in _OF_A_CARD.items():
+        setattr(F, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -144,10 +150,10 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         input, weight, bias = (None if given is None else given.float() for given in (input, weight, bias))
-    return F.layer_norm(input, shape, weight, bias, eps)
+    return torch.layer_norm(input, shape, weight, bias, eps)
 
 
-_OF_A_CARD: dict[Any, Callable[..., Any]] = {F.dropout: _dropout, F.layer_norm: _layer_norm}
+_OF_A_CARD: dict[str, Callable[..., Tensor]] = {"dropout": _dropout, "layer_norm": _layer_norm}
 
 
 class Counted(TorchDispatchMode):

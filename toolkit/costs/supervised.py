@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from toolkit.checkpoints import kept_random_states
-from toolkit.costs.counted import AsOnACard, Counted
+from toolkit.costs.counted import Counted, as_on_a_card
 from toolkit.costs.update import _TOKEN, Phase, learning, of_all_layers, unpacked
 from toolkit.data import Kind
 from toolkit.models import SharedBase, planned_for_cpu
@@ -70,7 +70,7 @@ def counted_step(
                     trainer.prediction_step(trainer.model, trainer.data_collator(evaluated), True)
             return [Phase(stage, costs, steps), Phase(f"{stage} evaluation", evaluation, 0)]
 
-        with roles.role("policy") if sft else nullcontext(), planned_for_cpu() if on_cpu else AsOnACard():
+        with roles.role("policy") if sft else nullcontext(), planned_for_cpu() if on_cpu else as_on_a_card():
             step, evaluation = of_all_layers(roles, count)
     return step, evaluation
 

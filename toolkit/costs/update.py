@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, Trainer, TrainingArguments
 
-from toolkit.costs.counted import AsOnACard, Costs, Counted, Kernel
+from toolkit.costs.counted import Costs, Counted, Kernel, as_on_a_card
 from toolkit.costs.outline import alike, truncated
 from toolkit.data import Rollout
 from toolkit.functional import inverse_cdf
@@ -167,7 +167,7 @@ class CountedUpdate:
         A "rollout" is prefill, decode, and what its tokens would be by the base alone, "merged".
         """
 
-        with planned_for_cpu() if self.on_cpu else AsOnACard():
+        with planned_for_cpu() if self.on_cpu else as_on_a_card():
             return of_all_layers(self.roles, lambda: [phase for name in names or PHASES for phase in self._parts(name)])
 
     def _parts(self, name: str) -> list[Phase]:
