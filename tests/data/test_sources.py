@@ -154,6 +154,8 @@ def test_a_hub_id(monkeypatch):
         ("x.csv", "a,b,a\n", 'x.csv, line 1: column 3 of the header is "a" again'),
         ("x.csv", 'a,b\n"1\n2",3\n4,5,6\n', r"x.csv, line 4: 3 fields where the header has 2 \(a, b\). Put a field"),
         ("x.csv", "a,b\n1\n", "x.csv, line 2: 1 fields where the header has 2"),
+        ("x.csv", "a;b\n1,5;2\n", r"x.csv, line 1: the header has semicolons and no comma \(a;b\). Save the file with"),
+        ("x.csv", "a\tb\n1\t2\n", r"the header has tabs and no comma"),
         (
             "x.csv",
             'a,b\n1,2\n"3,4\n5,6\n',

@@ -56,6 +56,7 @@ def answered(folder, output):
         recipe = open_run("chat", "ppo.temperature=1.3", *judge)
         rows = generate(recipe, number=6, compare=True, temperature=1.3, seed=5, output=output)
         best = generate_best(recipe, number=3, num_samples=3, seed=5)
+        assert [row["prompt"] for row in best] == prompts_of(recipe, (), None, 3)[0]
         return rows, best, evaluate(recipe)["after"]
 
 

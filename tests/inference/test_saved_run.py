@@ -46,6 +46,10 @@ def test_an_unfinished_run_is_named_with_what_finishes_it(tmp_path, checkpoint):
         open_run("chat", runs_dir=tmp_path / "runs")
     said = command_here("chat", "chat", cwd=tmp_path).stderr
     assert "Run that stage of runs/chat/recipe.yaml again with RESUME=1 (--resume)." in said
+    (recipe.stage_folder("ppo") / "policy").mkdir(parents=True)
+    (recipe.stage_folder("ppo") / "policy" / "adapter_model.safetensors").write_text("x")
+    with pytest.raises(RecipeError, match="another run can have start.policy=.*chat/ppo/policy"):
+        open_run("chat", runs_dir=tmp_path / "runs")
 
 
 def plain_generation(model, tokenizer, ids, length):

@@ -98,6 +98,14 @@ def test_architectures_load_unquantised_and_frozen(architecture, tmp_path):
     assert base.head("reward").in_features == (16 if architecture == "opt" else 32)
 
 
+def test_a_checkpoint_of_pickles_is_not_read(tmp_path):
+    model = tiny_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        load_base(str(tmp_path))
+
+
 def test_a_missing_checkpoint_says_how_to_name_one(tmp_path):
     for kind in ("causal_lm", "sequence_classifier"):
         with pytest.raises(ModelError, match=r"model: no checkpoint could be loaded.*there is no such folder"):

@@ -1,12 +1,13 @@
 import io
 import json
+import os
 
 import pytest
 import torch
 from rich.console import Console
 
 from tests.trainers.helpers import rollout
-from toolkit.reports import Responses, sample_rows, samples_table, write_jsonl
+from toolkit.reports import Output, Responses, sample_rows, samples_table, write_jsonl
 
 
 def test_samples(tmp_path):
@@ -23,3 +24,12 @@ def test_samples(tmp_path):
     assert "[bold]not markup[/bold]\\x1b]0;title\\x07" in stream.getvalue() and "0.10 → 0.20" in stream.getvalue()
     with pytest.raises(ValueError, match="of the same prompts"):
         sample_rows(before, Responses.of(rollout([[6, 2]], [[1, 4]]), torch.tensor([0.2])))
+
+
+def test_output_that_is_closed_is_an_error():
+    """rich by itself would end the process in silence."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError), os.fdopen(os.dup(writer), "w") as file:
+        Output(file=file).print("x")
+    os.close(writer)

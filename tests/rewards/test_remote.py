@@ -5,6 +5,7 @@ import gzip
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.rewards.server import Server, lengths
 from tests.trainers.helpers import PROMPTS, rollout
 from toolkit.errors import RewardError
 from toolkit.rewards import RemoteReward, score_with
+from toolkit.rewards.remote import _Passing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* before try")
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7], [30, 2]]
@@ -75,6 +77,14 @@ def test_waits_double_and_a_server_may_ask_for_longer(serve):
     with pytest.raises(RewardError):
         asking(server, retries=1)(batch())
     assert 1 <= time.monotonic() - started < 3
+
+
+def test_no_server_is_waited_for_as_long_as_it_likes():
+    def waits(asked_for, tries):
+        outcome = SimpleNamespace(exception=lambda: _Passing("busy", asked_for))
+        return RemoteReward("http://x", first_wait=1.0)._wait(SimpleNamespace(outcome=outcome, attempt_number=tries))
+
+    assert (waits(5.0, 1), waits(1e5, 1), waits(None, 3), waits(None, 30)) == (5.0, 60.0, 4.0, 60.0)
 
 
 def test_one_that_stays_down_ends_the_run(serve):

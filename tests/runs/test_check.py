@@ -159,6 +159,14 @@ def test_steps_of_sft_are_those_of_the_trainer(settings, checkpoint, tmp_path):
     assert f"24 rows{prepared}, 6 held out, at most " in str(report)
 
 
+@pytest.mark.parametrize(("dropped", "steps"), [(True, 2), (False, 3)])
+def test_rows_that_do_not_fill_a_micro_batch_may_be_dropped(dropped, steps, checkpoint, tmp_path):
+    """24 rows are four batches of 5 and one of 4, two of which are a step."""
+    sft = {"num_train_epochs": 1, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2}
+    report = check(chat_recipe(tmp_path, checkpoint, sft=sft | {"dataloader_drop_last": dropped}))
+    assert stage(report, "sft").batches == steps
+
+
 def test_a_shared_value_role(checkpoint, tmp_path):
     adapters = {name: ADAPTERS[name] for name in ("policy", "reward")}
     report = check(chat_recipe(tmp_path, checkpoint, "ppo.value=shared", adapters=adapters))

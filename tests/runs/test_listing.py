@@ -4,11 +4,13 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from tests.tiny_runs import command_here
+from toolkit.cli.command import complete_run
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs.comparison import compare
 from toolkit.runs.listing import all_runs, state_of
@@ -92,6 +94,15 @@ def test_a_run_that_goes_on_has_its_warnings_and_not_the_answers_of_its_earlier_
     assert "zebra" not in text and re.search(r"<td>warnings</td><td[^>]*>2</td><td[^>]*>0</td>", text)
 
 
+def test_weights_that_a_loop_of_ones_own_has_saved_are_something(runs):
+    stage(runs / "c" / "ppo")
+    (runs / "c" / "ppo" / "policy").mkdir()
+    (runs / "c" / "ppo" / "policy" / "adapter_model.safetensors").write_text("x")
+    assert [one.where for one in state_of(runs / "c").stages] == [
+        "before its first step, weights saved, and no checkpoint"
+    ]
+
+
 def test_a_damaged_file_is_a_state(runs):
     (runs / "b" / "ppo" / "result.json").write_text("[]")
     (runs / "a" / "ppo" / "metrics.jsonl").write_text("{\n")
@@ -121,6 +132,12 @@ def test_a_run_that_has_not_finished_is_seen_as_far_as_it_is(runs, tmp_path):
     assert '<th class="n">a (step 5, not finished)</th>' in text
     assert '<td>score</td><td class="n">0.5000 → 1.2500</td><td class="n">– → 2.0000</td>' in text
     assert '<td>judge</td><td class="n">– → 3.0000</td><td class="n">– → –</td>' in text
+
+
+def test_runs_are_completed_where_they_are(runs):
+    context = SimpleNamespace(params={"runs_dir": str(runs)})
+    assert complete_run(context, "") == ["a", "b", "c"] and complete_run(context, "b") == ["b"]
+    assert complete_run(SimpleNamespace(params={}), "a run that is not in runs") == []
 
 
 def test_runs_beside_each_other(runs, tmp_path):

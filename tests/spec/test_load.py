@@ -71,7 +71,7 @@ def test_what_yaml_would_take_for_a_comment_is_refused(value, left_out):
 
 @pytest.mark.parametrize("override", ["ppo.kl_coef=", "start.policy= "])
 def test_an_override_without_a_value_is_refused(override):
-    with pytest.raises(RecipeError, match=r'override ".*= ?" has no value. null takes the key away'):
+    with pytest.raises(RecipeError, match='override ".*= ?" has no value. Give one: .* null takes a stage.s key away'):
         recipes.load("doubling", override)
 
 
@@ -513,6 +513,19 @@ def test_null_takes_a_number_of_a_stage_away():
     config = recipes.load("doubling", "ppo.max_steps=null", "ppo.num_train_epochs=2").stage_config("ppo")
     assert config.max_steps == -1 and config.number_of_updates(1280) == 20
     assert recipes.load("doubling", "ppo.cliprange=null").values["ppo"]["cliprange"] is None  # null is a value of it
+
+
+def test_the_recipe_of_a_run_elsewhere_is_no_new_one(tmp_path):
+    """As of a run that a notebook made in a folder of its own."""
+    folder = tmp_path / "elsewhere" / "mine"
+    (folder / "ppo").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(recipes.load(MINIMAL, run="mine").to_yaml())
+    assert recipes.load(folder / "recipe.yaml", runs_dir=tmp_path).run == "recipe"  # no stage of it was begun
+    (folder / "ppo" / "manifest.json").write_text("{}")
+    with pytest.raises(RecipeError, match="is the recipe of the run mine in .*elsewhere, and the runs are"):
+        recipes.load(folder / "recipe.yaml", runs_dir=tmp_path)
+    assert recipes.load(folder / "recipe.yaml", runs_dir=tmp_path / "elsewhere").run == "mine"
+    assert recipes.load(folder / "recipe.yaml", run="new", runs_dir=tmp_path).run == "new"
 
 
 def test_kernels_that_are_not_installed(monkeypatch):

@@ -21,7 +21,7 @@ from toolkit.models import SharedBase
 from toolkit.reports import read_jsonl
 from toolkit.rewards import RewardAdapter, adapter, score_with
 from toolkit.trainers.guards import EVALUATION_GUARDS, GUARDS, Watch
-from toolkit.trainers.not_finite import MOST_IN_A_ROW
+from toolkit.trainers.not_finite import MOST_IN_A_ROW, SkipNotFinite, Skipped
 from toolkit.trainers.reward import RewardTrainer
 from toolkit.trainers.sft import sft_trainer
 
@@ -241,6 +241,16 @@ def test_an_update_whose_scores_are_not_finite_is_passed_over(tmp_path):
     assert ours.state.episode == 12 and metrics["skipped_steps"] == 1.0 and metrics["warnings"] >= 1
     assert "steps_skipped" in names(ours.watch)
     assert ours.skipped.in_a_row == 0
+
+
+def test_a_step_that_is_finite_ends_a_row():
+    skipped, layer = Skipped(total=2, in_a_row=2), torch.nn.Linear(2, 2)
+    watch = SkipNotFinite(skipped, pytest.fail, lambda: None)
+    watch.on_pre_optimizer_step(None, None, None, model=layer)  # nothing has a gradient
+    assert skipped.in_a_row == 2
+    layer(torch.ones(1, 2)).sum().backward()
+    watch.on_pre_optimizer_step(None, None, None, model=layer)
+    assert vars(skipped) == {"total": 2, "in_a_row": 0}
 
 
 def test_too_many_in_a_row_stop_the_run_with_the_batch_on_the_disk(tmp_path):
@@ -491,7 +501,8 @@ def test_a_server_that_is_gone_at_an_evaluation_leaves_all_updates_saved(tmp_pat
     with pytest.raises(RewardError, match=r"no answer.*All up to update 2 is saved in .*checkpoint-2"):
         ours.train()
     again = trainer(tmp_path, shared_base(), count_reward(9), max_steps=5)
-    again.train(resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match="another reward function"):
+        again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 5 and again.resumed_at == (2,)
 
 

@@ -12,7 +12,8 @@ from tests.tolerances import RELATIVE
 from tests.trainers.helpers import PROMPTS, config, count_reward, rollout, trainer
 from toolkit.data import PromptCollator, doubling
 from toolkit.models import SharedBase, load_base
-from toolkit.trainers.objective import ScoreShaper, describe
+from toolkit.trainers import ppo
+from toolkit.trainers.objective import ScoreShaper, describe, policy_objective
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
 SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
@@ -170,6 +171,31 @@ def test_an_update_ends_where_kl_passes_its_limit(tmp_path):
     for at_the_last, now in zip(steps[-1][1], ours.roles.parameters_of("policy"), strict=True):
         assert torch.equal(at_the_last, now)  # the step that found it was not taken
     assert all(p.grad is None or not p.grad.any() for p in ours.roles.parameters_of("policy"))
+
+
+def test_the_first_step_of_an_update_is_taken_in_any_case(tmp_path):
+    """With active dropout its KL is not 0 either."""
+    ours = trainer(tmp_path, update_kl_limit=1e-3, num_ppo_epochs=3, max_steps=1)
+    original = ours._backward_mini_batch
+    ours._backward_mini_batch = lambda *given: {**original(*given), "approx_kl": 9.0}
+    assert ours.train()["optimizer_steps"] == 1
+
+
+def test_the_coefficient_that_the_controller_has_reached_is_that_of_the_loss(tmp_path, monkeypatch):
+    ours, seen = trainer(tmp_path, kl_penalty_in="loss", kl_estimator="k3", kl_target=0.5, max_steps=1), []
+    ours.kl_coef = 0.75
+    monkeypatch.setattr(
+        ppo, "policy_objective", lambda *a, **named: seen.append(named["kl_coef"]) or policy_objective(*a, **named)
+    )
+    ours.train()
+    assert seen and set(seen) == {0.75} and ours.args.kl_coef == 0.1
+
+
+def test_every_pass_divides_the_rows_anew(tmp_path):
+    ours = trainer(tmp_path, num_ppo_epochs=3, num_mini_batches=2)
+    parts = list(ours._mini_batches(9))
+    passes = [parts[i] + parts[i + 1] for i in (0, 2, 4)]
+    assert all(sorted(rows) == list(range(9)) for rows in passes) and len({tuple(rows) for rows in passes}) == 3
 
 
 def test_advantages_are_left_alone_if_asked(tmp_path):

@@ -240,6 +240,9 @@ def test_evaluation_has_its_metrics_and_leaves_the_random_state_alone(tmp_path):
     assert ours.evaluate() == first
     assert set(first) == {f"eval_{k}" for k in ("score", "score_se", "kl", "length", "eos_share", *SIGNS, "rows")}
     assert first["eval_rows"] == 4
+    for sampled, temperature in ((True, 0.8), (False, None)):
+        sampler, _ = trainer(tmp_path, eval_do_sample=sampled).rollouts.measured()
+        assert sampler.temperature == temperature
 
 
 def test_evaluated_kl_by_hand(tmp_path):
@@ -394,6 +397,14 @@ def test_the_adaptive_controller_moves_the_coefficient(target, direction, tmp_pa
     assert coefficients[0] == 0.1
     # 8 responses of a horizon of 100: the error, at most a fifth, counts for 8 %.
     assert coefficients[1] == pytest.approx(0.1 * (1 + direction * 0.2 * 0.08))
+
+
+def test_the_order_of_prompts_has_a_seed_of_its_own(tmp_path):
+    def order(**seeds):
+        return [number for rows in trainer(tmp_path, **seeds).dataloader for number in rows["columns"]["number"]]
+
+    assert order(seed=1, data_seed=5) == order(seed=2, data_seed=5) != order(seed=1, data_seed=6)
+    assert order(seed=1) == order(seed=3, data_seed=1) != order(seed=3)
 
 
 def test_prompts_are_drawn_with_replacement_where_asked(tmp_path):

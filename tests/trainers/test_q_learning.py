@@ -236,6 +236,15 @@ def test_a_cut_response_goes_on_where_the_recipe_says_so(tmp_path):
     with on.roles.role("q_target"), torch.no_grad():
         after = on.roles.causal_lm(input_ids=torch.tensor([[*PROMPTS[0], A]])).logits[0, -1].max()
     assert on.state.log_history[0]["q_target"] == pytest.approx(0.5 + 0.5 * float(after), rel=1e-3)
+    # Where less than its reward is to come, it is not lifted to what it got, as a response that is over would be.
+    bounds = {"bound": "sigmoid", "lowest_return": -2.0, "highest_return": -1.0}
+    base, data = q_roles(bound=QBound(lowest=-2.0, highest=-1.0)), Dataset.from_list([row | {"rewards": [-1.5]}] * 4)
+    on = make(tmp_path, base, data=data, truncated_as="bootstrap", **settings | bounds)
+    on.train()
+    with base.role("q_target"), torch.no_grad():
+        after = base.causal_lm(input_ids=torch.tensor([[*PROMPTS[0], A]])).logits[0, -1].max()
+    expected = -1.5 + 0.5 * (-2.0 + float(torch.sigmoid(0.2 * after - 5.0)))
+    assert on.state.log_history[0]["q_target"] == pytest.approx(expected, rel=1e-3) and expected < -2.2
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,10 @@ from tests.trainers.resumable import (
     sft_policy,
     weights,
 )
+from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
-from toolkit.errors import CheckpointError, RewardError, RunInterrupted
-from toolkit.rewards import WeightedSum
+from toolkit.errors import CheckpointError, RewardError, RunInterrupted, SelfCheckError
+from toolkit.rewards import WeightedSum, load_function
 
 
 @pytest.mark.smoke
@@ -341,6 +343,35 @@ def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
     assert not any("reward" in name for name in load_file(tmp_path / "module" / "checkpoint-1" / "state.safetensors"))
 
 
+def test_a_reward_whose_file_has_changed_is_told_of(tmp_path):
+    file, body = tmp_path / "own.py", "def rule(rollout):\n    return [{} for _ in rollout.responses]\n"
+
+    def made(text):
+        file.write_text(text)
+        return make(ppo, tmp_path / "run", reward=WeightedSum({"a": load_function(f"{file}:rule")}))
+
+    first = made(body.format(1.0))
+    first.args.max_steps = first.total_updates = 2
+    first.train()
+    with pytest.warns(UserWarning, match="checkpoint-1 was written with another reward function, or another"):
+        made(body.format(2.0)).train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
+    with warnings.catch_warnings(record=True) as told:
+        made(body.format(2.0)).train(resume_from_checkpoint=True)
+    assert not any("reward function" in str(one.message) for one in told)
+
+
+def test_processes_that_hold_other_weights_are_found(tmp_path, monkeypatch):
+    made = make(ppo, tmp_path)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    held = []
+    monkeypatch.setattr(processes, "gather", lambda mine: held.append(mine) or [mine, held[0]])
+    made._check_equal()
+    with torch.no_grad():
+        made.roles.parameters_of("policy")[0].add_(1)
+    with pytest.raises(SelfCheckError, match="the processes do not hold the same weights any more"):
+        made._check_equal()
+
+
 @pytest.mark.parametrize(("rollouts", "good_calls"), [(1, 0), (1, 3), (2, 3), (2, 4)])
 def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp_path):
     """Nothing had been saved; a part that changes had already seen the rollout that it failed on."""
@@ -565,17 +596,21 @@ def test_the_best_saved_checkpoint_stays_where_a_better_evaluation_lies_between_
     assert_same(weights(whole), weights(rest))
 
 
+@pytest.mark.parametrize("greater_is_better", [True, False])
 @pytest.mark.parametrize(
     ("evaluations", "best"),
     [([0.9, 0.7, 0.4, 0.1], 2), ([0.2, 0.1, 0.9, 0.5], 4)],
     ids=["before the first save", "before the best save"],
 )
 @pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
-def test_what_lies_between_saves_is_not_what_the_saved_ones_are_held_against(stage, evaluations, best, tmp_path):
-    made = make(stage, tmp_path, **BETWEEN_SAVES, save_total_limit=1)
+def test_what_lies_between_saves_is_not_what_the_saved_ones_are_held_against(
+    stage, evaluations, best, greater_is_better, tmp_path
+):
+    evaluations = evaluations if greater_is_better else [-one for one in evaluations]
+    made = make(stage, tmp_path, **BETWEEN_SAVES, save_total_limit=1, greater_is_better=greater_is_better)
     made.metrics = lambda rollout: {"mine": evaluations[made.state.global_step - 1]}
     made.train()
-    assert made.state.best_metric == max(evaluations)
+    assert made.state.best_metric == (max if greater_is_better else min)(evaluations)
     assert Path(made.state.best_model_checkpoint).name == f"checkpoint-{best}"
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-4"}
 

@@ -197,8 +197,9 @@ def _complete_recipe(incomplete: str) -> list[str]:
     return [name for name in names() if name.startswith(incomplete)]
 
 
-def complete_run(incomplete: str) -> list[str]:
-    return sorted(path.parent.name for path in Path("runs").glob(f"{incomplete}*/recipe.yaml"))
+def complete_run(context: typer.Context, incomplete: str) -> list[str]:
+    runs = Path(context.params.get("runs_dir") or "runs")
+    return sorted(path.parent.name for path in runs.glob(f"{incomplete}*/recipe.yaml"))
 
 
 RecipeName = Annotated[

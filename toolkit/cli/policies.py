@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.command import Overrides, Processes, RunName, RunsDir, command, join
+from toolkit.cli.command import Overrides, Processes, RunName, RunsDir, command, complete_run, join
 from toolkit.errors import RecipeError
 
 MaxNewTokens = Annotated[
@@ -101,7 +101,11 @@ def evaluate(
 def judge(
     words: Annotated[
         list[str],
-        typer.Argument(help="Names of runs, or their folders, and keys for all.", metavar="RUN... [KEY=VALUE]..."),
+        typer.Argument(
+            help="Names of runs, or their folders, and keys for all.",
+            metavar="RUN... [KEY=VALUE]...",
+            autocompletion=complete_run,
+        ),
     ],
     output: Annotated[Path, typer.Option(help="The page to write, with its figures as .json beside it.")] = Path(
         "judged.html"

@@ -183,6 +183,10 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 def _header(place: str, fields: list[str]) -> list[str]:
     names: dict[str, None] = {}
+    if len(fields) == 1 and (parted := next((sign for sign in (";", "\t") if sign in fields[0]), None)):
+        what = "semicolons" if parted == ";" else "tabs"
+        wrong = f"{place}: the header has {what} and no comma ({shown(fields[0])})."
+        raise DataError(wrong, remedy="Save the file with commas between its fields.")
     for number, name in enumerate((field.strip() for field in fields), 1):
         if not name or name in names:
             wrong = f"{place}: column {number} of the header "

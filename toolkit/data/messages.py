@@ -87,7 +87,8 @@ def text_or_messages(place: str, row: dict[str, Any], column: str) -> Messages |
     if isinstance(value, (str, list)):
         return value
     what = f"neither text nor messages, but {kind_of(value)}" if column in row else "missing"
-    raise DataError(f'{place}: column "{column}" is {what}; {present(row)}')
+    remedy = "" if column in row else f"Rename the column, or name yours as columns.{column} of the data."
+    raise DataError(f'{place}: column "{column}" is {what}; {present(row)}', remedy=remedy)
 
 
 def refuse_tools(row: dict[str, Any]) -> None:

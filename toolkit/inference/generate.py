@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from transformers import TextStreamer, set_seed
 
@@ -14,7 +13,7 @@ from toolkit.data import read_rows
 from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import policy_folder, trained_sampler
-from toolkit.reports import texts_table, write_jsonl
+from toolkit.reports import Output, texts_table, write_jsonl
 from toolkit.runs import build
 from toolkit.runs.owned import check_output
 from toolkit.sampling import Sampler, batches, best_of
@@ -101,7 +100,7 @@ def generate(
     if compare:
         columns["reference"] = respond(sampler.reference, asked)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    Console().print(texts_table(rows, list(columns)))
+    Output().print(texts_table(rows, list(columns)))
     if output is not None:
         processes.by_main(partial(write_jsonl, output, rows))
     return rows
@@ -134,11 +133,11 @@ def generate_best(
         rollouts = build.make_rollouts(recipe, roles)
         reward = build.make_reward(recipe, roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
         set_seed(seed)
-        _, asked = prompts_of(recipe, texts, file, number)
+        prompts, asked = prompts_of(recipe, texts, file, number)
     size = rollouts.args.per_device_eval_batch_size
     sampled = best_of(asked, num_samples, sampler=rollouts.sampler(), reward=reward, batch_size=size)
     rows, shown, means = [], [], sampled.scores.mean(dim=1).tolist()
-    for i, (prompt, best) in enumerate(zip(sampled.best.prompts, sampled.best.responses, strict=True)):
+    for i, (prompt, best) in enumerate(zip(prompts, sampled.best.responses, strict=True)):
         responses = sampled.candidates.responses[i * num_samples : (i + 1) * num_samples]
         scores = sampled.scores[i].tolist()
         scored = [{"response": text, "score": score} for text, score in zip(responses, scores, strict=True)]
@@ -147,14 +146,14 @@ def generate_best(
     if output is not None:
         processes.by_main(partial(write_jsonl, output, rows))
     title = f"the best of {num_samples}"
-    Console().print(texts_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
+    Output().print(texts_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
     growth = Table(title=f"mean score of the best of N, over {len(rows)} prompts")
     for name in ("N", "score", "KL at most"):
         growth.add_column(name, justify="right")
     for n, score in enumerate(expected_best(sampled.scores).tolist(), 1):
         if n <= _ROWS_OF_ALL or n == num_samples or n & (n - 1) == 0:  # then the powers of two
             growth.add_row(str(n), f"{score:.4f}", f"{best_of_kl_bound(n):.4f}")
-    Console().print(growth)
+    Output().print(growth)
     return rows
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +13,7 @@ from toolkit.disk import write_whole, writing
 from toolkit.errors import RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import measured
 from toolkit.inference.saved_run import open_run, responds_by_q
-from toolkit.reports import ComparedRun, comparison_page, read_result, write_json
+from toolkit.reports import ComparedRun, Output, comparison_page, read_result, write_json
 from toolkit.runs.comparison import differing, labels_of
 from toolkit.runs.owned import check_output
 
@@ -67,7 +66,7 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
         write_json(figures_file, figures)
 
     processes.by_main(write)
-    Console().print(_table(figures))
+    Output().print(_table(figures))
     return figures
 
 

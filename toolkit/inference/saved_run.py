@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 
 from toolkit import processes
+from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import writing
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.models import load_base, merge_adapter, read_tensors
 from toolkit.reports import read_result
 from toolkit.runs import build
-from toolkit.runs.folder import check_outputs, no_such_run, recover
+from toolkit.runs.folder import check_outputs, has_weights, no_such_run, recover
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
 from toolkit.spec.load import is_run_name, load
@@ -52,6 +53,11 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
             wrong = f'the run "{folder.name}" has no {what}: its {last} stage has not finished.'
             remedy = f"Run that stage of {folder / RECIPE_FILE} again with $resume."
+            stage = recipe.stage_folder(last)
+            if has_weights(stage) and not checkpoint_folders(stage):
+                remedy = (
+                    f"Its weights are saved, by a loop of your own: another run can have start.policy={stage}/policy."
+                )
             if folder.parent != Path("runs"):
                 remedy = remedy.replace("$resume", f"$resume, and $runs_dir (here {folder.parent})")
             raise RecipeError(wrong, remedy=remedy)

@@ -179,7 +179,6 @@ class SharedBase(FrozenLM):
             head = ScoreHead(self.lm_head.in_features, num_labels, init=head_init, bias=head_bias)
         if head is not None:
             self.heads[role] = head.to(self.device)
-        self.train(self.training)  # PEFT's new layers begin in training mode
         self.train_roles(*self.trained_roles)
         if config is not None:
             try:

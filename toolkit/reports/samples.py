@@ -4,12 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from toolkit.data import Rollout
 from toolkit.errors import printable
+
+
+class Output(Console):
+    """Standard output. Where it is closed, as by `| head`, that is an error as others are: rich would exit in
+    silence."""
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a reward is, how it is called, and the check on what it returns."""
 
 import asyncio
+import hashlib
 import inspect
 import os
 import re
@@ -111,6 +112,15 @@ def place_of(error: BaseException, called: Any = None) -> str:
 def _definition(called: Any) -> str:
     code = getattr(inspect.unwrap(called) if callable(called) else called, "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else ""
+
+
+def code_digest(reward: Any) -> str:
+    """SHA-256 of the files of a user's that a reward, or a part of it, is written in; empty where there are none."""
+    parts = getattr(reward, "parts", {"": reward})
+    codes = (getattr(inspect.unwrap(part) if callable(part) else part, "__code__", None) for part in parts.values())
+    names = {code.co_filename for code in codes if code is not None and not _OF_A_LIBRARY.search(code.co_filename)}
+    files = [path for path in map(Path, sorted(names)) if path.is_file()]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
 
 
 def check_scores(scores: ScoreLike, rollout: Rollout) -> Scores:

@@ -18,6 +18,7 @@ from toolkit.runs.folder import finished
 from toolkit.sampling import check_room
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.q_learning import check_returns
+from toolkit.trainers.resume import steps_of_a_pass
 from toolkit.trainers.self_checks import check_dataset
 from toolkit.trainers.sft import with_loss
 from toolkit.trainers.stock_ppo import check_trl_loop
@@ -46,7 +47,8 @@ def batch_figures(stage: str, config: Any, rows: int) -> dict[str, Any]:
     """Fields of `StageFacts`: batch, batches, steps and update."""
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
     if stage != "ppo":
-        by_epochs = math.ceil(config.num_train_epochs * math.ceil(rows / batch))
+        each = steps_of_a_pass(config, rows, config.per_device_train_batch_size)
+        by_epochs = math.ceil(config.num_train_epochs * each)
         steps = config.max_steps if config.max_steps > 0 else by_epochs
         return {"batch": batch, "batches": steps, "steps": steps}
     rollout, batch = batch, config.update_batch_size

@@ -42,6 +42,11 @@ _RENAME_OR_DELETE = "Name a new run ($run), or give $overwrite to delete it."
 _GO_ON_OR_DELETE = "Go on with $resume, or begin anew with $overwrite."
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a stage's folder holds weights, as a notebook's `save_model` leaves them."""
+    return any(folder.glob(f"[!.]*/{SAFETENSORS}")) or any(folder.glob("value/value_head.safetensors"))
+
+
 def work_of(folder: Path) -> Problem | None:
     """What a stage's folder holds that would have to be computed again, and the ways on; None if there is nothing."""
     stage, partial = folder.name, partial_file(folder)
@@ -54,8 +59,7 @@ def work_of(folder: Path) -> Problem | None:
     if saved := checkpoint_folders(folder):
         wrong = f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}."
         return Problem(wrong, remedy=_GO_ON_OR_DELETE)
-    # As a notebook's `save_model` leaves them.
-    if any(folder.glob(f"[!.]*/{SAFETENSORS}")) or any(folder.glob("value/value_head.safetensors")):
+    if has_weights(folder):
         wrong = f"{folder} holds weights that were saved without a checkpoint to go on from."
         return Problem(wrong, remedy=_RENAME_OR_DELETE)
     return None

@@ -10,7 +10,7 @@ from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result, whole_lines
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import recorded
-from toolkit.runs.folder import recover_to_read
+from toolkit.runs.folder import has_weights, recover_to_read
 from toolkit.runs.lock import owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.plan import STAGES, at
@@ -73,7 +73,8 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
     if collected.is_file():
         where = f"{len(whole_lines(collected)):,} responses saved"
     else:
-        where = f"saved up to step {step_of(saved[-1])}" if saved else f"{step}, nothing saved"
+        kept = "weights saved, and no checkpoint" if has_weights(folder) else "nothing saved"
+        where = f"saved up to step {step_of(saved[-1])}" if saved else f"{step}, {kept}"
     return StageState(folder.name, STOPPED, where, figures_of(metrics))
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from toolkit import phases, processes, reports
@@ -21,7 +20,7 @@ from toolkit.data import PER_RULE, data_digest
 from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, printable
 from toolkit.models import save_high_score
-from toolkit.reports import Progress, Responses, ScoredPair, write_jsonl
+from toolkit.reports import Output, Progress, Responses, ScoredPair, write_jsonl
 from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, measures, stage_dataset
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
@@ -37,7 +36,7 @@ from toolkit.trainers.stock_ppo import save_stock_roles, stock_rollouts
 
 def say(sentence: str) -> None:
     """A line for a person, neither coloured nor wrapped; square brackets in it are no markup."""
-    Console().print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
+    Output().print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
 
 
 def collect_stage(recipe: Recipe) -> dict[str, Any]:
@@ -349,7 +348,7 @@ def _reward_figures(recipe: Recipe, trainer: Any) -> dict[str, Any]:
 def show_result(result: dict[str, Any], samples: list[dict[str, Any]]) -> None:
     """The samples; the figures before and after but the signs of a reward that is fooled and single rules, seconds
     and memory; a verdict."""
-    console = Console()
+    console = Output()
     if samples:
         console.print(reports.samples_table(samples))
     before, after = result["before"], result["after"]

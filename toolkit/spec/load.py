@@ -16,6 +16,7 @@ from yaml.representer import RepresenterError
 
 from toolkit.data import TASKS
 from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
+from toolkit.disk import MANIFEST
 from toolkit.errors import Problem, RecipeError
 from toolkit.rewards.function import beside
 from toolkit.settings import fits
@@ -155,7 +156,7 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
         raise RecipeError(f'override "{override}" is not of the form section.key=value.')
     if not value.strip():  # YAML's null, as where a variable of the shell is not set
         wrong = f'override "{override}" has no value.'
-        raise RecipeError(wrong, field=key, remedy="null takes the key away, '' is an empty text.")
+        raise RecipeError(wrong, field=key, remedy="Give one: '' is an empty text, null takes a stage's key away.")
     try:
         _check_yaml(value)
         merged = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
@@ -303,6 +304,10 @@ def load(
         # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
         kept = path.name == "recipe.yaml" and path.resolve().parent.parent == Path(runs_dir).resolve()
         own = path.resolve().parent.name if kept else path.stem
+        folder = path.resolve().parent
+        if run is None and not kept and path.name == "recipe.yaml" and any(folder.glob(f"*/{MANIFEST}")):
+            wrong = f"{path} is the recipe of the run {folder.name} in {folder.parent}, and the runs are in {runs_dir}."
+            raise RecipeError(wrong, remedy="Give that folder as $runs_dir, or name a new run: $run.")
     run = own if run is None else run
     if not is_run_name(run):
         wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash and no dot first."

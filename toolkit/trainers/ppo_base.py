@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from rich.console import Console
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -18,7 +17,7 @@ from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator
 from toolkit.errors import ConfigError
 from toolkit.models import SharedBase
-from toolkit.reports import texts_table
+from toolkit.reports import Output, texts_table
 from toolkit.rewards import Reward
 from toolkit.sampling import check_room
 from toolkit.trainers import self_checks
@@ -176,4 +175,4 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         names, scored = ("query", "model response"), (f"{score:.3f}" for score in scores.tolist())
         said = zip(rollout.prompts, rollout.responses, scored, strict=True)
         table = texts_table([dict(zip((*names, "score"), row, strict=True)) for row in said], names, figures="score")
-        Console().print(table)
+        Output().print(table)

@@ -76,10 +76,6 @@ class QTrainer(SamplingTrainer):
             self._sums_from = 0
         return super()._run(checkpoint, arguments)
 
-    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
-        with self.roles.role("q"):
-            return super().training_step(*arguments, **named)
-
     def metric_of_all(self, name: str, parts: list[tuple[float, float]]) -> float:
         return sum(value for _, value in parts)  # each is a share of the mean over the step's tokens
 

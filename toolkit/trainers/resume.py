@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -45,6 +45,12 @@ class _AtStepEnd(TrainerCallback):
             control.should_save = control.should_save or control.should_evaluate
         elif self.request.met:
             control.should_log = control.should_evaluate = control.should_save = False
+
+
+def steps_of_a_pass(args: TrainingArguments, rows: int, at_once: int) -> int:
+    """Optimizer steps of a pass over so many rows, of which transformers' trainers take `at_once` at a time."""
+    whole = math.floor if args.dataloader_drop_last else math.ceil
+    return max(1, math.ceil(whole(rows / at_once) / args.gradient_accumulation_steps))
 
 
 class ResumableTrainer(GuardedSteps):
@@ -101,9 +107,7 @@ class ResumableTrainer(GuardedSteps):
             return bool(args.max_steps > state.global_step)
         if state.global_step < state.max_steps:
             return True
-        whole = math.floor if args.dataloader_drop_last else math.ceil
-        steps_of_a_pass = math.ceil(whole(rows / args.train_batch_size) / args.gradient_accumulation_steps)
-        return math.ceil(args.num_train_epochs * max(steps_of_a_pass, 1)) > state.global_step
+        return math.ceil(args.num_train_epochs * steps_of_a_pass(args, rows, args.train_batch_size)) > state.global_step
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
@@ -288,7 +292,7 @@ class ResumableTrainer(GuardedSteps):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return identity(self.train_dataset, self.model, self.roles)
+        return identity(self.train_dataset, self.model, self.roles, getattr(self, "reward", None))
 
     def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is."""
