@@ -13,6 +13,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig
 from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import FP32
 from toolkit.models import SharedBase, copies, load_base
+from toolkit.models.fused_lora import is_plain
 
 IDS = torch.tensor([[1, 5, 9, 12, 4], [1, 7, 3, 3, 2]])
 MASK = torch.ones_like(IDS)
@@ -200,6 +201,55 @@ def test_another_role_does_not_get_what_was_computed_for_one():
     torch.testing.assert_close(ours, theirs, **FP32)
 
 
+def attention_and_input():
+    base = shared_base()
+    return base, base.causal_lm.model.layers[0].self_attn, torch.randn(2, 3, 32)
+
+
+def test_what_was_computed_for_one_input_is_no_other_s():
+    base, attention, x = attention_and_input()
+    with torch.no_grad(), base.role("policy"):
+        attention.q_proj(x)  # computes k and v too
+        ours = attention.k_proj(other := x + 1)
+        torch.testing.assert_close(ours, type(attention.k_proj).forward(attention.k_proj, other), **FP32)
+
+
+def test_what_was_computed_without_gradients_is_not_learnt_from():
+    base, attention, x = attention_and_input()
+    with base.role("policy"):
+        with torch.no_grad():
+            attention.q_proj(x)  # computes k and v too
+        attention.k_proj(x).sum().backward()
+    (name,) = attention.k_proj.active_adapters
+    assert attention.k_proj.lora_B[name].weight.grad is not None
+
+
+@pytest.mark.parametrize("state", ["merged", "two adapters", "a base that trains"])
+def test_layers_in_a_state_that_is_not_the_plain_one_are_peft_s(state):
+    base, attention, x = attention_and_input()
+    layer = attention.q_proj
+    with base.role("policy"):
+        (name,) = layer.active_adapters
+        if state == "merged":
+            layer.merge(adapter_names=[name])
+        elif state == "two adapters":
+            layer.set_adapter([name, next(other for other in layer.lora_A if other != name)])
+        else:
+            layer.base_layer.weight.requires_grad_(True)
+        ours = layer(x)
+        torch.testing.assert_close(ours, type(layer).forward(layer, x), **FP32)
+        if state == "a base that trains":
+            ours.sum().backward()
+            assert layer.base_layer.weight.grad is not None
+
+
+def test_a_layer_whose_weight_accelerate_may_keep_elsewhere_is_not_joined():
+    _, attention, _ = attention_and_input()
+    assert is_plain(attention.q_proj)
+    attention.q_proj.base_layer._hf_hook = object()
+    assert not is_plain(attention.q_proj)
+
+
 def test_what_is_kept_while_responses_are_generated_is_not_kept_after_it():
     base = shared_base()
     config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=2)
@@ -254,6 +304,16 @@ def test_4_bit_layers_are_unpacked_while_responses_are_generated(tmp_path):
     assert not any("forward" in layer.__dict__ for layer in layers)
     for _, given, out in list(seen):
         assert torch.equal(Linear4bit.forward(layers[0], given), out)
+
+
+def test_4_bit_layers_that_compute_in_another_precision_are_not_unpacked(tmp_path):
+    tiny_model(size=64).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    base = SharedBase(load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization, dtype="bfloat16"))
+    layers = [module for module in base.modules() if isinstance(module, Linear4bit)]
+    assert layers and not set(layers) & set(copies.unpackable(base, besides=(), on_cpu=True))
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert base.generate(IDS, MASK, config).shape == (2, 4)
 
 
 def of_4_bits(folder, dtype):

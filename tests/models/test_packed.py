@@ -70,6 +70,17 @@ def test_what_comes_after_packed_responses():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_have_the_positions_of_single_ones_where_positions_are_learnt(side, monkeypatch):
+    """As on a card, where no rows are packed; a Llama's positions are relative."""
+    base, rows = shared_base(architecture="gpt2"), [[*a, *b] for a, b in zip(PROMPTS, RESPONSES, strict=True)]
+    monkeypatch.setattr(SharedBase, "packs_rows", False)
+    with torch.no_grad():
+        alone = [sequence_logits(base, torch.tensor([row]), torch.ones(1, len(row)), pad_token_id=0) for row in rows]
+        found = sequence_logits(base, *pad_rows(rows, pad_token_id=0, side=side), pad_token_id=0)
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("besides", ["", "checkpointing", "noise"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_reward_reads_packed_rows_and_learns_from_them(side, besides, monkeypatch):
