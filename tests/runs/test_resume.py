@@ -236,8 +236,10 @@ def test_to_go_on_with_a_run_that_is_not_there_is_a_mistake(tmp_path, checkpoint
     stages.run(recipe, "reward")
     kept = recipes.load(recipe.folder / "recipe.yaml", runs_dir=recipe.runs_dir)
     assert (kept.name, kept.run, kept.folder) == ("chat", "chat", recipe.folder)
-    elsewhere = recipes.load(recipe.folder / "recipe.yaml", runs_dir=tmp_path / "others")
-    assert elsewhere.run == "recipe"
+    with pytest.raises(
+        RecipeError, match="is the recipe of the run chat in .*runs, and the runs are in .*others. Give"
+    ):
+        recipes.load(recipe.folder / "recipe.yaml", runs_dir=tmp_path / "others")
     other = chat_recipe(tmp_path, checkpoint, name="other")
     with pytest.raises(RecipeError, match='no run "other" in .*There are chat'):
         stages.run(other, "reward", resume=True)

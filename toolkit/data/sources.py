@@ -48,9 +48,9 @@ def read_rows(
             yield from _read_folder(path, split)
         elif path.suffix.lower() in READERS:
             if mode is None:
-                looked = "" if path.is_absolute() else f", looked for in {Path.cwd()}"
-                wrong = f"{shown(str(path))}: there is no such file{looked}."
-                raise DataError(wrong, remedy=_nearest(path) or "Check the path.")
+                wrong = f"{shown(str(path))}: there is no such file."
+                looked = "" if path.is_absolute() else f"; it was looked for in {Path.cwd()}"
+                raise DataError(wrong, remedy=_nearest(path) or f"Check the path{looked}.")
             _check_regular(path)
             yield from READERS[path.suffix.lower()](path)
         elif mode is not None:

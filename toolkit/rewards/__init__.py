@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.errors import ConfigError, Problem
 from toolkit.rewards.adapter import AdapterScorer, RewardAdapter, read_sequences
-from toolkit.rewards.base import Reward, ScoreLike, check_reward, check_scores, code_digest, score_with, state_of
+from toolkit.rewards.base import Reward, ScoreLike, check_reward, check_scores, code_digests, score_with, state_of
 from toolkit.rewards.dense import DenseScores, Scores, concatenate_scores, select_scores, total_scores
 from toolkit.rewards.function import FunctionScorer, in_no_file, load_function
 from toolkit.rewards.model import ModelScorer, RewardModel

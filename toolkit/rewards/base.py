@@ -114,13 +114,13 @@ def _definition(called: Any) -> str:
     return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else ""
 
 
-def code_digest(reward: Any) -> str:
-    """SHA-256 of the files of a user's that a reward, or a part of it, is written in; empty where there are none."""
+def code_digests(reward: Any) -> dict[str, str]:
+    """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in."""
     parts = getattr(reward, "parts", {"": reward})
     codes = (getattr(inspect.unwrap(part) if callable(part) else part, "__code__", None) for part in parts.values())
     names = {code.co_filename for code in codes if code is not None and not _OF_A_LIBRARY.search(code.co_filename)}
     files = [path for path in map(Path, sorted(names)) if path.is_file()]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def check_scores(scores: ScoreLike, rollout: Rollout) -> Scores:

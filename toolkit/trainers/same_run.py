@@ -13,7 +13,7 @@ from toolkit.data import data_digest
 from toolkit.errors import CheckpointError
 from toolkit.models import SharedBase, base_digest
 from toolkit.reports import versions
-from toolkit.rewards import code_digest
+from toolkit.rewards import code_digests
 
 # Other versions of these may round differently, or store their state differently.
 _EXACT_WITH = ("torch", "transformers", "trl", "peft", "bitsandbytes")
@@ -31,7 +31,7 @@ def identity(dataset: Dataset, model: nn.Module, roles: SharedBase | None, rewar
     data = {"rows": len(dataset), "sha256": data_digest(dataset)}
     dtype = str(getattr(model if roles is None else roles.causal_lm, "dtype", None)).removeprefix("torch.")
     base = None if roles is None else base_digest(roles)
-    return {"data": data, "base": base, "dtype": dtype, "versions": versions(), "reward": code_digest(reward)}
+    return {"data": data, "base": base, "dtype": dtype, "versions": versions(), "reward": code_digests(reward)}
 
 
 def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -60,9 +60,10 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
             "and by its numbers the base cannot be told from another of the same shape.",
             stacklevel=3,
         )
-    if then.get("reward") and now["reward"] and then["reward"] != now["reward"]:
-        wrong = f"{checkpoint} was written with another reward function, or another text of its file: if that scores "
-        warnings.warn(f"{wrong}otherwise, the figures before and after are of two rewards.", stacklevel=3)
+    texts = then.get("reward", {})  # an older checkpoint has none
+    if edited := [name for name, text in now["reward"].items() if texts.get(name, text) != text]:
+        wrong = f"{checkpoint} was written with another text of {', '.join(edited)}, which the reward is in: if that "
+        warnings.warn(f"{wrong}scores otherwise, the figures before and after are of two rewards.", stacklevel=3)
     pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
     changed = [f"{name} {before} → {after}" for name, before, after in pairs if before != after]
     if changed:
