@@ -217,6 +217,9 @@ def test_saved_adapters_are_checked_by_their_headers(checkpoint, tmp_path, monke
     assert role(report, "value").start == "a copy of the reward role"
     assert role(report, "value").parameters == LORA_PARAMETERS + 64
     assert role(report, "reference").start == "a frozen copy of where the policy starts"
+    slip = check(chat_recipe(tmp_path, checkpoint, start={"policy": start["reward"]}))
+    said = f"from {folder / 'reward'}, trained on tiny as a classifier, whose head is left out"
+    assert role(slip, "policy").start == said
 
 
 def test_finished_stages_and_a_run_of_other_settings(checkpoint, tmp_path):

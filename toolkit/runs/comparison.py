@@ -89,7 +89,11 @@ def _run(label: str, folder: Path) -> ComparedRun:
 
 def _last_evaluation(metrics: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], Any]:
     """The figures of a run that has not finished, of its last evaluation, and the step that it is at."""
-    of_each = [{name[5:]: value for name, value in row.items() if name.startswith("eval_")} for row in metrics]
+    times = ("runtime", "samples_per_second", "steps_per_second")
+    of_each = [
+        {key: value for name, value in row.items() if name[:5] == "eval_" and (key := name[5:]) not in times}
+        for row in metrics
+    ]
     return next(filter(None, reversed(of_each)), {}), metrics[-1].get("step", "?") if metrics else 0
 
 

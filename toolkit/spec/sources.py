@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.errors import RecipeError
 from toolkit.models import (
+    HEAD_ROLES,
     ModelSpec,
     Precision,
     QBound,
@@ -62,13 +63,16 @@ def lora_config(values: Values) -> LoraConfig:
     return LoraConfig(**{"task_type": "CAUSAL_LM", **values})
 
 
-def _trained_on(folder: Path) -> str:
-    """The base that an adapter names as its own: one of the same shape would be taken without a word."""
+def _trained_as(folder: Path, role: str) -> str:
+    """The base that an adapter names as its own, of which one of the same shape would be taken without a word; and that
+    a role without a head has one of a classifier."""
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base, task = config["base_model_name_or_path"], config.get("task_type")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
-    return f", trained on {base}" if base else ""
+    head = " as a classifier, whose head is left out" if task == "SEQ_CLS" and role not in HEAD_ROLES else ""
+    return f", trained{f' on {base}' if base else ''}{head}" if base or head else ""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class Saved(Source):
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
         about = load_role(roles, self.role, self.folder)
-        return Placed(f"from {self.folder}{_trained_on(Path(self.folder))}", about)
+        return Placed(f"from {self.folder}{_trained_as(Path(self.folder), self.role)}", about)
 
 
 @dataclass(frozen=True)
