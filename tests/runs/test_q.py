@@ -123,19 +123,24 @@ def test_check_counts_what_will_be_collected_and_what_was(run, monkeypatch):
     assert texts(low) == ()  # what will be collected is not known yet
 
 
+def interrupted(batch, number):
+    """Sampling in which a signal comes at the beginning of a batch, the first being 1."""
+    sample, calls = Sampler.__call__, []
+
+    def sampled(self, rows):
+        calls.append(1)
+        if len(calls) == batch:
+            signal.raise_signal(number)
+        return sample(self, rows)
+
+    return sampled
+
+
 def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatch):
     folder, _ = run
     recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=folder / "runs")
     whole = (folder / "runs/doubling_q/collect/responses.jsonl").read_bytes()
-    sample = Sampler.__call__
-
-    def interrupted(self, batch, calls=[]):  # noqa: B006
-        calls.append(1)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return sample(self, batch)
-
-    monkeypatch.setattr(Sampler, "__call__", interrupted)
+    monkeypatch.setattr(Sampler, "__call__", interrupted(2, signal.SIGTERM))
     path = tmp_path / "responses.jsonl"
     with pytest.raises(RunInterrupted, match="collect stopped by SIGTERM after 16 of 30 responses; they are saved in"):
         collect.collect(recipe, path)
@@ -169,16 +174,8 @@ def test_a_reward_that_changes_as_it_goes_does_so_in_a_stopped_collection_too(ru
     recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=folder / "runs")
     path, partial = tmp_path / "responses.jsonl", tmp_path / "responses.jsonl.partial"
     monkeypatch.setattr(collect.build, "make_reward", lambda *_: Counting())
-    sample = Sampler.__call__
-
-    def interrupted(self, batch, calls=[]):  # noqa: B006
-        calls.append(1)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return sample(self, batch)
-
     with monkeypatch.context() as patched:
-        patched.setattr(Sampler, "__call__", interrupted)
+        patched.setattr(Sampler, "__call__", interrupted(2, signal.SIGTERM))
         with pytest.raises(RunInterrupted, match="after 16 of 30 responses"):
             collect.collect(recipe, path)
     assert "holds responses of" in work_of(tmp_path).wrong
@@ -194,15 +191,7 @@ def test_a_reward_that_changes_as_it_goes_does_so_in_a_stopped_collection_too(ru
 def test_a_signal_in_the_last_batch_stops_what_would_come_after_it(number, run, tmp_path, monkeypatch):
     folder, _ = run
     recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=folder / "runs")
-    sample = Sampler.__call__
-
-    def interrupted(self, batch, calls=[]):  # noqa: B006
-        calls.append(1)
-        if len(calls) == 4:  # of 8, 8, 8 and 6 responses
-            signal.raise_signal(number)
-        return sample(self, batch)
-
-    monkeypatch.setattr(Sampler, "__call__", interrupted)
+    monkeypatch.setattr(Sampler, "__call__", interrupted(4, number))  # of 8, 8, 8 and 6 responses
     with pytest.raises(RunInterrupted, match=f"collect stopped by {number.name} after 30 of 30 responses"):
         collect.collect(recipe, tmp_path / "responses.jsonl")
     assert collect.collect(recipe, tmp_path / "responses.jsonl")["responses"] == 30
