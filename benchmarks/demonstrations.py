@@ -359,7 +359,9 @@ def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure
 def _recipe_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
     runs = found["recipe"].items()
     shares = "satisfied" in next(iter(runs))[1]["after"]
-    at_start = {seed: [{"update": 0, **one["before"]}, *one["curve"]] for seed, one in runs}
+    # Of rules the prompts on the way are others than those before and after.
+    begins = {seed: [] if shares else [{"update": 0, **one["before"]}] for seed, one in runs}
+    at_start = {seed: [*begins[seed], *one["curve"]] for seed, one in runs}
 
     def held_out() -> Curves:
         for seed, points in at_start.items():
@@ -373,7 +375,10 @@ def _recipe_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Fi
     def by_kl() -> Curves:
         for number, points in enumerate(at_start.values()):
             yield [[p["kl"], p["score"]] for p in points], {"color": f"C{number}", "marker": "."}
-        for _, one in runs:
+        for number, (_, one) in enumerate(runs):
+            if shares:
+                ends = [[one[when]["kl"], one[when]["score"]] for when in ("before", "after")]
+                yield ends, {"color": f"C{number}", "marker": "s", "linestyle": "--", "linewidth": 0.6}
             if "best_of" in one:
                 yield [[kl, score] for _, kl, score in one["best_of"]], {"color": "k", "linestyle": ":"}
 
@@ -397,24 +402,15 @@ def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _draw_shares(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    """What all seeds together keep, by what training puts together, in each state, with Wilson's 95 % interval."""
-    each = runs[0]["language"]["prompts"]
+    """What is kept in each state by what training puts together: the mean of the seeds, and each as a point."""
     columns = {"satisfied": "all", **{f"satisfied_{kind}": kind for kind in COMPOSITIONS}}
     columns = {key: name for key, name in columns.items() if key in runs[0]["after"]}
     for place, (when, label) in enumerate(_WHEN.items()):
         for column, key in enumerate(columns):
-            prompts = each if key == "satisfied" else each // len(COMPOSITIONS)
-            mean = statistics.mean(one[when][key] for one in runs)
-            low, high = wilson_interval(round(mean * prompts * len(runs)), prompts * len(runs))
-            axes.bar(
-                column + 0.27 * (place - 1),
-                mean,
-                width=0.25,
-                color=("0.85", "0.65", "0.4")[place],
-                yerr=[[mean - low], [high - mean]],
-                error_kw={"lw": 1, "capsize": 2},
-                label=None if column else label,
-            )
+            of_seeds, at = [one[when][key] for one in runs], column + 0.27 * (place - 1)
+            style = {"color": ("0.85", "0.65", "0.4")[place], "label": None if column else label}
+            axes.bar(at, statistics.mean(of_seeds), width=0.25, **style)
+            axes.plot([at] * len(of_seeds), of_seeds, "k.", markersize=4)
     names = {"one": "one rule", "seen": "two, trained\ntogether", "unseen": "two, never\ntogether"}
     axes.set_xticks(range(len(columns)), [names.get(name, name) for name in columns.values()], fontsize=8)
     axes.set_xlabel("")
@@ -423,15 +419,13 @@ def _draw_shares(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
-    """All stages over all seeds: shares with the Wilson interval of all their prompts, others with the range."""
+    """All stages: means of the seeds with their range; by rule the share of all prompts, with Wilson's interval."""
     runs = list(found["recipe"].values())
     each, whens = runs[0]["language"]["prompts"], [when for when in _WHEN if when in runs[0]]
 
     def cell(key: str, when: str) -> str:
         values = [one[when].get(key, one["language"][when].get(key)) for one in runs]
-        if key.startswith("satisfied"):
-            return share(values, [each if key == "satisfied" else each // len(COMPOSITIONS)] * len(runs))
-        return f"{statistics.mean(values):.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")
+        return with_range(values)
 
     def by_rule(rule: str, when: str) -> str:
         asked = [one for one in runs if rule in one["asked"]]
@@ -450,6 +444,11 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     return "\n\n".join([*tables, f"{len(runs)} seed(s) of {each} prompts"])
 
 
+def with_range(values: Sequence[float]) -> str:
+    """The mean of seeds, with the lowest and the highest where there are several."""
+    return f"{statistics.mean(values):.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")
+
+
 def share(values: Sequence[float], numbers: Sequence[int]) -> str:
     """Shares of so many prompts each as one, with its interval."""
     kept = round(sum(value * number for value, number in zip(values, numbers, strict=True)))
@@ -464,10 +463,7 @@ def cell_of(text: str) -> str:
 
 
 def _mean(found: Mapping[str, Any], key: str) -> str:
-    values = [one["after"][key] for one in found.values()]
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
-    return f"{statistics.mean(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+    return with_range([one["after"][key] for one in found.values()])
 
 
 def _table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:

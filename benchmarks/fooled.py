@@ -29,6 +29,8 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
 from benchmarks.demonstrations import cell_of, perplexity, run_stage
+from benchmarks.errors import BenchmarkError
+from benchmarks.paired import bootstrap
 from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
 from toolkit.functional import standard_error, wilson_interval
@@ -183,12 +185,20 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str]) -> dict[
     model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
     for when, policy in {"before": before, "after": str(ppo / "policy")}.items():
         roles = {"policy": policy, "reward": reward}
-        figures = _of_ended(asked(recipe.values, **roles, judge=judge))
-        by_third = asked(recipe.values, **roles, judge=third)
-        rows = said(by_third)
-        figures |= {"third": by_third.metrics["judge"], "third_se": by_third.metrics["judge_se"], **result[when]}
+        judged, by_third = (asked(recipe.values, **roles, judge=one) for one in (judge, third))
+        if judged.rollout.response_ids != by_third.rollout.response_ids:
+            raise BenchmarkError(f"{recipe.run}: the two evaluations {when} PPO have not the same responses.")
+        assert judged.judged is not None and by_third.judged is not None
+        rows = said(judged)
+        figures = {"third": by_third.metrics["judge"], "third_se": by_third.metrics["judge_se"], **result[when]}
         figures["perplexity"] = perplexity(model, recipe.tokenizer, rows)
-        policies[when] = {"figures": figures, "said": [response for _, response in rows]}
+        each = {"score": judged.scores, "judge": judged.judged, "third": by_third.judged}
+        policies[when] = {
+            "figures": figures,
+            "said": [response for _, response in rows],
+            "ended": judged.rollout.ended,
+            "each": {whose: of.tolist() for whose, of in each.items()},
+        }
     warnings = result.get("warnings", [])
     return {"accuracy": _accuracy(runs / begun.run), "curve": curve, "warnings": warnings, "policies": policies}
 
@@ -210,15 +220,6 @@ def said(evaluation: Evaluation) -> list[tuple[str, str]]:
     return list(zip(evaluation.rollout.prompts, evaluation.rollout.responses, strict=True))
 
 
-def _of_ended(evaluation: Evaluation) -> dict[str, float]:
-    """What reward and judge give those responses alone that end by themselves."""
-    assert evaluation.judged is not None
-    ended = torch.tensor(evaluation.rollout.ended)
-    scores = {"score_ended": evaluation.scores[ended], "judge_ended": evaluation.judged[ended]}
-    errors = {f"{name}_se": standard_error(of) for name, of in scores.items()}
-    return {name: float(of.mean()) for name, of in scores.items()} | errors
-
-
 # ---------------------------------------------------------------------- figure and tables
 
 
@@ -234,7 +235,8 @@ def _figure(seeds: Mapping[str, Any]) -> Figure:
         points, first = one["curve"], one["curve"][0]
         for axes, along in zip(column, ("kl", "update"), strict=True):
             for key in ("score", "judge"):
-                gains = [(point[key] - first[key]) / first[f"{key}_se"] for point in points]
+                error = f"{key}_se"
+                gains = [(point[key] - first[key]) / math.hypot(point[error], first[error]) for point in points]
                 axes.plot([point[along] for point in points], gains, marker=".", lw=1.2, label=_BY[key])
             axes.axhline(0, color="k", lw=0.6)
             axes.set_xlabel({"kl": "KL a response", "update": "updates"}[along], fontsize=9)
@@ -248,7 +250,7 @@ def _figure(seeds: Mapping[str, Any]) -> Figure:
             at = max(step, written)
             axes.text(at, axes.get_ylim()[1], "\n".join(names), fontsize=7, rotation=90, va="top", linespacing=1.1)
             written = at + 2.5 * len(names)
-    figure.supylabel("gain, in standard errors of the first", fontsize=9)
+    figure.supylabel("gain, in its standard errors", fontsize=9)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure
 
@@ -272,16 +274,25 @@ def _table(result: Mapping[str, Any]) -> str:
     def plain(of: Mapping[str, Any], key: str) -> str:
         return f"{of['figures'][key]:.2f}"
 
+    def likely(of: Mapping[str, Any], key: str) -> str:
+        return plain(of, key) if any(of["said"]) else "—"
+
+    def of_ended(of: Mapping[str, Any], key: str) -> str:
+        found = torch.tensor(of["each"][key])[torch.tensor(of["ended"])]
+        return f"{found.mean():.2f} ± {standard_error(found):.2f}"
+
     measured: dict[str, tuple[Callable[..., str], str]] = {f"by {whose}": (mean, key) for key, whose in _BY.items()}
-    if "score_ended" in policies[0][0]["figures"]:  # results of before 2026-11-26 lack it
-        measured |= {f"responses that end, by {_BY[key]}": (mean, f"{key}_ended") for key in ("score", "judge")}
+    with_each = "each" in policies[0][0]  # which results of before 2026-11-26 lack
+    if with_each:
+        measured |= {f"those that end, by {whose}": (of_ended, key) for key, whose in _BY.items()}
     measured |= {"KL a response": (plain, "kl"), "tokens": (plain, "length")}
     measured |= {"share that ends by itself": (plain, "eos_share"), "share with an apology": (share, "")}
-    measured |= {"different responses": (different, ""), "perplexity under the base": (plain, "perplexity")}
+    measured |= {"different responses": (different, ""), "perplexity under the base": (likely, "perplexity")}
     rows = [
         [title, *(" → ".join(cell(of, key) for of in two) for two in policies)]
         for title, (cell, key) in measured.items()
     ]
+    gains = [[f"gain by {whose}", *_gains(policies, key)] for key, whose in _BY.items()] if with_each else []
     shown = ("score", "judge", "kl", "length", "distinct_share")
     points = [
         [seed, str(point["update"]), *(f"{point[key]:.2f}" for key in shown)]
@@ -291,6 +302,7 @@ def _table(result: Mapping[str, Any]) -> str:
     columns = ["seed", "update", "score", "judge", "KL a response", "tokens", "share of different responses"]
     tables = [
         markdown(["held-out prompts, before → after", *(f"seed {seed}" for seed in seeds)], rows),
+        markdown(["gain, prompt by prompt", *(f"seed {seed}" for seed in seeds), "all (95 %)"], gains) if gains else "",
         markdown(columns, points),
     ]
     told = [
@@ -302,6 +314,16 @@ def _table(result: Mapping[str, Any]) -> str:
     judges = " and ".join(f"{accuracy:.2f}" for accuracy in result["judges"].values())
     accuracy = f"Accuracy on held-out pairs: {rewards} of the rewards, {judges} of the judge and the third."
     return "\n\n".join(filter(None, [*tables, "\n".join(told), accuracy]))
+
+
+def _gains(policies: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], key: str) -> Iterator[str]:
+    """Of each seed with the standard error over its prompts; of all with an interval over seeds and prompts."""
+    each = [[torch.tensor(of["each"][key], dtype=torch.float64) for of in two] for two in policies]
+    gained = torch.stack([after - before for before, after in each])
+    for of_seed in gained:
+        yield f"{of_seed.mean():+.2f} ± {standard_error(of_seed):.2f}"
+    low, high = bootstrap(gained)
+    yield f"{gained.mean():+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def _samples(seeds: Mapping[str, Any]) -> str:

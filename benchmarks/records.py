@@ -1,7 +1,9 @@
 """Results as files, and how they get into a page of the docs."""
 
 import json
+import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def new_result(kind: str, **values: Any) -> dict[str, Any]:
-    """A result of today on this machine, with these values."""
+    """A result of today on this machine, with these values; and of which commit, where git is there."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"kind": kind, "date": now, "machine": machine(), "versions": versions(), **values}
+    found = {"kind": kind, "date": now, "machine": machine(), "versions": versions()}
+    with suppress(OSError, subprocess.CalledProcessError):
+        asked = ("git", "describe", "--always", "--dirty")
+        found["commit"] = subprocess.run(asked, cwd=DOCS, check=True, capture_output=True, text=True).stdout.strip()
+    return found | values
 
 
 def result_path(result: Mapping[str, Any], folder: Path) -> Path:

@@ -18,10 +18,9 @@ import typer
 import yaml
 from matplotlib.figure import Figure
 
-from benchmarks.demonstrations import PAGE, measured, run_stage, share, untrained
+from benchmarks.demonstrations import PAGE, measured, run_stage, untrained, with_range
 from benchmarks.records import RESULTS, fill, markdown, new_result, newest, save_figure, write_result
 from toolkit import recipes
-from toolkit.data.instructions import COMPOSITIONS
 from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl
 
@@ -158,20 +157,21 @@ def _figure(arms: Mapping[str, Any]) -> Figure:
             if name in UPDATES:
                 rollouts.plot(*zip(*_curve(one["responses"], one["score"]), strict=True), lw=1.2, marker=".", **style)
             if "kl" in one["after"]:
-                ends.plot(one["after"]["kl"], one["after"]["score"], linestyle="", marker="o", **style)
+                gain = one["after"]["score"] - one["before"]["score"]
+                ends.plot(one["after"]["kl"], gain, linestyle="", marker="o", **style)
     instructions = newest("demonstration_instructions")
     if instructions is not None:
         best = next(one["best_of"] for one in instructions["arms"]["recipe"].values() if "best_of" in one)
         ends.plot(
             [kl for _, kl, _ in best],
-            [score for *_, score in best],
+            [score - best[0][2] for *_, score in best],
             "k:",
             label="the best of 1 to 16 (the demonstration's)",
         )
     rollouts.set_xlabel("responses", fontsize=9)
     rollouts.set_title("score of the rollouts", fontsize=10)
     ends.set_xlabel("KL a response", fontsize=9)
-    ends.set_title("held out: score", fontsize=10)
+    ends.set_title("held out: gain in score", fontsize=10)
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.legend(*ends.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
@@ -187,19 +187,23 @@ def _table(arms: Mapping[str, Any], prompts: int) -> str:
         if key not in ends[0]:
             return ""
         values = [end[key] for end in ends]
-        if key.startswith("satisfied"):
-            return share(values, [prompts if key == "satisfied" else prompts // len(COMPOSITIONS)] * len(values))
-        return f"{sum(values) / len(values):.3f}"
+        return with_range(values) if key.startswith("satisfied") else f"{sum(values) / len(values):.3f}"
+
+    def gained(ends: Sequence[Mapping[str, float]]) -> str:
+        begun = (one["before"] for one in arms[RECIPE].values())
+        return ", ".join(f"{end['satisfied'] - at['satisfied']:+.3f}" for at, end in zip(begun, ends, strict=True))
 
     lines = {("where all begin", ""): [one["before"] for one in arms[RECIPE].values()]}
     lines |= {
         (label, f"{next(iter(arms[name].values()))['responses']:,}"): [one["after"] for one in arms[name].values()]
         for name, label in LABELS.items()
     }
-    rows = [[*begins, *(cell(ends, key) for key in _COLUMNS)] for begins, ends in lines.items()]
-    return (
-        markdown(["", "responses", *_COLUMNS.values()], rows) + f"\n\n{len(arms[RECIPE])} seed(s) of {prompts} prompts"
-    )
+    rows = [
+        [*begins, *(cell(ends, key) for key in _COLUMNS), gained(ends) if begins[1] else ""]
+        for begins, ends in lines.items()
+    ]
+    columns = ["", "responses", *_COLUMNS.values(), "all rules kept, gained by seed"]
+    return markdown(columns, rows) + f"\n\n{len(arms[RECIPE])} seed(s) of {prompts} prompts"
 
 
 def show(path: Path) -> None:

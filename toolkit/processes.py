@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ TIMEOUT = timedelta(hours=12)
 by its broken connection and by whoever started them."""
 MEETING = timedelta(minutes=30)
 """How long those that have started wait for one that has not, as torch's own default is."""
+_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def launched() -> int:
@@ -152,8 +154,9 @@ def environment() -> dict[str, str]:
 
 
 def count() -> int:
-    """Processes of this run."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """Processes of this run; 1 in what one does `alone`."""
+    together = dist.is_available() and dist.is_initialized() and not _ALONE.get()
+    return dist.get_world_size() if together else 1
 
 
 def rank() -> int:
@@ -229,6 +232,8 @@ def agreed(*, now: bool = True) -> Iterator[None]:
             told = None if error is None else (type(error).__name__, str(error))
             of_all = gather(told)
             failed = [i for i, one in enumerate(of_all) if one is not None]
+            if isinstance(error, PeerError):  # whoever failed may by now have said it in other words
+                error.of = next((name for name, _ in filter(None, of_all) if name != PeerError.__name__), error.of)
             mendable = isinstance(error, ToolkitError) and not isinstance(error, RunInterrupted)
             if failed and (error is None or (mendable and failed[0] < rank() and of_all[failed[0]] == told)):
                 name, text = of_all[failed[0]] or ("", "")
@@ -249,6 +254,16 @@ def by_main(call: Callable[[], T]) -> T:
     return result[0]
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process does by itself what all would divide: the others are elsewhere, and would not answer."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
+
+
 def sum_(tensors: Iterable[Tensor]) -> None:
     """Add up each tensor over the processes, in place and in one message for each dtype; they are on one device."""
     if count() == 1:
@@ -257,7 +272,8 @@ def sum_(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same in by_dtype.values():
-        flat = torch.cat([tensor.flatten() for tensor in same])
+        with agreed():  # before anybody waits: the copy may not fit on one of the cards
+            flat = torch.cat([tensor.flatten() for tensor in same])
         with _connected():
             dist.all_reduce(flat)
         for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):

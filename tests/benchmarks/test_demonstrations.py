@@ -74,9 +74,8 @@ def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monk
     monkeypatch.setattr(demonstrations, "PAGE", page)
     demonstrations.show(result)
     text = page.read_text()
-    # 36 of 60 and 6 of 60: Wilson's intervals, by hand (n + z² = 63.8416)
-    assert "| all rules kept | 0.100 (0.047–0.201) | 0.100 (0.047–0.201) | 0.600 (0.474–0.714) |" in text
-    # 8 + 2 of 12 (n + z² = 15.8416)
+    assert "| all rules kept | 0.100 (0.100–0.100) | 0.100 (0.100–0.100) | 0.600 (0.500–0.700) |" in text
+    # 8 + 2 of 12: Wilson's interval, by hand (n + z² = 15.8416)
     kept = next(line for line in text.splitlines() if line.startswith("| `no_comma` |"))
     assert kept.endswith("| 0.833 (0.552–0.953) |") and kept.startswith("| `no_comma` | 0.250 (")
     assert "| score | 0.200 (0.200–0.200) | 0.200 (0.200–0.200) | 0.700 (0.600–0.800) |" in text and "| 9.000" in text
@@ -86,6 +85,7 @@ def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monk
     demonstrations._draw_shares(axes, [one, two])
     heights = [bar.get_height() for bars in axes.containers if isinstance(bars, BarContainer) for bar in bars]
     assert heights == pytest.approx([0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.6, 0.8, 0.2])  # base, before and after PPO
+    assert [*axes.lines[6].get_ydata()] == [0.5, 0.7]  # each seed, after PPO
 
 
 def test_a_curve_is_drawn_as_means_of_ten_updates():

@@ -1,7 +1,6 @@
 import json
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from benchmarks import fooled, records
@@ -27,25 +26,20 @@ def test_a_form_is_the_recipe_but_for_what_it_says(tmp_path):
     assert all(own["ppo"][key] != value for key, value in fooled.AS_IT_WAS.items())
 
 
-def test_responses_that_end_are_measured_by_themselves():
-    rollout = SimpleNamespace(prompts=["p", "q", "r"], responses=["a", "b", "c"], ended=[True, False, True])
-    evaluation = Evaluation({}, rollout, torch.tensor([1.0, 9.0, 3.0]))
-    evaluation.judged = torch.tensor([0.0, 9.0, 4.0])
-    found = fooled._of_ended(evaluation)  # by hand: means 2 and 2, deviations √2 and √8 over √2
-    assert found == pytest.approx({"score_ended": 2, "score_ended_se": 1, "judge_ended": 2, "judge_ended_se": 2})
-    assert fooled.said(evaluation) == [("p", "a"), ("q", "b"), ("r", "c")]
+def test_prompts_come_with_what_was_said():
+    rollout = SimpleNamespace(prompts=["p", "q"], responses=["a", "b"])
+    assert fooled.said(Evaluation({}, rollout, torch.zeros(2))) == [("p", "a"), ("q", "b")]
 
 
 def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose(tmp_path, monkeypatch):
-    ended = {"score_ended": 2.0, "judge_ended": 3.0}
-
-    def policy(response, **figures):
-        of = {"score": 0.0, "judge": 0.0, "third": 0.0, "kl": 0.0, "length": 5.0, "eos_share": 1.0, **ended}
+    def policy(response, each=(1.0, 5.0, 3.0, 4.0), **figures):
+        of = {"score": 0.0, "judge": 0.0, "third": 0.0, "kl": 0.0, "length": 5.0, "eos_share": 1.0}
         of |= {**{f"{key}_se": 0.1 for key in of}, "perplexity": 9.0, "update": 0, **figures}
-        return {"figures": of, "said": [response.format(i) for i in range(4)]}
+        of_each = {"each": dict.fromkeys(("score", "judge", "third"), each), "ended": [True, False, True, False]}
+        return {"figures": of, "said": [response.format(i) for i in range(4)], **of_each}
 
     def seed(score):
-        policies = {"before": policy("b{}"), "after": policy("I'm sorry.", score=score)}
+        policies = {"before": policy("b{}"), "after": policy("I'm sorry.", (2.0, 6.0, 5.0, 8.0), score=score)}
         curve = [{**one["figures"], "kl": float(kl), "distinct_share": 1.0} for kl, one in enumerate(policies.values())]
         told = [{"step": 10, "name": "phrase", "text": f"They say it {score} times."}]
         return {"accuracy": 0.6, "curve": curve, "warnings": told, "policies": policies}
@@ -64,8 +58,10 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     text = page.read_text()
     rises = "0.00 ± 0.10 → 1.50 ± 0.10 | 0.00 ± 0.10 → 2.50 ± 0.10"
     assert f"| by the reward that PPO optimises | {rises} |" in text
-    kept = "3.00 ± 0.10 → 3.00 ± 0.10"
-    assert f"| responses that end, by the judge beside it | {kept} | {kept} |" in text
+    # By hand: of 1 and 3, and of 2 and 5, deviations √2 and √4.5 over √2; gains 1, 1, 2, 4 with a deviation of √2.
+    rises = "2.00 ± 1.00 → 3.50 ± 1.50"
+    assert f"| those that end, by the judge beside it | {rises} | {rises} |" in text
+    assert "| gain by a third that neither saw | +2.00 ± 0.71 | +2.00 ± 0.71 | +2.00 (+1.00 to +3." in text
     assert "| different responses | 4 of 4 → 1 of 4 | 4 of 4 → 1 of 4 |" in text and "old" not in text
     # 4 of 4 by hand: 1 / (1 + 1.96² / 4) = 0.51
     assert "| share with an apology | 0.00 (0.00–0.49) → 1.00 (0.51–1.00) |" in text

@@ -1,6 +1,7 @@
 import json
 import re
 import socket
+import subprocess
 
 import torch
 
@@ -18,6 +19,16 @@ def test_the_result_says_where_it_ran_and_not_on_whose_machine(result, checkpoin
     assert read["machine"]["threads"] == torch.get_num_threads() and read["versions"]["torch"]
     assert read["model"]["parameters"] == sum(p.numel() for p in load_base(checkpoint).parameters())
     assert len(read["sizes"]["base"]["rounds"]) == 2
+
+
+def test_a_result_names_its_commit_where_there_is_one(monkeypatch, tmp_path):
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b.invalid")
+    monkeypatch.setattr(records, "DOCS", tmp_path)
+    assert "commit" not in records.new_result("one")
+    for arguments in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "first")):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert head.startswith(records.new_result("one")["commit"]) and records.new_result("one", commit=1)["commit"] == 1
 
 
 def test_committed_results_name_no_folder():

@@ -46,9 +46,13 @@ def test_q_learning_and_cloning_learn_from_the_same_responses(begun, tmp_path):
 def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
     end = {"score": 0.5, "kl": 2.0, "length": 20.0, "satisfied": 0.5, "satisfied_unseen": 0.2}
     logged = [[update, float(update > 25)] for update in range(1, 51)]
-    arms = {name: {"0": {"before": end, "after": end, "score": logged, "responses": 1600}} for name in LABELS}
+    one = {"before": end, "after": {**end, "satisfied": 0.6}, "score": logged, "responses": 1600}
+    arms = {name: dict.fromkeys(("0", "1"), one) for name in LABELS}
     cloned = {key: value for key, value in end.items() if key != "kl"}
-    arms["cloning"] = {"0": {"after": cloned, "kept": 7, "responses": 1600}}
+    arms["cloning"] = {
+        seed: {"after": {**cloned, "satisfied": share}, "kept": 7, "responses": 1600}
+        for seed, share in (("0", 0.2), ("1", 0.7))
+    }
     result = {"arms": arms, "prompts": 30, "date": "2026-01-01", "machine": {"processor": "a chip", "threads": 1}}
     (tmp_path / "systems.json").write_text(json.dumps(result))
     page = tmp_path / "page.md"
@@ -57,11 +61,10 @@ def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
     monkeypatch.setattr(systems, "PAGE", page)
     systems.show(tmp_path / "systems.json")
     text = page.read_text()
-    # 15 of 30 and 2 of 10: Wilson's intervals, by hand (n + z² = 33.8416 and 13.8416)
-    assert "| where all begin |  | 0.500 (0.332–0.668) | 0.200 (0.057–0.510) | 0.500 | 2.000 | 20.000 |" in text
-    assert (
-        "| cloning of what kept all rules | 1,600 | 0.500 (0.332–0.668) | 0.200 (0.057–0.510) | 0.500 |  | 20.000 |"
-        in text
-    )
+    unseen = "0.200 (0.200–0.200)"
+    assert f"| where all begin |  | 0.500 (0.500–0.500) | {unseen} | 0.500 | 2.000 | 20.000 |  |" in text
+    assert f"| Q-learning | 1,600 | 0.600 (0.600–0.600) | {unseen} | 0.500 | 2.000 | 20.000 | +0.100, +0.100 |" in text
+    cloning = "| cloning of what kept all rules | 1,600 | 0.450 (0.200–0.700) |"
+    assert f"{cloning} {unseen} | 0.500 |  | 20.000 | -0.300, +0.200 |" in text
     assert "</svg>" in (tmp_path / "figures" / "systems.svg").read_text()
     assert list(systems._curve(1600, logged)) == [(160 * n, mean) for n, mean in enumerate([0] * 5 + [1] * 5, 1)]

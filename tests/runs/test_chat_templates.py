@@ -4,6 +4,8 @@ import pytest
 
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, llama3_tokenizer, save_llama
 from toolkit.data import PromptCollator
+from toolkit.errors import ToolkitError
+from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
 from toolkit.runs.check import check
 
@@ -92,6 +94,10 @@ def test_check_sft_and_ppo(family, system, tmp_path):
     rows = recipe.task.demonstrations("train")
     assert all(row["input_ids"][-1] == end == row["labels"][-1] for row in rows)  # one end, and no newline after it
     assert result["before"].keys() == result["after"].keys() >= {"score", "kl", "eos_share"}
+    weights = recipe.stage_folder("sft") / "policy" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])  # the reference is this
+    with pytest.raises(ToolkitError, match=r"sft: policy/adapter_model.safetensors has \d+ bytes, and had"):
+        open_run(recipe.run, runs_dir=recipe.runs_dir)
 
 
 def test_no_token_without_a_text_of_its_own_is_an_end(family, tmp_path):

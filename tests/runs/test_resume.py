@@ -13,11 +13,12 @@ import torch
 from tests.tiny_models import needs_trl_loop
 from tests.tiny_runs import PAIRS, begun, chat_recipe, cut_short, ended
 from toolkit import recipes
-from toolkit.checkpoints import checkpoint_folders
+from toolkit.checkpoints import checkpoint_folders, read_state
 from toolkit.errors import CheckpointError, RecipeError, RewardError, ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
 from toolkit.runs.owned import BEFORE_FILE, begin
+from toolkit.trainers import ppo_base
 
 SMALL = (
     "sft.max_steps=40", "sft.save_steps=1", "reward.max_steps=2", "ppo.max_steps=2", "ppo.eval_steps=1",
@@ -33,7 +34,7 @@ def chat(tmp_path, checkpoint, **changes):
     return chat_recipe(tmp_path, checkpoint, reward=reward, ppo={**ppo, **changes})
 
 
-def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys):
+def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys, monkeypatch):
     recipe = chat(tmp_path, checkpoint)
     stages.run(recipe, "reward")
     cut_short(recipe, "ppo", at=2)
@@ -48,7 +49,9 @@ def test_an_unfinished_stage_is_gone_on_with(tmp_path, checkpoint, capsys):
     with pytest.raises(RecipeError, match=r"has not finished. Run that stage of .*recipe.yaml again with resume=True"):
         open_run(recipe.run, runs_dir=recipe.runs_dir)
     assert len(checkpoint_folders(folder)) == 2  # a refusal deletes nothing
+    monkeypatch.setattr(ppo_base, "read_state", lambda folder: {**read_state(folder), "seconds": 1e6})
     result = stages.run(recipe, "ppo", resume=True)
+    assert 1e6 < result["seconds"] < 1.001e6  # with what was spent before
     assert "ppo goes on from" in capsys.readouterr().out
     assert result["resumed_at"] == [2] and result["before"] == json.loads(before)["metrics"]
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]

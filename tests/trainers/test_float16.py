@@ -103,6 +103,14 @@ def test_gradients_are_those_of_float32(tmp_path, value, quantised):
         assert float((half[role] - expected).norm()) < 0.05 * float(expected.norm())
 
 
+def test_gradients_are_scaled_back_though_a_later_trainer_has_another_precision(tmp_path):
+    """accelerate asks the state of the process, which is the last trainer's."""
+    expected = gradients(in_float16(tmp_path / "alone"))
+    made = in_float16(tmp_path / "before")
+    trainer(tmp_path / "later", base(torch.float32, "separate"), count_reward(5), **ON_CPU)
+    assert all(torch.equal(found, expected[role]) for role, found in gradients(made).items())
+
+
 def test_the_base_computes_in_float16(tmp_path, monkeypatch):
     seen = set()
     made = in_float16(tmp_path)

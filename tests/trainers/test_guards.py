@@ -274,6 +274,13 @@ def test_a_pass_ends_after_as_many_prompts_though_an_update_was_passed_over(tmp_
     assert ours.state.epoch == 1.0 and any("eval_score" in row for row in ours.state.log_history)
 
 
+def test_a_resumed_run_knows_of_the_prompts_that_were_passed_over(tmp_path):
+    trainer(tmp_path, shared_base(), _Sometimes(2), max_steps=3, save_strategy="steps", save_steps=3).train()
+    again = trainer(tmp_path, shared_base(), max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.epoch == 1.0 and again.state.episode == 12
+
+
 def test_what_was_told_before_the_first_update_stands_once_in_the_file(tmp_path):
     """Of a run that was killed before a checkpoint, and of one that goes on from one."""
 

@@ -10,6 +10,7 @@ from tests.on_a_card import CARD, OnCard, a_card
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import trainer
 from toolkit.errors import RewardError
+from toolkit.functional import inverse_cdf
 from toolkit.models import Sequences
 from toolkit.models import forward as forward_module
 from toolkit.rewards import adapter
@@ -67,6 +68,22 @@ def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, tmp_path):
     moved = there.roles.parameters_of("policy")[1]
     assert moved.device == CARD
     torch.testing.assert_close(moved.numbers, here.roles.parameters_of("policy")[1].detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_tokens_are_drawn_without_a_running_sum_where_a_card_is_to_be_deterministic(monkeypatch):
+    """torch has no deterministic kernel of one for CUDA, and raises."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(60, 1000, generator=generator)
+    uniform = torch.rand(60, dtype=torch.float64, generator=generator)
+    tokens, probabilities = inverse_cdf(logits, uniform)
+    monkeypatch.setattr(torch.Tensor, "cumsum", None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with a_card():
+            drawn, of_drawn = inverse_cdf(OnCard(logits), OnCard(uniform))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert drawn.tolist() == tokens.tolist() and of_drawn.tolist() == pytest.approx(probabilities.tolist())
 
 
 def without(function, text):

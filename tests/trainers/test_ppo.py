@@ -4,6 +4,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
 from transformers import TrainerCallback, set_seed
 
@@ -15,6 +16,7 @@ from toolkit.errors import ConfigError, DataError
 from toolkit.models import FreedMemory, Sequences, SharedBase, sequences
 from toolkit.sampling import SIGNS
 from toolkit.trainers.ppo import PPOTrainer
+from toolkit.trainers.trainer_internals import trainers_kept
 
 
 def snapshot(base):
@@ -228,6 +230,15 @@ def test_missing_eos_penalty_reaches_the_rewards(tmp_path):
     ours = trainer(tmp_path, missing_eos_penalty=3.0, kl_coef=0.0)
     experience = ours._make_experience(rollout([[5, 2], [5, 6], [5, 2], [5, 6]]), torch.ones(4))
     assert experience.rewards[:, 1].tolist() == [1.0, -2.0, 1.0, -2.0]
+
+
+def test_a_later_accelerator_of_the_process_changes_no_gradient(tmp_path):
+    """accelerate keeps by how many steps to divide, and the precision, for a process and not for a trainer."""
+    expected = trainer(tmp_path / "alone", max_steps=1).train()["grad_norm"]
+    ours = trainer(tmp_path / "beside", max_steps=1)
+    with trainers_kept():
+        Accelerator(gradient_accumulation_steps=4)
+        assert ours.train()["grad_norm"] == expected
 
 
 def test_evaluation_has_its_metrics_and_leaves_the_random_state_alone(tmp_path):

@@ -1,5 +1,6 @@
 """A run that was stopped and resumed ends with the weights of one that was not, bit for bit, in every stage."""
 
+import math
 import os
 import shutil
 import signal
@@ -11,8 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from tests.tiny_models import lora, randomize, tiny_model
 from tests.trainers.helpers import count_reward
+from tests.trainers.helpers import trainer as ppo_trainer
 from tests.trainers.resumable import (
+    COMMON,
     STAGES,
     STEPS,
     assert_same,
@@ -29,8 +33,9 @@ from tests.trainers.resumable import (
     weights,
 )
 from toolkit import processes
-from toolkit.checkpoints import checkpoint_folders
+from toolkit.checkpoints import checkpoint_folders, newest_whole, read_state
 from toolkit.errors import CheckpointError, RewardError, RunInterrupted, SelfCheckError
+from toolkit.models import SharedBase
 from toolkit.rewards import WeightedSum, load_function
 
 
@@ -305,10 +310,88 @@ def test_what_is_due_after_the_last_step_is_done_though_a_signal_came_in_it(stag
     assert evaluated[0] == evaluated[1] and 3 in evaluated[0]
 
 
+class _LogsPasses(TrainerCallback):
+    def on_epoch_end(self, args, state, control, **kwargs):
+        control.should_log = True
+
+
+def test_an_update_that_was_logged_before_the_checkpoint_is_not_logged_again_at_its_pass_s_end(tmp_path):
+    def run(resumed):
+        made = make(ppo, tmp_path, logging_steps=1)
+        made.add_callback(_LogsPasses())
+        made.train(resume_from_checkpoint=resumed)
+        return [row["step"] for row in metrics(tmp_path)]
+
+    assert run(None) == [*range(1, STEPS + 1)]
+    assert run(tmp_path / "checkpoint-4") == [*range(1, STEPS + 1)]  # four updates are a pass
+
+
+def test_the_rate_that_is_logged_is_that_of_the_update(tmp_path):
+    make(ppo, tmp_path, logging_steps=1).train()
+    cosine = [1e-2 * (1 + math.cos(math.pi * step / STEPS)) / 2 for step in range(STEPS)]
+    assert [row["learning_rate"] for row in metrics(tmp_path)] == pytest.approx(cosine)
+
+
+def test_time_that_was_spent_before_a_checkpoint_counts(tmp_path):
+    make(ppo, tmp_path, max_steps=2).train()
+    before = read_state(tmp_path / "checkpoint-1")["seconds"]
+    assert 0 < before < read_state(tmp_path / "checkpoint-2")["seconds"]
+    again = make(ppo, tmp_path, max_steps=2)
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+    assert again.seconds_before == before < read_state(tmp_path / "checkpoint-2")["seconds"]
+
+
+def test_a_checkpoint_that_is_refused_changes_nothing(tmp_path):
+    make(ppo, tmp_path / "other", max_steps=2).train()
+    ours = make(ppo, tmp_path / "ours", kl_coef=0.7)
+    before = weights(ours)
+    with pytest.raises(CheckpointError, match="kl_coef of 0.1, and here it is 0.7"):
+        ours.load_checkpoint(tmp_path / "other" / "checkpoint-2")
+    assert_same(before, weights(ours))
+    assert ours.state.global_step == 0 and not ours.optimizer.state_dict()["state"]
+    ours.save_checkpoint()
+    assert sorted(path.name for path in (tmp_path / "other").glob("*checkpoint*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_reward_that_fails_on_another_course_is_not_saved_by_what_stood_there(tmp_path):
+    make(ppo, tmp_path).train()
+    again, read = make(ppo, tmp_path, save_strategy="no"), count_reward(5)
+
+    def fails(rollout):
+        if again.state.global_step == 4:
+            raise ValueError("no score today")
+        return read(rollout)
+
+    again.reward = fails  # and so another course
+    with pytest.raises(RewardError, match="All up to update 4 is saved"):
+        again.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert newest_whole(tmp_path, say=print).name == "checkpoint-4" and (tmp_path / "abandoned-checkpoint-4").is_dir()
+    resumed = make(ppo, tmp_path)
+    resumed.load_checkpoint(tmp_path / "checkpoint-4")
+    assert_same(weights(again), weights(resumed))
+
+
+def test_another_reference_than_the_run_began_with_is_refused(tmp_path):
+    def run(seed, resumed=None):
+        base = SharedBase(tiny_model())
+        for role in ("policy", "reference", "value", "reward"):
+            base.add_role(role, lora())
+        randomize(base, "policy", "value", "reward")
+        randomize(base, "reference", seed=seed)
+        ppo_trainer(tmp_path, base, **{**COMMON, "max_steps": 2}).train(resume_from_checkpoint=resumed)
+
+    run(2)
+    run(2, tmp_path / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="the reference adapter is not the one that this run began with"):
+        run(3, tmp_path / "checkpoint-1")
+
+
 def test_another_shape_of_adapter_is_refused(tmp_path):
     make(ppo, tmp_path, max_steps=1).train()
+    other = make(ppo_shared_adaptive, tmp_path)
+    other._frozen = dict  # whose reward is another, too
     with pytest.raises(Exception, match="belongs to another base|value_head"):
-        make(ppo_shared_adaptive, tmp_path).train(resume_from_checkpoint=True)
+        other.train(resume_from_checkpoint=True)
 
 
 class RunningMean:

@@ -27,7 +27,8 @@ from toolkit import phases, processes
 from toolkit.checkpoints import newest_whole, problem_of
 from toolkit.errors import RunInterrupted, ToolkitError
 from toolkit.models import SharedBase, ValueModel, load_base
-from toolkit.rewards import DenseScores, check_scores
+from toolkit.rewards import DenseScores, RewardAdapter, check_scores
+from toolkit.rewards import adapter as reward_adapter
 from toolkit.trainers import resume
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
@@ -453,6 +454,19 @@ def test_a_reward_that_is_divided_and_fails_in_one_process_ends_all(rank, two, t
     assert "no score today" in answers[1 - rank][1]
 
 
+def scored_through_a_function(folder):
+    """By a function, which the main process alone calls, and which calls the reward adapter."""
+    base = shared_base()
+    adapter = RewardAdapter(base, pad_token_id=0, eos_token_id=2)
+    ours = trainer(Path(folder) / str(processes.rank()), base, lambda rollout: adapter(rollout) + 1.0)
+    batch = ours.dataloader.next_batch()
+    return ours.score(batch, ours.generate(batch)).tolist()
+
+
+def test_a_function_may_call_a_reward_that_divides_its_work(two, tmp_path):
+    assert two(scored_through_a_function, tmp_path) == [pytest.approx(scored_through_a_function(tmp_path))] * 2
+
+
 def evaluated(folder, prompts):
     ours = trainer(Path(folder) / str(processes.rank()), per_device_eval_batch_size=2)
     prompts = ours.train_dataset.select(range(prompts))
@@ -494,4 +508,29 @@ def test_a_reward_that_fails_leaves_the_run_saved(two, tmp_path):
     main, other = two(fails_late, tmp_path)
     assert main[:2] == (2, "RewardError") and other[:2] == (2, "PeerError")
     assert "All up to update 2 is saved" in main[2]
+    assert two(goes_on, tmp_path, "ppo", True)[0][0] == resumable.STEPS
+
+
+def fails_late_in_one(folder, rank):
+    """A run whose reward adapter, which all of them read, fails in the third update of one."""
+    made = resumable.make(resumable.ppo, Path(folder), save_strategy="no")
+    read = reward_adapter.sequence_logits
+
+    def fails(*arguments, **named):
+        if processes.rank() == rank and made.state.global_step == 2:
+            raise ValueError("no score today")
+        return read(*arguments, **named)
+
+    with mock.patch.object(reward_adapter, "sequence_logits", fails):
+        try:
+            made.train()
+        except ToolkitError as error:
+            return made.state.global_step, type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_so_it_does_where_all_of_them_read_it_and_one_fails(rank, two, tmp_path):
+    told = two(fails_late_in_one, tmp_path, rank)
+    assert told[rank][:2] == (2, "RewardError") and "All up to update 2 is saved" in told[rank][2]
+    assert told[1 - rank][:2] == (2, "PeerError")
     assert two(goes_on, tmp_path, "ppo", True)[0][0] == resumable.STEPS

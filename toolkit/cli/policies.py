@@ -116,17 +116,12 @@ def judge(
     """Measure several trained runs by a second reward, the section judge, beside their own: a table and one page."""
     join(processes)
     from toolkit.inference.judge import judge as judge_runs
+    from toolkit.runs.folder import run_folder
 
-    runs = [word for word in words if "=" not in word or _is_run(word, runs_dir)]
+    runs = [word for word in words if "=" not in word or run_folder(word, runs_dir) is not None]
     overrides = [word for word in words if word not in runs]
     judge_runs(runs, *overrides, output=output, runs_dir=runs_dir)
     print(f"written: {output}")
-
-
-def _is_run(name: str, runs_dir: Path) -> bool:
-    from toolkit.runs.owned import RECIPE_FILE
-
-    return any((folder / RECIPE_FILE).is_file() for folder in (runs_dir / name, Path(name)))
 
 
 @command("toolkit export my-run /models/my-policy --merge")

@@ -269,7 +269,7 @@ class CountedUpdate:
             kl_coef=args.kl_coef,
             rollouts=Rollouts(args, self.tokenizer, roles, self.autocast),
             compute_loss_context_manager=self.autocast,
-            accelerator=SimpleNamespace(backward=lambda loss: loss.backward()),
+            accelerator=SimpleNamespace(scaler=None),
             _ratio_checked=True,
         )
         per_token, per_row = torch.zeros(rows, self.lengths.response), torch.zeros(rows)

@@ -13,10 +13,10 @@ from toolkit.errors import RecipeError, ToolkitError
 from toolkit.models import load_base, merge_adapter, read_tensors
 from toolkit.reports import read_result
 from toolkit.runs import build
-from toolkit.runs.folder import check_outputs, has_weights, no_such_run, recover
+from toolkit.runs.folder import check_outputs, find_run, has_weights
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
-from toolkit.spec.load import is_run_name, load
+from toolkit.spec.load import load
 from toolkit.spec.recipe import Recipe
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
@@ -34,15 +34,8 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     Raises:
         RecipeError: there is no such run, or its ppo stage has not finished.
     """
-    named = is_run_name(run) and Path(runs_dir, run).is_dir()
-    by_path = not named and Path(run, RECIPE_FILE).is_file()
-    folder = Path(run) if by_path else Path(runs_dir, run)
-    if not is_run_name(folder.name):  # as of "." and ".."
-        folder = folder.resolve()
     with processes.agreed():
-        processes.by_main(lambda: recover(folder))
-        if not (folder / RECIPE_FILE).is_file() or not (by_path or is_run_name(run)):
-            raise RecipeError(no_such_run(run, Path(runs_dir)))
+        folder = processes.by_main(lambda: find_run(run, Path(runs_dir)))
         recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
         last = "q" if responds_by_q(recipe) else "ppo"
         if last == "q" and not by_q:

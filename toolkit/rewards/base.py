@@ -77,8 +77,15 @@ def score_with(reward: Reward, rollout: Rollout) -> Scores:
         RewardError: the callback raised, with the place in its code, or returned what `check_scores` refuses.
     """
     if getattr(reward, "on_every_process", False):
+        with processes.agreed():
+            return _scores(reward, rollout)
+    return processes.by_main(lambda: _scores_alone(reward, rollout))
+
+
+def _scores_alone(reward: Reward, rollout: Rollout) -> Scores:
+    """By the main process, also where a function calls a reward that would divide its work."""
+    with processes.alone():
         return _scores(reward, rollout)
-    return processes.by_main(lambda: _scores(reward, rollout))
 
 
 def _scores(reward: Reward, rollout: Rollout) -> Scores:

@@ -9,8 +9,8 @@ from toolkit.disk import write_whole, writing
 from toolkit.errors import RecipeError
 from toolkit.reports import METRICS_FILE, ComparedRun, comparison_page, read_json, read_jsonl, read_result
 from toolkit.runs.differences import leaves, recorded
-from toolkit.runs.folder import no_such_run, recover_to_read
-from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, SAMPLES_FILE, check_output
+from toolkit.runs.folder import find_run
+from toolkit.runs.owned import BEFORE_FILE, SAMPLES_FILE, check_output
 from toolkit.trainers.guards import WARNINGS_FILE
 
 COMPARED = ("ppo", "q", "reward", "sft")
@@ -30,7 +30,7 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
         RecipeError: there is no such run, or no stage that all have.
         ToolkitError: a file is damaged, or the page cannot be written.
     """
-    folders = [_folder(name, runs_dir) for name in names]
+    folders = [find_run(name, runs_dir).resolve() for name in names]
     check_output(output, folders)
     if len(set(folders)) < 2:
         raise RecipeError("to compare takes two runs or more.")
@@ -59,14 +59,6 @@ def differing(folders: Sequence[Path]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     values = {key: [recipe.get(key) for recipe in recipes] for key in keys}
     return {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
-
-
-def _folder(name: str, runs_dir: Path) -> Path:
-    for folder in (runs_dir / name, Path(name)):
-        recover_to_read(folder)
-        if (folder / RECIPE_FILE).is_file():
-            return folder.resolve()
-    raise RecipeError(no_such_run(name, runs_dir))
 
 
 def _run(label: str, folder: Path) -> ComparedRun:

@@ -19,6 +19,7 @@ from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import Changes, changes, described, may_change, recorded
 from toolkit.runs.lock import at_work, owner_of
 from toolkit.runs.owned import RECIPE_FILE
+from toolkit.spec.load import is_run_name
 from toolkit.spec.plan import STAGES
 from toolkit.spec.recipe import Recipe
 
@@ -26,11 +27,28 @@ SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
 EVALUATION = "eval"  # folder of what was measured of a trained policy
 
 
-def no_such_run(run: str, runs_dir: Path) -> str:
+def run_folder(name: str, runs_dir: Path) -> Path | None:
+    """The folder of a run: the one of that name in `runs_dir`, or else the one at that path; None if there is none."""
+    for folder in [*([runs_dir / name] if is_run_name(name) else []), Path(name)]:
+        recover(folder)
+        if (folder / RECIPE_FILE).is_file():
+            return folder if is_run_name(folder.name) else folder.resolve()  # as of "." and ".."
+    return None
+
+
+def find_run(name: str, runs_dir: Path) -> Path:
+    """As `run_folder`; a RecipeError in place of None."""
+    folder = run_folder(name, runs_dir)
+    if folder is None:
+        raise RecipeError(no_such_run(name, runs_dir))
+    return folder
+
+
+def no_such_run(name: str, runs_dir: Path) -> str:
     """That there is no such run, and which there are."""
     others = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECIPE_FILE}") if path.is_file())
     there = f"There are {', '.join(others)}." if others else "There is none yet: make ppo trains one."
-    return f'no run "{run}" in {runs_dir}. {there}'
+    return f'no run "{name}" in {runs_dir}. {there}'
 
 
 def finished(recipe: Recipe, stage: str) -> dict[str, Any] | None:
@@ -209,17 +227,15 @@ def can_resume(recipe: Recipe, stage: str) -> bool:
 
 
 def recover(run: Path) -> None:
-    """As `settle`, for those who read a run, and while nobody is at work in it."""
-    if aside.is_open(run) and owner_of(run) is None:
-        with at_work(run):
-            if aside.settle(run):
-                restore(run)
+    """As `settle`, for those who read a run, and while nobody is at work in it.
 
-
-def recover_to_read(run: Path) -> None:
-    """As `recover`; a folder that cannot be written is read as it is."""
+    A folder that cannot be written is read as it is.
+    """
     with suppress(ToolkitError):
-        recover(run)
+        if aside.is_open(run) and owner_of(run) is None:
+            with at_work(run):
+                if aside.settle(run):
+                    restore(run)
 
 
 # ---------------------------------------------------------------------- a finished stage that is made longer

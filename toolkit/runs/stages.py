@@ -197,7 +197,7 @@ def _to_resume(recipe: Recipe, stage: str) -> Path | None:
 
 def _out_of_memory(stage: str, folder: Path) -> ToolkitError:
     """What can be done where a GPU's memory ran out in a stage."""
-    elsewhere = {"ppo": "in the rollout or the scoring ppo.local_rollout_forward_batch_size and ppo.logprob_chunk_size",
+    elsewhere = {"ppo": "in reading or scoring ppo.local_rollout_forward_batch_size and ppo.logprob_chunk_size",
                  "q": "in the readings of whole rows q.q_chunk_size"}  # fmt: skip
     more = f", {elsewhere[stage]}" if stage in elsewhere else ""
     then = "go on with $resume." if checkpoint_folders(folder) else "run it again: nothing had been saved yet."

@@ -241,7 +241,9 @@ class PPOTrainer(PPOLoop):
             self._unchecked_roles -= learning
         # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
         largest = self.args.max_grad_norm or math.inf
-        norm = float(self.accelerator.clip_grad_norm_(self.roles.trained_parameters, largest))
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(self.optimizer.optimizer)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.roles.trained_parameters, largest))
         if math.isfinite(norm):
             totals["grad_norm"] = norm
         else:
@@ -283,6 +285,12 @@ class PPOTrainer(PPOLoop):
                 totals[name] += value
         return totals
 
+    def _add_gradient(self, loss: Tensor) -> None:
+        """As of the trainer's own settings: accelerate divides by what the last Accelerator of the process was given,
+        and asks that one whether gradients are scaled."""
+        scaler = self.accelerator.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
     def _backward_micro_batch(self, experience: Experience, part: list[int], count: float) -> dict[str, float]:
         """Losses of a few rows as their share of a mini-batch of `count` tokens, and their gradients."""
         args, roles = self.args, self.roles
@@ -309,12 +317,12 @@ class PPOTrainer(PPOLoop):
                         logprobs = response_logprobs(roles, sequences, **reads)
                 self_checks.check_ratio(roles, args, logprobs - held.old_logprobs, mask)
                 self._ratio_checked = True
-            self.accelerator.backward(loss)
+            self._add_gradient(loss)
         if reading.values is None:
             with roles.role("value"):
                 with self.compute_loss_context_manager():
                     values = response_values(roles, sequences)
                 value = value_loss(values)
-                self.accelerator.backward(args.vf_coef * value.loss)
+                self._add_gradient(args.vf_coef * value.loss)
         metrics |= {"value_loss": value.loss, "value_clip_fraction": value.clip_fraction}
         return {name: float(metric.detach()) for name, metric in metrics.items()}

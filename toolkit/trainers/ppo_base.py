@@ -146,11 +146,13 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         """
         checkpoint = self._whole_checkpoint(folder)
         self._prepare_training()
-        self._restoring = state = read_state(checkpoint)
+        state = read_state(checkpoint)
+        self.check_checkpoint(checkpoint, state)  # before anything is changed
+        self._restoring = state
         self.load_saved(checkpoint)
         self.state = type(self.state).load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self.load_callbacks()
-        self.load_optimizer(checkpoint)
+        self.restore_optimizer(checkpoint)
         self.load_progress(checkpoint)
         return state
 

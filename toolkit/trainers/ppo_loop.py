@@ -116,11 +116,10 @@ class PPOLoop(SharedBaseTrainer):
     def _save_before(self, error: ToolkitError) -> None:
         """Save the run up to the last update, and let an error of the reward say so."""
         if step := self.state.global_step:
-            saved = self._folder_of(step)
-            # One that is there was saved at the step's end, before the evaluation that is due now.
-            if self._evaluation_due or not processes.by_main(saved.is_dir):
+            # One of this step was saved at its end, before the evaluation that is due now.
+            if self._evaluation_due or self._saved_at != step:
                 self.save_checkpoint()
-            error.add_remedy(f"All up to update {step} is saved in {saved}: then go on with $resume.")
+            error.add_remedy(f"All up to update {step} is saved in {self._folder_of(step)}: then go on with $resume.")
 
     def _guarded_step(self) -> dict[str, float]:
         """An update, with what its metrics warn of; nothing is learnt from one whose scores are not finite."""
@@ -276,14 +275,18 @@ class PPOLoop(SharedBaseTrainer):
             "watch": vars(self.watch),
         }
 
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        changed = [role for role, digest in self._frozen().items() if state["frozen"].get(role) != digest]
+    def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        super().check_checkpoint(checkpoint, state)
+        own = state["own"]
+        changed = [role for role, digest in self._frozen().items() if own["frozen"].get(role) != digest]
         if changed:
             wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
             wrong += "scores or KL would mean something else from here on."
             raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
-        if (begun_with := state["kl_coef_begun_with"]) != self.args.kl_coef:
-            raise other_setting(self._goes_on_from, "kl_coef", begun_with, self.args.kl_coef)
+        if (begun_with := own["kl_coef_begun_with"]) != self.args.kl_coef:
+            raise other_setting(checkpoint, "kl_coef", begun_with, self.args.kl_coef)
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
         self._passed_over = state["passed_over"]
         self.score_shaper.moments = Moments(**state["scores"])

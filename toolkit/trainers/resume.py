@@ -70,6 +70,7 @@ class ResumableTrainer(GuardedSteps):
     _restoring: dict[str, Any]
     _began: float | None = None
     _goes_on_from: Path | None = None
+    _saved_at: int | None = None  # the step of what this run has saved, or read, last
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         if checkpoint is not None:
@@ -143,11 +144,11 @@ class ResumableTrainer(GuardedSteps):
                 self.remove_callback(callback)
         self._check_equal()
         stop = processes.first(request.received)
-        step, saved = self.state.global_step, self._folder_of(self.state.global_step)
+        step = self.state.global_step
         # One that came after the last step ends nothing that would be lost.
-        if stop is not None and (request.met or processes.by_main(saved.is_dir)):
+        if stop is not None and (request.met or self._saved_at == step):
             after = f"stopped by {stop.name} after step {step} of {self.state.max_steps}"
-            raise RunInterrupted(f"{after}; everything is saved in {saved}.", stop)
+            raise RunInterrupted(f"{after}; everything is saved in {self._folder_of(step)}.", stop)
         return result
 
     def _meets(self) -> str:
@@ -226,7 +227,7 @@ class ResumableTrainer(GuardedSteps):
         self._note_best()
         with phases.phase("save"):
             folder = processes.by_main(self._write_checkpoint)
-        self._goes_on_from = None
+        self._goes_on_from, self._saved_at = None, self.state.global_step
         return folder
 
     def _check_alike(self) -> None:
@@ -305,14 +306,22 @@ class ResumableTrainer(GuardedSteps):
         best = self._best()
         self.state.best_model_checkpoint = str(best) if best is not None and best.is_dir() else None
 
-    def load_optimizer(self, checkpoint: Path) -> None:
-        """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
-        state = self._restoring
-        check_same_run(checkpoint, self._restoring, self._identity)
+    def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Raises CheckpointError: the whole state of a checkpoint is that of another run."""
+        check_same_run(checkpoint, state, self._identity)
         if len(state["optimizer"]["param_groups"]) != len(self.optimizer.param_groups):
             wrong = f"{checkpoint} was written with another weight decay."
             raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
         check_same_optimizer(checkpoint, state["optimizer"]["param_groups"], self.optimizer.param_groups)
+
+    def load_optimizer(self, checkpoint: Path) -> None:
+        """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
+        self.check_checkpoint(checkpoint, self._restoring)
+        self.restore_optimizer(checkpoint)
+
+    def restore_optimizer(self, checkpoint: Path) -> None:
+        """As `load_optimizer`, of a checkpoint that has been checked; a CheckpointError if its shapes do not fit."""
+        state = self._restoring
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
@@ -324,6 +333,7 @@ class ResumableTrainer(GuardedSteps):
         self._count_resumption()
 
     def _count_resumption(self) -> None:
+        self._saved_at = self.state.global_step
         self.seconds_before = self._restoring["seconds"]
         self.resumed_at = (*self._restoring["resumed_at"], self.state.global_step)
 

@@ -52,9 +52,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter], scaler: torch.amp.GradScal
     if scaler is not None:  # which makes its scale with the first loss; a process may have none
         scaler.scale(torch.zeros((), device=parameters[0].device))
     reached = set().union(*processes.gather({i for i, p in enumerate(parameters) if p.grad is not None}))
-    for i in reached:
-        if parameters[i].grad is None:
-            parameters[i].grad = torch.zeros_like(parameters[i])
+    with processes.agreed():
+        for i in reached:
+            if parameters[i].grad is None:
+                parameters[i].grad = torch.zeros_like(parameters[i])
     processes.sum_([gradient for i in sorted(reached) if (gradient := parameters[i].grad) is not None])
 
 
