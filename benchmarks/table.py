@@ -3,6 +3,8 @@
 python -m benchmarks.table
 """
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -218,9 +220,18 @@ def section(kind: str, *results: Mapping[str, Any]) -> str:
 
 
 def _newest(kind: str, folder: Path) -> list[dict[str, Any]]:
-    """The newest result of a kind in each precision; a card's has one."""
-    names = [kind] if kind == "gpu" else [f"{kind}_{dtype}" for dtype in PRECISIONS]
-    return [result for name in names if (result := newest(name, folder))]
+    """The newest result of a kind in each precision; a card's has one. Of contenders on a CPU that of each machine, the
+    fastest first: some have one name, and differ twofold."""
+    if kind != "cpu":
+        names = [kind] if kind == "gpu" else [f"{kind}_{dtype}" for dtype in PRECISIONS]
+        return [result for name in names if (result := newest(name, folder))]
+    found: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for place, dtype in enumerate(PRECISIONS):
+        for path in sorted(folder.glob(f"*_{kind}_{dtype}.json")):
+            result = json.loads(path.read_text(encoding="utf-8"))
+            rate = round(math.log2(result["cpu"]["gigaoperations_per_second"][dtype]))
+            found[place, -rate, result["machine"]["processor"]] = result
+    return [found[key] for key in sorted(found)]
 
 
 def filled(page: str, folder: Path = RESULTS) -> str:
