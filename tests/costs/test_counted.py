@@ -3,6 +3,7 @@
 import gc
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -225,6 +226,9 @@ def test_a_device_takes_the_longer_of_operations_and_bytes():
     assert device.seconds(100.0, 1.0, torch.bfloat16) == 4.0
     assert device.seconds(1.0, 1000.0, torch.float32) == 10.0
     assert device.seconds(100.0, 1.0, torch.uint8) == 20.0  # as float32 where nothing is known
+    slow_products = replace(device, products=10.0)
+    assert slow_products.seconds(1.0, 1000.0, torch.float32) == 100.0
+    assert slow_products.seconds(0.0, 1000.0, torch.float32) == 10.0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a card")
@@ -232,6 +236,7 @@ def test_this_cpu_is_measured():
     cpu = here()
     assert cpu is this_cpu() and not cpu.graphs
     assert 1e8 < cpu.peak[torch.float32] < 1e14 and 1e8 < cpu.bandwidth < 1e13 and 1e-8 < cpu.operator < 1e-3
+    assert cpu.products is not None and 1e7 < cpu.products < 1e13
 
 
 @pytest.mark.parametrize(

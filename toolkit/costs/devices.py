@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,6 +18,7 @@ from toolkit.errors import ToolkitError
 
 _GB = 10**9
 _TRIED_SECONDS = 0.05  # of each measurement on a CPU
+_ROWS, _WIDTH, _WEIGHTS = 16, 1024, 16  # of thin products: more weights than caches hold
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Device:
         context: bytes that the driver, its libraries and their workspaces take; no allocator counts them.
         reached: shares of peak and bandwidth that large operators reach.
         graphs: whether launches can be recorded and played back.
+        products: bytes a second of matmuls of few rows, where they stay below the bandwidth; None where they reach it.
     """
 
     name: str
@@ -42,12 +45,14 @@ class Device:
     context: int = 0
     reached: tuple[float, float] = (1.0, 1.0)
     graphs: bool = False
+    products: float | None = None
 
     def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
         """The time of an operator by its operations or its bytes, whichever take longer."""
         of_peak, of_bandwidth = self.reached
         peak = self.peak.get(dtype, self.peak[torch.float32])
-        return max(flops / (of_peak * peak), moved / (of_bandwidth * self.bandwidth))
+        bandwidth = self.products if flops and self.products else self.bandwidth
+        return max(flops / (of_peak * peak), moved / (of_bandwidth * bandwidth))
 
     def busy(self, costs: Costs) -> float:
         """The time of all operators."""
@@ -153,11 +158,16 @@ def here() -> Device | int:
 def this_cpu() -> Device:
     """This CPU with the threads that torch uses here, measured in under a second."""
     square = {dtype: torch.ones(512, 512, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
-    peak = {dtype: 2 * 512**3 / _seconds(lambda ones=ones: ones @ ones) for dtype, ones in square.items()}  # type: ignore[misc]
-    large = torch.ones(2**24)
-    bandwidth = 2 * large.nbytes / _seconds(lambda: torch.neg(large, out=large))
+    peak: dict[torch.dtype, float] = dict.fromkeys(square, 0.0)
+    for dtype, ones in (*square.items(), *square.items()):  # twice, apart: threads and clocks may be slow at first
+        peak[dtype] = max(peak[dtype], 2 * 512**3 / _seconds(lambda ones=ones: ones @ ones))  # type: ignore[misc]
+    one, other = torch.ones(2**24), torch.ones(2**24)  # beyond the caches, into memory that was used before
+    bandwidth = 2 * one.nbytes / _seconds(lambda: torch.neg(one, out=other))
+    rows, weights = torch.ones(_ROWS, _WIDTH), [torch.ones(_WIDTH, _WIDTH) for _ in range(_WEIGHTS)]
+    moved = _WEIGHTS * (weights[0].nbytes + 2 * rows.nbytes)
+    products = moved / _seconds(lambda: [linear(rows, weight) for weight in weights])
     name = f"this CPU ({torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()})"
-    return Device(name, psutil.virtual_memory().total, bandwidth, peak, _operator())
+    return Device(name, psutil.virtual_memory().total, bandwidth, peak, _operator(), products=products)
 
 
 class _Operators(TorchDispatchMode):

@@ -250,9 +250,10 @@ class _Planner:
             f"{str(dtype).removeprefix('torch.')} {peak / 1e12:.3g}" for dtype, peak in device.peak.items()
         )
         matmuls, bandwidth = device.reached
+        thin = f"; {device.products / 1e9:.3g} in matmuls of few rows" if device.products else ""
         return (
             f"time: each operator by its operations ({rates} TFLOP/s, of which {matmuls:.0%} are reached) or its bytes "
-            f"({device.bandwidth / 1e9:.3g} GB/s, {bandwidth:.0%}), whichever take longer, and "
+            f"({device.bandwidth / 1e9:.3g} GB/s, {bandwidth:.0%}{thin}), whichever take longer, and "
             f"{device.operator * 1e6:.3g} µs of Python for each; all responses at full length; scoring by anything but "
             "the reward role left out."
         )
