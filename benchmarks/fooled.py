@@ -250,7 +250,7 @@ def _figure(seeds: Mapping[str, Any]) -> Figure:
             at = max(step, written)
             axes.text(at, axes.get_ylim()[1], "\n".join(names), fontsize=7, rotation=90, va="top", linespacing=1.1)
             written = at + 2.5 * len(names)
-    figure.supylabel("gain, in its standard errors", fontsize=9)
+    figure.supylabel("gain, in its standard errors (as of two draws of prompts)", fontsize=9)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure
 
@@ -279,7 +279,7 @@ def _table(result: Mapping[str, Any]) -> str:
 
     def of_ended(of: Mapping[str, Any], key: str) -> str:
         found = torch.tensor(of["each"][key])[torch.tensor(of["ended"])]
-        return f"{found.mean():.2f} ± {standard_error(found):.2f}"
+        return f"{found.mean():.2f} ± {standard_error(found):.2f}" if len(found) > 1 else "—"
 
     measured: dict[str, tuple[Callable[..., str], str]] = {f"by {whose}": (mean, key) for key, whose in _BY.items()}
     with_each = "each" in policies[0][0]  # which results of before 2026-11-26 lack

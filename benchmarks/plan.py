@@ -75,7 +75,7 @@ class Case:
         """The job, and the configuration of ours for it."""
         size = Size(rollouts=self.rollouts, response_length=self.response, micro_batch=self.micro_batch)
         work = random_work(self.llama, size, self.prompt)
-        job = Job("", work, id_tokenizer(self.llama), folder, updates=2)
+        job = Job("", work, id_tokenizer(self.llama), folder, updates=1 + ROUNDS)
         settings = {"value": self.value, "gradient_checkpointing": self.checkpointing, "kl_estimator": self.kl}
         settings |= {"local_rollout_forward_batch_size": self.micro_batch, "bf16": self.weights != "float32"}
         return job, ppo_config(job, **settings)

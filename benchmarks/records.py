@@ -22,9 +22,14 @@ def new_result(kind: str, **values: Any) -> dict[str, Any]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     found = {"kind": kind, "date": now, "machine": machine(), "versions": versions()}
     with suppress(OSError, subprocess.CalledProcessError):
-        asked = ("git", "describe", "--always", "--dirty")
-        found["commit"] = subprocess.run(asked, cwd=DOCS, check=True, capture_output=True, text=True).stdout.strip()
+        changed = _git("status", "--porcelain", "--", "toolkit", "recipes", "benchmarks/*.py")
+        found["commit"] = _git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     return found | values
+
+
+def _git(*arguments: str) -> str:
+    asked = ("git", "-C", str(DOCS.parent), *arguments)
+    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def result_path(result: Mapping[str, Any], folder: Path) -> Path:

@@ -225,13 +225,17 @@ def _newest(kind: str, folder: Path) -> list[dict[str, Any]]:
     if kind != "cpu":
         names = [kind] if kind == "gpu" else [f"{kind}_{dtype}" for dtype in PRECISIONS]
         return [result for name in names if (result := newest(name, folder))]
-    found: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for place, dtype in enumerate(PRECISIONS):
-        for path in sorted(folder.glob(f"*_{kind}_{dtype}.json")):
-            result = json.loads(path.read_text(encoding="utf-8"))
-            rate = round(math.log2(result["cpu"]["gigaoperations_per_second"][dtype]))
-            found[place, -rate, result["machine"]["processor"]] = result
-    return [found[key] for key in sorted(found)]
+    return [result for dtype in PRECISIONS for result in _of_machines(f"{kind}_{dtype}", dtype, folder)]
+
+
+def _of_machines(kind: str, dtype: str, folder: Path) -> list[dict[str, Any]]:
+    found: list[tuple[float, dict[str, Any]]] = []
+    for path in sorted(folder.glob(f"*_{kind}.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        rate, chip = math.log2(result["cpu"]["gigaoperations_per_second"][dtype]), result["machine"]["processor"]
+        others = [one for one in found if one[1]["machine"]["processor"] != chip or abs(one[0] - rate) > 0.5]
+        found = [*others, (rate, result)]
+    return [result for _, result in sorted(found, key=lambda one: -one[0])]
 
 
 def filled(page: str, folder: Path = RESULTS) -> str:

@@ -94,6 +94,18 @@ def hears_later(rank):
         return heard, type(found).__name__
 
 
+def fails_further_out(rank):
+    """Of an error of one process where the others have gone further in; what they do next still meets."""
+    try:
+        with processes.agreed():
+            if processes.rank() == rank:
+                raise RewardError("no answer")
+            with processes.agreed():
+                pass
+    except ToolkitError as found:
+        return type(found).__name__, getattr(found, "of", ""), processes.gather(processes.rank())
+
+
 def fails_in_main():
     def call():
         raise RewardError("no answer")
@@ -112,6 +124,7 @@ def test_an_error_of_one_is_raised_by_all(two):
     assert two(fails_in_all) == [mine, others]  # said by one of them
     assert two(hears_later, 1) == [([0, 1, 2], "PeerError"), ([0, 1], "RewardError")]
     assert two(hears_later, None) == [None, None]
+    assert two(fails_further_out, 1) == [("PeerError", "RewardError", [0, 1]), ("RewardError", "", [0, 1])]
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,10 @@ class ToolkitError(Exception):
 
 class PeerError(ToolkitError, RuntimeError):
     """Another of several processes has failed, and says so itself; `of` is the name of its error, "" where only the
-    connection to it tells."""
+    connection to it tells. `met` is in how many `processes.agreed` the one was that was in the fewest of them."""
 
     of = ""
+    met = 0
 
 
 @contextmanager

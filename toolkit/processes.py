@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -32,7 +32,17 @@ TIMEOUT = timedelta(hours=12)
 by its broken connection and by whoever started them."""
 MEETING = timedelta(minutes=30)
 """How long those that have started wait for one that has not, as torch's own default is."""
-_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@dataclass
+class _Place:
+    """Where this process is: in how many `alone`, and in how many `agreed`."""
+
+    alone: int = 0
+    agreed: int = 0
+
+
+_place = _Place()
 
 
 def launched() -> int:
@@ -155,7 +165,7 @@ def environment() -> dict[str, str]:
 
 def count() -> int:
     """Processes of this run; 1 in what one does `alone`."""
-    together = dist.is_available() and dist.is_initialized() and not _ALONE.get()
+    together = dist.is_available() and dist.is_initialized() and not _place.alone
     return dist.get_world_size() if together else 1
 
 
@@ -221,24 +231,33 @@ def agreed(*, now: bool = True) -> Iterator[None]:
             all but the first raise this, so that it is told once.
     """
     error: BaseException | None = None
+    within = _place.agreed
+    _place.agreed += 1
     try:
         yield
     except BaseException as raised:
         error = raised
         raise
     finally:
-        alone = isinstance(error, PeerError) and not error.of  # by a broken connection: nobody could be told
-        if count() > 1 and (now or error is not None) and not alone:
+        _place.agreed = within
+        heard = error if isinstance(error, PeerError) else None
+        # Of a broken connection nobody could be told; and those who have failed further out wait there no more.
+        over = heard is not None and (not heard.of or within >= heard.met)
+        if count() > 1 and (now or error is not None) and not over:
             told = None if error is None else (type(error).__name__, str(error))
-            of_all = gather(told)
+            places, of_all = zip(*gather((within, told)), strict=True)
+            met = min(places)
             failed = [i for i, one in enumerate(of_all) if one is not None]
-            if isinstance(error, PeerError):  # whoever failed may by now have said it in other words
-                error.of = next((name for name, _ in filter(None, of_all) if name != PeerError.__name__), error.of)
-            mendable = isinstance(error, ToolkitError) and not isinstance(error, RunInterrupted)
+            # Whoever failed says it last, perhaps in other words than where the others heard of it.
+            names = [one[0] for one in of_all if one is not None]
+            of = next((name for name in names if name != PeerError.__name__), "" if heard is None else heard.of)
+            if heard is not None:
+                heard.of, heard.met = of, met
+            mendable = isinstance(error, ToolkitError) and not isinstance(error, RunInterrupted | PeerError)
             if failed and (error is None or (mendable and failed[0] < rank() and of_all[failed[0]] == told)):
                 name, text = of_all[failed[0]] or ("", "")
                 peer = PeerError(f"process {failed[0]} of {count()}: {name}: {text}")
-                peer.of = name
+                peer.of, peer.met = of or name, met
                 raise peer from error
 
 
@@ -257,11 +276,11 @@ def by_main(call: Callable[[], T]) -> T:
 @contextmanager
 def alone() -> Iterator[None]:
     """Inside, this process does by itself what all would divide: the others are elsewhere, and would not answer."""
-    token = _ALONE.set(True)
+    _place.alone += 1
     try:
         yield
     finally:
-        _ALONE.reset(token)
+        _place.alone -= 1
 
 
 def sum_(tensors: Iterable[Tensor]) -> None:

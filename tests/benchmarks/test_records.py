@@ -1,8 +1,11 @@
 import json
+import os
 import re
+import shutil
 import socket
 import subprocess
 
+import pytest
 import torch
 
 from benchmarks import records
@@ -21,14 +24,28 @@ def test_the_result_says_where_it_ran_and_not_on_whose_machine(result, checkpoin
     assert len(read["sizes"]["base"]["rounds"]) == 2
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_result_names_its_commit_where_there_is_one(monkeypatch, tmp_path):
-    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b.invalid")
-    monkeypatch.setattr(records, "DOCS", tmp_path)
+    own = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    for name, value in {**own, "GIT_AUTHOR_NAME": "a", "GIT_COMMITTER_NAME": "a", "EMAIL": "a@b.invalid"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    root = tmp_path / "root"
+    (root / "toolkit").mkdir(parents=True)
+    monkeypatch.setattr(records, "DOCS", root / "docs")
     assert "commit" not in records.new_result("one")
-    for arguments in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "first")):
-        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def git(*arguments):
+        return subprocess.run(("git", *arguments), cwd=root, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    (root / "notes.md").write_text("no code")
+    head = git("rev-parse", "HEAD")
     assert head.startswith(records.new_result("one")["commit"]) and records.new_result("one", commit=1)["commit"] == 1
+    (root / "toolkit" / "new.py").write_text("")
+    assert records.new_result("one")["commit"].endswith("-dirty")
 
 
 def test_committed_results_name_no_folder():

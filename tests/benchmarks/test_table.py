@@ -29,9 +29,8 @@ def test_each_machine_has_its_newest_result_the_fastest_first(result, tmp_path):
     # A twentieth is noise, a half another machine.
     for day, rate in ((1, 400.0), (2, 420.0), (3, 840.0), (4, 400.0)):
         cpu = {"capability": "AVX512", "gigaoperations_per_second": {"float32": 200.0, "bfloat16": rate}}
-        of_day = {**found, "date": f"2020-01-0{day}T00:00:00+00:00", "cpu": cpu}
-        if day == 4:
-            of_day["machine"] = {**found["machine"], "processor": "another"}
+        machine = {**found["machine"], "processor": "another" if day == 4 else "a chip"}
+        of_day = {**found, "date": f"2020-01-0{day}T00:00:00+00:00", "cpu": cpu, "machine": machine}
         records.write_result(of_day, tmp_path)
     assert [one["date"][9] for one in table._newest("cpu", tmp_path)] == ["3", "2", "4"]
 

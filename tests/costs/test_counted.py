@@ -236,7 +236,7 @@ def test_this_cpu_is_measured():
     cpu = here()
     assert cpu is this_cpu() and not cpu.graphs
     assert 1e8 < cpu.peak[torch.float32] < 1e14 and 1e8 < cpu.bandwidth < 1e13 and 1e-8 < cpu.operator < 1e-3
-    assert cpu.products is not None and 1e7 < cpu.products < 1e13
+    assert cpu.products is None or 1e7 < cpu.products < cpu.bandwidth
 
 
 @pytest.mark.parametrize(

@@ -534,3 +534,9 @@ def test_so_it_does_where_all_of_them_read_it_and_one_fails(rank, two, tmp_path)
     assert told[rank][:2] == (2, "RewardError") and "All up to update 2 is saved" in told[rank][2]
     assert told[1 - rank][:2] == (2, "PeerError")
     assert two(goes_on, tmp_path, "ppo", True)[0][0] == resumable.STEPS
+
+
+def test_so_it_does_with_four_of_which_three_hear_of_it(four, tmp_path):
+    told = four(fails_late_in_one, tmp_path, 1)
+    assert [one[:2] for one in told] == [(2, "RewardError" if rank == 1 else "PeerError") for rank in range(4)]
+    assert problem_of(tmp_path / "checkpoint-2") is None

@@ -115,10 +115,13 @@ def judge(
 ) -> None:
     """Measure several trained runs by a second reward, the section judge, beside their own: a table and one page."""
     join(processes)
+    from toolkit import processes as all_processes
     from toolkit.inference.judge import judge as judge_runs
     from toolkit.runs.folder import run_folder
 
-    runs = [word for word in words if "=" not in word or run_folder(word, runs_dir) is not None]
+    named = [word for word in words if "=" not in word]
+    named += all_processes.by_main(lambda: [word for word in words if "=" in word and run_folder(word, runs_dir)])
+    runs = [word for word in words if word in named]
     overrides = [word for word in words if word not in runs]
     judge_runs(runs, *overrides, output=output, runs_dir=runs_dir)
     print(f"written: {output}")

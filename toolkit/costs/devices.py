@@ -18,7 +18,7 @@ from toolkit.errors import ToolkitError
 
 _GB = 10**9
 _TRIED_SECONDS = 0.05  # of each measurement on a CPU
-_ROWS, _WIDTH, _WEIGHTS = 16, 1024, 16  # of thin products: more weights than caches hold
+_ROWS, _WIDTH, _WEIGHTS = 16, 1024, 32  # of thin products: 128 MiB of weights, more than most caches hold
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ def this_cpu() -> Device:
     bandwidth = 2 * one.nbytes / _seconds(lambda: torch.neg(one, out=other))
     rows, weights = torch.ones(_ROWS, _WIDTH), [torch.ones(_WIDTH, _WIDTH) for _ in range(_WEIGHTS)]
     moved = _WEIGHTS * (weights[0].nbytes + 2 * rows.nbytes)
-    products = moved / _seconds(lambda: [linear(rows, weight) for weight in weights])
+    thin = moved / _seconds(lambda: [linear(rows, weight) for weight in weights])
+    products = thin if thin < bandwidth else None
     name = f"this CPU ({torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()})"
     return Device(name, psutil.virtual_memory().total, bandwidth, peak, _operator(), products=products)
 

@@ -13,7 +13,7 @@ from toolkit.errors import RecipeError, ToolkitError
 from toolkit.models import load_base, merge_adapter, read_tensors
 from toolkit.reports import read_result
 from toolkit.runs import build
-from toolkit.runs.folder import check_outputs, find_run, has_weights
+from toolkit.runs.folder import check_outputs, find_run, has_weights, recover
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
@@ -36,6 +36,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     """
     with processes.agreed():
         folder = processes.by_main(lambda: find_run(run, Path(runs_dir)))
+        processes.by_main(lambda: recover(folder))
         recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
         last = "q" if responds_by_q(recipe) else "ppo"
         if last == "q" and not by_q:

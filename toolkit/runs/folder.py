@@ -30,7 +30,7 @@ EVALUATION = "eval"  # folder of what was measured of a trained policy
 def run_folder(name: str, runs_dir: Path) -> Path | None:
     """The folder of a run: the one of that name in `runs_dir`, or else the one at that path; None if there is none."""
     for folder in [*([runs_dir / name] if is_run_name(name) else []), Path(name)]:
-        recover(folder)
+        recover_to_read(folder)
         if (folder / RECIPE_FILE).is_file():
             return folder if is_run_name(folder.name) else folder.resolve()  # as of "." and ".."
     return None
@@ -227,15 +227,17 @@ def can_resume(recipe: Recipe, stage: str) -> bool:
 
 
 def recover(run: Path) -> None:
-    """As `settle`, for those who read a run, and while nobody is at work in it.
+    """As `settle`, for those who read a run, and while nobody is at work in it."""
+    if aside.is_open(run) and owner_of(run) is None:
+        with at_work(run):
+            if aside.settle(run):
+                restore(run)
 
-    A folder that cannot be written is read as it is.
-    """
+
+def recover_to_read(run: Path) -> None:
+    """As `recover`; a folder that cannot be written is read as it is."""
     with suppress(ToolkitError):
-        if aside.is_open(run) and owner_of(run) is None:
-            with at_work(run):
-                if aside.settle(run):
-                    restore(run)
+        recover(run)
 
 
 # ---------------------------------------------------------------------- a finished stage that is made longer

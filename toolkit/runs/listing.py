@@ -10,7 +10,7 @@ from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result, whole_lines
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import recorded
-from toolkit.runs.folder import has_weights, recover
+from toolkit.runs.folder import has_weights, recover_to_read
 from toolkit.runs.lock import owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.plan import STAGES, at
@@ -40,7 +40,7 @@ class RunState:
 def all_runs(runs_dir: Path) -> Iterator[RunState]:
     """The runs of a folder by name."""
     for path in sorted(runs_dir.glob("*")):
-        recover(path)
+        recover_to_read(path)
         if (path / RECIPE_FILE).is_file():
             yield state_of(path)
 

@@ -11,7 +11,7 @@ from toolkit.errors import RecipeError
 from toolkit.reports import read_result
 from toolkit.runs import aside
 from toolkit.runs.differences import changes, described
-from toolkit.runs.folder import check_outputs, claim, finish, finished, listed, recover, work_of
+from toolkit.runs.folder import check_outputs, claim, finish, finished, listed, recover_to_read, work_of
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.spec.load import is_run_name
 from toolkit.spec.recipe import Recipe
@@ -33,7 +33,7 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
     """
     other = replace(recipe, run=source)
     if is_run_name(source):
-        recover(other.folder)
+        recover_to_read(other.folder)
     if source == recipe.run or not is_run_name(source) or not (other.folder / RECIPE_FILE).is_file():
         why = "is this run itself" if source == recipe.run else f"is not in {recipe.runs_dir}"
         raise RecipeError(f'the run "{source}" to begin with {why}.', remedy="Name another run: $from_run.")

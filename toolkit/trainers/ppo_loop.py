@@ -116,8 +116,9 @@ class PPOLoop(SharedBaseTrainer):
     def _save_before(self, error: ToolkitError) -> None:
         """Save the run up to the last update, and let an error of the reward say so."""
         if step := self.state.global_step:
-            # One of this step was saved at its end, before the evaluation that is due now.
-            if self._evaluation_due or self._saved_at != step:
+            # One of this step was saved at its end, before the evaluation that is due now; beside one that it goes on
+            # from there may be later ones, of another course.
+            if self._evaluation_due or self._goes_on_from is not None or self._saved_at != step:
                 self.save_checkpoint()
             error.add_remedy(f"All up to update {step} is saved in {self._folder_of(step)}: then go on with $resume.")
 

@@ -86,7 +86,7 @@ class ResumableTrainer(GuardedSteps):
                 self.load_callbacks()
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
                 self.load_saved(Path(best) if best else checkpoint)
-                self._count_resumption()
+                self._count_resumption(checkpoint)
                 return TrainOutput(state.global_step, 0.0, {})
         guard = SkipNotFinite(self.skipped, self.skip, lambda: loss_scale(self.accelerator))
         self.add_callback(guard)
@@ -330,10 +330,11 @@ class ResumableTrainer(GuardedSteps):
         take_rates_of_schedule(self.lr_scheduler, self.optimizer)
         if state["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self._count_resumption()
+        self._count_resumption(checkpoint)
 
-    def _count_resumption(self) -> None:
-        self._saved_at = self.state.global_step
+    def _count_resumption(self, checkpoint: Path) -> None:
+        if checkpoint.resolve() == self._folder_of(self.state.global_step).resolve():
+            self._saved_at = self.state.global_step
         self.seconds_before = self._restoring["seconds"]
         self.resumed_at = (*self._restoring["resumed_at"], self.state.global_step)
 
