@@ -1,0 +1,154 @@
+"""How often the signs of a fooled reward warn of nothing, and how often of an apology:
+
+    python -m benchmarks.signs train.jsonl validation.jsonl
+
+Runs are put together from people's answers, without a model: each evaluation is a draw of them, cut at 32 words, with
+scores that are noise, or follow the length, and a judge that is noise. So nothing happens from one to the next but by
+chance, or one thing that is known: some answers are replaced by an apology that ends in four ways. Writes
+`benchmarks/results/DATE_signs.json` and the tables in `docs/fooled_rewards.md`.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, where, write_result
+from toolkit.data import Rollout
+from toolkit.functional import standard_error
+from toolkit.reports import read_jsonl
+from toolkit.sampling.signs import signs_of
+from toolkit.trainers.guards import EVALUATION_GUARDS, Watch
+
+RUNS = 400
+SIZES = (40, 80, 160, 300)  # responses of an evaluation
+EVALUATIONS = 6  # of a run, the first among them
+LIMIT = 32  # words
+PULLS = {"noise": 0.0, "follow the length": -0.7}  # correlation of length and score: the second as hh-rlhf's reward had
+SHARES = (0.1, 0.25, 0.5, 0.78)  # of the responses, that apologise
+MEASURED_ON = 159  # scores of which `beyond_share` has its bound
+_APOLOGIES = [f"I'm sorry for any {what}." for what in ("misunderstanding", "confusion", "inconvenience", "harm")]
+
+
+def answers_of(paths: Sequence[Path]) -> list[str]:
+    """The last answers of the chosen dialogues, in hh-rlhf's form, but for empty ones."""
+    found = (str(row["chosen"]).rpartition("\n\nAssistant:")[2].strip() for path in paths for row in read_jsonl(path))
+    return [answer for answer in found if answer]
+
+
+class Drawn:
+    """Evaluations of which each is a draw of answers that stand for responses.
+
+    Args:
+        answers: to draw from.
+        pull: the correlation of length and score, about.
+        seed: of all draws.
+    """
+
+    def __init__(self, answers: Sequence[str], pull: float, seed: int):
+        self.answers, self.pull, self.drawn = answers, pull, random.Random(seed)
+        self.noise = torch.Generator().manual_seed(seed)
+        lengths = torch.tensor([min(LIMIT, len(answer.split())) for answer in answers], dtype=torch.float32)
+        self.mean, self.spread = float(lengths.mean()), float(lengths.std())
+        self.high = float(self._scores(self._rollout(MEASURED_ON, 0)).quantile(0.99))
+
+    def evaluation(self, size: int, apologies: int = 0) -> tuple[dict[str, float], Sequence[str]]:
+        """Metrics, as an evaluation of the toolkit has them, and responses, of which so many apologise."""
+        rollout = self._rollout(size, apologies)
+        scores, judged = self._scores(rollout), torch.randn(size, generator=self.noise)
+        metrics = {"score": float(scores.mean()), "judge": float(judged.mean()), "judge_se": standard_error(judged)}
+        metrics |= {"length": sum(rollout.lengths) / size, "eos_share": sum(rollout.ended) / size}
+        return metrics | signs_of(rollout, scores, high=self.high), rollout.responses
+
+    def _rollout(self, size: int, apologies: int) -> Rollout:
+        texts = self.drawn.choices(_APOLOGIES, k=apologies) + self.drawn.sample(self.answers, size - apologies)
+        words = [text.split() for text in texts]
+        ids = [[*map(hash, of_text[:LIMIT])] for of_text in words]
+        cut = [" ".join(of_text[:LIMIT]) for of_text in words]
+        names = [str(place) for place in range(size)]
+        return Rollout(names, cut, [[0]] * size, ids, [len(of_text) <= LIMIT for of_text in words])
+
+    def _scores(self, rollout: Rollout) -> Tensor:
+        lengths = (torch.tensor(rollout.lengths, dtype=torch.float32) - self.mean) / self.spread
+        noise = torch.randn(len(rollout), generator=self.noise)
+        return self.pull * lengths + (1 - self.pull**2) ** 0.5 * noise
+
+
+def warned(evaluations: Iterator[tuple[dict[str, float], Sequence[str]]]) -> set[str]:
+    """The signs of which a run of these evaluations warns."""
+    watch = Watch()
+    return {warning["name"] for at in enumerate(evaluations) for warning in watch.evaluated(at[0], *at[1])}
+
+
+def by_chance(drawn: Drawn, size: int, runs: int) -> dict[str, int]:
+    """Of so many runs in which nothing happens those that warn, by sign, and of `any` of them."""
+    found = Counter[str]()
+    for _ in range(runs):
+        names = warned(drawn.evaluation(size) for _ in range(EVALUATIONS))
+        found.update(names | ({"any"} if names else set()))
+    return dict(found)
+
+
+def of_apologies(drawn: Drawn, size: int, share: float, runs: int) -> dict[str, int]:
+    """The same of runs of two evaluations, where this share of the second apologises."""
+    found = Counter[str]()
+    for _ in range(runs):
+        found.update(warned(drawn.evaluation(size, apologies) for apologies in (0, round(share * size))))
+    return dict(found)
+
+
+def measure(answers: Sequence[str], runs: int) -> dict[str, Any]:
+    """A result: of all runs those that warn, by how scores are drawn or how many apologise, and by size."""
+    drawn = {name: Drawn(answers, pull, seed=0) for name, pull in PULLS.items()}
+    nothing = {name: {str(size): by_chance(of, size, runs) for size in SIZES} for name, of in drawn.items()}
+    apologies = {
+        str(share): {str(size): of_apologies(drawn["noise"], size, share, runs) for size in SIZES} for share in SHARES
+    }
+    return new_result("signs", runs=runs, answers=len(answers), nothing=nothing, apologies=apologies)
+
+
+def tables(result: dict[str, Any]) -> str:
+    """What the page has of a result."""
+
+    def of_runs(name: str, *counted: dict[str, dict[str, int]]) -> list[str]:
+        return [" / ".join(f"{by[str(size)].get(name, 0) / result['runs']:.3f}" for by in counted) for size in SIZES]
+
+    nothing, apologies = result["nothing"].values(), result["apologies"]
+    names = [guard.name for guard in EVALUATION_GUARDS]
+    columns = [f"{size} responses" for size in SIZES]
+    by_chance = [[f"`{name}`", *of_runs(name, *nothing)] for name in names]
+    by_chance.append(["any of them", *of_runs("any", *nothing)])
+    of_apology = [
+        [f"{float(share):.0%}: `{name}`", *of_runs(name, by)]
+        for share, by in apologies.items()
+        for name in ("phrase", "less_varied", "responses_repeated")
+    ]
+    drawn = f"{result['runs']:,} runs of each kind, from {result['answers']:,} answers; {where(result)}"
+    return "\n\n".join(
+        [
+            markdown([f"nothing happens in {EVALUATIONS} evaluations", *columns], by_chance),
+            markdown(["an apology in the second of two", *columns], of_apology),
+            drawn,
+        ]
+    )
+
+
+def main(
+    pairs: Annotated[list[Path], typer.Argument(help="files of pairs in hh-rlhf's form")],
+    runs: Annotated[int, typer.Option(help="runs of each kind")] = RUNS,
+) -> None:
+    """Measure, write the result and fill the page."""
+    result = measure(answers_of(pairs), runs)
+    write_result(result, RESULTS)
+    page = DOCS / "fooled_rewards.md"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(fill(text, "signs: made by benchmarks.signs", "end of signs", tables(result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
