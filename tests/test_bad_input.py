@@ -238,11 +238,11 @@ def test_a_disk_that_is_full_behind_standard_output():
     assert said.getvalue().startswith("ToolkitError: standard output: No space left on device.")
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(saved, monkeypatch):
+@pytest.mark.parametrize("way", ["resume", "overwrite", ""])
+def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(way, monkeypatch):
     def closed(*_, **__):
         error = BrokenPipeError(errno.EPIPE, "Broken pipe")
-        error.to_resume = saved
+        error.way_on = way
         raise error
 
     monkeypatch.setattr("toolkit.runs.stages.run", closed)
@@ -251,9 +251,13 @@ def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(saved, monkeyp
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as end:
         app(["sft", "doubling"])
     assert end.value.code == 1
-    goes_on = "To go on: toolkit sft doubling --resume (make: RESUME=1)"
-    anew = "Nothing of it is saved. To begin again: toolkit sft doubling --overwrite"
-    assert said.getvalue() == f"Standard output was closed. {goes_on if saved else anew}\n"
+    told = {
+        "resume": "To go on: toolkit sft doubling --resume (make: RESUME=1)",
+        "overwrite": "It cannot go on from what it has saved. To begin again: toolkit sft doubling --overwrite (make: "
+        "OVERWRITE=1)",
+        "": "Nothing of it is saved. To begin again: toolkit sft doubling --overwrite",
+    }
+    assert said.getvalue() == f"Standard output was closed. {told[way]}\n"
 
 
 _STARTS = """

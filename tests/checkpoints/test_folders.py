@@ -46,8 +46,10 @@ def test_what_fails_leaves_the_earlier_ones(tmp_path):
     # As Python says it, and as safetensors does.
     for error in (OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left on device")):
         with pytest.raises(CheckpointError, match="cannot be written.*No space left.*Earlier ones are untouched"):  # noqa: SIM117
-            with whole_folder(tmp_path / "checkpoint-2"):
+            with whole_folder(tmp_path / "checkpoint-2") as aside:
+                (aside / "state").write_text("half of it")
                 raise error
+        assert not (tmp_path / "checkpoint-2.partial").exists()  # room again
     assert newest_whole(tmp_path, say=silent) == old
 
 

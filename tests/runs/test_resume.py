@@ -1,5 +1,6 @@
 """Stages that are stopped, killed and gone on with, by the command line and from Python."""
 
+import errno
 import json
 import os
 import shutil
@@ -14,9 +15,11 @@ from tests.tiny_models import needs_trl_loop
 from tests.tiny_runs import PAIRS, begun, chat_recipe, cut_short, ended
 from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders, read_state
-from toolkit.errors import CheckpointError, RecipeError, RewardError, ToolkitError
+from toolkit.errors import CheckpointError, RecipeError, RewardError, RunInterrupted, ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
+from toolkit.runs.folder import result_comes_back
+from toolkit.runs.listing import state_of
 from toolkit.runs.owned import BEFORE_FILE, begin
 from toolkit.trainers import ppo_base
 
@@ -147,8 +150,9 @@ def test_a_finished_stage_that_cannot_go_on_is_finished_still(gone, tmp_path, ch
         stages.run(longer, "ppo", resume=True)
     assert open_run(recipe.run, runs_dir=recipe.runs_dir).values == recipe.values
     assert stages.run(recipe, "ppo") == result
-    for file in ("recipe.yaml", "ppo/result.json", "eval/manifest.json"):
-        assert (recipe.folder / file).read_bytes() == before[recipe.folder / file]
+    of_ppo = ("result.json", "manifest.json", "report.html", "metrics.jsonl")
+    for file in ("recipe.yaml", *(f"ppo/{name}" for name in of_ppo), "eval/manifest.json"):
+        assert (recipe.folder / file).read_bytes() == before[recipe.folder / file], file
     path.write_text(text, encoding="utf-8")
     again = stages.run(recipe_of(max_steps=3), "ppo", resume=True)
     assert again["resumed_at"] == [2] and not (recipe.folder / "eval").exists()
@@ -163,22 +167,126 @@ def test_ctrl_c_says_what_works_next(tmp_path, checkpoint, monkeypatch):
         patch.setattr(stages, "check_stages", interrupted)
         with pytest.raises(KeyboardInterrupt) as nothing:
             stages.run(recipe, "ppo")
-    assert not nothing.value.to_resume
+    assert nothing.value.way_on == ""
     stages.run(recipe, "reward")
     with monkeypatch.context() as patch:
         patch.setattr(stages, "train_stage", interrupted)
         with pytest.raises(KeyboardInterrupt) as begun_:
             stages.run(recipe, "ppo")
-        assert begun_.value.to_resume
-    stages.run(recipe, "ppo", resume=True)
+        assert begun_.value.way_on == "resume"
+        with pytest.raises(KeyboardInterrupt) as by_trl:
+            stages.run(chat(tmp_path, checkpoint, loop="trl"), "ppo", overwrite=True)
+        assert by_trl.value.way_on == "overwrite"
+    stages.run(recipe, "ppo", overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "train_stage", interrupted)
+        with pytest.raises(KeyboardInterrupt) as again:
+            stages.run(recipe, "ppo", overwrite=True)
+        assert again.value.way_on == "" and stages.finished(recipe, "ppo")
     other = chat(tmp_path, checkpoint, kl_coef=0.3)
     with monkeypatch.context() as patch:
         patch.setattr(stages, "train_stage", interrupted)
         with pytest.raises(KeyboardInterrupt) as replaced:
             stages.run(other, "ppo", overwrite=True)
-    assert not replaced.value.to_resume
+    assert replaced.value.way_on == ""
     with pytest.raises(RecipeError, match="ppo.kl_coef"):
         stages.run(other, "ppo", resume=True)
+
+    def stopped(*_):
+        raise RunInterrupted("reward was interrupted", 2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "run_stage", stopped)
+        reward = {**other.values["reward"], "learning_rate": 0.5}
+        taught_else = chat_recipe(tmp_path, checkpoint, reward=reward, ppo=other.values["ppo"])
+        with pytest.raises(RunInterrupted) as earlier:
+            stages.run(taught_else, "ppo", overwrite=True)
+    assert earlier.value.way_on == ""
+
+
+def test_weights_without_a_checkpoint_are_begun_anew(tmp_path, checkpoint, monkeypatch):
+    def interrupted(trainer, *_, **__):
+        if trainer.state.global_step:
+            raise KeyboardInterrupt
+        return {"score": 0.0}, None
+
+    recipe = chat(tmp_path, checkpoint, save_strategy="no")
+    stages.run(recipe, "reward")
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.runs.stage._measure", lambda recipe, stage, trainer: interrupted(trainer))
+        with pytest.raises(KeyboardInterrupt) as after:
+            stages.run(recipe, "ppo")
+    assert after.value.way_on == "overwrite" and "--overwrite" in state_of(recipe.folder).command
+    with pytest.raises(RecipeError, match="weights that were saved without a checkpoint|no checkpoint of it to go on"):
+        stages.run(recipe, "ppo", resume=True)
+
+
+def test_a_stage_that_failed_with_other_weights_is_not_what_it_was(tmp_path, checkpoint, monkeypatch):
+    """Made longer without checkpoints, it has saved its weights, and failed before its result."""
+    recipe = chat(tmp_path, checkpoint, lr_scheduler_type="constant")
+    stages.run(recipe, "reward")
+    stages.run(recipe, "ppo")
+    longer = chat(tmp_path, checkpoint, lr_scheduler_type="constant", max_steps=4, save_strategy="no")
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.runs.stage.figures", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stages.run(longer, "ppo", resume=True)
+    assert not (recipe.stage_folder("ppo") / "result.json").exists()
+    with pytest.raises(RecipeError, match="has not finished"):
+        open_run(recipe.run, runs_dir=recipe.runs_dir)
+    assert stages.run(longer, "ppo", resume=True)["resumed_at"] == [3]
+
+
+def test_a_full_disk_does_not_hide_what_it_has_ended(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    stages.run(recipe, "ppo")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the first error"):  # noqa: SIM117
+        with result_comes_back(recipe, "ppo"):
+            patch.setattr("toolkit.runs.folder.write_whole", full)
+            raise CheckpointError("the first error")
+
+
+def test_a_notebook_does_not_unfinish_a_run(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    stages.run(recipe, "ppo")
+    before = {name: (recipe.stage_folder("ppo") / name).read_bytes() for name in ("result.json", "manifest.json")}
+    with pytest.raises(RecipeError, match=r"ppo of this run is finished.*max_steps makes it longer"):
+        recipe.ppo_trainer(resume=True)
+    assert before == {name: (recipe.stage_folder("ppo") / name).read_bytes() for name in before}
+
+
+def test_a_stage_made_shorter_has_not_stopped_early(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint)
+    reward = {**recipe.values["reward"], "max_steps": 4, "lr_scheduler_type": "constant"}
+    cut_short(chat_recipe(tmp_path, checkpoint, reward=reward, ppo=recipe.values["ppo"]), "reward", at=2)
+    shorter = chat_recipe(tmp_path, checkpoint, reward={**reward, "max_steps": 2}, ppo=recipe.values["ppo"])
+    assert "ended" not in stages.run(shorter, "reward", resume=True)
+
+
+def test_a_page_does_not_say_that_a_run_goes_on_which_has_failed(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint, eval_strategy="steps", eval_steps=1)
+    stages.run(recipe, "reward")
+    for at in (2, 3):  # begun, and resumed
+        cut_short(recipe, "ppo", at=at, resume=at > 2)
+        page = (recipe.stage_folder("ppo") / "report.html").read_text()
+        assert f"Stopped: step {at} of 3" in page and "Running:" not in page and 'http-equiv="refresh"' not in page
+
+
+def test_a_checkpoint_that_lacks_but_its_name_is_gone_on_from(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    cut_short(recipe, "ppo", at=1)
+    whole = recipe.stage_folder("ppo") / "checkpoint-1"
+    whole.rename(whole.with_name("checkpoint-1.partial"))
+    with pytest.raises(RecipeError, match="was not finished, saved up to step 1"):
+        stages.run(recipe, "ppo")
+    assert stages.run(recipe, "ppo", resume=True)["resumed_at"] == [1]
 
 
 def test_a_run_that_was_made_too_long_goes_back_to_what_has_been_done(tmp_path, checkpoint):

@@ -50,6 +50,8 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         seal(aside, [path for path in aside.rglob("*") if path.is_file() and path.name != MANIFEST])
         _give_name(aside)
     except (OSError, SafetensorError) as error:
+        if not (aside / MANIFEST).is_file():  # what is sealed may be the only one
+            shutil.rmtree(aside, ignore_errors=True)  # what it takes may be the room that is lacking
         wrong = f"{folder}: the checkpoint cannot be written ({error}). Earlier ones are untouched."
         raise CheckpointError(wrong, remedy="Make room there, then resume.") from error
 

@@ -184,11 +184,14 @@ def _import_quietly() -> None:
 
 def _way_on(stop: BaseException) -> str:
     """The command that goes on where this one was stopped; the same again, where there is nothing to go on with."""
-    arguments = sys.argv[1:]
-    if getattr(stop, "to_resume", None) is False:  # as `stages.run` has found; of several processes none may say
-        return f" Nothing of it is saved. To begin again: {shlex.join(['toolkit', *arguments])}"
-    arguments = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
-    return f" To go on: {shlex.join(['toolkit', *arguments, '--resume'])} (make: RESUME=1)"
+    way = getattr(stop, "way_on", "resume")  # as `stages.run` has found; of several processes none may say
+    if not way:
+        return f" Nothing of it is saved. To begin again: {shlex.join(['toolkit', *sys.argv[1:]])}"
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
+    command = shlex.join(["toolkit", *arguments, f"--{way}"])
+    if way == "overwrite":
+        return f" It cannot go on from what it has saved. To begin again: {command} (make: OVERWRITE=1)"
+    return f" To go on: {command} (make: RESUME=1)"
 
 
 def _complete_recipe(incomplete: str) -> list[str]:

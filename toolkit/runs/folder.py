@@ -5,22 +5,22 @@ nor a stage before it reads one of them. What has taken hours is replaced by tho
 finished.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import checkpoint_folders, step_of
-from toolkit.disk import RESULT_FILE, damage, write_whole, writing
+from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, damage, write_whole, writing
 from toolkit.errors import Problem, RecipeError, ToolkitError
-from toolkit.reports import read_result, write_result
+from toolkit.reports import METRICS_FILE, REPORT_FILE, read_result, write_result
 from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import Changes, changes, described, may_change, recorded
 from toolkit.runs.lock import at_work, owner_of
-from toolkit.runs.owned import RECIPE_FILE
+from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.load import is_run_name
-from toolkit.spec.plan import STAGES
+from toolkit.spec.plan import STAGES, at
 from toolkit.spec.recipe import Recipe
 
 SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
@@ -74,13 +74,28 @@ def work_of(folder: Path) -> Problem | None:
     if any(file.is_file() and file.stat().st_size > 0 for file in (partial, partial.with_suffix(""))):
         wrong = f"{folder} holds responses of a {stage} stage that was not finished."
         return Problem(wrong, remedy=_GO_ON_OR_DELETE)
-    if saved := checkpoint_folders(folder):
+    # And a checkpoint that a kill has kept from its name: it is whole once it is sealed.
+    sealed = (path for path in checkpoint_folders(folder, ASIDE) if (path / MANIFEST).is_file())
+    if saved := checkpoint_folders(folder) or [*sealed]:
         wrong = f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}."
         return Problem(wrong, remedy=_GO_ON_OR_DELETE)
     if has_weights(folder):
         wrong = f"{folder} holds weights that were saved without a checkpoint to go on from."
         return Problem(wrong, remedy=_RENAME_OR_DELETE)
     return None
+
+
+def leads_nowhere(folder: Path, recipe: Mapping[str, Any]) -> bool:
+    """Whether a stage that has not finished has left something that cannot be gone on from.
+
+    Args:
+        folder: the stage's.
+        recipe: values of the one that the run folder has, or is to have.
+    """
+    if folder.name == "ppo" and at(recipe, "ppo.loop") == "trl":  # TRL's own loop saves no checkpoints
+        return has_begun(folder)
+    work = work_of(folder)
+    return work is not None and work.remedy == _RENAME_OR_DELETE
 
 
 def _outdated(recipe: Recipe, resumed: str | None = None) -> dict[str, Changes]:
@@ -198,8 +213,8 @@ def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool 
     there, before = run / aside.UNFINISHED, recipe.plan.needs(stage)
     if aside.changing(run, aside.UNFINISHED):
         done = [name for name in before if (there / name / RESULT_FILE).is_file()]
-        agrees = not (changes(recipe, stage, there).keys() - may_change(recipe, stage, there))
-        if (resume and agrees) or (overwrite and any(not changes(recipe, name, there) for name in done)):
+        replaces = overwrite and any(not changes(recipe, name, there) for name in done)
+        if replaces or (resume and _agrees(recipe, stage, there)):
             aside.take_up(run)
             return ""
     return said
@@ -219,11 +234,20 @@ def restore(run: Path) -> str:
     return f"{run} has its earlier {listed(back)} again.{more if begun else ''}"
 
 
-def can_resume(recipe: Recipe, stage: str) -> bool:
-    """Whether there is something of a stage that was broken off, or before it, to go on with."""
-    if aside.changing(recipe.folder, aside.UNFINISHED):
-        return True
-    return (recipe.folder / RECIPE_FILE).is_file() and conflict(recipe, resumed=stage) is None
+def _agrees(recipe: Recipe, stage: str, unfinished: Path) -> bool:
+    """Whether what was begun in a stage's place can go on under these settings."""
+    return not (changes(recipe, stage, unfinished).keys() - may_change(recipe, stage, unfinished))
+
+
+def way_on(recipe: Recipe, stage: str) -> str:
+    """How a stage that was broken off, or one before it, is gone on with: "resume"; "overwrite" where it has left what
+    cannot be; "" where it has left nothing."""
+    run, unfinished = recipe.folder, recipe.folder / aside.UNFINISHED
+    if aside.changing(run, aside.UNFINISHED) and _agrees(recipe, stage, unfinished):
+        return "resume"
+    if not (run / RECIPE_FILE).is_file() or conflict(recipe, resumed=stage) is not None or finished(recipe, stage):
+        return ""
+    return "overwrite" if leads_nowhere(recipe.stage_folder(stage), recipe.values) else "resume"
 
 
 def recover(run: Path) -> None:
@@ -245,9 +269,12 @@ def recover_to_read(run: Path) -> None:
 
 @contextmanager
 def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
-    """Inside, a stage may go on beyond its end. If that fails before its next checkpoint, it is finished as before."""
+    """Inside, a stage may go on beyond its end. If that fails before its next checkpoint, it is finished as before:
+    but not with other weights, which it may have saved without one."""
     folder = recipe.stage_folder(stage)
-    kept = [(path, path.read_bytes()) for path in (folder / RESULT_FILE, recipe.folder / RECIPE_FILE) if path.is_file()]
+    paths = [folder / name for name in (MANIFEST, REPORT_FILE, METRICS_FILE)]
+    paths += [recipe.folder / RECIPE_FILE, folder / RESULT_FILE]  # the result last: by it the stage is finished
+    kept = {path: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
     finished_before, checkpoints = (folder / RESULT_FILE).is_file(), checkpoint_folders(folder)
     try:
         yield
@@ -255,8 +282,10 @@ def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
         if checkpoint_folders(folder) != checkpoints:
             _drop_evaluation(folder)
         elif finished_before:
-            for path, content in reversed(kept):  # the result last: by it the stage is finished
-                write_whole(path, content.decode("utf-8"))
+            with suppress(OSError):  # of a full disk, of which the error that is raised again says more
+                write_whole(folder / MANIFEST, kept.pop(folder / MANIFEST))
+                for path, content in kept.items() if damage(folder) is None else ():
+                    write_whole(path, content)
         raise
 
 

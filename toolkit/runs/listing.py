@@ -10,10 +10,10 @@ from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result, whole_lines
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import recorded
-from toolkit.runs.folder import has_weights, recover_to_read
+from toolkit.runs.folder import has_weights, leads_nowhere, recover_to_read
 from toolkit.runs.lock import owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
-from toolkit.spec.plan import STAGES, at
+from toolkit.spec.plan import STAGES
 
 FINISHED, AT_WORK, STOPPED, DAMAGED = "finished", "at work", "stopped", "damaged"
 
@@ -89,6 +89,5 @@ def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[
         return ("toolkit", "chat", run.name, *elsewhere)
     if not aims or aims[0] in done:
         return ()
-    # TRL's own loop saves no checkpoints.
-    anew = aims[0] == "ppo" and at(recipe, "ppo.loop") == "trl" and has_begun(run / "ppo")
+    anew = leads_nowhere(run / aims[0], recipe)
     return ("toolkit", aims[0], str(run / RECIPE_FILE), "--overwrite" if anew else "--resume", *elsewhere)

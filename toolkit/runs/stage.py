@@ -6,6 +6,7 @@ says that it is finished.
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -136,9 +137,11 @@ def _trained(
     else:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
-        except RunInterrupted as stop:
+        except BaseException as stop:
             so_far.stopped()
-            raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
+            if isinstance(stop, RunInterrupted):
+                raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
+            raise
         processes.by_main(lambda: _save_model(trainer, folder))
         started -= trainer.seconds_before
         ended = _how_it_ended(trainer)
@@ -236,9 +239,11 @@ class _ReportAtEvaluations(TrainerCallback):
             self._write("running")
 
     def stopped(self) -> None:
-        """Training has been stopped; where no evaluation has written a report there is none."""
-        if self.now is not None:
-            self._write("stopped")
+        """Training has been stopped, or has failed; where no evaluation has written a report there is none."""
+        there = self.recipe.stage_folder(self.stage) / reports.REPORT_FILE
+        if processes.is_main() and (self.now is not None or there.is_file()):
+            with suppress(Exception):  # what has ended the stage says more
+                self._write("stopped")
 
     def _write(self, how: str) -> None:
         folder, state = self.recipe.stage_folder(self.stage), self.trainer.state

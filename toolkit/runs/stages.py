@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ import torch
 
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole
-from toolkit.errors import CheckpointError, RecipeError, ToolkitError
+from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
 from toolkit.runs.build import MAKERS, Callbacks
 from toolkit.runs.check import check_stages
 from toolkit.runs.folder import (
-    can_resume,
     check_outputs,
     claim,
     finished,
@@ -26,6 +25,7 @@ from toolkit.runs.folder import (
     restore,
     result_comes_back,
     settle,
+    way_on,
 )
 from toolkit.runs.lock import acquire, at_work, release
 from toolkit.runs.owned import RECIPE_FILE, has_begun
@@ -86,12 +86,15 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
         try:
             yield stage
         except BaseException as error:
-            if sentence := restore(recipe.folder):
+            sentence = ""
+            with suppress(OSError, ToolkitError):  # a full disk may be what ended it; the next command puts back, too
+                sentence = restore(recipe.folder)
+            if sentence:
                 say(sentence)
                 if isinstance(error, ToolkitError):
                     error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
-            if isinstance(error, KeyboardInterrupt | BrokenPipeError):  # the command says how to go on
-                error.to_resume = can_resume(recipe, stage)  # type: ignore[union-attr]
+            if isinstance(error, KeyboardInterrupt | BrokenPipeError | RunInterrupted):  # the command says it
+                error.way_on = way_on(recipe, stage)  # type: ignore[union-attr]
             raise
         aside.settle(recipe.folder)  # what a finished stage has replaced goes
 
@@ -116,6 +119,10 @@ def prepared(
     """
     given = {name: value for name, value in (given or {}).items() if value is not None}
     with _kept_whole(recipe, stage, **way):
+        if way.get("resume") and processes.by_main(lambda: finished(recipe, stage)) is not None:
+            wrong = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
+            longer = f"A larger {stage}.max_steps makes it longer. " if stage != "collect" else ""
+            raise RecipeError(wrong, remedy=f"{longer}Else name a new run ($run), or give $overwrite to repeat it.")
         handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
         with _result_comes_back(recipe, stage, **way):

@@ -82,6 +82,8 @@ class ResumableTrainer(GuardedSteps):
             over = not self._asks_for_more(state)
             if over or self._restoring["stopped_early"]:  # transformers would train a step more
                 self.state = state
+                if over and self.args.max_steps > 0:  # the checkpoint's run may have been longer
+                    state.max_steps = self.args.max_steps
                 check_same_run(checkpoint, self._restoring, self._identity)
                 self.load_callbacks()
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
