@@ -5,7 +5,7 @@ nor a stage before it reads one of them. What has taken hours is replaced by tho
 finished.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def work_of(folder: Path) -> Problem | None:
     return None
 
 
-def leads_nowhere(folder: Path, recipe: Mapping[str, Any]) -> bool:
+def leads_nowhere(folder: Path, recipe: dict[str, Any]) -> bool:
     """Whether a stage that has not finished has left something that cannot be gone on from.
 
     Args:
