@@ -82,7 +82,7 @@ class Drawn:
 def warned(evaluations: Iterator[tuple[dict[str, float], Sequence[str]]]) -> set[str]:
     """The signs of which a run of these evaluations warns."""
     watch = Watch()
-    return {warning["name"] for at in enumerate(evaluations) for warning in watch.evaluated(at[0], *at[1])}
+    return {warning["name"] for at in enumerate(evaluations) for warning in watch.evaluated(at[0], *at[1], prompts=())}
 
 
 def by_chance(drawn: Drawn, size: int, runs: int) -> dict[str, int]:

@@ -142,7 +142,8 @@ def test_a_folder_that_is_deleted_while_it_is_read_has_none(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("limit", "keep", "left"), [(None, [5], [1, 2, 3, 4, 5]), (2, [5], [4, 5]), (1, [5, 2], [2, 5]), (1, [3], [3, 5])]
+    ("limit", "keep", "left"),
+    [(None, [5], [1, 2, 3, 4, 5]), (2, [5], [4, 5]), (1, [5, 2], [2, 5]), (1, [3], [3, 5]), (2, [5, 1], [1, 5])],
 )
 def test_rotation(tmp_path, limit, keep, left):
     for step in range(1, 6):

@@ -1,6 +1,7 @@
 """A trained run, opened again."""
 
 import shutil
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_runs import chat_recipe, command_here
 from toolkit.errors import AdapterError, RecipeError, ToolkitError
+from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import generate, generate_best, respond
 from toolkit.inference.saved_run import export_adapter, export_merged, open_run, policy_folder, trained_sampler
@@ -122,6 +124,28 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
     again = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
     assert again.returncode == 1 and "is not empty. Name a new folder." in again.stderr
+
+
+def test_a_base_that_a_card_does_not_hold_whole_is_merged_on_the_cpu(trained, tmp_path, monkeypatch):
+    """And it is gone before the one in 4 bits is loaded."""
+    recipe, held, load, open_trained = trained[1], [], saved_run.load_base, saved_run.trained_sampler
+
+    def too_small(model, *, device, **settings):
+        if device.type != "cpu":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        held.append(weakref.ref(made := load(model, device=device, **settings)))
+        return made
+
+    def beside(recipe):
+        assert held[0]() is None
+        return open_trained(recipe)
+
+    monkeypatch.setattr(saved_run, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(saved_run, "load_base", too_small)
+    monkeypatch.setattr(saved_run, "trained_sampler", beside)
+    monkeypatch.setattr("toolkit.spec.recipe.Recipe.quantization", lambda recipe: "not None")
+    folder, told = export_merged(recipe, tmp_path / "out")
+    assert (folder / "model.safetensors").is_file() and "on the quantised base, at" in told
 
 
 def test_nothing_is_merged_into_four_bits(trained):

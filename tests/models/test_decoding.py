@@ -1,5 +1,6 @@
 """The loop over new tokens, against that of transformers; and rows that leave it once they have ended."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,22 @@ def test_tokens_and_logits_are_those_of_transformers_own_loop(kind, tmp_path):
         theirs, their_logits = greedy(base.causal_lm, by=None, eos=end)
         assert torch.equal(ours, theirs)
         assert len(our_logits[-1]) < 6 == len(their_logits[-1])
+
+
+@pytest.mark.parametrize(("rows", "times"), [(1, 1), (6, 0)])
+def test_kernels_for_few_tokens_are_taken_for_few_rows(rows, times, monkeypatch):
+    """A mixture's would copy experts for each row."""
+    base, entered = shared_base(), []
+
+    @contextmanager
+    def for_few():
+        entered.append(True)
+        yield
+
+    monkeypatch.setattr(base.causal_lm, "_optimize_model_for_decode", for_few)
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
+    base.generate(IDS[:rows], MASK[:rows], config)
+    assert len(entered) == times
 
 
 def sampled(base, *, role, **settings):

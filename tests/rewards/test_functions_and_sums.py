@@ -35,6 +35,19 @@ def test_a_function_of_a_file(tmp_path, monkeypatch):
     assert statistics.fmean([1, 2]) == 1.5  # the file took nobody's place
 
 
+def test_a_file_is_run_once_for_all_that_is_taken_from_it(tmp_path):
+    """It may hold a model."""
+    path = tmp_path / "rules.py"
+    path.write_text("MADE = object()\ndef a(rollout):\n    return MADE\ndef b(rollout):\n    return MADE\n")
+    (tmp_path / "link.py").symlink_to(path)
+    first, *others = [load_function(f"{tmp_path}/{name}") for name in ("rules.py:a", "rules.py:b", "link.py:a")]
+    assert all(first(None) is other(None) for other in others)
+    path.write_text("MADE = object()\nraise ValueError\ndef a(rollout):\n    return MADE\n")
+    for _ in range(2):
+        with pytest.raises(RewardError, match="cannot be loaded"):
+            load_function(f"{path}:a")
+
+
 def test_a_changed_file_is_read_anew(tmp_path):
     path = tmp_path / "rule.py"
     for value in (1, 22):

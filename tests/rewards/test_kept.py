@@ -89,6 +89,34 @@ def test_the_process_is_as_it_was(what, kind, tmp_path, monkeypatch):
     assert process() == before
 
 
+@pytest.fixture
+def products_in_tf32():
+    """As `tf32: true` leaves them, which no CPU takes: the older way does not read them."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def test_products_in_tf32_are_no_reason_to_fail(products_in_tf32):
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    assert score_with(lambda batch: batch.lengths, rollout(RESPONSES)).tolist() == [3, 3]
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def test_a_reward_that_sets_tf32_keeps_nothing_from_being_put_back():
+    before = process()
+
+    def sets(batch):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.set_default_dtype(torch.float64)
+        return batch.lengths
+
+    with pytest.warns(UserWarning, match="torch's (precision of products|default dtype)"):
+        score_with(sets, rollout(RESPONSES))
+    assert process() == before and torch.backends.cuda.matmul.fp32_precision == "none"
+
+
 def test_the_rollout_is_as_it_was():
     batch = rollout(RESPONSES)
     before = deepcopy(batch)

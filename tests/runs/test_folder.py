@@ -10,6 +10,7 @@ from tests.tiny_runs import PAIRS, chat_recipe
 from toolkit import recipes
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import stages
+from toolkit.runs.differences import may_change
 from toolkit.runs.folder import claim, conflict, finished
 from toolkit.runs.owned import begin
 from toolkit.runs.take_over import take_over
@@ -221,6 +222,17 @@ def test_a_stage_goes_on_with_settings_that_change_nothing_of_its_past(changes, 
         with pytest.raises(RecipeError, match="other settings"):
             claim(other, "ppo", resume=True)
     assert saved.is_dir() and there(recipe) >= ({"reward"} if changes[0] != "reward.eval_steps=5" else set())
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_rows_of_a_pass_may_change_where_its_steps_stay(dropped, tmp_path, checkpoint):
+    """Of 13 rows 4 · 2 are one whole step and a part, 8 · 1 are one where last rows are dropped."""
+    reward = {"max_steps": -1, "num_train_epochs": 3, "dataloader_drop_last": dropped}
+    rows = [{"per_device_train_batch_size": n, "gradient_accumulation_steps": 8 // n} for n in (4, 8)]
+    begun, goes_on = (chat_recipe(tmp_path, checkpoint, reward={**reward, **of_step}) for of_step in rows)
+    claim(begun, "reward")
+    allowed = may_change(goes_on, "reward", begun.folder)
+    assert ("reward.per_device_train_batch_size" in allowed) is not dropped
 
 
 def test_a_finished_stage_without_checkpoints_is_not_begun_anew_by_resuming(tmp_path, checkpoint):

@@ -116,12 +116,15 @@ FOOLED = {
 }
 
 
+PROMPTS = ["asked"]
+
+
 def evaluated(*evaluations):
     """The warnings of evaluations, each of changes and responses, after a first one."""
     watch = Watch()
-    assert watch.evaluated(0, MEASURED, ANSWERS) == []
+    assert watch.evaluated(0, MEASURED, ANSWERS, PROMPTS) == []
     return watch, [
-        watch.evaluated(step, {**MEASURED, **new}, texts) for step, (new, texts) in enumerate(evaluations, 1)
+        watch.evaluated(step, {**MEASURED, **new}, texts, PROMPTS) for step, (new, texts) in enumerate(evaluations, 1)
     ]
 
 
@@ -133,7 +136,7 @@ def test_each_sign_of_a_fooled_reward_is_told_once(name):
     assert text in warning["text"] and warning["step"] == 1 and warning["remedy"] and again == []
     assert {guard.name for guard in EVALUATION_GUARDS} == FOOLED.keys()
     resumed = Watch(**vars(watch))
-    assert resumed.evaluated(3, {**MEASURED, **changed}, responses) == [] and resumed.first == watch.first
+    assert resumed.evaluated(3, {**MEASURED, **changed}, responses, PROMPTS) == [] and resumed.first == watch.first
 
 
 @pytest.mark.parametrize(
@@ -163,9 +166,22 @@ def test_what_is_no_sign_of_a_fooled_reward(changed, responses):
 def test_cut_responses_are_a_sign_where_they_score_higher(first, now, ended, told):
     """Where all are cut there is nothing to hold them against but what was at first."""
     watch = Watch()
-    watch.evaluated(0, {**MEASURED, "cut_gap": first}, ANSWERS)
-    new = watch.evaluated(1, {**MEASURED, "cut_gap": now, "eos_share": ended}, ANSWERS)
+    watch.evaluated(0, {**MEASURED, "cut_gap": first}, ANSWERS, PROMPTS)
+    new = watch.evaluated(1, {**MEASURED, "cut_gap": now, "eos_share": ended}, ANSWERS, PROMPTS)
     assert ["cut_pays" for _ in range(told)] == [one["name"] for one in new]
+
+
+def test_an_evaluation_is_held_against_one_of_the_same_prompts():
+    """A policy that says one sentence of each topic, of which validation has 9 and the test 18."""
+    watch, said = Watch(), [f"{word} is what I like very much." for word in map(str, range(18))] * 4
+    test, validation = said, [text for text in said if int(text.split()[0]) < 9]
+    assert watch.evaluated(0, MEASURED, test, ["of the test"]) == []
+    better, worse = ({**MEASURED, "score": 0.5, "judge": judge} for judge in (-9.0, -20.0))
+    assert watch.evaluated(25, better, validation, ["of the validation"]) == []
+    assert watch.evaluated(50, better, validation, ["of the validation"]) == []
+    assert watch.evaluated(60, better, validation, ["of the test"])
+    new = watch.evaluated(75, {**worse, "score": 0.6}, validation, ["of the validation"])
+    assert "judge_falls" in [one["name"] for one in [*new, *watch.given]]
 
 
 def test_the_judge_is_held_against_its_best():
@@ -178,19 +194,19 @@ def test_no_answer_of_the_doubling_task_is_a_sign():
     """Before it is learnt, half of the answers in a wrong style; and after."""
     wanted = [str(number * 2) for number in range(1000, 1300)]
     watch, measured = Watch(), {**MEASURED, "length": 5.6, "eos_share": 1.0}
-    watch.evaluated(0, measured, [text if i % 2 else f"x{text[1:]}" for i, text in enumerate(wanted)])
-    assert watch.evaluated(1, {**measured, "score": 4.0, "judge": 5.0}, wanted) == []
+    watch.evaluated(0, measured, [text if i % 2 else f"x{text[1:]}" for i, text in enumerate(wanted)], PROMPTS)
+    assert watch.evaluated(1, {**measured, "score": 4.0, "judge": 5.0}, wanted, PROMPTS) == []
 
 
 def test_a_trainer_tells_what_its_evaluations_warn_of(tmp_path, caplog):
     ours = trainer(tmp_path, shared_base(), eval_strategy="steps", eval_steps=1)
-    ours.evaluated(MEASURED, SORRY[::-1])
+    ours.evaluated(MEASURED, SORRY[::-1], PROMPTS)
     tell = ours.evaluated
-    ours.evaluated = lambda metrics, responses: tell({**MEASURED, "eos_share": 0.1}, ANSWERS)
+    ours.evaluated = lambda *_: tell({**MEASURED, "eos_share": 0.1}, ANSWERS, PROMPTS)
     ours.train()
     assert [row["name"] for row in read_jsonl(tmp_path / "warnings.jsonl") if row["name"] in FOOLED] == ["cut_pays"]
     assert sum("WARNING at update 1: 10% of the responses end" in text for text in caplog.messages) == 1
-    assert ours.watch.first["responses"] == SORRY[::-1]
+    assert next(iter(ours.watch.first.values()))["responses"] == SORRY[::-1]
 
 
 def test_a_run_tells_its_warnings_and_keeps_them_over_a_checkpoint(tmp_path, caplog):
@@ -287,9 +303,9 @@ def test_what_was_told_before_the_first_update_stands_once_in_the_file(tmp_path)
     def made():
         return trainer(tmp_path, shared_base(), max_steps=2, save_strategy="steps", save_steps=1)
 
-    made().evaluated({**MEASURED, "beyond_share": 0.3}, ANSWERS)
+    made().evaluated({**MEASURED, "beyond_share": 0.3}, ANSWERS, PROMPTS)
     ours = made()
-    ours.evaluated({**MEASURED, "beyond_share": 0.3}, ANSWERS)
+    ours.evaluated({**MEASURED, "beyond_share": 0.3}, ANSWERS, PROMPTS)
     ours.train()
     shutil.rmtree(tmp_path / "checkpoint-2")
     again = made()

@@ -1,5 +1,6 @@
 """A run that was stopped and resumed ends with the weights of one that was not, bit for bit, in every stage."""
 
+import json
 import math
 import os
 import shutil
@@ -118,6 +119,19 @@ def test_what_is_due_at_the_end_of_a_pass_comes_once(save_strategy, still_due, t
     rest, resumed = run(resume_from_checkpoint=tmp_path / "checkpoint-2")
     assert rest == still_due
     assert_same(final, resumed)
+
+
+def test_what_is_logged_at_the_end_of_a_pass_comes_with_its_rollouts(tmp_path):
+    """Of an update after which a checkpoint was saved, before the pass ended."""
+
+    def run(**arguments):
+        made = make(ppo_gathered, tmp_path, max_steps=3, save_strategy="steps", logging_strategy="epoch")
+        made.train(**arguments)
+        return (tmp_path / "rollouts.jsonl").read_text()
+
+    whole = run()
+    assert {json.loads(line)["step"] for line in whole.splitlines()} == {2, 3}
+    assert run(resume_from_checkpoint=tmp_path / "checkpoint-2") == whole
 
 
 def test_a_signal_after_the_last_step_is_too_late_to_stop(tmp_path):

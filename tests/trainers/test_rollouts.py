@@ -190,7 +190,7 @@ def test_an_update_may_take_more_than_a_pass_and_logs_parts_over_all(tmp_path):
 
 def test_the_number_of_updates_counts_all_prompts_of_one(tmp_path):
     args = config(tmp_path, rollouts_per_update=3, max_steps=-1, total_episodes=50)
-    assert (args.rollout_batch_size, args.update_batch_size, args.number_of_updates(100)) == (4, 12, 4)
+    assert (args.rollout_batch_size, args.update_batch_size, args.number_of_updates(100)) == (4, 12, 5)  # as TRL rounds
     assert config(tmp_path, rollouts_per_update=3, num_mini_batches=6).num_mini_batches == 6
     with pytest.raises(ValueError, match=r"a batch of 12 .* × rollouts_per_update\) cannot be divided into 5"):
         config(tmp_path, rollouts_per_update=3, num_mini_batches=5)

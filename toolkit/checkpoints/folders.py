@@ -117,12 +117,13 @@ def set_aside_later(output: str | Path, checkpoint: Path) -> None:
 
 
 def rotate(output: str | Path, limit: int | None, *, keep: Collection[Path]) -> None:
-    """Delete the oldest checkpoints over a limit (None or 0 for none) but those to keep, as the new and the best.
+    """Delete the oldest checkpoints over a limit (None or 0 for none) but those to keep, as the new and the best, which
+    count among them.
 
     A folder keeps what others have put there; one that is damaged is left alone.
     """
     whole = [folder for folder in checkpoint_folders(output) if (folder / MANIFEST).is_file()]
-    for folder in whole[:-limit] if limit and limit > 0 else ():
-        if folder not in keep:
-            with suppress(OSError):
-                delete_written(folder)
+    over = len(whole) - limit if limit and limit > 0 else 0
+    for folder in [folder for folder in whole[:-1] if folder not in keep][: max(0, over)]:
+        with suppress(OSError):
+            delete_written(folder)

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,7 +11,9 @@ from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import writing
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.models import load_base, merge_adapter, read_tensors
+from toolkit.models import load_base, merge_adapter, read_tensors, resolved
+from toolkit.models.precision import default_device
+from toolkit.models.weights import Merged
 from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.folder import check_outputs, find_run, has_weights, recover
@@ -114,25 +117,34 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     Raises:
         AdapterError: merged, the adapter gives another model.
     """
-    folder, policy, base = _empty(Path(output)), policy_folder(recipe), recipe.base
+    folder, policy, dtype = _empty(Path(output)), policy_folder(recipe), resolved(recipe.base.dtype)
     read_tensors(policy)
-    model = load_base(
-        recipe.base_path, dtype=base.dtype, revision=base.revision, trust_remote_code=base.trust_remote_code
-    )
     probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row][:_POSITIONS]
-    ids = torch.tensor([probe], device=model.device)
-    merged = merge_adapter(model, policy, ids)
+    merged = None
+    with suppress(torch.OutOfMemoryError):  # a card that holds the base in 4 bits need not hold it whole
+        merged = _merged(recipe, policy, dtype, probe, default_device())
+    if merged is None:
+        merged = _merged(recipe, policy, dtype, probe, torch.device("cpu"))
     with writing(folder):
         merged.model.save_pretrained(folder)
         recipe.tokenizer.save_pretrained(folder)
-    trained = ""
+    likeliest = merged.logits.argmax(-1).cpu()
+    told = (
+        f"merged in {dtype}: over {len(probe)} tokens of held-out prompts the logits differ from those of base and "
+        f"adapter apart by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most likely "
+        f"token is the same at {merged.agreement:.1%} of them"
+    )
+    del merged  # before the base comes in 4 bits
     if recipe.quantization() is not None:
         roles = trained_sampler(recipe).roles
+        ids = torch.tensor([probe], device=roles.device)
         with roles.role("policy"), roles.autocast(), torch.no_grad():
-            same = roles(input_ids=ids).logits.argmax(-1) == merged.logits.argmax(-1)
-        trained = f"; it is that of the policy as trained, on the quantised base, at {same.float().mean():.1%}"
-    return folder, (
-        f"merged in {base.dtype}: over {len(probe)} tokens of held-out prompts the logits differ from those of base "
-        f"and adapter apart by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most "
-        f"likely token is the same at {merged.agreement:.1%} of them{trained}"
-    )
+            same = roles(input_ids=ids).logits.argmax(-1).cpu() == likeliest
+        told += f"; it is that of the policy as trained, on the quantised base, at {same.float().mean():.1%}"
+    return folder, told
+
+
+def _merged(recipe: Recipe, policy: Path, dtype: str, probe: list[int], device: torch.device) -> Merged:
+    named = {"revision": recipe.base.revision, "trust_remote_code": recipe.base.trust_remote_code}
+    model = load_base(recipe.base_path, device=device, dtype=dtype, **named)
+    return merge_adapter(model, policy, torch.tensor([probe], device=device))

@@ -5,6 +5,7 @@ a quarter has ended: cache, masks and positions of the others are dropped. What 
 pass's inputs, stay transformers'.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import (
     TextStreamer,
 )
 
+_FEW = 4  # rows for which transformers' kernels of few tokens are taken: of a mixture they copy experts for each row
 _LIVING = 0.75  # of the rows computed; at or below it the others leave. Each time costs a copy of the cache
 
 
@@ -62,7 +64,7 @@ def decode(
     living = torch.ones_like(rows, dtype=torch.bool)
     positions = positions_of(model.config)
     passed = model(**model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs), return_dict=True)
-    with model._optimize_model_for_decode():
+    with model._optimize_model_for_decode() if len(ids) <= _FEW else nullcontext():
         while True:
             inputs = model._update_model_kwargs_for_generation(passed, inputs)
             scores = logits_processor(ids, passed.logits[:, -1].to(torch.float32, copy=True))

@@ -106,12 +106,20 @@ def _existing(place: str) -> Path:
 
 
 def _run(path: Path) -> ModuleType:
-    """The module of a file, not by its own name: `rewards.py` must not stand in for an installed module `rewards`."""
-    spec = importlib.util.spec_from_file_location(f"reward_file_{abs(hash(path))}", path)
+    """The module of a file, not by its own name: `rewards.py` must not stand in for an installed module `rewards`.
+
+    It is run once, whatever is taken from it, as long as its text stays: it may load a model."""
+    name, text = f"reward_file_{abs(hash(path.resolve()))}", path.read_bytes()
+    there = sys.modules.get(name)
+    if getattr(there, "__text_read__", None) == text:
+        assert there is not None
+        return there
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     spec.loader.exec_module(module)
+    module.__dict__["__text_read__"] = text  # not of one that failed
     return module
 
 

@@ -37,6 +37,27 @@ def _to_folder(folder: str) -> None:
         os.chdir(folder)
 
 
+# Where a program sets the precision of products; the first is torch's older way, which reads no setting of the others.
+_PRODUCTS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+
+def _products() -> list[str | None]:
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the others were set without it, as transformers' `tf32` does
+        older = None
+    return [older, *(one.fp32_precision for one in _PRODUCTS)]
+
+
+def _set_products(precisions: list[Any]) -> None:
+    older, *others = precisions
+    if older is not None:
+        torch.set_float32_matmul_precision(older)
+    for one, precision in zip(_PRODUCTS, others, strict=True):
+        if one.fp32_precision != precision:
+            one.fp32_precision = precision
+
+
 def _set_streams(streams: list[Any]) -> None:
     sys.stdout, sys.stderr = streams
 
@@ -46,7 +67,7 @@ _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device, torch.set_default_device),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch's precision of products": (_products, _set_products),
     "torch's choice of algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "standard output or error": (lambda: [sys.stdout, sys.stderr], _set_streams),
     "how Ctrl-C or SIGTERM is met": (lambda: [signal.getsignal(one) for one in _STOPS], _set_handlers),

@@ -81,7 +81,9 @@ def may_change(recipe: Recipe, stage: str, folder: Path) -> set[str]:
         saved = checkpoint_folders(folder / stage)
         if saved and step_of(saved[-1]) <= here["max_steps"] < there["max_steps"]:
             names.add("max_steps")
-        if math.prod(there[name] for name in _ROWS_OF_A_STEP) == math.prod(here[name] for name in _ROWS_OF_A_STEP):
+        product_stays = len({math.prod(of[name] for name in _ROWS_OF_A_STEP) for of in (there, here)}) == 1
+        # Where last rows are dropped, a pass would have another number of steps.
+        if product_stays and not section(recipe.values, stage).get("dataloader_drop_last"):
             names |= {*_ROWS_OF_A_STEP}
     return {f"{stage}.{name}" for name in names} | functions
 

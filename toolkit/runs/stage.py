@@ -182,7 +182,7 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
 
 def _tell_evaluated(trainer: Any, metrics: dict[str, Any], responses: Responses | None) -> None:
     if responses is not None and isinstance(trainer, SamplingTrainer):
-        trainer.evaluated(metrics, responses.responses)
+        trainer.evaluated(metrics, responses.responses, responses.prompts)
 
 
 def _of_training(trainer: Any, progress: Progress) -> dict[str, Any]:

@@ -187,14 +187,14 @@ class SamplingTrainer(RoleTrainer):
         with phases.phase("evaluation", math.ceil(len(dataset) / at_once)):
             evaluation = self.evaluate_rollout(dataset)
         if eval_dataset is None:
-            self.evaluated(evaluation.metrics, evaluation.rollout.responses)
+            self.evaluated(evaluation.metrics, evaluation.rollout.responses, evaluation.rollout.prompts)
         named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
-    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str]) -> None:
-        """Told of each evaluation of the held-out prompts, and of the responses."""
+    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str], prompts: Sequence[str]) -> None:
+        """Told of each evaluation of held-out prompts, and of the responses to them."""
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Held-out prompts in batches, in order."""

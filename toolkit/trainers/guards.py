@@ -10,6 +10,7 @@ either sign); where they are argued, the argument stands beside them.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from operator import itemgetter, methodcaller
 from typing import Any
 
@@ -240,23 +241,26 @@ class Watch:
     in_a_row: dict[str, int] = field(default_factory=dict)
     given: list[dict[str, Any]] = field(default_factory=list)
     """Warnings so far, one of each guard at most: `step`, `name`, `value`, `text`, `remedy`."""
-    first: dict[str, Any] | None = None
-    """The `metrics` and `responses` of the first evaluation."""
-    best: dict[str, float] | None = None
-    """The metrics of the evaluation that the judge liked best, with its `step`."""
+    first: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The `metrics` and `responses` of the first evaluation, by a digest of its prompts."""
+    best: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Likewise the metrics of the evaluation that the judge liked best, with its `step`."""
 
     def seen(self, step: int, metrics: Metrics) -> list[dict[str, Any]]:
         """The warnings that the metrics of an update are reason for, and that were not given before."""
         return self._new(GUARDS, step, metrics)
 
-    def evaluated(self, step: int, metrics: Metrics, responses: Sequence[str]) -> list[dict[str, Any]]:
-        """The warnings that an evaluation is reason for, held against the first one, and that were not given before."""
-        if self.first is None:
-            self.first = {"metrics": dict(metrics), "responses": list(responses)}
-        if "judge" in metrics and (self.best is None or metrics["judge"] > self.best["judge"]):
-            self.best = {**metrics, "step": float(step)}
-        numbers: dict[str, Any] = {**metrics, **since_first(responses, self.first["responses"])}
-        for moment, held in (("first", self.first["metrics"]), ("best", self.best or {})):
+    def evaluated(
+        self, step: int, metrics: Metrics, responses: Sequence[str], prompts: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """The warnings that an evaluation is reason for, held against the first one of the same prompts, and that were
+        not given before."""
+        asked = sha256("\0".join(prompts).encode()).hexdigest()
+        first = self.first.setdefault(asked, {"metrics": dict(metrics), "responses": list(responses)})
+        if "judge" in metrics and (asked not in self.best or metrics["judge"] > self.best[asked]["judge"]):
+            self.best[asked] = {**metrics, "step": float(step)}
+        numbers: dict[str, Any] = {**metrics, **since_first(responses, first["responses"])}
+        for moment, held in (("first", first["metrics"]), ("best", self.best.get(asked, {}))):
             numbers |= {f"{name}_{moment}": value for name, value in held.items()}
         return self._new(EVALUATION_GUARDS, step, numbers)
 

@@ -32,7 +32,7 @@ from toolkit.trainers.trl_compat import TRLPPOTrainer
 @dataclass
 class _State(TrainerState):
     episode: int = 0
-    """Responses that were learnt from."""
+    """Responses that were answered and scored, of updates that were not passed over."""
 
 
 class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):

@@ -253,7 +253,8 @@ class PPOConfig(TRLPPOConfig):
         if self.max_steps > 0:
             return self.max_steps
         if self.total_episodes is not None:
-            return max(1, self.total_episodes // self.update_batch_size)
+            # The last update answers whole batches, which may be more prompts, as in TRL's loop.
+            return math.ceil(self.total_episodes / self.update_batch_size)
         # A pass leaves out the rows that do not fill its last batch.
         batches = math.floor(self.num_train_epochs * (rows // self.rollout_batch_size) + 1e-9)  # 0.29 · 100 is 28.99…
         return max(1, batches // self.rollouts_per_update)

@@ -64,7 +64,7 @@ class PPOLoop(SharedBaseTrainer):
         state.num_train_epochs = self.total_updates * args.update_batch_size / self.prompts_of_a_pass
         state.compute_steps(args, self.total_updates)
         self.is_in_train = True
-        processes.by_main(partial(keep_until, Path(args.output_dir) / ROLLOUTS_FILE, began))
+        processes.by_main(partial(keep_until, Path(args.output_dir) / ROLLOUTS_FILE, self._last_logged))
         processes.by_main(self._write_warnings)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = self.dataloader
@@ -147,9 +147,9 @@ class PPOLoop(SharedBaseTrainer):
         """Name of an error's class, of several processes in that where it was raised."""
         return error.of if isinstance(error, PeerError) else type(error).__name__
 
-    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str]) -> None:
-        """Tell what an evaluation of the held-out prompts is a warning of."""
-        self._tell(self.watch.evaluated(self.state.global_step, metrics, responses))
+    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str], prompts: Sequence[str]) -> None:
+        """Tell what an evaluation of held-out prompts is a warning of."""
+        self._tell(self.watch.evaluated(self.state.global_step, metrics, responses, prompts))
 
     def _write_warnings(self) -> None:
         """Those of this run, which may go on from before the last, or have begun anew after a kill."""
@@ -271,6 +271,7 @@ class PPOLoop(SharedBaseTrainer):
             "passed_over": self._passed_over,
             "scores": self.score_shaper.moments._asdict(),
             "metrics": self._last_metrics,
+            "shown": self._shown,
             "last_logged": self._last_logged,
             "frozen": self._frozen(),
             "watch": vars(self.watch),
@@ -293,6 +294,7 @@ class PPOLoop(SharedBaseTrainer):
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
+        self._shown = state["shown"]
         self.watch = Watch(**state["watch"])
 
     def _frozen(self) -> dict[str, str]:
