@@ -149,3 +149,9 @@ def test_what_cannot_be_is_said(tokenizer):
     without.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         Instructions(without)
+    without.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}x"
+    assert len(Instructions(without, test_size=3).prompts("test")) == 3
+    with pytest.raises(
+        DataError, match=r"^system: no prompt can have a system message: .*no system here.*data.system=null"
+    ):
+        Instructions(without, system="")

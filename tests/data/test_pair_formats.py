@@ -83,6 +83,18 @@ def test_forms_of_text():
         ({"chosen": ASKED + said("a"), "rejected": ASKED + said("a")}, "chosen and rejected are equal"),
         ({"chosen": said("a"), "rejected": said("b")}, "an empty prompt"),
         ({"chosen": ASKED, "rejected": ASKED + said("b")}, "its last turn is not the assistant's"),
+        (
+            {"chosen": ASKED + said("a") + said("b"), "rejected": ASKED + said("a") + said("c")},
+            "its last turn is the assistant's",
+        ),
+        (
+            {
+                "chosen": [{"role": "system", "content": "s"}, *said("a")],
+                "rejected": [{"role": "system", "content": "s"}, *said("b")],
+            },
+            "messages without a turn of the user",
+        ),
+        ({"chosen": "\n\nHuman: \n\nAssistant: a", "rejected": "\n\nHuman: \n\nAssistant: b"}, "an empty prompt"),
         ({"chosen": [{"role": "assistant"}], "rejected": said("b")}, 'a message without text as "content"'),
         ({"chosen": [*ASKED, *ASKED, *said("a")], "rejected": ASKED + said("b")}, "different prompts"),
         ({"prompt": ASKED, "chosen": ASKED + said("a"), "rejected": said("b")}, "an answer of 2 messages beside its"),

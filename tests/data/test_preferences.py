@@ -208,8 +208,18 @@ def test_a_template_that_refuses_a_system_message(tmp_path, chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}1"
     path = write(tmp_path / "pairs.jsonl", [PAIR])
     assert len(Preferences(chat_tokenizer, path, path).pairs("train")) == 1
-    with pytest.raises(DataError, match=r"no row can be used \(1 × the chat template refuses it: no system here"):
-        Preferences(chat_tokenizer, path, path, system="0").pairs("train")
+    with pytest.raises(DataError, match=r"^system: no prompt can have a system message: .*no system here.*system=null"):
+        Preferences(chat_tokenizer, path, path, system="0")
+
+
+@pytest.mark.parametrize("ids, wrong", [([2**65], "a number of over 64 bits"), ([1, "x"], "values of one type")])
+def test_messages_that_no_table_holds(ids, wrong, tmp_path, chat_tokenizer):
+    asked = [{"prompt": [{"role": "user", "content": str(n), "id": one}]} for n, one in enumerate(ids)]
+    path = write(tmp_path / "pairs.jsonl", [{**row, "chosen": "3", "rejected": "4"} for row in asked])
+    with pytest.raises(
+        DataError, match=f'^train: the prompts of train: column "messages" (holds|does not hold) {wrong}'
+    ):
+        Preferences(chat_tokenizer, path, path).prompts("train")
 
 
 def test_a_prompt_that_is_typed(tmp_path, chat_tokenizer):

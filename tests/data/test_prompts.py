@@ -167,6 +167,7 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
         ({"prompt": None}, "an empty prompt"),
         ({"prompt": []}, "an empty prompt"),
         ({"prompt": [user(" ")]}, "an empty prompt"),
+        ({"prompt": "\n\nHuman: \n\nAssistant:"}, "an empty prompt"),
         ({"prompt": "1" * 15}, None),  # and 5 of the template: as many tokens as are allowed
         ({"prompt": "1" * 16}, "a prompt over 20 tokens"),
         ({"prompt": 5}, "a prompt that is no text"),
@@ -183,10 +184,10 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
     assert [(row["place"], row["reason"]) for row in task.left_out_rows() if row["split"] == "train"] == expected
     assert len(task.left_out_rows()) == 2 * len(expected)  # the same file is the validation split
     assert task.left_out["validation"] == task.left_out["train"]
-    assert task.left_out["train"]["an empty prompt"] == 5 and task.left_out["train"].total() == 13
-    start = f"train: 2 prompts; 13 left out: 5 × an empty prompt (first: {task.train}, line 2), 1 × a prompt over 20"
+    assert task.left_out["train"]["an empty prompt"] == 6 and task.left_out["train"].total() == 14
+    start = f"train: 2 prompts; 14 left out: 6 × an empty prompt (first: {task.train}, line 2), 1 × a prompt over 20"
     assert task.report().startswith(start)
-    assert " | validation: 2 prompts; 13 left out: " in task.report()
+    assert " | validation: 2 prompts; 14 left out: " in task.report()
 
 
 def test_ids_left_out(tmp_path, tokenizer):
@@ -457,6 +458,13 @@ def test_a_long_prompt_is_cut_where_that_is_asked_for(tmp_path, chat_tokenizer):
     assert task.prompts("train")["input_ids"][0] == ids("234=x:") and not task.left_out["train"]
     cut = task_of(tmp_path, chat_tokenizer, rows[2:], max_prompt_length=2, on_long="cut")
     assert cut.prompts("train")["input_ids"][0] == [8, 9]
+
+
+def test_prompts_in_memory_are_in_the_column_of_a_file(tmp_path, chat_tokenizer):
+    task = task_of(tmp_path, chat_tokenizer, [{"question": "1"}], columns={"prompt": "question"})
+    assert task.prompts_of([{"question": "12", "prompt": "3"}])["prompt"][:] == ["_:12=x:"]
+    assert task.prompts_of([{"question": "12"}])["prompt"][:] == ["_:12=x:"]
+    assert task.prompts_of(["12"])["prompt"][:] == ["_:12=x:"]
 
 
 def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):

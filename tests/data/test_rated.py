@@ -95,8 +95,9 @@ def test_rewards_a_token_need_the_tokens(tmp_path, tokenizer):
     ],
 )
 def test_columns_that_are_missing(tmp_path, tokenizer, row, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as error:
         rated(tmp_path, tokenizer, [row]).rated("train")
+    assert "columns.prompt" not in str(error.value)  # a setting of other tasks
 
 
 def test_a_prompt_that_is_typed(tokenizer):

@@ -109,6 +109,16 @@ def test_folders_of_save_to_disk(tmp_path):
     assert has_splits(str(both)) and not has_splits(str(single))
 
 
+def test_values_of_several_types_come_as_they_were_given(tmp_path):
+    """datasets writes them as JSON, in columns, lists and objects."""
+    rows = [
+        {"a": "x", "messages": [{"r": 1}, {"s": 2}], "n": {"k": [{"p": 1}, {"q": "z"}]}, "b": "4"},
+        {"a": 4, "messages": [{"r": 1}], "n": None, "b": None},
+    ]
+    Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(tmp_path / "mixed")
+    assert [row for _, row in read(tmp_path / "mixed")] == rows
+
+
 def test_a_hub_id(monkeypatch):
     seen = []
 

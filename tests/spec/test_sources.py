@@ -1,7 +1,7 @@
 import torch
 
 from tests.tiny_models import doubling, tiny_model
-from toolkit.models import save_model, train_in_float32
+from toolkit.models import SharedBase, save_model, train_in_float32
 from toolkit.models.lora import trained_copy
 from toolkit.spec.sources import OwnBase, Site
 
@@ -23,3 +23,14 @@ def test_a_reward_on_a_16_bit_base_of_its_own_comes_back_with_the_head_that_was_
     save_model(trained, tokenizer, tmp_path / "out" / "model")
     loaded = source.trained_classifier(site)
     assert torch.equal(trained_copy(loaded.get_base_model().score).weight, head)
+
+
+def test_a_critic_from_a_trained_model_is_of_no_revision(tmp_path):
+    """Which the reward model has on the hub, not the folder that the reward stage has written."""
+    tokenizer = doubling.tokenizer()
+    own = {"model": "some/reward", "revision": "abc", "dtype": "float32"}
+    source = OwnBase("value", "start.value", section="reward_model", model=own, stage="reward")
+    for saved in (tiny_model("llama"), tokenizer):
+        saved.save_pretrained(tmp_path / "out" / "model")
+    placed = source.place(SharedBase(tiny_model("llama")), Site(tokenizer, lambda stage: tmp_path / "out"))
+    assert "a copy of the reward model" in str(placed)

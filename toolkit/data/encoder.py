@@ -1,7 +1,8 @@
 """Prompts and responses to token ids, a response as a sampled one would be."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -51,6 +52,23 @@ class PromptEncoder:
         if self.chat and self.tokenizer.chat_template is None:
             remedy = "Use an instruction-tuned checkpoint, or set chat to false for plain text and hh-rlhf's own form."
             raise DataError("the tokenizer has no chat template, which prompts need.", field="chat", remedy=remedy)
+        if refusal := self._refusal:
+            remedy = "Remove it (data.system=null), or use another checkpoint."
+            raise DataError(f"no prompt can have a system message: {refusal}.", field="system", remedy=remedy)
+
+    @cached_property
+    def _refusal(self) -> str:
+        """Why a template takes no system message, where it takes a conversation without; nothing if it does."""
+        if self.system is None:
+            return ""
+        asked: Messages = [{"role": "user", "content": "?"}]
+        try:
+            self._written(asked)
+        except Unusable as reason:
+            with suppress(Unusable):
+                replace(self, system=None)._written(asked)
+                return str(reason)
+        return ""
 
     def prompt(self, prompt: Messages | str, limit: int | None = None) -> dict[str, Any]:
         """A conversation or a text that waits for its response, of at most `limit` tokens."""
@@ -139,6 +157,8 @@ class PromptEncoder:
         first: dict[str, Any],
         columns: Mapping[str, str] | None,
         limit: int | None,
+        *,
+        remedy: str = "Rename the column of the prompt, or name it as columns.prompt.",
     ) -> tuple[str, dict[str, Any]]:
         """The column of a row's prompt, and the prompt encoded; of token ids without its text.
 
@@ -150,7 +170,6 @@ class PromptEncoder:
         kind = next((kind for kind, column in named.items() if column in first), None)
         if kind is None:
             wanted = ", ".join(f'"{column}"' for column in named.values())
-            remedy = "Rename the column of the prompt, or name it as columns.prompt."
             raise DataError(f"{place}: a prompt is in the column {wanted}; {present(row)}", remedy=remedy)
         if named[kind] not in row:
             wrong = f'{place}: no column "{named[kind]}", which the first row has; {present(row)}'

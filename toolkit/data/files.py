@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from toolkit.errors import DataError
@@ -51,15 +52,35 @@ def _in_python(place: str, table: Any) -> list[dict[str, Any]]:
         wrong = f'{place}: column "{shown(twice[0])}" is there {names.count(twice[0])} times.'
         raise DataError(wrong, remedy="Give every column a name of its own.")
     try:
-        return table.to_pylist()
+        return _decoded(table.to_pylist(), table.schema)
     except Exception:  # whatever a kind of values raises: durations, dates and zones that Python has not
         for column, name in enumerate(names):
             try:
-                table.column(column).to_pylist()
+                _decoded([{name: value} for value in table.column(column).to_pylist()], [table.schema.field(column)])
             except Exception as error:
                 wrong = f'{place}: column "{shown(name)}" holds a value that Python has not ({reason(error)}).'
                 raise DataError(wrong, remedy="Write the column as text, or take it out.") from error
         raise
+
+
+def _decoded(rows: list[dict[str, Any]], fields: Iterable[pa.Field]) -> list[dict[str, Any]]:
+    """Rows whose values of JSON, as datasets keeps those of several types, are what they stand for, in place."""
+    for name, kind in ((field.name, field.type) for field in fields if "json" in str(field.type)):
+        for row in rows:
+            row[name] = _of_kind(row[name], kind)
+    return rows
+
+
+def _of_kind(value: Any, kind: pa.DataType) -> Any:
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_of_kind(one, kind.value_type) for one in value]
+    if pa.types.is_struct(kind):
+        return {field.name: _of_kind(value[field.name], field.type) for field in kind}
+    return value
 
 
 def _text(path: Path) -> str:

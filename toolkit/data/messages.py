@@ -58,7 +58,7 @@ def read_prompt(value: Messages | str) -> Messages | str:
         return checked_messages(value)
     if not value.strip():
         raise Unusable("an empty prompt")
-    return dialogue_turns(value, answered=False) if is_dialogue(value) else value
+    return checked_messages(dialogue_turns(value, answered=False)) if is_dialogue(value) else value
 
 
 def messages_of_row(place: str, row: dict[str, Any]) -> Messages:

@@ -34,7 +34,7 @@ from toolkit.data.messages import (
     refuse_tools,
     text_or_messages,
 )
-from toolkit.data.rows import STAGES, Split, Unusable, as_number, draw_parts, renamed
+from toolkit.data.rows import STAGES, Split, Unusable, as_dataset, as_number, draw_parts, renamed
 from toolkit.data.source_task import SplitTask
 from toolkit.errors import DataError, did_you_mean
 
@@ -141,7 +141,8 @@ class Preferences(SplitTask):
         rows = self._rows_of("ppo", "train" if split == "train" else "validation").rows
         unique = list({row["prompt"]: row for row in rows}.values())
         names = ["input_ids", "prompt", *(["messages"] if any("messages" in row for row in unique) else [])]
-        return Dataset.from_list([{name: row.get(name) for name in names} for row in unique])
+        columns = {name: [row.get(name) for row in unique] for name in names}
+        return as_dataset(columns, place=f"the prompts of {split}", field="validation" if split != "train" else split)
 
 
 def _made(
@@ -240,9 +241,7 @@ def _implicit(chosen: Any, rejected: Any) -> tuple[Messages | str, str, str]:
         return _shared_words(chosen, rejected)
     if first[:-1] != second[:-1]:
         raise Unusable("chosen and rejected have different prompts")
-    if not first[:-1]:
-        raise Unusable("an empty prompt")
-    return first[:-1], str(first[-1]["content"]), str(second[-1]["content"])
+    return checked_messages(first[:-1]), str(first[-1]["content"]), str(second[-1]["content"])
 
 
 def _shared_words(chosen: str, rejected: str) -> tuple[str, str, str]:

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 
-from toolkit.data.files import listed, reason, shown
+from toolkit.data.files import listed
 from toolkit.data.messages import checked_messages, read_prompt, read_response, refuse_tools, text_or_messages
-from toolkit.data.rows import Split, Unusable, present
+from toolkit.data.rows import Split, Unusable, as_dataset, present
 from toolkit.data.source_task import SplitTask
 from toolkit.data.sources import Source, names_of
 from toolkit.errors import DataError
@@ -48,18 +48,7 @@ class Prompts(SplitTask):
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         part = super()._read(split, source, limit)
         columns = self._prompt_columns(part.rows)
-        try:
-            return replace(part, rows=Dataset.from_dict(columns))
-        except Exception:  # of datasets and pyarrow, as the values have it
-            for name, values in columns.items():
-                try:
-                    Dataset.from_dict({name: values})
-                except Exception as error:
-                    too_large = isinstance(error, OverflowError)
-                    what = "holds a number of over 64 bits" if too_large else "does not hold values of one type"
-                    wrong = f'{listed(names_of(source))}: column "{shown(name)}" {what} ({reason(error)}).'
-                    raise DataError(wrong, field=split, remedy="Mend or remove it.") from error
-            raise
+        return replace(part, rows=as_dataset(columns, place=listed(names_of(source)), field=split))
 
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in rows["input_ids"][:]]
@@ -87,9 +76,7 @@ class Demonstrations(SplitTask):
         refuse_tools(row)
         if row.get("messages") is not None:
             messages = checked_messages(row["messages"], answered=True)
-            if len(messages) == 1:
-                raise Unusable("an empty prompt")
-            prompt, response = self._encoder.prompt(messages[:-1]), str(messages[-1]["content"])
+            prompt, response = self._encoder.prompt(checked_messages(messages[:-1])), str(messages[-1]["content"])
         elif row.get("prompt") is not None and row.get("completion") is not None:
             prompt = self._encoder.prompt(read_prompt(text_or_messages(place, row, "prompt")))
             response = read_response(row["completion"])

@@ -45,7 +45,8 @@ class RatedResponses(SourceTask):
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         columns = {**PROMPT_COLUMNS, "input_ids": "prompt_ids"}
-        _, prompt = self._encoder.row(place, row, first, columns, self.max_prompt_length)
+        remedy = "Rename the column of the prompt."
+        _, prompt = self._encoder.row(place, row, first, columns, self.max_prompt_length, remedy=remedy)
         ids, ended = self._response(place, row, prompt)
         within_limit(ids, "response", self.max_response_length)
         rewards = _rewards(place, row, len(ids))

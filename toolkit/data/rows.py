@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from toolkit.data.files import Row, listed, shown
+from toolkit.data.files import Row, listed, reason, shown
 from toolkit.errors import DataError, did_you_mean
 
 STAGES = ("sft", "reward", "ppo")
@@ -21,8 +21,8 @@ _AT_ONCE = 1000  # rows that are packed into a data set
 class Unusable(Exception):
     """Why the row in hand is left out; `limit` is the setting that it exceeds, if that is why. Reading goes on."""
 
-    def __init__(self, reason: str, *, limit: str = ""):
-        super().__init__(shown(reason))
+    def __init__(self, why: str, *, limit: str = ""):
+        super().__init__(shown(why))
         self.limit = limit
 
 
@@ -34,6 +34,25 @@ def as_number(value: Any) -> Any:
         return float(value.replace("_", "?")) if value.strip() else None  # Python would take 1_000
     except ValueError:
         return value
+
+
+def as_dataset(columns: Mapping[str, Sequence[Any]], *, place: str, field: str) -> Dataset:
+    """Columns as a data set.
+
+    Raises: DataError, of `field`: a column's values are of several types, or a number has over 64 bits.
+    """
+    try:
+        return Dataset.from_dict(dict(columns))
+    except Exception:  # of datasets and pyarrow, as the values have it
+        for name, values in columns.items():
+            try:
+                Dataset.from_dict({name: values})
+            except Exception as error:
+                too_large = isinstance(error, OverflowError)
+                what = "holds a number of over 64 bits" if too_large else "does not hold values of one type"
+                wrong = f'{place}: column "{shown(name)}" {what} ({reason(error)}).'
+                raise DataError(wrong, field=field, remedy="Mend or remove it.") from error
+        raise
 
 
 def present(row: Mapping[str, Any]) -> str:

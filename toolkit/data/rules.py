@@ -93,6 +93,7 @@ class Rule:
         about: what it is about: two rules about the same may contradict each other.
         one_text: whether its words are one text alone.
         between: its words, where they are asked for.
+        reads_quotes: whether quotation marks are given to it as they stand, not as straight ones.
     """
 
     ask: str
@@ -101,6 +102,7 @@ class Rule:
     about: str = ""
     one_text: bool = False
     between: str = " and "
+    reads_quotes: bool = False
 
 
 RULES: dict[str, Rule] = {
@@ -168,9 +170,10 @@ RULES: dict[str, Rule] = {
     ),
     "json_keys": Rule(
         "Respond with a JSON object with the keys {words} and nothing else.",
-        lambda text, n, w: set(_json_object(text) or ()) == set(w),
+        lambda text, n, w: {_plain(key) for key in _json_object(text) or ()} == set(w),
         ("words",),
         "form",
+        reads_quotes=True,  # of which JSON has one kind, and others stand within its texts
     ),
 }
 
@@ -188,15 +191,19 @@ def instruction(asked: Mapping[str, Any]) -> str:
 
 def keeps(asked: Mapping[str, Any], response: str) -> bool:
     """Whether a response keeps a rule that `check_rules` has passed; one without a word keeps none."""
-    text, *words = map(_plain, (response, *(asked.get("words") or ())))
-    return bool(words_of(text)) and RULES[asked["rule"]].keeps(text, asked.get("number") or 0, words)
+    rule, words = RULES[asked["rule"]], [_plain(word) for word in asked.get("words") or ()]
+    text = _seen(response) if rule.reads_quotes else _plain(response)
+    return bool(words_of(text)) and rule.keeps(text, asked.get("number") or 0, words)
 
 
 def _plain(text: str) -> str:
     """A text in one of the forms in which it looks the same: composed letters, straight apostrophes and quotation
     marks, no signs that nobody sees."""
-    seen = (sign for sign in text if unicodedata.category(sign) != "Cf")
-    return unicodedata.normalize("NFC", "".join(seen)).translate(_QUOTES).strip()
+    return _seen(text).translate(_QUOTES)
+
+
+def _seen(text: str) -> str:
+    return unicodedata.normalize("NFC", "".join(sign for sign in text if unicodedata.category(sign) != "Cf")).strip()
 
 
 def share_kept(rules: Sequence[Mapping[str, Any]], response: str) -> float:

@@ -92,7 +92,7 @@ class SourceTask(Task):
         return {"train": self._read("train", self.train, self.max_train_rows)}
 
     def _encode_prompt(
-        self, place: str, row: dict[str, Any], first: dict[str, Any], columns: dict[str, str] | None = None
+        self, place: str, row: dict[str, Any], first: dict[str, Any], columns: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """A row whose prompt is encoded; its other columns stay."""
         column, prompt = self._encoder.row(place, row, first, columns, getattr(self, "max_prompt_length", 512))
@@ -112,10 +112,20 @@ class SourceTask(Task):
             return super().prompts_of(rows)
         given = (dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows)
         numbered = ((f"row {number}", row) for number, row in enumerate(given, 1))
-        part = usable_rows(numbered, self._encode_prompt, split="train_dataset", source="the rows given")
+
+        def encoded(place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+            return self._encode_prompt(place, row, first, self._prompt_columns_in(first))
+
+        part = usable_rows(numbered, encoded, split="train_dataset", source="the rows given")
         if part.left_out:
             phases.tell(f"train_dataset: {part.report('prompts')}")
         return Dataset.from_dict(self._prompt_columns(part.rows))
+
+    def _prompt_columns_in(self, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """Where a row that is given by hand has its prompt: in a column that the task names, else in one of ours."""
+        columns = (self.columns or {}).items()
+        named = {ours: theirs for ours, theirs in columns if ours in PROMPT_COLUMNS and theirs in row}
+        return named or PROMPT_COLUMNS
 
     @property
     def chats(self) -> bool:
@@ -126,12 +136,10 @@ class SourceTask(Task):
         return self._encoder.typed(messages, plain=self.may_be_plain and not self.chats)
 
     def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        columns = (self.columns or {}).items()
-        named = {ours: theirs for ours, theirs in columns if ours in PROMPT_COLUMNS and theirs in row}
         plain = self.may_be_plain and not self.chats
         encoder = PromptEncoder(self.tokenizer, chat=False) if plain else self._encoder
         try:
-            column, prompt = encoder.row(place, row, row, named or PROMPT_COLUMNS, None)
+            column, prompt = encoder.row(place, row, row, self._prompt_columns_in(row), None)
         except Unusable as reason:
             raise DataError(f"{place}: {reason}.", remedy="Mend or remove the row.") from reason
         decoded = prompt.get("prompt") or str(self.tokenizer.decode(prompt["input_ids"]))

@@ -236,7 +236,7 @@ class OwnBase(Source):
         if copied and roles.device.type != "meta":
             folder = self._trained_folder(site)
             # Under an adapter the base is the one that the adapter was trained on.
-            spec, start = (spec, folder) if self.adapted else (replace(spec, model=str(folder)), None)
+            spec, start = (spec, folder) if self.adapted else (replace(spec, model=str(folder), revision=None), None)
         if spec.model is None:  # the embeddings of a base may have more rows than its tokenizer has tokens
             spec = replace(spec, config={"vocab_size": roles.config.vocab_size, **(spec.config or {})})
         assert site.tokenizer is not None
