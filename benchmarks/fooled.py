@@ -6,9 +6,9 @@
 Runs a form of `smollm2_135m_lora` for each seed, with a judge that PPO does not see, and puts the policy beside that
 from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs that a program makes; its judge
 was taught whether a response belongs to its prompt or to another's, and what comes back at the end is what the judge
-likes best. `made` is the recipe, whose judge has other pairs; `plain` is that without the made pairs. Stages that are
-finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
-`docs/fooled_rewards.md`.
+likes best. `made` is the recipe, whose judge has other pairs; `plain` is that without the made pairs, from the same sft
+adapters. Stages that are finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`,
+`docs/figures/FORM.svg`, and the tables in `docs/fooled_rewards.md`.
 """
 
 import json
@@ -26,6 +26,7 @@ import torch
 import typer
 import yaml
 from matplotlib.figure import Figure
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.demonstrations import cell_of, perplexity, run_stage
@@ -72,6 +73,7 @@ class Form:
         settings: of the recipe, for all stages.
         updates: between two evaluations.
         follows: whether what the judge likes best comes back at the end.
+        begins_as: the form with whose sft adapters its seeds begin, where not with their own.
     """
 
     judge: str
@@ -79,6 +81,7 @@ class Form:
     ppo: Mapping[str, Any]
     settings: tuple[str, ...] = ()
     follows: bool = False
+    begins_as: str = ""
 
 
 JUDGES = {
@@ -97,7 +100,7 @@ AS_IT_WAS = {
 FORMS = {
     "fooled": Form("belongs", 15, AS_IT_WAS, (_PLAIN,), follows=True),
     "made": Form("judge", 10, {}),
-    "plain": Form("judge", 10, {}, (_PLAIN,)),
+    "plain": Form("judge", 10, {}, (_PLAIN,), begins_as="made"),
 }
 _DRAWN = ("score", "score_se", "judge", "judge_se", "kl", "length", "distinct_share")
 _ANSWER = "\n\nAssistant:"
@@ -148,7 +151,7 @@ def run(name: str, train: Path, validation: Path, folder: Path, overrides: Seque
     for one in judges:
         judge = JUDGES[one]
         run_stage("reward", RECIPE, one, runs, f"seed={judge.seed}", *data[judge.data], *overrides, *judge.settings)
-    own = [*data["pairs"], *overrides, *form.settings]
+    own = [*data["pairs"], *overrides]
     found = {str(seed): _of_seed(name, seed, runs, [f"seed={seed}", *own]) for seed in seeds}
     accuracies = {one: _accuracy(runs / one) for one in judges}
     return write_result(new_result(name, seeds=found, judges=accuracies), RESULTS)
@@ -162,12 +165,13 @@ def _accuracy(run: Path) -> float:
 
 def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
     """The stages of a seed, its curve and warnings, and its policies before PPO and after it."""
-    form, begun = FORMS[name], recipes.load(RECIPE, *settings, run=f"{name}-{seed}", runs_dir=runs)
-    for stage in ("sft", "reward"):
-        run_stage(stage, RECIPE, begun.run, runs, *settings)
+    form = FORMS[name]
+    for stage, of in {"sft": form.begins_as or name, "reward": name}.items():
+        run_stage(stage, RECIPE, f"{of}-{seed}", runs, *settings, *FORMS[of].settings)
+    begun = recipes.load(RECIPE, *settings, *form.settings, run=f"{name}-{seed}", runs_dir=runs)
     reward, judge, third = (str(runs / name / "reward" / "reward") for name in (begun.run, form.judge, "third"))
     values = {key: value for key, value in begun.values.items() if key not in ("sft", "reward", "reward_head")}
-    before = str(begun.stage_folder("sft") / "policy")
+    before = str(runs / f"{form.begins_as or name}-{seed}" / "sft" / "policy")
     values |= {"start": {"policy": before, "reward": reward, "judge": judge}, "judge": {"kind": "adapter"}}
     values["data"]["max_validation_rows"] = PROMPTS
     values["ppo"] |= {**form.ppo, "eval_strategy": "steps", "eval_steps": form.updates, "save_steps": form.updates}
@@ -277,14 +281,8 @@ def _table(result: Mapping[str, Any]) -> str:
     def likely(of: Mapping[str, Any], key: str) -> str:
         return plain(of, key) if any(of["said"]) else "—"
 
-    def of_ended(of: Mapping[str, Any], key: str) -> str:
-        found = torch.tensor(of["each"][key])[torch.tensor(of["ended"])]
-        return f"{found.mean():.2f} ± {standard_error(found):.2f}" if len(found) > 1 else "—"
-
     measured: dict[str, tuple[Callable[..., str], str]] = {f"by {whose}": (mean, key) for key, whose in _BY.items()}
     with_each = "each" in policies[0][0]  # which results of before 2026-11-26 lack
-    if with_each:
-        measured |= {f"those that end, by {whose}": (of_ended, key) for key, whose in _BY.items()}
     measured |= {"KL a response": (plain, "kl"), "tokens": (plain, "length")}
     measured |= {"share that ends by itself": (plain, "eos_share"), "share with an apology": (share, "")}
     measured |= {"different responses": (different, ""), "perplexity under the base": (likely, "perplexity")}
@@ -293,6 +291,7 @@ def _table(result: Mapping[str, Any]) -> str:
         for title, (cell, key) in measured.items()
     ]
     gains = [[f"gain by {whose}", *_gains(policies, key)] for key, whose in _BY.items()] if with_each else []
+    gains += [[f"where both end, by {whose}", *_where_both_end(policies, key)] for key, whose in _BY.items() if gains]
     shown = ("score", "judge", "kl", "length", "distinct_share")
     points = [
         [seed, str(point["update"]), *(f"{point[key]:.2f}" for key in shown)]
@@ -324,6 +323,21 @@ def _gains(policies: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], key:
         yield f"{of_seed.mean():+.2f} ± {standard_error(of_seed):.2f}"
     low, high = bootstrap(gained)
     yield f"{gained.mean():+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def _where_both_end(policies: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], key: str) -> Iterator[str]:
+    """The gain on prompts whose response ended before PPO and after it, of each seed; of all by prompt, each by its
+    mean over the seeds with which it did."""
+
+    def shown(gained: Tensor) -> str:
+        return f"{gained.mean():+.2f} ± {standard_error(gained):.2f}" if len(gained) > 1 else "—"
+
+    ended = torch.stack([torch.tensor(before["ended"]) & torch.tensor(after["ended"]) for before, after in policies])
+    gained = torch.stack([torch.tensor(two[1]["each"][key]) - torch.tensor(two[0]["each"][key]) for two in policies])
+    for of_seed, both in zip(gained, ended, strict=True):
+        yield shown(of_seed[both])
+    number = ended.sum(dim=0)
+    yield shown(((gained * ended).sum(dim=0) / number)[number > 0])
 
 
 def _samples(seeds: Mapping[str, Any]) -> str:
