@@ -105,9 +105,11 @@ class Recipe(WhatItSays):
 
 
 def _function(reward: Reward) -> dict[str, str]:
-    """A function or callable of Python as the settings of a scorer, by its name."""
+    """A function or callable of Python as the settings of a scorer: by its name, and an object, which has none, by its
+    class's as `<RewardModel>`."""
     owner = reward if hasattr(reward, "__qualname__") else type(reward)
-    return {"kind": "function", "function": f"{owner.__module__}:{getattr(owner, '__qualname__', '')}"}
+    name = owner.__qualname__ if owner is reward else f"<{owner.__qualname__}>"
+    return {"kind": "function", "function": f"{owner.__module__}:{name}"}
 
 
 def load(

@@ -135,3 +135,11 @@ def test_a_prefix_mean_knows_nothing_of_later_values():
     values.grad = None
     pool_values(values, MASK, "response_mean")[0, 0].backward()
     torch.testing.assert_close(values.grad[0], torch.full((3,), 1 / 3), **FP32)
+
+
+def test_a_prefix_mean_is_exact_in_a_region_of_16_bits():
+    values = VALUES + 0.001
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = pool_values(values, MASK, "prefix_mean")
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, pool_values(values, MASK, "prefix_mean"), **EXACT)

@@ -47,7 +47,11 @@ def test_an_unfinished_run_is_named_with_what_finishes_it(tmp_path, checkpoint):
     with pytest.raises(RecipeError, match="its ppo stage has not finished. Run that stage of .*chat.recipe.yaml again"):
         open_run("chat", runs_dir=tmp_path / "runs")
     said = command_here("chat", "chat", cwd=tmp_path).stderr
+    assert said.endswith("Run that stage of runs/chat/recipe.yaml again.\n")
+    (saved := recipe.stage_folder("ppo") / "checkpoint-1").mkdir()
+    said = command_here("chat", "chat", cwd=tmp_path).stderr
     assert "Run that stage of runs/chat/recipe.yaml again with RESUME=1 (--resume)." in said
+    saved.rmdir()
     (recipe.stage_folder("ppo") / "policy").mkdir(parents=True)
     (recipe.stage_folder("ppo") / "policy" / "adapter_model.safetensors").write_text("x")
     with pytest.raises(RecipeError, match="another run can have start.policy=.*chat/ppo/policy"):

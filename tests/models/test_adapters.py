@@ -334,3 +334,12 @@ def test_a_head_is_read_with_the_pad_token_that_it_was_trained_with():
     recipe = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"<pad>": 5}))
     for about, expected in (({"pad_token_id": 0, "pad_token": "<pad>"}, 0), ({"pad_token": "<pad>"}, 5), ({}, 2)):
         assert _pad_token_of(about, recipe, 2) == expected
+
+
+def test_a_value_head_of_other_tools_is_no_reward(tmp_path):
+    base = shared_base()
+    folder = save_role(base, "policy", tmp_path / "theirs", **SAVE)
+    save_file({"v_head.summary.weight": torch.ones(1, 8)}, folder / "value_head.safetensors")
+    for role in ("reward", "value"):
+        with pytest.raises(AdapterError, match="as TRL's AutoModelForCausalLMWithValueHead and LLaMA-Factory save it"):
+            load_role(bare(), role, folder)

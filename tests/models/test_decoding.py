@@ -330,3 +330,31 @@ def test_layers_with_one_copy_of_their_weights_give_the_same_bits_in_every_role(
             joint = list(of_roles())
     for (tokens, logits), (again, same_logits) in zip(apart, joint, strict=True):
         assert torch.equal(tokens, again) and all(map(torch.equal, logits, same_logits))
+
+
+def test_biases_are_in_the_copies_that_responses_are_decoded_with():
+    base = shared_base(architecture="qwen2")
+    with torch.no_grad():
+        for name, p in base.named_parameters():
+            if name.endswith("bias"):
+                p.normal_(generator=torch.Generator().manual_seed(len(name)))
+    with base.role("policy"), torch.no_grad():
+        expected = base(input_ids=IDS, attention_mask=MASK).logits
+        with base.unpacked(merged=True):
+            merged = base(input_ids=IDS, attention_mask=MASK).logits
+        for group in base._fused:
+            group.join(copies._copy, torch.float32)
+        joint = base(input_ids=IDS, attention_mask=MASK).logits
+    for found in (merged, joint):
+        torch.testing.assert_close(found[MASK.bool()], expected[MASK.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_responses_have_no_dropout_while_a_trainer_trains():
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(lora_dropout=0.5))
+    randomize(base, "policy")
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    with base.role("policy"), torch.autocast("cpu", dtype=torch.bfloat16):  # where nothing is merged
+        quiet = base.eval().generate(IDS, MASK, config)
+        base.train()
+        assert all(torch.equal(base.generate(IDS, MASK, config), quiet) for _ in range(3)) and base.training

@@ -274,3 +274,15 @@ def test_folders_that_are_no_classifiers(tmp_path):
     classes = saved(tmp_path / "classes", *llama(labels=3))
     with pytest.raises(RewardError, match=r"has 3 output\(s\) and class_column is None"):
         RewardModel.load(classes)
+
+
+def test_of_long_tokens_the_last_ones_are_read():
+    model, tokenizer = llama()
+    long = Rollout(["-"] * 2, ["-"] * 2, [list(range(40, 60)), [70, 71]], [[80, 81, 2], [82, 2]], [True, True])
+    reward = RewardModel(model, tokenizer, reads="tokens", max_length=8)
+    with pytest.warns(UserWarning, match="1 of 2 texts are longer than the 8 tokens"):
+        scores = score_with(reward, long)
+    rows = [[*p, *r][-8:] for p, r in zip(long.prompt_ids, long.response_ids, strict=True)]
+    with torch.no_grad():
+        expected = torch.stack([model(torch.tensor([row])).logits[0, 0] for row in rows])
+    torch.testing.assert_close(scores, expected, **FP32)

@@ -14,7 +14,7 @@ from tests.tiny_models import shared_base
 from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here
 from toolkit import recipes
 from toolkit.costs import CARDS, Lengths, named
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.errors import ModelError, RecipeError, ToolkitError
 from toolkit.runs.plan import _Planner, plan
 
 
@@ -324,3 +324,9 @@ def test_stages_that_evaluate_and_upload_as_they_train_are_planned_and_nothing_i
 def test_settings_of_which_trl_makes_no_trainer_are_an_error_of_their_stage(checkpoint, tmp_path):
     with pytest.raises(RecipeError, match="^sft: TRL makes no trainer of these settings: Invalid `loss_type` foo"):
         plan(chat_recipe(tmp_path, checkpoint, sft={**SFT, "loss_type": "foo"}), "4090")
+
+
+def test_a_base_that_is_not_there_is_named_by_its_key(tmp_path):
+    with pytest.raises(ModelError) as error:
+        plan(recipes.load("llama3_8b_lora", f"base.model={tmp_path}/gone", run="plan"), "T4")
+    assert [problem.field for problem in error.value.problems] == ["base.model"]

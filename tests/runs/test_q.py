@@ -7,15 +7,18 @@ import signal
 import statistics
 
 import pytest
+from transformers import set_seed
 
 from tests.tiny_runs import chat_recipe, command_here, stages_here, texts
-from tests.trainers.helpers import Counting
+from tests.trainers.helpers import PROMPTS, Counting, rollout
 from toolkit import recipes
+from toolkit.data import doubling
 from toolkit.errors import CheckpointError, DataError, RecipeError, RunInterrupted
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
 from toolkit.reports import read_jsonl
+from toolkit.rewards import DenseScores
 from toolkit.runs import collect, stages
 from toolkit.runs.folder import work_of
 from toolkit.sampling import SIGNS, Sampler
@@ -96,7 +99,12 @@ def test_a_finished_run_answers(run):
     assert [row["policy"] for row in rows] == [row["after"] for row in samples]  # both greedy
     assert [row["reference"] for row in rows] == [row["before"] for row in samples]
     recipe = open_run("doubling_q", runs_dir=folder / "runs", by_q=True)
-    sampler = trained_sampler(recipe, temperature=0.0)
+    sampler = trained_sampler(recipe)  # greedy, as the recipe has it
+    assert sampler.temperature is None
+    sampled = open_run(
+        "doubling_q", "q.decoding=sample", "q.decoding_temperature=0.2", runs_dir=recipe.runs_dir, by_q=True
+    )
+    assert trained_sampler(sampled).temperature == 0.2 and trained_sampler(sampled, temperature=0.7).temperature == 0.7
     said, shown = [], io.StringIO()
     lines = iter(["S小写:5487x2=", "/quit"])
     with contextlib.redirect_stdout(shown):
@@ -300,3 +308,19 @@ def test_a_data_set_of_ones_own_needs_no_collecting(tmp_path, checkpoint):
 
 def _problems(recipe):
     return texts(recipes.check(recipe))
+
+
+def test_rewards_at_tokens_and_spans_are_collected_where_they_were_given():
+    batch = rollout([[12, 13, 2], [9, 9], [5, 2]], PROMPTS[:3])
+    given = {"tokens": [[0.5, 0.0, 0.25], [], []], "spans": [[], [(0, 1, -1.0)], [(0, 1, -2.0)]]}
+    dense = DenseScores([1.0, 2.0, 0.0], **given).checked(batch)
+    found = list(collect._rewards(batch, dense, doubling.tokenizer()))
+    assert found == [[0.5, 0.0, 1.25], [-1.0, 2.0], [-2.0, 0.0]]
+
+
+def test_each_batch_draws_its_own_numbers(run, tmp_path, monkeypatch):
+    folder, _ = run
+    recipe, seeds = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=folder / "runs"), []
+    monkeypatch.setattr(collect, "set_seed", lambda seed: seeds.append(seed) or set_seed(seed))
+    collect.collect(recipe, tmp_path / "responses.jsonl")
+    assert len(set(seeds)) == len(seeds) == 4

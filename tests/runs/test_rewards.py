@@ -21,7 +21,7 @@ from toolkit.errors import RecipeError, RewardError
 from toolkit.models import SharedBase, load_base, save_role
 from toolkit.rewards import SCORERS, RemoteReward, RewardAdapter, RewardModel, WeightedSum, score_with
 from toolkit.rewards.model import ModelScorer
-from toolkit.runs import stages
+from toolkit.runs import build, stages
 from toolkit.runs.check import check
 from toolkit.spec.load import with_reward_files
 from toolkit.spec.validate import check_recipe, check_scorer
@@ -402,3 +402,13 @@ def test_a_scorer_is_held_to_all_prompts_and_a_judge_to_the_held_out_ones(checkp
     for train, held_out in (("broken", "ruled"), ("ruled", "broken")):
         (found,) = problems(train, held_out, scorer=by_column)
         assert f'{tmp_path / "broken.jsonl"}, line 7, column "rules"' in found
+
+
+def test_a_saved_reward_is_read_with_its_own_pad_token(tmp_path, checkpoint):
+    base = SharedBase(load_base(str(checkpoint), dtype="float32"))
+    base.add_role("reward", lora(4))
+    save_role(base, "reward", tmp_path / "reward", pad_token_id=0, base_name="tiny")  # the checkpoint's own is 2
+    recipe = chat_recipe(tmp_path, checkpoint, reward=None, start={"reward": str(tmp_path / "reward")})
+    roles, pads = build.placed_roles(recipe, "ppo")
+    assert pads == {"reward": 0, "judge": 2}
+    assert build.make_reward(recipe, roles, pads, 8).pad_token_id == 0

@@ -8,6 +8,8 @@ from transformers import TrainingArguments
 from toolkit import recipes
 from toolkit.errors import RecipeError, RewardError
 from toolkit.models import Precision, fast_precision
+from toolkit.rewards import WeightedSum, load_function
+from toolkit.rewards.function import in_no_file
 from toolkit.runs.take_over import take_over
 from toolkit.spec.load import recipe_folder
 from toolkit.spec.stage import check_stage
@@ -413,8 +415,21 @@ def test_a_function_in_place_of_the_scorer(tmp_path):
         "kind": "function",
         "function": f"{__name__}:test_only_plain_values_of_the_recipe_are_inserted",
     }
+    as_object = recipe._scored_by(scorer=WeightedSum({"short": len})).values["scorer"]["function"]
+    assert as_object == "toolkit.rewards.weighted:<WeightedSum>" and in_no_file(as_object)
+    with pytest.raises(RewardError, match="put it into a file, and name that"):
+        load_function(as_object)
     with pytest.raises(RecipeError, match=r"mine, with a scorer of its own, has 1 problem\n  start.value — is reward"):
         load_changed(tmp_path, start={"value": "reward"})._scored_by(scorer=print)
+
+
+def test_models_in_a_users_own_folder(monkeypatch):
+    """transformers knows no ~, nor does a shell after `base.model=`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    part = "scorer={kind: sum, parts: {a: {kind: model, model: ~/rm, weight: 1}}}"
+    values = recipes.load("smollm2_135m_sentiment", "scorer.function=null", "base.model=~/models/llama", part).values
+    assert values["base"]["model"] == "/home/me/models/llama"
+    assert values["scorer"]["parts"]["a"]["model"] == "/home/me/rm"
 
 
 def test_null_takes_a_section_or_an_adapter_away():

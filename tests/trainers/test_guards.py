@@ -14,12 +14,14 @@ from tests.tiny_models import shared_base
 from tests.trainers import resumable
 from tests.trainers.helpers import count_reward, rollout, trainer
 from tests.trainers.resumable import TIMING
+from tests.trainers.test_ppo import gradients
 from toolkit import processes
 from toolkit.data import doubling
 from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
 from toolkit.models import SharedBase
 from toolkit.reports import read_jsonl
 from toolkit.rewards import RewardAdapter, adapter, score_with
+from toolkit.trainers import ppo
 from toolkit.trainers.guards import EVALUATION_GUARDS, GUARDS, Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, SkipNotFinite, Skipped
 from toolkit.trainers.reward import RewardTrainer
@@ -546,3 +548,19 @@ def test_all_processes_decide_the_same(what, two, tmp_path):
     one, other = two(together, tmp_path, what)
     assert one[:3] == other[:3] and one[0] == 1 and one[1] == (1 if what == "memory" else 4)
     assert all((a == b).all() for a, b in zip(one[3], other[3], strict=True))
+
+
+def test_gradients_of_an_attempt_that_ran_out_of_memory_are_no_part_of_the_next(tmp_path, monkeypatch):
+    expected = gradients(trainer(tmp_path / "a"), [0, 1, 2, 3])
+    ours, read = trainer(tmp_path / "b"), ppo.response_values
+
+    def limited(base, sequences):  # the policy has its gradient already
+        if len(sequences.lengths) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return read(base, sequences)
+
+    monkeypatch.setattr(ppo, "response_values", limited)
+    found = gradients(ours, [0, 1, 2, 3])
+    assert ours.micro_batch.rows == 2
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() < 1e-5 * other.abs().max()

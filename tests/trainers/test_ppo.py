@@ -448,3 +448,8 @@ def test_the_critic_has_an_optimizer_of_its_own(tmp_path):
     assert any(not torch.equal(a, b) for a, b in zip(before, policy, strict=True))
     with pytest.raises(ConfigError, match=r"^optim: sgd has no betas, which the settings of the value role"):
         trainer(tmp_path, optim="sgd", value_adam_beta1=0.5).create_optimizer()
+
+
+def test_the_policys_weights_decay_as_the_setting_says(tmp_path):
+    groups = trainer(tmp_path, weight_decay=0.3, value_weight_decay=0.1).create_optimizer().param_groups
+    assert {g["role"]: g["weight_decay"] for g in groups if g["weight_decay"]} == {"policy": 0.3, "value": 0.1}

@@ -300,3 +300,17 @@ class _Each(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.call()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reached"),
+    [({}, True), ({"monte_carlo_bound": False, "n_steps": 3}, True), ({"monte_carlo_bound": False}, False)],
+)
+def test_targets_follow_what_the_response_got_where_asked(changes, reached, tmp_path):
+    row = {"prompt_ids": PROMPTS[0], "response_ids": [A, B, EOS], "rewards": [0.5, None, 1.0], "ended": True}
+    base = q_roles(bound=QBound(lowest=-2.0, highest=2.0))  # Q begins near -2
+    settings = {"bound": "sigmoid", "max_steps": 1, "learning_rate": 0.0, "conservative_coef": 0.0, "gamma": 0.5}
+    made = make(tmp_path, base, data=Dataset.from_list([row] * 4), **settings, **changes)
+    made.train()
+    found = made.state.log_history[0]["q_target"]  # G = 0.5 + 0.5 · 1, 1, 1
+    assert found == pytest.approx(1.0, abs=1e-5) if reached else found < 0.5

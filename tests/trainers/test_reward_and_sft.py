@@ -347,3 +347,15 @@ def test_sft_of_an_adapter_trains_the_policy_alone(checkpointing, tmp_path):
     ids = torch.tensor([[1, 5, 6, 7]])
     with torch.no_grad(), base.role("policy"), base.in_eval_mode():
         torch.testing.assert_close(plain(input_ids=ids).logits, base(input_ids=ids).logits, **FP32)
+
+
+def test_the_policys_adapter_stays_in_float32_on_a_quantised_base(tmp_path):
+    tiny_model(size=64).save_pretrained(tmp_path / "base")
+    base = SharedBase(load_base(str(tmp_path / "base"), quantization=NF4))
+    base.add_role("policy", lora())
+    changes = {**COMMON, "bf16": True, "learning_rate": 1e-5}
+    args = SFTConfig(output_dir=str(tmp_path), max_steps=2, gradient_checkpointing=False, **changes)
+    trainer = sft_trainer(args, doubling.tokenizer(), base, sequences(), callbacks=[])
+    assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}
+    trainer.train()
+    assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}

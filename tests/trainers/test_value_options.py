@@ -184,3 +184,26 @@ def test_optimizers_by_name(optim, name, states, paged, tmp_path):
     step = (parameter.detach() - before)[clear] / -1e-3
     assert clear.any()
     torch.testing.assert_close(step, gradient[clear].sign(), rtol=0.0, atol=0.02)
+
+
+@pytest.mark.parametrize("value", ["separate", "shared"])
+def test_a_value_counts_within_its_own_range_of_the_old_one(value, tmp_path):
+    ours = trainer(tmp_path, value=value, cliprange_value=0.05, vf_coef=1.0)
+    ours._prepare_training()
+    experience = ours._make_experience(rollout(RESPONSES), SCORES)
+    head, role = ours.roles.head("value"), "policy" if value == "shared" else "value"
+    with torch.no_grad():
+        head.weight.mul_(1.5)  # the critic has moved since the rollout
+        with ours.roles.role(role):
+            values = torch.cat(list(rows_of(lambda ids: head(ours.roles.hidden_states(ids, None))[0, :, 0])))
+    mask = experience.response_mask
+    old, returns = experience.old_values[mask], experience.returns[mask]
+
+    def loss(limit):
+        clipped = old + (values - old).clamp(-limit, limit)
+        return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square()).mean().item()
+
+    found = ours._backward_mini_batch(experience, [0, 1, 2, 3])["value_loss"]
+    assert found == pytest.approx(loss(0.05), rel=1e-4)
+    for other in (0.2, 1e9):  # the policy's range; none
+        assert found != pytest.approx(loss(other), rel=1e-3)

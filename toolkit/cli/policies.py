@@ -34,7 +34,11 @@ def generate(
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Of sampling; 0 decodes greedily, and is the default.", min=0.0, callback=_temperature),
+        typer.Option(
+            help="Of sampling; 0 decodes greedily, the default but of Q, which decodes as the recipe does.",
+            min=0.0,
+            callback=_temperature,
+        ),
     ] = None,
     seed: Seed = 0,
     num_samples: Annotated[
@@ -52,7 +56,7 @@ def generate(
     asked: dict[str, Any] = {"texts": prompts or (), "file": file, "number": number, "seed": seed, "output": output}
     if num_samples == 1:
         recipe = open_run(run, runs_dir=runs_dir, by_q=True)
-        asked |= {"compare": compare, "max_new_tokens": max_new_tokens, "temperature": temperature or 0.0}
+        asked |= {"compare": compare, "max_new_tokens": max_new_tokens, "temperature": temperature}
         generate.generate(recipe, **asked)
         return
     if temperature == 0 or compare:
@@ -68,8 +72,13 @@ def chat(
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
-        float, typer.Option(help="Of sampling; 0 decodes greedily.", min=0.0, callback=_temperature)
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Of sampling; 0 decodes greedily. 1 if not given; Q then decodes as the recipe does.",
+            min=0.0,
+            callback=_temperature,
+        ),
+    ] = None,
     seed: Seed = 0,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

@@ -79,21 +79,22 @@ def generate(
     number: int = 5,
     compare: bool = False,
     max_new_tokens: int | None = None,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     seed: int = 0,
     output: Path | None = None,
 ) -> list[dict[str, str]]:
     """Respond to prompts as a trained run does, show it, and write it to `output` as JSON Lines.
 
     Prompts are the texts and those of a file in any format of the data section, or else the first `number` held-out
-    ones. A `temperature` of 0 decodes greedily; `max_new_tokens` is the recipe's `response_length` if None.
+    ones. A `temperature` of 0 decodes greedily, and so does a policy where it is None, and Q as the recipe says;
+    `max_new_tokens` is the recipe's `response_length` if None.
 
     Returns:
         A row a prompt: `prompt`, `policy`, and `reference` where that is to `compare`.
     """
     processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
-        sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
+        sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature, of_policy=0.0)
         set_seed(seed)
         prompts, asked = prompts_of(recipe, texts, file, number)
     columns = {"prompt": prompts, "policy": respond(sampler, asked)}

@@ -49,14 +49,14 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             by_policy = "ppo" in recipe.values or "q" not in recipe.values
             last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
             wrong = f'the run "{folder.name}" has no {what}: its {last} stage has not finished.'
-            remedy = f"Run that stage of {folder / RECIPE_FILE} again with $resume."
             stage = recipe.stage_folder(last)
+            ways = ["$resume"] if checkpoint_folders(stage) else []
+            ways += [f"$runs_dir (here {folder.parent})"] if folder.parent != Path("runs") else []
+            remedy = f"Run that stage of {folder / RECIPE_FILE} again{' with ' * bool(ways)}{', and '.join(ways)}."
             if has_weights(stage) and not checkpoint_folders(stage):
                 remedy = (
                     f"Its weights are saved, by a loop of your own: another run can have start.policy={stage}/policy."
                 )
-            if folder.parent != Path("runs"):
-                remedy = remedy.replace("$resume", f"$resume, and $runs_dir (here {folder.parent})")
             raise RecipeError(wrong, remedy=remedy)
         check_outputs(folder, [*recipe.plan.stages[last].needs, last])
     return recipe
@@ -72,17 +72,24 @@ def policy_folder(recipe: Recipe) -> Path:
     return recipe.stage_folder("ppo") / "policy"
 
 
-def trained_sampler(recipe: Recipe, *, max_new_tokens: int | None = None, temperature: float = 1.0) -> Sampler:
+def trained_sampler(
+    recipe: Recipe, *, max_new_tokens: int | None = None, temperature: float | None = None, of_policy: float = 1.0
+) -> Sampler:
     """The policy of a run, or what Q defines; `reference` of it is what it was held to.
 
     Args:
         recipe: of the run.
         max_new_tokens: of a response; the recipe's `response_length` if None.
-        temperature: of sampling, for Q the τ of exp((Q − V) / τ); 0 decodes greedily.
+        temperature: of sampling, for Q the τ of exp((Q − V) / τ); 0 decodes greedily. None decodes by Q as the recipe
+            does.
+        of_policy: the temperature where it is None, and a policy responds.
     """
     stage, role = ("q", "q") if responds_by_q(recipe) else ("ppo", "policy")
     roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, scores=False)
-    length = max_new_tokens or int(recipe.stage_config(stage).response_length)
+    config = recipe.stage_config(stage)
+    length = max_new_tokens or int(config.response_length)
+    if temperature is None:
+        temperature = config.temperature if stage == "q" else of_policy
     return Sampler(roles, recipe.tokenizer, role=role, response_length=length, temperature=temperature or None)
 
 

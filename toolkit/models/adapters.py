@@ -96,6 +96,9 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     about = _about(folder) or _about_of_others(folder)
     head: State | None
     if (folder / SHARED_HEAD_FILE).is_file():
+        if any(name.startswith("v_head.") for name in read_tensors(folder, SHARED_HEAD_FILE, device=base.device)):
+            wrong = f"{folder} has a value head as TRL's AutoModelForCausalLMWithValueHead and LLaMA-Factory save it."
+            raise AdapterError(wrong, remedy="Train a reward here, or by trl.RewardTrainer.")
         if role != "value":
             raise AdapterError(f'{folder} holds a value head on the policy\'s adapter; it cannot be the role "{role}".')
         config, head = None, read_tensors(folder, SHARED_HEAD_FILE, device=base.device)

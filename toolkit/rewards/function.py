@@ -74,7 +74,8 @@ def check_function(function: str) -> None:
 
 
 def in_no_file(function: str) -> bool:
-    """Whether a function was defined in a notebook or within another one, so that its name alone does not find it."""
+    """Whether a function was defined in a notebook or within another one, or was an object, so that its name alone does
+    not find it."""
     return function.startswith("__main__:") or "<" in function
 
 

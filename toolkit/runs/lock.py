@@ -101,7 +101,7 @@ def acquire(run: Path) -> bool:
                     where = "" if owner["host"] == _host() else f" on {owner['host']}"
                     gone = f" If that one has ended, delete {lock}." if where else ""
                     wrong = f"{run} is in use: process {owner['pid']}{where} is at work in it."
-                    remedy = f"Wait until it has ended, or name another run ($run).{gone}"
+                    remedy = f"Wait until it has ended, or shut its notebook down, or name another run ($run).{gone}"
                     raise RecipeError(wrong, remedy=remedy) from None
             else:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -31,7 +31,7 @@ from toolkit.costs import (
     take_shape,
     weight_bytes_of,
 )
-from toolkit.errors import Problem, RecipeError
+from toolkit.errors import Problem, RecipeError, within
 from toolkit.models import META, Precision, SharedBase, on_another_machine, outlined, quantize_outline
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
@@ -76,7 +76,8 @@ def _precision_of(card: Device | int) -> Precision:
 def _without_numbers(recipe: Recipe, stage: str) -> SharedBase:
     """The base with the roles of a stage, as it would be loaded, without numbers."""
     tokenizer = recipe.tokenizer if recipe.base.model is None else None
-    base = outlined(recipe.base.model_spec(), tokenizer=tokenizer).requires_grad_(False)
+    with within("base"):
+        base = outlined(recipe.base.model_spec(), tokenizer=tokenizer).requires_grad_(False)
     if recipe.quantization() is None and (quantization := own_quantization(base.config)) is not None:
         quantize_outline(base, quantization)
     roles, sources = SharedBase(base), recipe.plan.stages[stage].roles

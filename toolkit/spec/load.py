@@ -287,6 +287,18 @@ def is_run_name(name: str) -> bool:
     )  # fmt: skip
 
 
+def _with_whole_paths(values: Any) -> Any:
+    """Models in folders of a user's, as ~/models/llama: transformers would take the name for that of the hub."""
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: str(Path(value).expanduser())
+        if key == "model" and isinstance(value, str) and value.startswith("~")
+        else _with_whole_paths(value)
+        for key, value in values.items()
+    }
+
+
 def load(
     name: str | os.PathLike[str] | Mapping[str, Any],
     *overrides: str,
@@ -331,7 +343,7 @@ def load(
         raise RecipeError(str(path), problems=problems)
     try:
         given = _without_the_replaced(_without_null(resolved), _keys_of(overrides, sections or {}))
-        checked = with_reward_files(_with_shipped_data(given, path), path.parent)
+        checked = _with_whole_paths(with_reward_files(_with_shipped_data(given, path), path.parent))
     except (OSError, ValueError, RuntimeError) as error:  # as in `find`
         raise RecipeError(f"{path} names a file that cannot be: {_reason(error)}") from error
     problems = check_recipe(checked)
