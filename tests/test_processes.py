@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -238,3 +240,29 @@ def of_main():
 
 def test_what_the_main_process_found_is_known_to_all(two):
     assert two(of_main) == [({"rank": 0, "text": "ü"}, [0, 1])] * 2
+
+
+def interrupted_between(rank):
+    """Ctrl-C comes to one that waits for the others in an exchange within another; they have had it, too."""
+    pids = processes.gather(os.getpid())
+    try:
+        with processes.agreed(), processes.agreed():
+            if processes.rank() == rank:
+                time.sleep(0.5)
+                os.kill(pids[1 - rank], signal.SIGINT)
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", processes.gather(processes.rank())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal for one process")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_is_met_after_an_exchange(rank, two):
+    assert two(interrupted_between, rank) == [("KeyboardInterrupt", [0, 1])] * 2
+
+
+def test_what_mpi_says_is_no_number_of_processes(monkeypatch):
+    """accelerate would divide by it on a CPU, and the toolkit once more."""
+    monkeypatch.setenv("PMI_SIZE", "2")
+    processes.join()
+    assert "PMI_SIZE" not in os.environ

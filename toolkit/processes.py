@@ -7,7 +7,9 @@ work. Alone, which is without a process group, each function here is what it say
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +29,15 @@ T = TypeVar("T")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LAUNCHED = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), "")  # as `join` found them
 _visible: list[str | None] = []  # as `take_card` found it
+_OF_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # by which accelerate would divide on a CPU, too
+_MEETS_IN = "TOOLKIT_MEETS_IN"  # seconds, of processes that are started together
 TIMEOUT = timedelta(hours=12)
 """How long a process waits for another: a rollout, or a reward's server, may take long; one that dies ends the others
 by its broken connection and by whoever started them."""
 MEETING = timedelta(minutes=30)
 """How long those that have started wait for one that has not, as torch's own default is."""
+TOGETHER = 300
+"""The same in seconds of those that several processes start together, for an earlier stage."""
 
 
 @dataclass
@@ -98,6 +104,8 @@ def join() -> None:
             accelerate was asked for what it would do to a model of its own.
     """
     _check_accelerate(os.environ)
+    for name in _OF_MPI:
+        os.environ.pop(name, None)
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         return
     if launched() == 1:
@@ -117,8 +125,10 @@ def join() -> None:
 
 def _meet() -> tuple[dist.Store, int, int]:
     """The store by which the processes found each other, with this one's rank and their number."""
+    seconds = os.environ.pop(_MEETS_IN, "")
+    timeout = timedelta(seconds=float(seconds)) if seconds else MEETING
     try:
-        store, rank, number = next(dist.rendezvous("env://", timeout=MEETING))
+        store, rank, number = next(dist.rendezvous("env://", timeout=timeout))
     except (RuntimeError, ValueError) as error:  # one has not come; a variable is missing or no port
         where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ['MASTER_PORT']}"
         first = str(error).splitlines()[0]
@@ -160,7 +170,8 @@ def environment() -> dict[str, str]:
     port = str(by_main(free_port))
     found = {**_LAUNCHED, _VISIBLE: _visible[0] or ""} if _visible else _LAUNCHED
     left = {name: value for name, value in os.environ.items() if name not in found}
-    return left | {name: value for name, value in found.items() if value} | {"MASTER_PORT": port}
+    given = {"MASTER_PORT": port, _MEETS_IN: str(TOGETHER)}
+    return left | {name: value for name, value in found.items() if value} | given
 
 
 def count() -> int:
@@ -214,10 +225,20 @@ def first(value: T | None) -> T | None:
 
 @contextmanager
 def _connected() -> Iterator[None]:
+    """Inside is one exchange, which may be of several messages: Ctrl-C is met after the last of them, since who left
+    between two would leave the others out of step. While it waits for a message a process does not meet it anyway."""
+    held: list[int] = []
+    is_met = threading.current_thread() is threading.main_thread()
+    usual = signal.signal(signal.SIGINT, lambda number, frame: held.append(number)) if is_met else None
     try:
         yield
     except RuntimeError as error:
         raise PeerError(f"the connection of process {rank()} of {count()} to another is broken: {error}") from error
+    finally:
+        if is_met:
+            signal.signal(signal.SIGINT, usual)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -38,8 +38,11 @@ def test_a_stage_that_was_stopped_before_it_began_is_not_told_as_a_failure(numbe
     assert raised.value.signal_number == number
 
 
-def test_each_of_several_processes_knows_its_number(tmp_path):
+def test_each_of_several_processes_knows_its_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of a cluster; they are all on this machine
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     told = "[os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')]"
+    told += " + [name for name in os.environ if name.startswith('TORCHELASTIC')]"
     write = script(f"open(r'{tmp_path}/' + str(rank), 'w').write(' '.join({told}))")
     assert process.run_in_processes(write, 3) == 0
     assert [(tmp_path / str(i)).read_text() for i in range(3)] == [f"{i} {i} 3 127.0.0.1" for i in range(3)]

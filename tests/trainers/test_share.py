@@ -302,6 +302,20 @@ def stopped(folder, stage, rank):
         return made.state.global_step, str(stop)
 
 
+def reports(folder, stage):
+    made = resumable.make(getattr(resumable, stage), Path(folder))
+    made.train(resume_from_checkpoint=True)
+    return made.state.is_world_process_zero, made.state.is_local_process_zero
+
+
+@pytest.mark.parametrize("stage", ["reward_pairs", "ppo"])
+def test_one_of_several_reports_of_a_run_that_goes_on(stage, two, tmp_path):
+    """A checkpoint is the main one's. Once stopped, and once it has all its steps behind it."""
+    two(stopped, tmp_path, stage, 1)
+    for _ in range(2):
+        assert two(reports, tmp_path, stage) == [(True, True), (False, False)]
+
+
 def goes_on(folder, stage, resume):
     """With dropout, of a run that is whole or goes on."""
     resumable.disturb()

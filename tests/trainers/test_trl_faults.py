@@ -94,7 +94,7 @@ def test_every_pass_runs_in_the_precision_that_was_asked_for(asked, tmp_path):
 def test_processes_that_accelerate_would_divide_are_refused(tmp_path, monkeypatch):
     """F21, F23: TRL's PPO breaks with adapters under DDP, and when several processes save."""
     monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
-    with pytest.raises(ToolkitError, match="divides its rows among processes by itself. Call toolkit.processes.join"):
+    with pytest.raises(ToolkitError, match="accelerate would divide them once more. Call toolkit.processes.join"):
         trainer(tmp_path, shared_base())
 
 

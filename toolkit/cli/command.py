@@ -119,8 +119,7 @@ def _errors(debug: bool, *, resumable: bool, divided: bool) -> Iterator[None]:
         if sys.stdout is not None:  # as it is where it was closed
             sys.stdout.flush()
     except RunInterrupted as stop:
-        if _speaks:
-            print(f"{stop}{_way_on(stop) if resumable else ''}", file=sys.stderr)
+        _say_once(f"{stop}{_way_on(stop) if resumable else ''}")
         raise typer.Exit(128 + stop.signal_number) from stop
     except PeerError as error:  # whoever failed has said so
         raise typer.Exit(1) from error
@@ -144,8 +143,14 @@ def _errors(debug: bool, *, resumable: bool, divided: bool) -> Iterator[None]:
         _say_of_the_system(error, resumable=resumable)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        print(f"Interrupted.{_way_on(error) if resumable else ''}", file=sys.stderr)
+        _say_once(f"Interrupted.{_way_on(error) if resumable else ''}")
         raise typer.Exit(130) from error
+
+
+def _say_once(text: str) -> None:
+    """What all of several processes have met."""
+    if _speaks:
+        print(text, file=sys.stderr)
 
 
 def _say_of_the_system(error: OSError, *, resumable: bool) -> None:

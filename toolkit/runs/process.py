@@ -50,12 +50,12 @@ def run_in_processes(command: list[str], number: int) -> int:
     if number > max(_ANYWHERE, cores):
         wrong = f"{number} processes are asked for, and this machine has {cores} cores."
         raise ToolkitError(wrong, remedy="Start as many as there are GPUs, or cores.")
-    shared = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // number))}
-    port = processes.free_port()
+    shared = {"OMP_NUM_THREADS": str(max(1, cores // number)), **os.environ}
+    shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a launcher of this one
+    shared |= {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
     children = []
     for rank in range(number):
-        of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "MASTER_PORT": port}
-        environment = shared | dict(os.environ) | {name: str(value) for name, value in of_rank.items()}
+        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         children.append(subprocess.Popen(command, env=environment))
     codes = _ended(children)
     if stop := next((one for one in _STOPS if -one in codes), None):

@@ -73,10 +73,10 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
 
     Gives the stage whose end lets go of what is overwritten; None for one that is part of another command.
     """
-    if way.get("overwrite") and way.get("resume"):
-        raise RecipeError("to overwrite and to resume are two ways on.", remedy="Give $overwrite or $resume.")
     with ExitStack() as stack:
         with processes.agreed():
+            if way.get("overwrite") and way.get("resume"):
+                raise RecipeError("to overwrite and to resume are two ways on.", remedy="Give $overwrite or $resume.")
             ours = processes.is_main() and stack.enter_context(at_work(recipe.folder))
             if ours and (sentence := settle(recipe, stage, **way)):
                 say(sentence)
@@ -123,6 +123,7 @@ def prepared(
             wrong = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
             longer = f"A larger {stage}.max_steps makes it longer. " if stage != "collect" else ""
             raise RecipeError(wrong, remedy=f"{longer}Else name a new run ($run), or give $overwrite to repeat it.")
+        processes.by_main(lambda: _check_way(recipe, stage, resume=False))
         handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
         with _result_comes_back(recipe, stage, **way):

@@ -28,7 +28,7 @@ from toolkit.models import (
 )
 from toolkit.rewards import Reward
 from toolkit.sampling import BestOf, Evaluation, Metrics, Rows, best_of
-from toolkit.trainers.resume import ResumableTrainer
+from toolkit.trainers.resume import ResumableTrainer, check_undivided
 from toolkit.trainers.rollouts import RoleRollouts
 from toolkit.trainers.self_checks import check_tokenizer
 
@@ -109,7 +109,6 @@ class SamplingTrainer(RoleTrainer):
         callbacks: as in `Trainer`; the default progress bar is not added if there are any.
     """
 
-    algorithm: str
     learnt_roles: tuple[str, ...]
     collator_type: type[PromptCollator | RatedCollator]
     rollouts_type: type[RoleRollouts]
@@ -137,9 +136,7 @@ class SamplingTrainer(RoleTrainer):
         # changes the model: transformers' own.
         given = {"processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
         Trainer.__init__(self, roles, args, collator, train_dataset, eval_dataset, **given)
-        if self.accelerator.num_processes > 1:
-            wrong = f"{self.algorithm} divides its rows among processes by itself."
-            raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else.")
+        check_undivided(self.accelerator)
         in_place_of_progress(self, callbacks)
         self.roles, self.reward, self.metrics, self.base_name = roles, reward, metrics, base_name
         self.judge = judge

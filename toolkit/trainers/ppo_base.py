@@ -38,7 +38,7 @@ class _State(TrainerState):
 class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     """PPO's trainer, whose models are roles of one `SharedBase`: TRL's own class, where TRL has one."""
 
-    algorithm, learnt_roles = "PPO", ("policy", "value")
+    learnt_roles = "policy", "value"
     collator_type, rollouts_type = PromptCollator, Rollouts
     # Set by transformers' Trainer.
     optimizer: Any

@@ -48,7 +48,7 @@ class QTrainer(SamplingTrainer):
         SelfCheckError: tokenizer and base do not agree.
     """
 
-    algorithm, learnt_roles, saved_roles = "Q-learning", ("q",), ("q", "q_target")
+    learnt_roles, saved_roles = ("q",), ("q", "q_target")
     collator_type, rollouts_type = RatedCollator, QRollouts
 
     def __init__(

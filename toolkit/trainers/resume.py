@@ -11,13 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from toolkit import checkpoints, phases, processes
-from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError
+from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError, ToolkitError
 from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.reports import Progress
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
@@ -45,6 +46,13 @@ class _AtStepEnd(TrainerCallback):
             control.should_save = control.should_save or control.should_evaluate
         elif self.request.met:
             control.should_log = control.should_evaluate = control.should_save = False
+
+
+def check_undivided(accelerator: Accelerator) -> None:
+    """Raises: ToolkitError: accelerate would divide rows among processes, too."""
+    if accelerator.num_processes > 1:
+        wrong = "the toolkit divides rows among processes by itself, and accelerate would divide them once more."
+        raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else.")
 
 
 def steps_of_a_pass(args: TrainingArguments, rows: int, at_once: int) -> int:
@@ -125,8 +133,10 @@ class ResumableTrainer(GuardedSteps):
             CheckpointError: there is no whole checkpoint, or it is of another run.
             RunInterrupted: a signal asked to stop, and the run was saved.
             SelfCheckError: several processes do not begin with the same base, data or versions.
+            ToolkitError: accelerate would divide what several processes divide by themselves.
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
+        check_undivided(self.accelerator)
         self._check_alike()
         asked = resume_from_checkpoint
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
@@ -298,7 +308,9 @@ class ResumableTrainer(GuardedSteps):
         return identity(self.train_dataset, self.model, self.roles, getattr(self, "reward", None))
 
     def load_callbacks(self) -> None:
-        """Callbacks as they were; and the best checkpoint where this run now is."""
+        """Callbacks as they were; and the best checkpoint where this run now is, in whichever process."""
+        self.state.is_world_process_zero = self.is_world_process_zero()  # the checkpoint is the main one's
+        self.state.is_local_process_zero = self.is_local_process_zero()
         stored = self.state.stateful_callbacks.items()
         stored = {name: list(states) if isinstance(states, list) else [states] for name, states in stored}
         for callback in self.callback_handler.callbacks:
