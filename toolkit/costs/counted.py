@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 
 _ASKED = torch.int64, torch.int32, torch.bool  # dtypes of which code may ask the numbers
 _LARGE = 2**16  # numbers of a tensor that are not made for nothing
-_FUSED_ROWS = 8  # up to which a card multiplies with packed 4-bit weights; more, and they are unpacked first
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default
 _ALSO = {_aten.addmm_: _aten.addmm}  # operators whose operations torch counts by another one's name
@@ -36,7 +35,7 @@ class Kernel:
     flops: float
     bytes: float
     dtype: torch.dtype
-    unpacked: float | None = None  # bytes with 16-bit weights, of a product with 4-bit ones
+    packed: tuple[int, int, int] | None = None  # rows, outputs and inputs of a product with 4-bit weights
 
 
 @dataclass
@@ -253,19 +252,16 @@ class Counted(TorchDispatchMode):
             return  # a view, or a place
         read = inputs[1:] + outputs if func is _aten.embedding.default else inputs  # rows of the table, not all of it
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
-        flops, dtype, in_16_bits = 0.0, outputs[0].dtype if outputs else torch.float32, None
+        flops, dtype, packed = 0.0, outputs[0].dtype if outputs else torch.float32, None
         if func is torch.ops.bitsandbytes.gemm_4bit.default:
             rows, (columns, inner) = inputs[0].numel() // inputs[0].shape[-1], args[2]
-            flops, unpacked = 2.0 * rows * columns * inner, columns * inner * inputs[0].element_size()
-            in_16_bits = 2.0 * (columns * inner + rows * (columns + inner))
-            if rows > _FUSED_ROWS:
-                moved += 2 * unpacked
-            self._at_most(unpacked, "unpacked layer")
+            flops, packed = 2.0 * rows * columns * inner, (rows, columns, inner)
+            self._at_most(columns * inner * inputs[0].element_size(), "unpacked layer")
         elif func in _OPERATIONS:
             flops = _OPERATIONS[func](*args, **kwargs)
         elif (known := _ALSO.get(func._overloadpacket, func._overloadpacket)) in flop_registry:
             flops = float(flop_registry[known](*args, **kwargs, out_val=made))
-        self.costs.kernels[Kernel(flops, moved, dtype, in_16_bits)] += 1
+        self.costs.kernels[Kernel(flops, moved, dtype, packed)] += 1
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

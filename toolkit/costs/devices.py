@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.costs.counted import Costs
+from toolkit.costs.counted import Costs, Kernel
 from toolkit.errors import ToolkitError
 
 _GB = 10**9
@@ -35,6 +35,8 @@ class Device:
         reached: shares of peak and bandwidth that large operators reach.
         graphs: whether launches can be recorded and played back.
         products: bytes a second of matmuls of few rows, where they stay below the bandwidth; None where they reach it.
+        capability: of CUDA.
+        multiprocessors: how many.
     """
 
     name: str
@@ -46,6 +48,31 @@ class Device:
     reached: tuple[float, float] = (1.0, 1.0)
     graphs: bool = False
     products: float | None = None
+    capability: tuple[int, int] = (0, 0)
+    multiprocessors: int = 1
+
+    def packed_rows(self, outputs: int, inputs: int) -> int:
+        """Up to how many rows are multiplied with packed 4-bit weights; of more, these are unpacked before."""
+        waves = -(-outputs // 64) / self.multiprocessors
+        tall = inputs > 2 * outputs
+        return next(
+            (
+                rows
+                for least, rows, of_tall in _PACKED.get(self.capability, ())
+                if waves >= least and (tall or not of_tall)
+            ),
+            _FEW,
+        )
+
+    def moved(self, kernel: Kernel, *, merged: bool = False) -> float:
+        """The bytes of an operator; `merged` with 16-bit weights for 4-bit ones."""
+        if kernel.packed is None:
+            return kernel.bytes
+        rows, outputs, inputs = kernel.packed
+        if merged:
+            return 2.0 * (outputs * inputs + rows * (outputs + inputs))
+        is_unpacked = rows > self.packed_rows(outputs, inputs)  # to be written and read
+        return kernel.bytes + is_unpacked * 2.0 * outputs * inputs * kernel.dtype.itemsize
 
     def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
         """The time of an operator by its operations or its bytes, whichever take longer."""
@@ -56,7 +83,7 @@ class Device:
 
     def busy(self, costs: Costs) -> float:
         """The time of all operators."""
-        return sum(n * self.seconds(k.flops, k.bytes, k.dtype) for k, n in costs.kernels.items())
+        return sum(n * self.seconds(k.flops, self.moved(k), k.dtype) for k, n in costs.kernels.items())
 
     def eager(self, costs: Costs) -> float:
         """As Python goes through them: a card computes one while later ones are prepared, a CPU does both itself."""
@@ -67,8 +94,7 @@ class Device:
         """As a CUDA graph plays them back; `merged` with 16-bit weights for 4-bit ones."""
         busy = 0.0
         for kernel, number in costs.kernels.items():
-            moved = kernel.unpacked if merged and kernel.unpacked else kernel.bytes
-            busy += number * self.seconds(kernel.flops, moved, kernel.dtype)
+            busy += number * self.seconds(kernel.flops, self.moved(kernel, merged=merged), kernel.dtype)
         return busy + costs.kernels.total() * GRAPH_KERNEL
 
 
@@ -81,31 +107,51 @@ _CONTEXT = 500 * 2**20
 _REACHED = (0.7, 0.8)
 
 
+# Rows up to which bitsandbytes 0.50 multiplies with packed weights, by how many times the blocks of 64 outputs fill a
+# card's multiprocessors; some of these for many inputs alone. The main lines of its own rule, which it has from trials.
+_PACKED: dict[tuple[int, int], tuple[tuple[float, int, bool], ...]] = {
+    (7, 5): ((3, 128, False), (0.5, 64, False), (0, 32, False)),
+    (8, 0): ((3, 128, False), (1, 48, False)),
+    (8, 6): ((1, 128, False), (0.5, 64, False), (0, 16, False)),
+    (8, 9): ((3, 256, False), (0.8, 128, False), (0.5, 64, True)),
+    (9, 0): ((3, 64, False), (2, 48, False), (1, 32, False), (0.5, 16, False)),
+    (12, 0): ((3, 256, False), (2, 128, False), (0.75, 64, False)),
+}
+_FEW = 8
+
+
 def _card(
-    name: str, gib: float, gb_a_second: float, tflops_16: float, tflops_32: float, *, bf16: bool = True
+    name: str,
+    gib: float,
+    gb_a_second: float,
+    tflops_16: float,
+    tflops_32: float,
+    multiprocessors: int,
+    capability: tuple[int, int],
 ) -> Device:
-    half = torch.bfloat16 if bf16 else torch.float16
+    half = torch.bfloat16 if capability >= (8, 0) else torch.float16
     peak = {half: tflops_16 * 1e12, torch.float16: tflops_16 * 1e12, torch.float32: tflops_32 * 1e12}
     about = {"operator": EAGER_OPERATOR, "context": _CONTEXT, "reached": _REACHED, "graphs": True}
+    about |= {"capability": capability, "multiprocessors": multiprocessors}
     return Device(name, int(gib * 2**30), gb_a_second * _GB, peak, **about)  # type: ignore[arg-type]
 
 
 # Memory that torch sees in GiB, bandwidth in GB/s, dense 16-bit and float32 operations in 10¹² a second (NVIDIA's data
-# sheets; of GeForce cards with accumulation in float32).
+# sheets; of GeForce cards with accumulation in float32), multiprocessors and CUDA's compute capability.
 CARDS = {
-    "T4": _card("T4", 14.6, 320, 65, 8.1, bf16=False),
-    "L4": _card("L4", 22.0, 300, 121, 30.3),
-    "A10": _card("A10", 22.0, 600, 125, 31.2),
-    "RTX3090": _card("RTX 3090", 23.6, 936, 71, 35.6),
-    "RTX4090": _card("RTX 4090", 23.5, 1008, 165, 82.6),
-    "RTX5090": _card("RTX 5090", 31.3, 1792, 209, 104.8),
-    "A100-40GB": _card("A100 40 GB", 39.4, 1555, 312, 19.5),
-    "L40S": _card("L40S", 44.4, 864, 362, 91.6),
-    "RTXA6000": _card("RTX A6000", 47.4, 768, 155, 38.7),
-    "A100-80GB": _card("A100 80 GB", 79.2, 2039, 312, 19.5),
-    "H100": _card("H100 SXM", 79.1, 3350, 989, 66.9),
-    "H100-PCIE": _card("H100 PCIe", 79.1, 2000, 756, 51.2),
-    "H200": _card("H200", 139.8, 4800, 989, 66.9),
+    "T4": _card("T4", 14.6, 320, 65, 8.1, 40, (7, 5)),
+    "L4": _card("L4", 22.0, 300, 121, 30.3, 58, (8, 9)),
+    "A10": _card("A10", 22.0, 600, 125, 31.2, 72, (8, 6)),
+    "RTX3090": _card("RTX 3090", 23.6, 936, 71, 35.6, 82, (8, 6)),
+    "RTX4090": _card("RTX 4090", 23.5, 1008, 165, 82.6, 128, (8, 9)),
+    "RTX5090": _card("RTX 5090", 31.3, 1792, 209, 104.8, 170, (12, 0)),
+    "A100-40GB": _card("A100 40 GB", 39.4, 1555, 312, 19.5, 108, (8, 0)),
+    "L40S": _card("L40S", 44.4, 864, 362, 91.6, 142, (8, 9)),
+    "RTXA6000": _card("RTX A6000", 47.4, 768, 155, 38.7, 84, (8, 6)),
+    "A100-80GB": _card("A100 80 GB", 79.2, 2039, 312, 19.5, 108, (8, 0)),
+    "H100": _card("H100 SXM", 79.1, 3350, 989, 66.9, 132, (9, 0)),
+    "H100-PCIE": _card("H100 PCIe", 79.1, 2000, 756, 51.2, 114, (9, 0)),
+    "H200": _card("H200", 139.8, 4800, 989, 66.9, 132, (9, 0)),
 }
 _MOST_GB = 1e6
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GIB)", re.IGNORECASE)
