@@ -264,5 +264,10 @@ def test_ctrl_c_is_met_after_an_exchange(rank, two):
 def test_what_mpi_says_is_no_number_of_processes(monkeypatch):
     """accelerate would divide by it on a CPU, and the toolkit once more."""
     monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(ToolkitError, match="PMI_SIZE says that MPI has started several.*Start them with torchrun"):
+        processes.join()
+    monkeypatch.setenv("PMI_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():  # which torchrun has started there
+        monkeypatch.setenv(name, value)
     processes.join()
     assert "PMI_SIZE" not in os.environ

@@ -100,12 +100,15 @@ def join() -> None:
     The environment says which, in torch's variables. Each sees the GPU of its local rank alone (`take_card`).
 
     Raises:
-        ToolkitError: there are more processes on this machine than GPUs, they have not met within `MEETING`, or
+        ToolkitError: there are more processes on this machine than GPUs, they have not met within `MEETING`, MPI
+            has started them, or
             accelerate was asked for what it would do to a model of its own.
     """
     _check_accelerate(os.environ)
     for name in _OF_MPI:
-        os.environ.pop(name, None)
+        if os.environ.pop(name, "1") != "1" and "WORLD_SIZE" not in os.environ:
+            wrong = f"{name} says that MPI has started several processes, which would each do the whole run."
+            raise ToolkitError(wrong, remedy="Start them with torchrun or --processes, or one alone.")
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         return
     if launched() == 1:
@@ -237,8 +240,8 @@ def _connected() -> Iterator[None]:
     finally:
         if is_met:
             signal.signal(signal.SIGINT, usual)
-    if held:
-        signal.raise_signal(signal.SIGINT)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -48,6 +48,19 @@ def test_a_file_is_run_once_for_all_that_is_taken_from_it(tmp_path):
             load_function(f"{path}:a")
 
 
+def test_each_run_has_a_reward_with_a_state_of_its_own(tmp_path):
+    path = tmp_path / "norm.py"
+    path.write_text(
+        "class Norm:\n    seen = ()\n"
+        "    def __call__(self, rollout):\n        self.seen += (1,)\n        return [0.0]\n"
+        "    def state_dict(self):\n        return {}\n"
+        "    def load_state_dict(self, state):\n        pass\nnorm = Norm()\n"
+    )
+    first = load_function(f"{path}:norm")
+    first(None)
+    assert load_function(f"{path}:norm") is not first and load_function(f"{path}:norm").seen == ()
+
+
 def test_a_changed_file_is_read_anew(tmp_path):
     path = tmp_path / "rule.py"
     for value in (1, 22):

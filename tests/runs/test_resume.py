@@ -183,6 +183,10 @@ def test_ctrl_c_says_what_works_next(tmp_path, checkpoint, monkeypatch):
         with pytest.raises(KeyboardInterrupt) as again:
             stages.run(recipe, "ppo", overwrite=True)
         assert again.value.way_on == "" and stages.finished(recipe, "ppo")
+        longer = chat(tmp_path, checkpoint, max_steps=4)
+        with pytest.raises(KeyboardInterrupt) as made_longer:
+            stages.run(longer, "ppo", resume=True)
+        assert made_longer.value.way_on == "resume" and stages.finished(recipe, "ppo")
     other = chat(tmp_path, checkpoint, kl_coef=0.3)
     with monkeypatch.context() as patch:
         patch.setattr(stages, "train_stage", interrupted)
@@ -251,6 +255,15 @@ def test_a_full_disk_does_not_hide_what_it_has_ended(tmp_path, checkpoint, monke
             raise CheckpointError("the first error")
 
 
+def test_a_finished_stage_whose_manifest_is_gone_says_so(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint, lr_scheduler_type="constant")
+    stages.run(recipe, "reward")
+    stages.run(recipe, "ppo")
+    (recipe.stage_folder("ppo") / "manifest.json").unlink()
+    with pytest.raises(RecipeError, match="has no manifest.json"):
+        stages.run(chat(tmp_path, checkpoint, lr_scheduler_type="constant", max_steps=4), "ppo", resume=True)
+
+
 def test_a_notebook_does_not_unfinish_a_run(tmp_path, checkpoint):
     recipe = chat(tmp_path, checkpoint)
     stages.run(recipe, "reward")
@@ -276,6 +289,16 @@ def test_a_page_does_not_say_that_a_run_goes_on_which_has_failed(tmp_path, check
         cut_short(recipe, "ppo", at=at, resume=at > 2)
         page = (recipe.stage_folder("ppo") / "report.html").read_text()
         assert f"Stopped: step {at} of 3" in page and "Running:" not in page and 'http-equiv="refresh"' not in page
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("toolkit.runs.stage._how_it_ended", lambda trainer: 1 / 0)
+        stages.run(recipe, "ppo", resume=True)
+    page = (recipe.stage_folder("ppo") / "report.html").read_text()
+    assert "Stopped: step 3 of 3" in page and 'http-equiv="refresh"' not in page
+    before = page.partition("Stopped: ")[2][:20]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):  # before anything is read
+        patch.setattr("toolkit.trainers.ppo_loop.PPOLoop.check_checkpoint", lambda *_: 1 / 0)
+        stages.run(recipe, "ppo", resume=True)
+    assert before in (recipe.stage_folder("ppo") / "report.html").read_text()
 
 
 def test_a_checkpoint_that_lacks_but_its_name_is_gone_on_from(tmp_path, checkpoint):

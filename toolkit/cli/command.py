@@ -121,8 +121,11 @@ def _errors(debug: bool, *, resumable: bool, divided: bool) -> Iterator[None]:
     except RunInterrupted as stop:
         _say_once(f"{stop}{_way_on(stop) if resumable else ''}")
         raise typer.Exit(128 + stop.signal_number) from stop
-    except PeerError as error:  # whoever failed has said so
-        raise typer.Exit(1) from error
+    except PeerError as error:  # whoever failed has said so, but where the main process speaks of what all have met
+        stopped = error.of == KeyboardInterrupt.__name__
+        if stopped:
+            _say_once(f"Interrupted.{_way_on(error) if resumable else ''}")
+        raise typer.Exit(130 if stopped else 1) from error
     except ToolkitError as error:
         if debug:
             raise

@@ -71,7 +71,10 @@ class Device:
         rows, outputs, inputs = kernel.packed
         if merged:
             return 2.0 * (outputs * inputs + rows * (outputs + inputs))
-        is_unpacked = rows > self.packed_rows(outputs, inputs)  # to be written and read
+        # In other precisions than those of its matrix units a card does it for the fewest rows alone.
+        half = torch.float16 if self.capability == (7, 5) else torch.bfloat16
+        most = self.packed_rows(outputs, inputs) if kernel.dtype in (half, torch.float16) else _FEW
+        is_unpacked = rows > most  # to be written and read
         return kernel.bytes + is_unpacked * 2.0 * outputs * inputs * kernel.dtype.itemsize
 
     def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:

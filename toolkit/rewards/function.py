@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from toolkit.errors import Problem, RewardError, words_of
-from toolkit.rewards.base import Reward, check_reward, place_of
+from toolkit.rewards.base import Reward, check_reward, place_of, state_of
 from toolkit.rewards.kept import process_kept
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import setting
@@ -43,6 +43,9 @@ def load_function(function: str) -> Reward:
         wrong = f"{place} cannot be loaded: {type(error).__name__}: {words_of(error)}{at}."
         raise _wrong(wrong, "Mend it there.") from error
     reward: Reward | None = getattr(module, name, None)
+    if path is not None and state_of(reward) is not None:  # each run has one of its own
+        with process_kept():
+            reward = getattr(_run(path, anew=True), name)
     if not callable(reward):
         remedy = "A notebook or script has given it: put it into a file, and name that." if in_no_file(function) else ""
         raise _wrong(f'{place} has no function "{name}".', remedy)
@@ -106,13 +109,13 @@ def _existing(place: str) -> Path:
     return path
 
 
-def _run(path: Path) -> ModuleType:
+def _run(path: Path, *, anew: bool = False) -> ModuleType:
     """The module of a file, not by its own name: `rewards.py` must not stand in for an installed module `rewards`.
 
-    It is run once, whatever is taken from it, as long as its text stays: it may load a model."""
+    It is run once, whatever is taken from it, as long as its text stays: it may load a model. Or else `anew`."""
     name, text = f"reward_file_{abs(hash(path.resolve()))}", path.read_bytes()
     there = sys.modules.get(name)
-    if getattr(there, "__text_read__", None) == text:
+    if getattr(there, "__text_read__", None) == text and not anew:
         assert there is not None
         return there
     spec = importlib.util.spec_from_file_location(name, path)

@@ -23,8 +23,8 @@ _SHOWN_BY = ("logging_steps", "logging_first_step", "report_to", "run_name", "da
 # what the run has done so far.
 _MAY_CHANGE = (
     "gradient_checkpointing", "logprob_chunk_size", "q_chunk_size",
-    "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy",
-    "save_steps", "save_total_limit",
+    "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "eval_on_start",
+    "save_strategy", "save_steps", "save_total_limit",
 )  # fmt: skip
 _LENGTHS = ("max_steps", "num_train_epochs")  # these may grow, and steps shrink to what has been done
 _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")

@@ -92,6 +92,8 @@ def leads_nowhere(folder: Path, recipe: dict[str, Any]) -> bool:
         folder: the stage's.
         recipe: values of the one that the run folder has, or is to have.
     """
+    if (folder / RESULT_FILE).exists():
+        return False
     if folder.name == "ppo" and at(recipe, "ppo.loop") == "trl":  # TRL's own loop saves no checkpoints
         return has_begun(folder)
     work = work_of(folder)
@@ -244,7 +246,7 @@ def way_on(recipe: Recipe, stage: str) -> str:
     cannot be; "" where it has left nothing."""
     run, unfinished = recipe.folder, recipe.folder / aside.UNFINISHED
     if aside.changing(run, aside.UNFINISHED) and _agrees(recipe, stage, unfinished):
-        return "resume"
+        return "overwrite" if leads_nowhere(unfinished / stage, recipe.values) else "resume"
     if not (run / RECIPE_FILE).is_file() or conflict(recipe, resumed=stage) is not None or finished(recipe, stage):
         return ""
     return "overwrite" if leads_nowhere(recipe.stage_folder(stage), recipe.values) else "resume"
@@ -274,7 +276,7 @@ def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
     folder = recipe.stage_folder(stage)
     paths = [folder / name for name in (MANIFEST, REPORT_FILE, METRICS_FILE)]
     paths += [recipe.folder / RECIPE_FILE, folder / RESULT_FILE]  # the result last: by it the stage is finished
-    kept = {path: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+    kept = {path: path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()}
     finished_before, checkpoints = (folder / RESULT_FILE).is_file(), checkpoint_folders(folder)
     try:
         yield
@@ -283,7 +285,8 @@ def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
             _drop_evaluation(folder)
         elif finished_before:
             with suppress(OSError):  # of a full disk, of which the error that is raised again says more
-                write_whole(folder / MANIFEST, kept.pop(folder / MANIFEST))
+                if (listed_before := kept.pop(folder / MANIFEST, None)) is not None:
+                    write_whole(folder / MANIFEST, listed_before)
                 for path, content in kept.items() if damage(folder) is None else ():
                     write_whole(path, content)
         raise

@@ -5,8 +5,8 @@ says that it is finished.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -131,30 +131,28 @@ def _trained(
     if processes.is_main():
         trainer.add_callback(so_far)
     ended = {}
-    if stock:
-        trainer.train()
-        save_stock_roles(trainer, folder, base_name=recipe.base_path)
-    else:
-        try:
-            trainer.train(resume_from_checkpoint=checkpoint)
-        except BaseException as stop:
-            so_far.stopped()
-            if isinstance(stop, RunInterrupted):
+    with so_far.told():
+        if stock:
+            trainer.train()
+            save_stock_roles(trainer, folder, base_name=recipe.base_path)
+        else:
+            try:
+                trainer.train(resume_from_checkpoint=checkpoint)
+            except RunInterrupted as stop:
                 raise RunInterrupted(f"{stage} {stop}", stop.signal_number) from stop
-            raise
-        processes.by_main(lambda: _save_model(trainer, folder))
-        started -= trainer.seconds_before
-        ended = _how_it_ended(trainer)
-    with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"):
-        after, responses_after = _measure(recipe, stage, trainer)
-    _tell_evaluated(trainer, after, responses_after)
-    result = figures(recipe, stage, started, before, after) | _of_training(trainer, progress) | ended
-    if cut:
-        result["cut"] = cut
-    samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
-    judged = trainer.judged if stage == "reward" else ()
-    with phases.phase("write"):
-        processes.by_main(lambda: _write_up(recipe, stage, result, samples, judged))
+            processes.by_main(lambda: _save_model(trainer, folder))
+            started -= trainer.seconds_before
+            ended = _how_it_ended(trainer)
+        with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"):
+            after, responses_after = _measure(recipe, stage, trainer)
+        _tell_evaluated(trainer, after, responses_after)
+        result = figures(recipe, stage, started, before, after) | _of_training(trainer, progress) | ended
+        if cut:
+            result["cut"] = cut
+        samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
+        judged = trainer.judged if stage == "reward" else ()
+        with phases.phase("write"):
+            processes.by_main(lambda: _write_up(recipe, stage, result, samples, judged))
     return result, samples
 
 
@@ -234,16 +232,31 @@ class _ReportAtEvaluations(TrainerCallback):
         self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if self.trainer.is_in_train:
-            measured = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
-            self.now = {name: value for name, value in measured.items() if name in self.before}
+            self.now = self._of_evaluation(metrics or {})
             self._write("running")
 
     def stopped(self) -> None:
-        """Training has been stopped, or has failed; where no evaluation has written a report there is none."""
-        there = self.recipe.stage_folder(self.stage) / reports.REPORT_FILE
-        if processes.is_main() and (self.now is not None or there.is_file()):
+        """The stage has been stopped, or has failed; where no evaluation has written a report there is none."""
+        if self.now is None:  # of a run that goes on, and has not come to its next evaluation
+            rows = reports.read_jsonl(self.recipe.stage_folder(self.stage) / reports.METRICS_FILE)
+            self.now = next(filter(None, map(self._of_evaluation, reversed(rows))), None)
+        if self.now is not None and self.trainer.state.global_step:
+            self._write("stopped")
+
+    def _of_evaluation(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        measured = {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")}
+        return {name: value for name, value in measured.items() if name in self.before}
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Whatever ends the stage inside but its end, the report says that it has stopped."""
+        try:
+            yield
+        except BaseException:
             with suppress(Exception):  # what has ended the stage says more
-                self._write("stopped")
+                if processes.is_main():
+                    self.stopped()
+            raise
 
     def _write(self, how: str) -> None:
         folder, state = self.recipe.stage_folder(self.stage), self.trainer.state

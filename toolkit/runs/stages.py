@@ -12,7 +12,7 @@ import torch
 
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole
-from toolkit.errors import CheckpointError, RecipeError, RunInterrupted, ToolkitError
+from toolkit.errors import CheckpointError, PeerError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
 from toolkit.runs.build import MAKERS, Callbacks
@@ -93,7 +93,9 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
                 say(sentence)
                 if isinstance(error, ToolkitError):
                     error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
-            if isinstance(error, KeyboardInterrupt | BrokenPipeError | RunInterrupted):  # the command says it
+            if isinstance(
+                error, (KeyboardInterrupt, BrokenPipeError, RunInterrupted, PeerError)
+            ):  # the command says it
                 error.way_on = way_on(recipe, stage)  # type: ignore[union-attr]
             raise
         aside.settle(recipe.folder)  # what a finished stage has replaced goes
@@ -121,8 +123,8 @@ def prepared(
     with _kept_whole(recipe, stage, **way):
         if way.get("resume") and processes.by_main(lambda: finished(recipe, stage)) is not None:
             wrong = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
-            longer = f"A larger {stage}.max_steps makes it longer. " if stage != "collect" else ""
-            raise RecipeError(wrong, remedy=f"{longer}Else name a new run ($run), or give $overwrite to repeat it.")
+            longer = f"A larger {stage}.max_steps makes it longer."
+            raise RecipeError(wrong, remedy=f"{longer} Else name a new run ($run), or give $overwrite to repeat it.")
         processes.by_main(lambda: _check_way(recipe, stage, resume=False))
         handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)

@@ -294,8 +294,8 @@ class PPOLoop(SharedBaseTrainer):
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
-        self._shown = state["shown"]
-        self.watch = Watch(**state["watch"])
+        self._shown = state.get("shown", [])  # not in checkpoints of before
+        self.watch = Watch(**{name: value for name, value in state["watch"].items() if value is not None})
 
     def _frozen(self) -> dict[str, str]:
         base = self.roles
