@@ -93,10 +93,8 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
                 say(sentence)
                 if isinstance(error, ToolkitError):
                     error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
-            if isinstance(
-                error, (KeyboardInterrupt, BrokenPipeError, RunInterrupted, PeerError)
-            ):  # the command says it
-                error.way_on = way_on(recipe, stage)  # type: ignore[union-attr]
+            if isinstance(error, KeyboardInterrupt | BrokenPipeError | RunInterrupted | PeerError):
+                error.way_on = way_on(recipe, stage)  # type: ignore[union-attr]  # for the command to say
             raise
         aside.settle(recipe.folder)  # what a finished stage has replaced goes
 
