@@ -244,11 +244,12 @@ def test_what_the_main_process_found_is_known_to_all(two):
 
 def interrupted_between(rank):
     """Ctrl-C comes to one that waits for the others in an exchange within another; they have had it, too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background does without
     pids = processes.gather(os.getpid())
     try:
         with processes.agreed(), processes.agreed():
             if processes.rank() == rank:
-                time.sleep(0.5)
+                time.sleep(1.0)  # the other has long come to the exchange
                 os.kill(pids[1 - rank], signal.SIGINT)
                 raise KeyboardInterrupt
     except KeyboardInterrupt:

@@ -11,9 +11,7 @@ from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import writing
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.models import load_base, merge_adapter, read_tensors, resolved
-from toolkit.models.precision import default_device
-from toolkit.models.weights import Merged
+from toolkit.models import Merged, load_base, merge_adapter, read_tensors, resolved
 from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.folder import check_outputs, find_run, has_weights, recover
@@ -129,9 +127,9 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row][:_POSITIONS]
     merged = None
     with suppress(torch.OutOfMemoryError):  # a card that holds the base in 4 bits need not hold it whole
-        merged = _merged(recipe, policy, dtype, probe, default_device())
+        merged = _merged(recipe, policy, dtype, probe)
     if merged is None:
-        merged = _merged(recipe, policy, dtype, probe, torch.device("cpu"))
+        merged = _merged(recipe, policy, dtype, probe, device=torch.device("cpu"))
     with writing(folder):
         merged.model.save_pretrained(folder)
         recipe.tokenizer.save_pretrained(folder)
@@ -151,7 +149,9 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     return folder, told
 
 
-def _merged(recipe: Recipe, policy: Path, dtype: str, probe: list[int], device: torch.device) -> Merged:
+def _merged(
+    recipe: Recipe, policy: Path, dtype: str, probe: list[int], *, device: torch.device | None = None
+) -> Merged:
     named = {"revision": recipe.base.revision, "trust_remote_code": recipe.base.trust_remote_code}
     model = load_base(recipe.base_path, device=device, dtype=dtype, **named)
-    return merge_adapter(model, policy, torch.tensor([probe], device=device))
+    return merge_adapter(model, policy, torch.tensor([probe], device=model.device))

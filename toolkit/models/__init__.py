@@ -63,6 +63,7 @@ from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 from toolkit.models.weights import (
+    Merged,
     base_digest,
     merge_adapter,
     outlined,
