@@ -35,7 +35,8 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     def policy(response, each=(1.0, 5.0, 3.0, 4.0), **figures):
         of = {"score": 0.0, "judge": 0.0, "third": 0.0, "kl": 0.0, "length": 5.0, "eos_share": 1.0}
         of |= {**{f"{key}_se": 0.1 for key in of}, "perplexity": 9.0, "update": 0, **figures}
-        of_each = {"each": dict.fromkeys(("score", "judge", "third"), each), "ended": [True, False, True, False]}
+        ended = [True, False, True, False] if response == "b{}" else [True, True, True, False]
+        of_each = {"each": dict.fromkeys(("score", "judge", "third"), each), "ended": ended}
         return {"figures": of, "said": [response.format(i) for i in range(4)], **of_each}
 
     def seed(score):
