@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,23 @@ def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
     assert f'<td>warnings</td><td class="n">{warned}</td><td class="n">{warned}</td>' in text
     assert "<h1>judge: chat, copy</h1>" in text and "The judge" in text and text.count("gain in standard errors") >= 2
     assert sorted(runs.rglob("*")) == had  # nothing is written into a run
+
+
+def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
+    def opened(name, **_):
+        folder = tmp_path / name
+        folder.mkdir()
+        values = {"judge": {"kind": "adapter"}, "start": {"judge": f"other_{name}/reward"}}
+        return SimpleNamespace(run=name, folder=folder, values=values, judge=1, stage_folder=folder.joinpath)
+
+    found = {"score": 1.0, "score_se": 0.1, "judge": 2.0, "judge_se": 0.1, "kl": 0.5}
+    sides = {"before": found, "after": found}
+    monkeypatch.setattr("toolkit.inference.judge.open_run", opened)
+    monkeypatch.setattr("toolkit.inference.judge.measured", lambda _: (sides, []))
+    figures = judge(["a", "b"], output=tmp_path / "page.html")
+    assert [figures[run]["judge"]["start.judge"] for run in "ab"] == ["other_a/reward", "other_b/reward"]
+    text = (tmp_path / "page.html").read_text()
+    assert text.index("The judge") < text.index("other_a/reward") < text.index("other_b/reward")
 
 
 def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):

@@ -42,6 +42,10 @@ def test_later_steps_and_half_a_line_are_dropped(tmp_path):
     assert read_jsonl(path) == rows
     keep_until(path, 2)
     assert read_jsonl(path) == rows[:3] and path.read_text().endswith("}\n")
+    path.write_bytes('{"step": 1}\n{"step": 2, "text": "一'.encode()[:-1])  # cut within a character
+    assert read_jsonl(path) == [{"step": 1}]
+    keep_until(path, 1)
+    assert path.read_bytes() == b'{"step": 1}\n'
     keep_until(tmp_path / "none.jsonl", 2)
     assert not (tmp_path / "none.jsonl").exists()
 

@@ -49,6 +49,25 @@ def test_a_run_is_named_from_loading_to_its_last_figures(terminal, tmp_path):
     assert set(progress.seconds) == {"load", "train"}
 
 
+def test_where_no_panel_can_be_seen_there_are_lines(tmp_path, monkeypatch):
+    dumb = Console(file=io.StringIO(), force_terminal=True, width=200, _environ={"TERM": "dumb"})
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes a file for a terminal
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr("sys.stdout", None)  # `>&-`
+    args, state = TrainingArguments(output_dir=str(tmp_path), use_cpu=True), TrainerState()
+    state.max_steps = 4
+    for console in (dumb, None):
+        with Progress("run ppo", console) as progress:
+            with phases.phase("load"):
+                pass
+            progress.on_train_begin(args, state, TrainerControl())
+            progress.on_log(args, state, TrainerControl(), logs=LOGS)
+        said = text(progress)
+        assert "run ppo: load …" in said and "KL 0.500" in said and "\x1b" not in said
+    with shown(True):
+        pass
+
+
 @pytest.mark.parametrize(("width", "lines"), [(80, 2), (100, 1), (200, 1)])
 def test_the_panel_fits_its_terminal(width, lines):
     progress = Progress("smollm2_135m_lora ppo", Console(file=io.StringIO(), force_terminal=True, width=width))

@@ -12,7 +12,7 @@ import yaml
 from tests.tiny_runs import command_here
 from toolkit.cli.command import complete_run
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.runs.comparison import compare
+from toolkit.runs.comparison import compare, differing
 from toolkit.runs.listing import all_runs, state_of
 from toolkit.runs.lock import at_work
 
@@ -114,6 +114,15 @@ def test_responses_that_were_saved_are_counted(runs):
     stage(runs / "c" / "collect")
     (runs / "c" / "collect" / "responses.jsonl.partial").write_text("{}\n" * 1200 + '{"half')
     assert [one.where for one in state_of(runs / "c").stages] == ["1,200 responses saved"]
+    with at_work(runs / "c"):
+        (state,) = state_of(runs / "c").stages
+    assert (state.state, state.where) == ("at work", "1,200 responses saved")
+
+
+def test_settings_that_differ(runs):
+    recipe(runs / "b", ppo={"kl_coef": 0.1, "max_steps": 8, "cliprange": None})
+    recipe(runs / "a", ppo={"kl_coef": 0.1, "max_steps": 8})
+    assert differing([runs / "a", runs / "b"]) == {"ppo.cliprange": ["–", "null"]}
 
 
 def test_the_list_on_the_command_line(runs):

@@ -17,6 +17,7 @@ from toolkit import recipes
 from toolkit.checkpoints import checkpoint_folders, read_state
 from toolkit.errors import CheckpointError, RecipeError, RewardError, RunInterrupted, ToolkitError
 from toolkit.inference.saved_run import open_run
+from toolkit.reports import read_jsonl
 from toolkit.runs import stages
 from toolkit.runs.folder import result_comes_back
 from toolkit.runs.listing import state_of
@@ -239,6 +240,39 @@ def test_a_stage_that_failed_with_other_weights_is_not_what_it_was(tmp_path, che
     with pytest.raises(RecipeError, match="has not finished"):
         open_run(recipe.run, runs_dir=recipe.runs_dir)
     assert stages.run(longer, "ppo", resume=True)["resumed_at"] == [3]
+
+
+def test_what_a_finished_stage_warned_of_is_as_before_too(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint)
+    stages.run(recipe, "reward")
+    stages.run(recipe, "ppo")
+    folder = recipe.stage_folder("ppo")
+    warned, rollouts = folder / "warnings.jsonl", folder / "rollouts.jsonl"
+    for before in (None, '{"update": 3, "warning": "judge_falls"}\n'):
+        if before is None:
+            warned.unlink(missing_ok=True)
+        else:
+            warned.write_text(before)
+        drawn = rollouts.read_bytes()
+        with pytest.raises(ZeroDivisionError), result_comes_back(recipe, "ppo"):
+            warned.write_text("{}\n")
+            rollouts.write_bytes(drawn + b"{}\n")
+            raise ZeroDivisionError
+        assert (warned.read_text() if warned.exists() else None) == before
+        assert rollouts.read_bytes() == drawn and (folder / "result.json").exists()
+
+
+def test_an_sft_that_lacks_but_its_result_is_written_up(tmp_path, checkpoint):
+    sft = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, **SAVING}
+    recipe = chat_recipe(tmp_path, checkpoint, sft=sft, reward=None, ppo=None)
+    stages.run(recipe, "sft")
+    folder = recipe.stage_folder("sft")
+    path = folder / "metrics.jsonl"
+    measured = sum("eval_loss" in row for row in read_jsonl(path))
+    (folder / "result.json").unlink()
+    path.write_text(path.read_text() + '{"step": 2, "lo')  # a full disk
+    assert stages.run(recipe, "sft", resume=True)["resumed_at"] == [2]
+    assert sum("eval_loss" in row for row in read_jsonl(path)) == measured
 
 
 def test_a_full_disk_does_not_hide_what_it_has_ended(tmp_path, checkpoint, monkeypatch):

@@ -30,7 +30,8 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
         runs_dir: folder of all runs.
 
     Returns:
-        By run, its metrics `before` and `after`, the section `judge`, and what of the recipe was `changed`.
+        By run, its metrics `before` and `after`, the section `judge` with the adapter that it reads as `start.judge`,
+        and what of the recipe was `changed`.
 
     Raises:
         RecipeError: there is no such run, it is not finished, or there is no judge for it.
@@ -53,7 +54,8 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
         sides = {side: result[side] for side in ("before", "after")}
         # Without the metrics of training.
         runs.append(ComparedRun(label, sides | {"warnings": trained.get("warnings", [])}, [], samples))
-        figures[label] = sides | {"judge": recipe.values["judge"]}
+        adapter = recipe.values.get("start", {}).get("judge")  # which one, where the judge is one
+        figures[label] = sides | {"judge": recipe.values["judge"] | ({"start.judge": adapter} if adapter else {})}
         if "changed" in result:
             figures[label]["changed"] = result["changed"]
     judges = dict.fromkeys(json.dumps(one["judge"], ensure_ascii=False) for one in figures.values())

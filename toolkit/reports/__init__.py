@@ -3,6 +3,8 @@
 from toolkit.reports.comparison import ComparedRun, comparison_page
 from toolkit.reports.files import (
     METRICS_FILE,
+    ROLLOUTS_FILE,
+    WARNINGS_FILE,
     MetricsFile,
     append_jsonl,
     keep_until,

@@ -58,10 +58,10 @@ def _figures(runs: Sequence[ComparedRun]) -> str:
     return f"<h2>Figures, before → after</h2>{figures_table(columns, rows)}"
 
 
-def _settings(names: Sequence[str], differing: Mapping[str, Sequence[Any]]) -> str:
+def _settings(names: Sequence[str], differing: Mapping[str, Sequence[str]]) -> str:
     if not differing:
         return "<h2>Settings</h2><p>The recipes say the same.</p>"
-    rows = ((key, *("–" if value is None else str(value) for value in values)) for key, values in differing.items())
+    rows = ((key, *values) for key, values in differing.items())
     return f"<h2>Settings that differ</h2>{table(('key', *names), rows, numbers=())}"
 
 

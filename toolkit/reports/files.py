@@ -15,10 +15,10 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from toolkit import __version__
-from toolkit.disk import RESULT_FILE, read_object, read_text, write_whole, writing
+from toolkit.disk import RESULT_FILE, read_bytes, read_object, write_whole, writing
 from toolkit.errors import ToolkitError
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, ROLLOUTS_FILE, WARNINGS_FILE = "metrics.jsonl", "rollouts.jsonl", "warnings.jsonl"
 SPREADS = {name: f"{name}_se" for name in ("score", "eval_score", "eval_judge")}  # metrics with a standard error
 _ANEW = "Run the stage again with $overwrite, or put back the file as it was."
 _PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "datasets", "accelerate")
@@ -43,10 +43,10 @@ def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def whole_lines(path: Path) -> list[str]:
     """The lines, less one that a kill cut short at the end."""
     try:
-        text = read_text(path)
+        *whole, _ = read_bytes(path).split(b"\n")  # before decoding: the cut may go through a character
+        return [line.decode("utf-8") for line in whole]
     except (OSError, ValueError) as error:
         raise ToolkitError(f"{path} cannot be read ({error}).", remedy=_ANEW) from error
-    return text.split("\n")[:-1]  # not splitlines: JSON leaves U+2028 and the like in a line
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -104,8 +104,12 @@ class MetricsFile(TrainerCallback, ExportableState):
         """What a checkpoint keeps of it."""
         return {"args": {"path": str(self.path)}, "attributes": {"lines": self.lines}}
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def cut(self) -> None:
+        """Drop what was written after the checkpoint that its number of lines is from."""
         write_lines(self.path, whole_lines(self.path)[: self.lines])
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.cut()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         known = {name: None if _is_lost(value) else value for name, value in logs.items()}

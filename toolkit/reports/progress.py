@@ -71,6 +71,10 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
+def _at_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()  # None where the shell has closed it
+
+
 class Pace:
     """Seconds a step, and what is left, from when the last steps ended: however slow they are."""
 
@@ -105,7 +109,10 @@ class Progress(TrainerCallback, ExportableState):
 
     def __init__(self, title: str, console: Console | None = None, *, quiet: bool = False):
         self.title, self.quiet = title, quiet
-        self.console = console or Console(file=sys.stderr)
+        self.console = console or Console(stderr=True)
+        # Not on a dumb terminal, where rich shows none, nor in a file that FORCE_COLOR makes a terminal for it.
+        takes_panels = console is not None or self.console.is_jupyter or _at_terminal(sys.stderr)
+        self.live = self.console.is_interactive and takes_panels
         self.seconds: dict[str, float] = {}  # by phase, in this process
         self.earlier: dict[str, float] = {}  # and before the checkpoint from which training went on
         self._open: ExitStack | None = None
@@ -139,10 +146,10 @@ class Progress(TrainerCallback, ExportableState):
         with ExitStack() as stack:
             if not self.quiet:
                 stack.enter_context(phases.watched_by(self))
-                if self.console.is_terminal:
+                if self.live:
                     shown: dict[str, Any] = {"refresh_per_second": 4, "transient": True}
                     # What goes to a pipe is not to land on the terminal.
-                    shown["redirect_stdout"] = sys.stdout.isatty()
+                    shown["redirect_stdout"] = _at_terminal(sys.stdout)
                     stack.enter_context(Live(get_renderable=self._panel, console=self.console, **shown))
                 speaker = threading.Thread(target=self._speak, daemon=True)
                 speaker.start()
@@ -162,7 +169,7 @@ class Progress(TrainerCallback, ExportableState):
             try:
                 sentence = self._sentences.get(timeout=_QUIET)
             except queue.Empty:
-                if not self.console.is_terminal:
+                if not self.live:
                     self._print(self._now())
                 continue
             if sentence is None:
@@ -176,7 +183,7 @@ class Progress(TrainerCallback, ExportableState):
 
     def begun(self, phase: str, total: int | None) -> None:
         self._phase, self._began, self._done, self._parts = phase, time.monotonic(), 0, total
-        if self._pace is None and not self.console.is_terminal:
+        if self._pace is None and not self.live:
             self.told(f"{self.title}: {phase} …")
 
     def ended(self) -> None:
@@ -209,7 +216,7 @@ class Progress(TrainerCallback, ExportableState):
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         fresh = figures(logs)
         self._figures.update(fresh)
-        if fresh and self._pace is not None and not self.console.is_terminal:
+        if fresh and self._pace is not None and not self.live:
             self.told(f"{self.title} {self._count()}  {' · '.join([*fresh.values(), self._memory(), *self._times()])}")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -224,7 +231,7 @@ class Progress(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._pace is not None:
             self._add("train", max(0.0, time.monotonic() - self._pace.began - self._in_phases))
-            if self.console.is_terminal:  # where the panel goes
+            if self.live:  # where the panel goes
                 self.told(f"{self.title} {self._count()}  {' · '.join([*self._figures.values(), *self._times()])}")
             self._pace = None
         self._between, self._began = "write", time.monotonic()

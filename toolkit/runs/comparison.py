@@ -7,11 +7,18 @@ from typing import Any
 
 from toolkit.disk import write_whole, writing
 from toolkit.errors import RecipeError
-from toolkit.reports import METRICS_FILE, ComparedRun, comparison_page, read_json, read_jsonl, read_result
-from toolkit.runs.differences import leaves, recorded
+from toolkit.reports import (
+    METRICS_FILE,
+    WARNINGS_FILE,
+    ComparedRun,
+    comparison_page,
+    read_json,
+    read_jsonl,
+    read_result,
+)
+from toolkit.runs.differences import ABSENT, leaves, recorded, shown
 from toolkit.runs.folder import find_run
 from toolkit.runs.owned import BEFORE_FILE, SAMPLES_FILE, check_output
-from toolkit.trainers.guards import WARNINGS_FILE
 
 COMPARED = ("ppo", "q", "reward", "sft")
 """The stage that is compared is the first of these that all runs have begun."""
@@ -53,12 +60,13 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
-def differing(folders: Sequence[Path]) -> dict[str, list[Any]]:
-    """The keys in which the recipes of runs differ, each with the value of every run."""
+def differing(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """The keys in which the recipes of runs differ, each with the value of every run as it is shown."""
     recipes = [dict(leaves(recorded(folder))) for folder in folders]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    values = {key: [recipe.get(key) for recipe in recipes] for key in keys}
-    return {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+    values = {key: [recipe.get(key, ABSENT) for recipe in recipes] for key in keys}
+    differ = {key: of_runs for key, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+    return {key: ["–" if value is ABSENT else shown(value) for value in of_runs] for key, of_runs in differ.items()}
 
 
 def _run(label: str, folder: Path) -> ComparedRun:

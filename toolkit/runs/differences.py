@@ -100,13 +100,18 @@ def _numbers(values: dict[str, Any], stage: str) -> dict[str, float]:
     return {name: number if isinstance(number, (int, float)) else -1 for name, number in numbers.items()}
 
 
+def shown(value: Any) -> str:
+    """A value as a recipe has it; "not set" for `ABSENT`."""
+    return "not set" if value is ABSENT else json.dumps(value, ensure_ascii=False, default=str)
+
+
 def described(changes: Changes) -> str:
     """The first few of the keys, with the values there and here."""
 
-    def shown(value: Any) -> str:
-        text = "not set" if value is ABSENT else json.dumps(value, ensure_ascii=False, default=str)
+    def short(value: Any) -> str:
+        text = shown(value)
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
-    parts = [f"{key} is {shown(there)} there and {shown(here)} here" for key, (there, here) in changes.items()]
+    parts = [f"{key} is {short(there)} there and {short(here)} here" for key, (there, here) in changes.items()]
     more = len(parts) - _TOLD
     return "; ".join(parts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")

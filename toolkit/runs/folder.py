@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, damage, write_whole, writing
 from toolkit.errors import Problem, RecipeError, ToolkitError
-from toolkit.reports import METRICS_FILE, REPORT_FILE, read_result, write_result
+from toolkit.reports import METRICS_FILE, REPORT_FILE, ROLLOUTS_FILE, WARNINGS_FILE, read_result, write_result
 from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import Changes, changes, described, may_change, recorded
@@ -274,7 +274,8 @@ def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
     """Inside, a stage may go on beyond its end. If that fails before its next checkpoint, it is finished as before:
     but not with other weights, which it may have saved without one."""
     folder = recipe.stage_folder(stage)
-    paths = [folder / name for name in (MANIFEST, REPORT_FILE, METRICS_FILE)]
+    warned = folder / WARNINGS_FILE
+    paths = [folder / name for name in (MANIFEST, REPORT_FILE, METRICS_FILE, ROLLOUTS_FILE)] + [warned]
     paths += [recipe.folder / RECIPE_FILE, folder / RESULT_FILE]  # the result last: by it the stage is finished
     kept = {path: path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()}
     finished_before, checkpoints = (folder / RESULT_FILE).is_file(), checkpoint_folders(folder)
@@ -287,6 +288,8 @@ def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
             with suppress(OSError):  # of a full disk, of which the error that is raised again says more
                 if (listed_before := kept.pop(folder / MANIFEST, None)) is not None:
                     write_whole(folder / MANIFEST, listed_before)
+                if warned not in kept and damage(folder) is None:
+                    warned.unlink(missing_ok=True)
                 for path, content in kept.items() if damage(folder) is None else ():
                     write_whole(path, content)
         raise

@@ -59,6 +59,7 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
     try:
         result, path = read_result(folder), folder / METRICS_FILE
         rows = read_jsonl(path) if path.is_file() else []
+        collected = len(whole_lines(partial)) if (partial := partial_file(folder)).is_file() else None
     except ToolkitError as error:
         return StageState(folder.name, DAMAGED, str(error.problems[0].wrong), "")
     metrics = {name: value for row in rows for name, value in row.items()}  # the newest value of each
@@ -67,14 +68,16 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
         after = result.get("after")
         figures = figures_of(after) if isinstance(after, dict) else ""
         return StageState(folder.name, FINISHED, str(result.get("date", "")), figures)
-    if at_work:
-        return StageState(folder.name, AT_WORK, step, figures_of(metrics))
-    saved, collected = checkpoint_folders(folder), partial_file(folder)
-    if collected.is_file():
-        where = f"{len(whole_lines(collected)):,} responses saved"
+    if collected is not None:
+        where = f"{collected:,} responses saved"
+    elif at_work:
+        where = step
+    elif saved := checkpoint_folders(folder):
+        where = f"saved up to step {step_of(saved[-1])}"
     else:
-        kept = "weights saved, and no checkpoint" if has_weights(folder) else "nothing saved"
-        where = f"saved up to step {step_of(saved[-1])}" if saved else f"{step}, {kept}"
+        where = f"{step}, {'weights saved, and no checkpoint' if has_weights(folder) else 'nothing saved'}"
+    if at_work:
+        return StageState(folder.name, AT_WORK, where, figures_of(metrics))
     return StageState(folder.name, STOPPED, where, figures_of(metrics))
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from toolkit.sampling import since_first
 
-WARNINGS_FILE = "warnings.jsonl"
 Metrics = Mapping[str, float]
 
 

@@ -17,14 +17,13 @@ from toolkit.data import Rollout, concatenate
 from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
 from toolkit.functional import Moments
 from toolkit.models import tensors_digest
-from toolkit.reports import append_jsonl, keep_until, write_jsonl
+from toolkit.reports import ROLLOUTS_FILE, WARNINGS_FILE, append_jsonl, keep_until, write_jsonl
 from toolkit.rewards import concatenate_scores, state_of, total_scores
-from toolkit.trainers.guards import WARNINGS_FILE, Watch
+from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
 from toolkit.trainers.same_run import other_setting
 
-ROLLOUTS_FILE = "rollouts.jsonl"
 _OF_REWARDS = (RewardError.__name__, NotFiniteError.__name__)
 _ROWS_SHOWN = 4  # of a rollout, at every logged step
 

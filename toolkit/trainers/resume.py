@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError, ToolkitError
 from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
-from toolkit.reports import Progress
+from toolkit.reports import MetricsFile, Progress
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
 from toolkit.trainers.same_run import check_same_optimizer, check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
@@ -94,6 +94,9 @@ class ResumableTrainer(GuardedSteps):
                     state.max_steps = self.args.max_steps
                 check_same_run(checkpoint, self._restoring, self._identity)
                 self.load_callbacks()
+                for callback in self.callback_handler.callbacks:
+                    if isinstance(callback, MetricsFile):
+                        callback.cut()
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
                 self.load_saved(Path(best) if best else checkpoint)
                 self._count_resumption(checkpoint)
