@@ -3,21 +3,23 @@
 import contextlib
 import io
 import json
+import shutil
 import signal
 import statistics
 
 import pytest
+from rich.console import Console
 from transformers import set_seed
 
 from tests.tiny_runs import chat_recipe, command_here, stages_here, texts
 from tests.trainers.helpers import PROMPTS, Counting, rollout
-from toolkit import recipes
+from toolkit import processes, recipes
 from toolkit.data import doubling
-from toolkit.errors import CheckpointError, DataError, RecipeError, RunInterrupted
+from toolkit.errors import CheckpointError, DataError, RecipeError, RunInterrupted, SelfCheckError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
-from toolkit.reports import read_jsonl
+from toolkit.reports import Progress, read_jsonl, write_jsonl
 from toolkit.rewards import DenseScores
 from toolkit.runs import collect, stages
 from toolkit.runs.folder import work_of
@@ -169,8 +171,19 @@ def test_a_stopped_collection_goes_on_to_the_same_file(run, tmp_path, monkeypatc
     with pytest.raises(CheckpointError, match=r"partial, line 6: is a response to another prompt"):
         collect.collect(recipe, path)
     monkeypatch.undo()
-    assert collect.collect(recipe, path)["responses"] == 30
-    assert path.read_bytes() == whole and not partial.exists()
+    begun = tmp_path / "begun_with.json"
+    noted, frozen = begun.read_text(), {"reward": "of another adapter"}
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(CheckpointError, match="the reward adapter is not the one that"),
+    ):
+        patched.setattr(collect, "frozen_digests", lambda _: frozen)
+        collect.collect(recipe, path)
+    begun.write_text(noted.replace('"reward": {}', '"reward": {"rule.py": "0"}'))
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match=r"with another text of rule.py"):
+        patched.setattr("toolkit.trainers.same_run.code_digests", lambda _: {"rule.py": "1"})
+        assert collect.collect(recipe, path)["responses"] == 30
+    assert path.read_bytes() == whole and not partial.exists() and not begun.exists()
     # A kill between its name and the result of the stage: nothing is sampled again.
     monkeypatch.setattr(Sampler, "__call__", lambda *_: pytest.fail("sampled again"))
     assert collect.collect(recipe, path)["responses"] == 30
@@ -187,6 +200,12 @@ def test_a_reward_that_changes_as_it_goes_does_so_in_a_stopped_collection_too(ru
         with pytest.raises(RunInterrupted, match="after 16 of 30 responses"):
             collect.collect(recipe, path)
     assert "holds responses of" in work_of(tmp_path).wrong
+    state, saved = tmp_path / "checkpoint-2", partial.read_bytes()
+    state.rename(folder / "elsewhere")
+    with pytest.raises(CheckpointError, match="holds 2 batches, and the state that the reward had after them is not"):
+        collect.collect(recipe, path)
+    assert partial.read_bytes() == saved
+    (folder / "elsewhere").rename(state)
     with partial.open("a") as file:  # a kill between the responses of a batch and the state after it
         file.writelines((folder / "runs/doubling_q/collect/responses.jsonl").read_text().splitlines(True)[16:24])
     assert collect.collect(recipe, path)["responses"] == 30
@@ -208,6 +227,35 @@ def test_a_signal_in_the_last_batch_stops_what_would_come_after_it(number, run, 
 def collected_together(runs, path):
     recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=runs)
     return collect.collect(recipe, path)
+
+
+def collected_from_others(runs, path):
+    """What is said where a process has other prompts than the main one."""
+    ask = collect.build.stage_dataset
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SelfCheckError) as refused:
+        if processes.rank():
+            patch.setattr(collect.build, "stage_dataset", lambda *what: ask(*what).select(range(1, len(ask(*what)))))
+        collected_together(runs, path)
+    return str(refused.value)
+
+
+def test_processes_collect_from_the_same(run, two, tmp_path):
+    folder, _ = run
+    said = two(collected_from_others, folder / "runs", tmp_path / "responses.jsonl")
+    assert all("the processes do not begin with the same data." in one for one in said)
+
+
+def test_collected_rows_that_cannot_be_used_are_told_of(run, tmp_path, capsys):
+    folder, _ = run
+    shutil.copytree(folder / "runs/doubling_q", tmp_path / "runs/doubling_q")
+    recipe = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=tmp_path / "runs")
+    path = recipe.stage_folder("collect") / "responses.jsonl"
+    rows = read_jsonl(path)
+    rows[3]["response_ids"][0] = len(recipe.tokenizer)  # of an embedding without a token
+    write_jsonl(path, rows)
+    with Progress("q", Console(file=io.StringIO(), width=300)) as progress:
+        assert len(collect.build.rated_dataset(recipe)) == 29
+    assert "1 left out: 1 × " in progress.console.file.getvalue()
 
 
 def test_two_processes_collect_what_one_would(run, two, tmp_path):
@@ -300,7 +348,9 @@ def test_a_data_set_of_ones_own_needs_no_collecting(tmp_path, checkpoint):
     other_data = f"data.validation={tmp_path / 'held_out.jsonl'}"
     assert evaluate(open_run(recipe.run, other_data, runs_dir=recipe.runs_dir, by_q=True))["trained_on"] == 1
     wrong = made(tmp_path, checkpoint, "q.lowest_return=0.0", **own, name="wrong")
-    assert any(x.startswith("q_data.lowest_return") or x.startswith("q.lowest_return — ") for x in _problems(wrong))
+    assert any(x.startswith("q.lowest_return — ") for x in _problems(wrong))
+    with pytest.raises(DataError, match=r"^q\.lowest_return: it is 0.0"):
+        stages.run(wrong, "q")
     with pytest.raises(DataError, match='q_data.task: "preferences" has no rated data, which the q stage needs'):
         task = {"task": "preferences", "train": str(tmp_path / "mine.jsonl")}
         stages.run(made(tmp_path, checkpoint, **{**own, "q_data": task}, name="other"), "q")
@@ -316,6 +366,10 @@ def test_rewards_at_tokens_and_spans_are_collected_where_they_were_given():
     dense = DenseScores([1.0, 2.0, 0.0], **given).checked(batch)
     found = list(collect._rewards(batch, dense, doubling.tokenizer()))
     assert found == [[0.5, 0.0, 1.25], [-1.0, 2.0], [-2.0, 0.0]]
+    # What is graded 0, or comes to it, is graded.
+    spans = [[(0, 1, 0.0)], [(0, 1, 1.0), (0, 1, -1.0)], []]
+    graded = DenseScores([0.0, 2.0, 1.0], spans=spans).checked(batch)
+    assert list(collect._rewards(batch, graded, doubling.tokenizer())) == [[0.0, None, 0.0], [0.0, 2.0], [None, 1.0]]
 
 
 def test_each_batch_draws_its_own_numbers(run, tmp_path, monkeypatch):

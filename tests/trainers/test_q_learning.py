@@ -277,6 +277,9 @@ def test_the_figures_of_the_seed_are_the_defaults(tmp_path):
 
 
 def test_data_that_does_not_fit(tmp_path):
+    long = {"prompt_ids": [1] * 40, "response_ids": [A] * 30, "rewards": [None] * 29 + [0.0], "ended": True}
+    with pytest.raises(DataError, match="row 2 of the rated responses has 70 tokens, and the base has pos.* 64"):
+        make(tmp_path, data=Dataset.from_list([*rows()[:2], long]))
     data = Dataset.from_list(rows())
     with pytest.raises(DataError, match="needs the columns prompt_ids, response_ids, rewards, ended; present: prompt"):
         make(tmp_path, data=data.remove_columns("rewards"))
@@ -292,6 +295,21 @@ def test_data_that_does_not_fit(tmp_path):
         make(tmp_path, data=odd, lowest_return=0.0)
     make(tmp_path, data=odd, lowest_return=float(str(refused.value).split("Set it to ")[1].split()[0]))
     make(tmp_path, lowest_return=0.0, conservative_coef=0.0)  # then nothing is drawn there
+
+
+def test_figures_of_a_trainer_that_goes_on_count_each_step_once(tmp_path):
+    settings = {"max_steps": 4, "logging_steps": 2, "save_steps": 2, "save_strategy": "steps"}
+    made = [make(tmp_path / name, data=Dataset.from_list(rows(4)), **settings) for name in ("whole", "cut")]
+    whole, cut = made
+    whole.train()
+    failing = _Each(lambda: 1 / 0 if cut.state.global_step == 3 else None)
+    cut.add_callback(failing)
+    with pytest.raises(ZeroDivisionError):
+        cut.train()
+    cut.remove_callback(failing)
+    cut.train(resume_from_checkpoint=True)
+    logged = [[row["td_loss"] for row in one.state.log_history if "td_loss" in row] for one in made]
+    assert logged[0] == logged[1] and len(logged[0]) == 2
 
 
 class _Each(TrainerCallback):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, set_seed
 
-from toolkit import processes
+from toolkit import phases, processes
 from toolkit.data import Kind, RatedResponses, Task
 from toolkit.errors import RecipeError, RewardError, within
 from toolkit.models import HEAD_ROLES, SharedBase, fast_precision, load_model, slow_here
@@ -233,7 +233,10 @@ def rated_dataset(recipe: Recipe) -> Any:
     collected = str(recipe.stage_folder("collect") / RESPONSES_FILE)
     unlimited = 2**31  # whatever was collected is used: its lengths were limited when it was
     task = RatedResponses(recipe.tokenizer, collected, max_prompt_length=unlimited, max_response_length=unlimited)
-    return task.rated("train")
+    rated = task.rated("train")
+    if any(task.left_out.values()):
+        phases.tell(f"{collected}: {task.report()}")
+    return rated
 
 
 def make_q_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> QTrainer:
@@ -244,7 +247,8 @@ def make_q_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> QTrainer:
     roles, pad_tokens = placed_roles(recipe, "q")
     named = measures(recipe, roles, pad_tokens, config.per_device_eval_batch_size) | _named(recipe, "q", callbacks)
     held_out = stage_dataset(recipe, "collect", "prompts", "validation")
-    return QTrainer(config, recipe.tokenizer, roles, dataset, held_out, **named)
+    with within("q"):
+        return QTrainer(config, recipe.tokenizer, roles, dataset, held_out, **named)
 
 
 MAKERS: dict[str, Callable[..., Any]] = {

@@ -114,12 +114,13 @@ class DataCheck:
             prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
             self.prompts_read = True
             longest = max(longest_row(held_out), longest_row(recipe.task.prompts("test")))
-            with self.findings.at("q_data" if "q_data" in recipe.values else "q"):
+            with self.findings.at("q"):
                 config = build.trainer_config(recipe, "q")
                 longest += config.response_length
                 if "q_data" in recipe.values or finished(recipe, "collect") is not None:
-                    rated = build.rated_dataset(recipe)
-                    check_rated(rated)
+                    with self.findings.at("q_data" if "q_data" in recipe.values else "q"):
+                        rated = build.rated_dataset(recipe)
+                        check_rated(rated)
                     check_returns(rated, config)
                     rows = len(rated)
                     longest = max(longest, *(len(p) + len(r) for p, r in zip(

@@ -6,6 +6,7 @@ entry a token of the response, null where no reward is given: here the score, at
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,14 @@ from toolkit.data import Rollout
 from toolkit.disk import delete_written
 from toolkit.errors import CheckpointError, RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
-from toolkit.reports import Progress, append_jsonl, read_jsonl, whole_lines, write_lines
+from toolkit.reports import Progress, append_jsonl, read_json, read_jsonl, whole_lines, write_json, write_lines
 from toolkit.rewards import DenseScores, Scores, score_with, state_of
 from toolkit.runs import build
 from toolkit.sampling import Sampler
 from toolkit.spec.recipe import Recipe
+from toolkit.trainers.same_run import check_alike, check_frozen, check_same_run, frozen_digests, identity
+
+_BEGUN_FILE = "begun_with.json"  # beside the partial file
 
 
 def partial_file(folder: Path) -> Path:
@@ -59,7 +63,9 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     Raises:
         RunInterrupted: a signal asked to stop; what was collected is saved.
         RewardError: the reward raised, or did not return one finite number each.
-        CheckpointError: a partial file has responses to other prompts.
+        CheckpointError: a partial file has responses to other prompts, of another base or adapter, or the state of the
+            reward that goes with it is gone.
+        SelfCheckError: several processes do not begin with the same base, data or versions.
         ToolkitError: the file cannot be written.
     """
     settings = recipe.collect
@@ -77,8 +83,11 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                 with phases.phase("load"):
                     roles, pad_tokens = build.placed_roles(recipe, "collect")
                     reward = build.make_reward(recipe, roles, pad_tokens, settings.batch_size)
+                now = {**identity(prompts, roles.causal_lm, roles, reward), "frozen": frozen_digests(roles)}
+                check_alike(now)
+                processes.by_main(partial(_begun_with, now, unfinished, anew=not done))
                 if (changing := state_of(reward)) is not None:
-                    done = min(done, _to_its_state(changing, unfinished, settings.batch_size))
+                    done = min(done, _to_its_state(changing, unfinished, settings.batch_size, done))
                 sampler = Sampler(
                     roles,
                     recipe.tokenizer,
@@ -119,15 +128,29 @@ def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
     return math.ceil(kept / size)
 
 
+def _begun_with(now: dict[str, Any], partial: Path, *, anew: bool) -> None:
+    """Note what a collection begins with, or hold it against that: what is scored and sampled is to be of one."""
+    file = partial.with_name(_BEGUN_FILE)
+    then = None if anew else read_json(file)
+    if then is None:  # or of an earlier version, which noted nothing
+        write_json(file, {**now, "processes": processes.count()})
+        return
+    check_same_run(partial, then, now)
+    check_frozen(then["frozen"], now["frozen"])
+
+
 def _save_state(state: dict[str, Any], folder: Path, batches: int) -> None:
     with whole_folder(folder / f"{CHECKPOINT}{batches}") as new:
         write_state(new, state)
     rotate(folder, 1, keep=())
 
 
-def _to_its_state(reward: Any, partial: Path, size: int) -> int:
+def _to_its_state(reward: Any, partial: Path, size: int, done: int) -> int:
     """Give a reward the state that it had last; the batches until then, to which the partial file is cut."""
     saved = processes.by_main(lambda: newest_whole(partial.parent, say=phases.tell))
+    if saved is None and done > 1:  # a kill between the responses of the first batch and the state after it leaves one
+        wrong = f"{partial} holds {done} batches, and the state that the reward had after them is not there."
+        raise CheckpointError(wrong, remedy="Give the checkpoint folder beside it back, or begin anew with $overwrite.")
     batches = 0 if saved is None else step_of(saved)
     if saved is not None:
         reward.load_state_dict(read_state(saved))
@@ -137,6 +160,7 @@ def _to_its_state(reward: Any, partial: Path, size: int) -> int:
 
 def _finish(partial: Path, path: Path) -> None:
     partial.replace(path)
+    partial.with_name(_BEGUN_FILE).unlink(missing_ok=True)
     for folder in checkpoint_folders(path.parent):
         delete_written(folder)
 
@@ -171,10 +195,18 @@ def _rewards(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBas
         return
     at_tokens, at_end = scores.at_tokens(rollout, tokenizer).tolist(), torch.as_tensor(scores.scores).tolist()
     tokens = scores.tokens or [[]] * len(rollout)
+    graded = replace(scores, tokens=[torch.zeros(0)] * len(rollout), spans=_marks(scores.spans))
+    marks = graded.at_tokens(rollout, tokenizer).tolist()
     for i, length in enumerate(rollout.lengths):
         every = len(tokens[i]) > 0
-        row = [reward if every or reward else None for reward in at_tokens[i][:length]]
+        pairs = zip(at_tokens[i][:length], marks[i], strict=False)
+        row = [reward if every or marked else None for reward, marked in pairs]
         yield [*row[:-1], (row[-1] or 0.0) + at_end[i]]
+
+
+def _marks(spans: Any) -> list[list[tuple[int, int, float]]]:
+    """The same spans with 1 each: what is 0, or comes to it, is a reward as well."""
+    return [[(start, end, 1.0) for start, end, _ in row] for row in spans]
 
 
 def _figures(path: Path, samples_per_prompt: int) -> dict[str, float]:

@@ -28,8 +28,8 @@ RECIPE_FILE, BEFORE_FILE, SAMPLES_FILE = "recipe.yaml", "before.json", "samples.
 # What a stage or an evaluation writes into its folder, and the folders for weights in it with what is in them.
 _FILES = {
     RESULT_FILE, MANIFEST, BEFORE_FILE, SAMPLES_FILE, "metrics.jsonl", "rollouts.jsonl", "rows.jsonl",
-    "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "responses.jsonl.partial", "report.html",
-    "README.md", "warnings.jsonl", "not_finite.jsonl", "not_finite.safetensors",
+    "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "responses.jsonl.partial", "begun_with.json",
+    "report.html", "README.md", "warnings.jsonl", "not_finite.jsonl", "not_finite.safetensors",
 }  # fmt: skip
 WEIGHTS = {"policy", "value", "reward", "q", "q_target", "model"}
 _SUFFIXES = {".json", ".jsonl", ".safetensors", ".jinja", ".model", ".txt", ASIDE}

@@ -14,15 +14,14 @@ from torch import Tensor
 from toolkit import phases, processes
 from toolkit.checkpoints import get_random_states, set_random_states
 from toolkit.data import Rollout, concatenate
-from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
+from toolkit.errors import NotFiniteError, PeerError, RewardError, ToolkitError
 from toolkit.functional import Moments
-from toolkit.models import tensors_digest
 from toolkit.reports import ROLLOUTS_FILE, WARNINGS_FILE, append_jsonl, keep_until, write_jsonl
 from toolkit.rewards import concatenate_scores, state_of, total_scores
 from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
-from toolkit.trainers.same_run import other_setting
+from toolkit.trainers.same_run import check_frozen, frozen_digests, other_setting
 
 _OF_REWARDS = (RewardError.__name__, NotFiniteError.__name__)
 _ROWS_SHOWN = 4  # of a rollout, at every logged step
@@ -272,18 +271,14 @@ class PPOLoop(SharedBaseTrainer):
             "metrics": self._last_metrics,
             "shown": self._shown,
             "last_logged": self._last_logged,
-            "frozen": self._frozen(),
+            "frozen": frozen_digests(self.roles),
             "watch": vars(self.watch),
         }
 
     def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
         super().check_checkpoint(checkpoint, state)
         own = state["own"]
-        changed = [role for role, digest in self._frozen().items() if own["frozen"].get(role) != digest]
-        if changed:
-            wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
-            wrong += "scores or KL would mean something else from here on."
-            raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
+        check_frozen(own["frozen"], frozen_digests(self.roles))
         if (begun_with := own["kl_coef_begun_with"]) != self.args.kl_coef:
             raise other_setting(checkpoint, "kl_coef", begun_with, self.args.kl_coef)
 
@@ -295,8 +290,3 @@ class PPOLoop(SharedBaseTrainer):
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
         self._shown = state.get("shown", [])  # not in checkpoints of before
         self.watch = Watch(**{name: value for name, value in state["watch"].items() if value is not None})
-
-    def _frozen(self) -> dict[str, str]:
-        base = self.roles
-        own = {role: base.parameters_of(role) for role in base.roles if role not in base.trained_roles}
-        return {role: tensors_digest(parameters) for role, parameters in own.items() if parameters}

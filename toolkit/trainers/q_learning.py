@@ -62,6 +62,7 @@ class QTrainer(SamplingTrainer):
     ):
         check_rated(train_dataset)
         check_returns(train_dataset, args)
+        _check_positions(train_dataset, roles)
         # By metric, an entry a micro-batch since the last line, in the place where TRL's trainers have theirs.
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list)}
         self._sums_from = 0  # the step of that line
@@ -141,6 +142,15 @@ class QTrainer(SamplingTrainer):
     def load_own_state(self, state: dict[str, Any]) -> None:
         super().load_own_state(state)
         self._sums_from = state["sums_from"]
+
+
+def _check_positions(dataset: Dataset, roles: models.SharedBase) -> None:
+    """Rows fit into the base, which would end in the middle of training at one that does not."""
+    positions, whose = roles.positions
+    for row, (prompt, response) in enumerate(zip(dataset["prompt_ids"], dataset["response_ids"], strict=True)):
+        if positions is not None and (tokens := len(prompt) + len(response)) > positions:
+            wrong = f"row {row} of the rated responses has {tokens} tokens, and {whose} has positions for {positions}."
+            raise DataError(wrong, remedy="Limit max_prompt_length and max_response_length of q_data.")
 
 
 def check_returns(dataset: Dataset, args: QConfig) -> None:

@@ -22,7 +22,7 @@ from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError, Tool
 from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.reports import MetricsFile, Progress
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
-from toolkit.trainers.same_run import check_same_optimizer, check_same_run, identity
+from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 
@@ -140,7 +140,7 @@ class ResumableTrainer(GuardedSteps):
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
         check_undivided(self.accelerator)
-        self._check_alike()
+        check_alike(self._identity)
         asked = resume_from_checkpoint
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
         with checkpoints.stop_requests(self._meets) as request:
@@ -244,16 +244,6 @@ class ResumableTrainer(GuardedSteps):
             folder = processes.by_main(self._write_checkpoint)
         self._goes_on_from, self._saved_at = None, self.state.global_step
         return folder
-
-    def _check_alike(self) -> None:
-        """All of several processes, which may be on several machines, begin with the same base and data."""
-        if processes.count() == 1:
-            return
-        of_all = processes.gather(self._identity)
-        differ = sorted(key for key in self._identity if any(one[key] != of_all[0][key] for one in of_all))
-        if differ:
-            wrong = f"the processes do not begin with the same {' and '.join(differ)}."
-            raise SelfCheckError(wrong, remedy="Give all machines the same checkpoint, data and packages.")
 
     def _check_equal(self) -> None:
         """All of several processes hold the same weights, which they have moved by the same steps."""

@@ -10,8 +10,8 @@ from torch import nn
 
 from toolkit import processes
 from toolkit.data import data_digest
-from toolkit.errors import CheckpointError
-from toolkit.models import SharedBase, base_digest
+from toolkit.errors import CheckpointError, SelfCheckError
+from toolkit.models import SharedBase, base_digest, tensors_digest
 from toolkit.reports import versions
 from toolkit.rewards import code_digests
 
@@ -32,6 +32,32 @@ def identity(dataset: Dataset, model: nn.Module, roles: SharedBase | None, rewar
     dtype = str(getattr(model if roles is None else roles.causal_lm, "dtype", None)).removeprefix("torch.")
     base = None if roles is None else base_digest(roles)
     return {"data": data, "base": base, "dtype": dtype, "versions": versions(), "reward": code_digests(reward)}
+
+
+def frozen_digests(base: SharedBase) -> dict[str, str]:
+    """By role a digest of the adapter that it has and that is not trained."""
+    own = {role: base.parameters_of(role) for role in base.roles if role not in base.trained_roles}
+    return {role: tensors_digest(parameters) for role, parameters in own.items() if parameters}
+
+
+def check_frozen(then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Nothing, if the frozen adapters are those that a run began with, else a CheckpointError."""
+    if changed := [role for role, digest in now.items() if then.get(role) != digest]:
+        wrong = f"the {' and '.join(changed)} adapter is not the one that this run began with: "
+        wrong += "responses, scores or KL would mean something else from here on."
+        raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
+
+
+def check_alike(identity: Mapping[str, Any]) -> None:
+    """Nothing, if all of several processes, which may be on several machines, begin with the same base and data, else a
+    SelfCheckError."""
+    if processes.count() == 1:
+        return
+    of_all = processes.gather(identity)
+    differ = sorted(key for key in identity if any(one[key] != of_all[0][key] for one in of_all))
+    if differ:
+        wrong = f"the processes do not begin with the same {' and '.join(differ)}."
+        raise SelfCheckError(wrong, remedy="Give all machines the same checkpoint, data and packages.")
 
 
 def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:

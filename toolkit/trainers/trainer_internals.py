@@ -127,6 +127,7 @@ class TrainerHooks(Trainer):
         self._tr_loss = torch.tensor(state["loss"], device=self.args.device)
         self._total_loss_scalar = -state["loss"]  # transformers reports the mean loss of this call alone
         self._globalstep_last_logged = state["last_logged"]
+        self.measured().clear()  # of steps that are made again, where the same trainer goes on
         self.measured().update(state["metrics"])
         self.tokens_read = state["tokens"]
 
