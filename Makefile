@@ -78,7 +78,8 @@ recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(SET)
 arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRITE)),--overwrite) \
             $(if $(filter-out 0,$(RESUME)),--resume) $(if $(FROM),--from-run "$(FROM)") $(divided)
 divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
-run = "$(or $(RUN),$(RECIPE))"
+of_recipe = $(patsubst %.yml,%,$(patsubst %.yaml,%,$(notdir $(RECIPE))))
+run = "$(or $(RUN),$(of_recipe))"
 
 .PHONY: help env sft reward ppo collect q show validate plan chat generate eval judge export recipes test smoke test-gpu lint types check format docs wheel \
         bench bench-slice bench-growth bench-agilerl bench-gpu clean
@@ -113,7 +114,7 @@ eval: $(BIN)/.installed
 	@$(BIN)/toolkit eval $(run) $(SET) $(divided)
 
 judge: $(BIN)/.installed
-	@$(BIN)/toolkit judge $(or $(RUN),$(RECIPE)) $(SET) $(if $(OUTPUT),--output "$(OUTPUT)") $(divided)
+	@$(BIN)/toolkit judge $(or $(RUN),$(of_recipe)) $(SET) $(if $(OUTPUT),--output "$(OUTPUT)") $(divided)
 
 export: $(BIN)/.installed
 	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge)

@@ -163,6 +163,7 @@ CASES = {
             f"data.train={PAIRS}",
             f"data.validation={PAIRS}",
             "reward_head.num_labels=2",
+            "reward.pad_to_multiple_of=null",
             "--overwrite",
         ],
         'data.task: "preferences" has no labelled data, which the reward stage needs',

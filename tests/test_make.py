@@ -52,6 +52,13 @@ def test_tests_as_on_another_cpu_and_with_what_is_newer():
     )
 
 
+def test_the_run_of_a_file_has_its_name():
+    for command, words in (("eval", ()), ("chat", ()), ("judge", ()), ("export", ("OUTPUT=folder",))):
+        said = dry(command, "RECIPE=recipes/my.own.yaml", *words).stdout.replace('"', "")
+        assert f"toolkit {command} my.own" in said and "my.own.yaml" not in said
+    assert 'toolkit eval "doubling"' in dry("eval", "RECIPE=doubling").stdout
+
+
 def test_a_switch_is_1_or_not_given():
     for words in (("ppo", "OVERWRITE=no"), ("q", "RESUME=false"), ("export", "OUTPUT=folder", "MERGE=no")):
         name = words[-1].partition("=")[0]

@@ -1,10 +1,11 @@
 """A trained run measured again."""
 
 import json
+import shutil
 
 import pytest
 
-from tests.tiny_runs import PAIRS
+from tests.tiny_runs import PAIRS, command_here
 from toolkit.errors import RecipeError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
@@ -62,3 +63,14 @@ def test_prompts_of_other_data_that_were_trained_on_are_counted(trained, monkeyp
     assert more["changed"] == {"data.validation": [str(PAIRS), "unseen.jsonl"], "data.max_validation_rows": None}
     said = f"{prompts} of these {prompts + 1} prompts are training prompts of the run's ppo stage."
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_base_that_was_moved_is_told_of_by_what_can_be_done(trained, tmp_path, monkeypatch):
+    _, recipe = trained
+    monkeypatch.setenv("HOME", str(tmp_path))  # no shell expands ~ after "="
+    shutil.copytree(recipe.folder, tmp_path / "runs" / "moved")
+    path = tmp_path / "runs" / "moved" / "recipe.yaml"
+    path.write_text(path.read_text().replace(str(recipe.base.model), "/moved/away"))
+    done = command_here("eval", "moved", "--runs-dir=~/runs")
+    assert done.returncode == 1 and "/moved/away" in done.stderr
+    assert "change base.model in the recipe.yaml of the run" in done.stderr and "MODEL=" not in done.stderr

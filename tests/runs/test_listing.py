@@ -147,6 +147,7 @@ def test_runs_are_completed_where_they_are(runs):
     context = SimpleNamespace(params={"runs_dir": str(runs)})
     assert complete_run(context, "") == ["a", "b", "c"] and complete_run(context, "b") == ["b"]
     assert complete_run(SimpleNamespace(params={}), "a run that is not in runs") == []
+    assert complete_run(context, f"{runs}/") == []
 
 
 def test_runs_beside_each_other(runs, tmp_path):

@@ -1,4 +1,5 @@
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -307,6 +308,10 @@ def test_another_task_takes_away_what_is_not_its_own(tmp_path):
     with pytest.raises(RecipeError, match="data.max_response_length — section prompts has no such field"):
         recipes.load(path, "data.task=prompts", "data.train=x.jsonl", "data.max_response_length=7")
     assert recipes.load(path, "data.task=preferences").values["data"] == pairs
+    # A misspelt key is no other task's.
+    misspelt = written(tmp_path, {**MINIMAL, "data": {**pairs, "max_prompt_lenght": 9}})
+    with pytest.raises(RecipeError, match=r"max_prompt_lenght — .*Did you mean max_prompt_length"):
+        recipes.load(misspelt, "data.task=prompts", "data.train=x.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -334,6 +339,17 @@ def test_only_plain_values_of_the_recipe_are_inserted(text, tmp_path, monkeypatc
     ) as error:
         load_changed(tmp_path, base=base, seed=0)
     assert "a secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("override", ["base.dtype=float32", "base=null"])
+def test_nothing_else_is_inserted_where_an_override_meets_it(override, tmp_path, monkeypatch):
+    """OmegaConf asks its resolvers when it merges."""
+    monkeypatch.setenv("SECRET_OF_A_TEST", "a secret")
+    base = "${oc.create:{model:${oc.env:SECRET_OF_A_TEST}}}"
+    for values, given in (({**MINIMAL, "base": base}, [override]), (MINIMAL, [f"base='{base}'", override])):
+        with pytest.raises(RecipeError, match=r"base — .*: only plain values of the recipe itself can be") as error:
+            recipes.load(written(tmp_path, values), *given)
+        assert "a secret" not in str(error.value)
 
 
 def test_unknown_and_broken_files(tmp_path):
@@ -419,6 +435,8 @@ def test_a_function_in_place_of_the_scorer(tmp_path):
     assert as_object == "toolkit.rewards.weighted:<WeightedSum>" and in_no_file(as_object)
     with pytest.raises(RewardError, match="put it into a file, and name that"):
         load_function(as_object)
+    method = recipe._scored_by(scorer=WeightedSum({"short": len}).__call__).values["scorer"]["function"]
+    assert method == "toolkit.rewards.weighted:<WeightedSum.__call__>" and in_no_file(method)
     with pytest.raises(RecipeError, match=r"mine, with a scorer of its own, has 1 problem\n  start.value — is reward"):
         load_changed(tmp_path, start={"value": "reward"})._scored_by(scorer=print)
 
@@ -430,6 +448,7 @@ def test_models_in_a_users_own_folder(monkeypatch):
     values = recipes.load("smollm2_135m_sentiment", "scorer.function=null", "base.model=~/models/llama", part).values
     assert values["base"]["model"] == "/home/me/models/llama"
     assert values["scorer"]["parts"]["a"]["model"] == "/home/me/rm"
+    assert recipes.load("doubling", runs_dir="~/runs").folder == Path("/home/me/runs/doubling")
 
 
 def test_null_takes_a_section_or_an_adapter_away():

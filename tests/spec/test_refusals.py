@@ -115,6 +115,20 @@ def test_an_optimizer_without_what_the_value_role_names():
         ({"about": 3}, "about — text is needed, got 3."),
         ({"data": {"task": ["doubling"]}}, "data.task — one of doubling, instructions, preferences"),
         ({"scorer": {"kind": ["function"]}}, "scorer.kind — 'adapter' or"),
+        ({"reward": {"max_length": 64}}, "reward.max_length — is refused: TRL leaves out pairs that are longer"),
+        (
+            {"reward": {"trust_remote_code": True}},
+            "reward.trust_remote_code — would have no effect: the model is",
+        ),
+        ({"reward": {"model_init_kwargs": {}}}, "reward.model_init_kwargs — would have no effect: the model is"),
+        (
+            {"sft": {"model_init_kwargs": {}}},
+            "sft.model_init_kwargs — would have no effect: the base is loaded",
+        ),
+        (
+            {"reward": {"pad_to_multiple_of": 8}, "reward_head": {"num_labels": 3}},
+            "reward.pad_to_multiple_of — would have no effect: it is of pairs, and reward_head.num_labels says",
+        ),
         ({"reward_head": {"num_labels": 0}}, "reward_head.num_labels — must be at least 1, got 0."),
         ({"reward": {"loss": "hinge"}}, "reward.loss — 'bradley_terry' or 'token_level' is needed, got 'hinge'."),
         (

@@ -64,8 +64,11 @@ def command(example: str, *, name: str | None = None) -> Callable[[Callable[...,
         def run(*, debug: bool, **arguments: Any) -> None:
             # With a name it is part of another command, which says how to go on.
             resumable = "resume" in arguments and arguments["name"] is None
-            with _interruptible(), _errors(debug, resumable=resumable, divided="processes" in arguments):
-                function(**arguments)
+            # A shell expands no ~ after "=", nor within quotes.
+            paths = {name: Path(os.path.expanduser(x)) for name, x in arguments.items() if isinstance(x, Path)}
+            how = {"divided": "processes" in arguments, "of_recipe": "recipe" in arguments}
+            with _interruptible(), _errors(debug, resumable=resumable, **how):
+                function(**{**arguments, **paths})
 
         own = inspect.signature(function).parameters.values()
         vars(run)["__signature__"] = inspect.Signature([*own, debug_option])
@@ -111,7 +114,7 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _errors(debug: bool, *, resumable: bool, divided: bool) -> Iterator[None]:
+def _errors(debug: bool, *, resumable: bool, divided: bool, of_recipe: bool) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
     try:
         _begin(divided)
@@ -129,8 +132,7 @@ def _errors(debug: bool, *, resumable: bool, divided: bool) -> Iterator[None]:
     except ToolkitError as error:
         if debug:
             raise
-        fields = {problem.field for problem in error.problems}
-        hint = " With make: MODEL=/path/to/checkpoint." if "base.model" in fields else ""
+        hint = _where_to_name_a_base(error, of_recipe)
         print(f"{type(error).__name__}: {error.text(IN_SHELL)}{hint}", file=sys.stderr)
         raise typer.Exit(1) from error
     except (MemoryError, RuntimeError) as error:
@@ -148,6 +150,14 @@ def _errors(debug: bool, *, resumable: bool, divided: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         _say_once(f"Interrupted.{_way_on(error) if resumable else ''}")
         raise typer.Exit(130) from error
+
+
+def _where_to_name_a_base(error: ToolkitError, of_recipe: bool) -> str:
+    if "base.model" not in {problem.field for problem in error.problems}:
+        return ""
+    if of_recipe:
+        return " With make: MODEL=/path/to/checkpoint."
+    return " If it was moved, change base.model in the recipe.yaml of the run."
 
 
 def _say_once(text: str) -> None:
@@ -210,6 +220,8 @@ def _complete_recipe(incomplete: str) -> list[str]:
 
 def complete_run(context: typer.Context, incomplete: str) -> list[str]:
     runs = Path(context.params.get("runs_dir") or "runs")
+    if Path(incomplete).is_absolute():  # a folder, which the shell completes
+        return []
     return sorted(path.parent.name for path in runs.glob(f"{incomplete}*/recipe.yaml"))
 
 

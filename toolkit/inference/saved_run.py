@@ -1,5 +1,6 @@
 """A trained run, opened again: its recipe, what it has trained as something that responds, and that exported."""
 
+import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -36,7 +37,8 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         RecipeError: there is no such run, or its ppo stage has not finished.
     """
     with processes.agreed():
-        folder = processes.by_main(lambda: find_run(run, Path(runs_dir)))
+        runs = Path(os.path.expanduser(runs_dir))
+        folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
         processes.by_main(lambda: recover(folder))
         recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
         last = "q" if responds_by_q(recipe) else "ppo"

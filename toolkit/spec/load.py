@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -121,7 +121,7 @@ def _read(path: Path) -> DictConfig:
         raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
     if not isinstance(values, DictConfig):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {kind}.")
-    return values
+    return _only_keys(values, str(path))
 
 
 def _given(values: Mapping[str, Any]) -> DictConfig:
@@ -129,7 +129,7 @@ def _given(values: Mapping[str, Any]) -> DictConfig:
     try:
         text = to_yaml(dict(values))
         _check_yaml(text)
-        return DictConfig(OmegaConf.load(io.StringIO(text)))
+        return _only_keys(OmegaConf.load(io.StringIO(text)), "what was given")
     except RepresenterError as error:
         wrong = f"what was given cannot be a recipe: {_key_of(error.args[-1], values)} is {error.args[-1]!r}."
         raise RecipeError(wrong, remedy="Give text, numbers, lists and sections.") from error
@@ -147,6 +147,30 @@ def _key_of(item: Any, values: Any, above: str = "") -> str:
     return ""
 
 
+def _only_keys(values: Any, whose: str) -> DictConfig:
+    """The same, if keys of the recipe are all that it inserts: where OmegaConf merges, it asks its resolvers for the
+    rest, which read the environment and more.
+
+    Raises:
+        RecipeError: it would insert something else.
+    """
+
+    def others(value: Any, place: str) -> Iterator[Problem]:
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in inside:
+            yield from others(item, f"{place}.{key}".lstrip("."))
+        if isinstance(value, str) and "${" in _KEY.sub("", value):
+            yield _no_plain_value(value, place)
+
+    if problems := [*others(OmegaConf.to_container(values, resolve=False), "")]:
+        raise RecipeError(whose, problems=problems)
+    return DictConfig(values)
+
+
+def _no_plain_value(text: str, place: str) -> Problem:
+    return Problem(f"{text!r}: only plain values of the recipe itself can be inserted, as ${{seed}}.", place)
+
+
 def _overridden(values: DictConfig, override: str) -> DictConfig:
     if not isinstance(override, str):
         wrong = f"override {override!r} is no text of the form section.key=value."
@@ -159,7 +183,8 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
         raise RecipeError(wrong, field=key, remedy="Give one: '' is an empty text, null takes a stage's key away.")
     try:
         _check_yaml(value)
-        merged = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
+        change = _only_keys(OmegaConf.from_dotlist([override]), f'override "{override}"')
+        merged = OmegaConf.merge(values, change)
     except _UNREADABLE as error:
         raise RecipeError(f'override "{override}" does not fit the recipe: {_reason(error)}') from error
     assert isinstance(merged, DictConfig)
@@ -195,8 +220,7 @@ def _with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Probl
         inserted = at(values, whole[1]) if whole else _KEY.sub(lambda key: str(at(values, key[1])), value)
         keys = [at(values, key) for key in _KEY.findall(value)]
         if any(key is None or isinstance(key, (dict, list)) for key in keys) or "${" in str(inserted):
-            wrong = f"{value!r}: only plain values of the recipe itself can be inserted, as ${{seed}}."
-            problems.append(Problem(wrong, place))
+            problems.append(_no_plain_value(value, place))
         return inserted
 
     return insert(values, ""), problems
@@ -220,7 +244,8 @@ def _without_the_replaced(values: dict[str, Any], given: Collection[str]) -> dic
         if not isinstance(data, dict):
             continue
         if f"{section}.task" in given and (task := TASKS.get(str(data.get("task")))) is not None:
-            others = data.keys() - {"task", *owner_fields(task)}
+            known = {name for one in TASKS.values() for name in owner_fields(one)}  # a misspelt key is no other task's
+            others = (data.keys() & known) - {"task", *owner_fields(task)}
             data = values[section] = {k: v for k, v in data.items() if k not in others or f"{section}.{k}" in given}
         if f"{section}.train" not in given:
             continue
@@ -307,6 +332,7 @@ def load(
     sections: Mapping[str, Any] | None = None,
 ) -> Recipe:
     """As `toolkit.recipes.load`, for those that make no trainers of it."""
+    runs = Path(os.path.expanduser(runs_dir))
     if isinstance(name, Mapping):
         if run is None:
             raise RecipeError("a recipe that is a mapping has no name for its run.", remedy="Name it $run.")
@@ -314,11 +340,11 @@ def load(
     else:
         path = find(name)
         # The recipe that a run folder keeps is that run's, and not a recipe called "recipe".
-        kept = path.name == "recipe.yaml" and path.resolve().parent.parent == Path(runs_dir).resolve()
+        kept = path.name == "recipe.yaml" and path.resolve().parent.parent == runs.resolve()
         own = path.resolve().parent.name if kept else path.stem
         folder = path.resolve().parent
         if run is None and not kept and path.name == "recipe.yaml" and any(folder.glob(f"*/{MANIFEST}")):
-            wrong = f"{path} is the recipe of the run {folder.name} in {folder.parent}, and the runs are in {runs_dir}."
+            wrong = f"{path} is the recipe of the run {folder.name} in {folder.parent}, and the runs are in {runs}."
             raise RecipeError(wrong, remedy="Give that folder as $runs_dir, or name a new run: $run.")
     run = own if run is None else run
     if not is_run_name(run):
@@ -349,4 +375,4 @@ def load(
     problems = check_recipe(checked)
     if problems:
         raise RecipeError(str(path), problems=problems)
-    return Recipe(own, checked, run, Path(runs_dir))
+    return Recipe(own, checked, run, runs)

@@ -14,6 +14,9 @@ from toolkit.trainers.q_config import QConfig
 # Arguments of `QBound`, and the settings that they are.
 _OF_BOUND = {"lowest": "lowest_return", "highest": "highest_return", "scale": "bound_scale", "bias": "bound_bias"}
 
+# Of the reward stage's section what its trainer of pairs reads, and that of classes does not.
+_OF_PAIRS = ("center_rewards_coefficient", "pad_to_multiple_of", "disable_dropout", "activation_offloading")
+
 
 def resolve(values: Values) -> Plan:
     """The plan of a recipe, whose sections may still have problems of their own."""
@@ -87,9 +90,10 @@ class _Resolver:
         if labels != 1 and at(self.values, "reward.loss") == "token_level":
             wrong = "token_level is of pairs, and reward_head.num_labels says classes."
             self.problem("reward.loss", wrong, "Remove one.")
-        if labels != 1 and at(self.values, "reward.center_rewards_coefficient") is not None:
-            wrong = "would have no effect: it is of pairs, and reward_head.num_labels says classes."
-            self.problem("reward.center_rewards_coefficient", wrong, "Remove one.")
+        for name in _OF_PAIRS:
+            if labels != 1 and at(self.values, f"reward.{name}") is not None:
+                wrong = "would have no effect: it is of pairs, and reward_head.num_labels says classes."
+                self.problem(f"reward.{name}", wrong, "Remove one.")
         if labels == 1 and at(self.values, "reward.label_smoothing_factor"):
             wrong = "would have no effect: it is of classes, and reward_head.num_labels says pairs."
             self.problem("reward.label_smoothing_factor", wrong, "Remove one.")

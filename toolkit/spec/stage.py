@@ -122,9 +122,13 @@ WITHOUT_EFFECT = {
         "label_smoothing_factor": "the losses of TRL's trainer have none",
         **dict.fromkeys(("completion_only_loss", "dataset_text_field"), "the form of the data says what is predicted"),
         "trust_remote_code": "the base is loaded by base.trust_remote_code",
+        "model_init_kwargs": "the base is loaded by base",
         "dataset_kwargs": "rows come tokenised, and its skip_prepare_dataset would skip max_length and packing alone",
     },
-    "reward": _OF_THE_TOKENIZER,
+    "reward": {
+        **_OF_THE_TOKENIZER,
+        **dict.fromkeys(("trust_remote_code", "model_init_kwargs"), "the model is loaded by base or reward_model"),
+    },
     "ppo": {
         name: _INSTEAD.get(name, "the toolkit's PPO loop does not read it")
         for name in dict.fromkeys([*(f.name for f in fields(TRLPPOConfig) if f.init), *_INSTEAD])
@@ -167,6 +171,10 @@ def check_stage(
     if stage == "sft" and values.get("packing") and values.get("max_length", 0) is None:
         wrong = "a whole number is needed with sft.packing, got None: rows are packed to it."
         problems.append(Problem(wrong, "sft.max_length"))
+    if stage == "reward" and values.get("max_length") is not None:
+        wrong = "is refused: TRL leaves out pairs that are longer, and says nothing."
+        remedy = "Limit max_prompt_length and max_response_length of the data."
+        problems.append(Problem(wrong, "reward.max_length", remedy))
     return problems + _not_installed(stage, values)
 
 
