@@ -135,6 +135,10 @@ def test_updates_follow_from_episodes(checkpoint, tmp_path):
 def test_trls_loop_takes_one_step_a_pass(checkpoint, tmp_path):
     report = check(chat_recipe(tmp_path, checkpoint, *_EPISODES, "ppo.loop=trl"))
     assert stage(report, "ppo").steps == 8 * 3
+    # Without accumulation each mini-batch of one micro-batch is a step.
+    whole = ("ppo.per_device_train_batch_size=4", "ppo.gradient_accumulation_steps=1")
+    report = check(chat_recipe(tmp_path, checkpoint, *_EPISODES, *whole, "ppo.loop=trl"))
+    assert stage(report, "ppo").update.steps == 2 * 3
 
 
 @pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated")

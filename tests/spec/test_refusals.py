@@ -89,6 +89,11 @@ def test_what_training_takes():
 def test_an_optimizer_without_what_the_value_role_names():
     (problem,) = check_stage("ppo", {"optim": "sgd", "value_adam_beta1": 0.8})
     assert problem.text().startswith("ppo.optim — sgd has no betas")
+    # Its eps are two numbers, and the betas of the other three.
+    (problem,) = check_stage("ppo", {"optim": "adafactor", "value_adam_epsilon": 1e-7})
+    assert problem.text().startswith("ppo.optim — adafactor has eps (1e-30, 0.001), and value_… would give it 1e-07")
+    (problem,) = check_stage("ppo", {"optim": "ademamix", "value_adam_beta1": 0.5})
+    assert problem.text().startswith("ppo.optim — ademamix has betas (")
     (problem,) = check_stage("ppo", {"value_adam_beta1": 2})
     assert problem.text() == "ppo.value_adam_beta1 — must be from 0 to below 1 or null, got 2."
 

@@ -207,6 +207,14 @@ def test_advantages_are_left_alone_if_asked(tmp_path):
     torch.testing.assert_close(whitened.advantages[mask], (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-4)
 
 
+def test_whitened_rewards_keep_their_mean(tmp_path):
+    _, whitened = prepared(tmp_path, whiten_rewards=True)
+    _, plain = prepared(tmp_path)
+    given, kept = plain.rewards[plain.response_mask], whitened.rewards[whitened.response_mask]
+    assert float(given.var()) != pytest.approx(1.0, rel=0.02) and float(given.mean()) != pytest.approx(0.0, abs=0.01)
+    torch.testing.assert_close(kept, (given - given.mean()) / given.std() + given.mean(), rtol=1e-4, atol=1e-4)
+
+
 def test_scores_are_scaled_by_all_that_were_seen(tmp_path):
     args = config(tmp_path, use_score_scaling=True, use_score_norm=True, score_clip=1.0)
     shaper = ScoreShaper(args)

@@ -41,6 +41,11 @@ def test_the_words_are_those_of_the_maths():
         ({"kl_target": 0.0}, "kl_target — must be positive or null, got 0.0."),
         ({"num_mini_batches": 0}, "num_mini_batches — must be at least 1, got 0."),
         ({"kl_horizon": 0}, "kl_horizon — must be at least 1, got 0."),
+        ({"kl_horizon": 2000}, "kl_horizon — would have no effect without kl_target."),
+        (
+            {"update_kl_limit": 0.1, "num_ppo_epochs": 1, "num_mini_batches": 1},
+            "update_kl_limit — would have no effect: an update has one optimizer step, which is always taken.",
+        ),
         ({"loop": "mine"}, "loop — 'toolkit' or 'trl' is needed, got 'mine'."),
         ({"value": "none"}, "value — 'separate' or 'shared' is needed, got 'none'."),
         ({"kl_coef": "high"}, "kl_coef — a number is needed, got 'high'."),
@@ -96,6 +101,8 @@ def test_bad_values(changes, message, tmp_path):
             {"num_sample_generations": 3},
             "num_sample_generations — would have no effect with loop: trl, which has none.",
         ),
+        ({"eval_on_start": True}, "eval_on_start — would have no effect with loop: trl, which has none."),
+        ({"max_grad_norm": 0.5}, "max_grad_norm — would have no effect with loop: trl, which clips no gradients."),
         ({"eval_strategy": "epoch"}, "eval_strategy — would have no effect with loop: trl, which has none."),
         (
             {"whiten_rewards": True, "per_device_train_batch_size": 14, "num_mini_batches": 2},

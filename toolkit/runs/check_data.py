@@ -53,9 +53,10 @@ def batch_figures(stage: str, config: Any, rows: int) -> dict[str, Any]:
         return {"batch": batch, "batches": steps, "steps": steps}
     rollout, batch = batch, config.update_batch_size
     updates, mini_batch = config.number_of_updates(rows), batch // config.num_mini_batches
-    # TRL's own loop takes one step in each pass, whatever num_mini_batches (huggingface/trl#5645).
-    steps = config.num_ppo_epochs * (config.num_mini_batches if config.loop == "toolkit" else 1)
     micro_batches = math.ceil(mini_batch / config.per_device_train_batch_size)
+    steps = config.num_ppo_epochs * config.num_mini_batches
+    if config.loop == "trl":  # a step of its own loop is of so many micro-batches (huggingface/trl#5645)
+        steps = steps * micro_batches // config.gradient_accumulation_steps
     update = UpdateFacts(config.num_ppo_epochs, config.num_mini_batches, mini_batch, micro_batches, steps, rollout)
     return {"batch": batch, "batches": updates, "steps": updates * steps, "update": update}
 

@@ -63,7 +63,7 @@ _ELSEWHERE = {
     "kl_penalty": "kl_estimator",
     "early_stopping": "update_kl_limit",
     "forward_batch_size": "local_rollout_forward_batch_size",
-    "backward_batch_size": "per_device_train_batch_size",
+    "backward_batch_size": "num_mini_batches",
     "steps": "max_steps",
     "quantization_config": "quantization",
     "quantization_bit": "quantization",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, RandomSampler
@@ -89,12 +90,17 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.roles)
             self.optimizer = kind(list(self._parameter_groups()), **arguments)
-            unknown = self.args.value_optimizer.keys() - self.optimizer.defaults.keys()
+            of_value, defaults = self.args.value_optimizer, self.optimizer.defaults
+            unknown = of_value.keys() - defaults.keys()
             if unknown:
                 wrong = f"{self.args.optim.value} has no {', '.join(sorted(unknown))}, which the settings of the value "
                 raise ConfigError(
                     f"{wrong}role (value_…) name.", field="optim", remedy="Leave those out, or take adamw_torch."
                 )
+            for name, value in of_value.items():
+                if np.shape(value) != np.shape(defaults[name]):  # of Adafactor's eps, and of ademamix's betas
+                    wrong = f"{self.args.optim.value} has {name} {defaults[name]}, and value_… would give it {value}."
+                    raise ConfigError(wrong, field="optim", remedy="Leave that out, or take adamw_torch.")
         return self.optimizer
 
     def _parameter_groups(self) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,9 @@ GREEDY_ROLLOUTS = Problem(
     "rollout_do_sample",
 )
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-_NOT_IN_TRL_LOOP = ("stop_token_id", "num_sample_generations", "eval_strategy", "load_best_model_at_end")
+_NOT_IN_TRL_LOOP = (
+    *("stop_token_id", "num_sample_generations", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
+)
 """Fields of TRL's class to which `stock_ppo.trl_config` gives a value of its own: TRL's loop evaluates nothing."""
 _LEAST_WHITENED_BY_TRL = 8
 
@@ -45,8 +47,8 @@ class PPOConfig(TRLPPOConfig):
     rollout of one update is `rollouts_per_update` of them. It is divided into `num_mini_batches`, each of which is one
     optimizer step in each of `num_ppo_epochs` passes; the forward passes of a step take as many
     tokens at a time as `per_device_train_batch_size` of the longest rows have, so that of short rows they take more; of
-    those without gradient `local_rollout_forward_batch_size` says how many. (In TRL 1.12 `num_mini_batches` does not
-    change the number of steps: huggingface/trl#5645.)
+    those without gradient `local_rollout_forward_batch_size` says how many. (In TRL 1.12 a step is of
+    `gradient_accumulation_steps` micro-batches, whatever `num_mini_batches`: huggingface/trl#5645.)
 
     The number of updates is `max_steps`, or follows from `total_episodes` or `num_train_epochs`.
     """
@@ -76,8 +78,8 @@ class PPOConfig(TRLPPOConfig):
     )
     importance_sampling_cap: float | None = setting(
         None,
-        "Weigh each token by its probability at the start of the update over that with which it was drawn, this at "
-        "most; null for no weights.",
+        "Weigh each token's clipped loss by its probability at the start of the update over that with which it was "
+        "drawn, this at most; null for no weights.",
         POSITIVE,
     )
     rollouts_per_update: int = setting(
@@ -201,6 +203,11 @@ class PPOConfig(TRLPPOConfig):
             yield Problem(f"{wrong}arXiv 2506.09477).", "kl_penalty_in", remedy)
         if self.kl_target is not None and self.kl_coef == 0:
             yield Problem("steers by multiplying kl_coef, which starts at 0 and would stay there.", "kl_target")
+        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
+            yield Problem("would have no effect without kl_target.", "kl_horizon")
+        if self.update_kl_limit is not None and self.num_ppo_epochs * self.num_mini_batches == 1:
+            wrong = "would have no effect: an update has one optimizer step, which is always taken."
+            yield Problem(wrong, "update_kl_limit")
         if self.kl_target is not None and 5 * self.kl_horizon <= self.update_batch_size:
             wrong = f"with {self.kl_horizon} the {self.update_batch_size} responses of one update"
             yield Problem(
@@ -220,6 +227,8 @@ class PPOConfig(TRLPPOConfig):
         for name in _NOT_IN_TRL_LOOP:
             if getattr(self, name) != defaults[name]:
                 yield Problem("would have no effect with loop: trl, which has none.", name)
+        if self.max_grad_norm not in (0, defaults["max_grad_norm"]):
+            yield Problem("would have no effect with loop: trl, which clips no gradients.", "max_grad_norm")
         rows = self.rollout_batch_size // self.num_mini_batches
         if self.whiten_rewards and rows < _LEAST_WHITENED_BY_TRL:
             wrong = f"needs mini-batches of {_LEAST_WHITENED_BY_TRL} with loop: trl, and they have {rows}."
