@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import AttentionInterface, LlamaConfig, LlamaForSequenceClassification
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -104,6 +105,37 @@ def test_steps_of_stages_that_train_a_role(checkpoint, tmp_path):
     limited = {"data.max_prompt_length=20", "data.max_response_length=10", "reward.per_device_train_batch_size=1"}
     said = [note.text() for note in plan(chat_recipe(tmp_path, checkpoint, *limited), "24GB").notes]
     assert said[0] == "reward has 1 pair of 2 × 30 tokens at a time."
+
+
+def test_a_step_on_a_card_has_a_copy_of_its_gradients_and_its_outputs_in_float32(checkpoint, tmp_path, monkeypatch):
+    def planned(gpu, *overrides):
+        sft = {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": 16, "loss_type": "nll"}
+        return phases(plan(chat_recipe(tmp_path, checkpoint, *overrides, sft=sft), gpu))
+
+    one, two = planned("4090"), planned("4090", "reward.gradient_accumulation_steps=2")
+    lora = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 2 * (64 + 128) + (128 + 64))
+    assert two["reward"].parts["gradients"] == 2 * 4 * (lora + 64)
+    monkeypatch.setattr("toolkit.costs.supervised.convert_outputs_to_fp32", lambda forward: forward)
+    rows, tokens, vocabulary = 3, 16, chat_recipe(tmp_path, checkpoint).tokenizer.vocab_size
+    assert one["sft"].total - planned("4090")["sft"].total >= 4 * rows * tokens * vocabulary
+
+
+def test_a_plan_leaves_nothing_in_the_process(checkpoint, tmp_path):
+    """Of accelerate: a trainer that is made next would take the plan's device, the CPU, and no scaler of gradients."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plan(chat_recipe(tmp_path, checkpoint), "4090")
+    assert not AcceleratorState._shared_state
+
+
+def test_a_value_model_in_4_bits_is_planned_in_4_bits(checkpoint, tmp_path):
+    def planned(quantization):
+        value_model = {"model": str(checkpoint), "dtype": "bfloat16", "quantization": quantization}
+        return plan(chat_recipe(tmp_path, checkpoint, value_model=value_model), "4090", notes=False)
+
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    ours, whole = (phases(planned(how))["update"].parts["base"] for how in (nf4, None))
+    linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)  # of 2 layers, 2 bytes a weight where it is half a one
+    assert whole - ours == pytest.approx(1.5 * linear, rel=0.15)
 
 
 def test_a_checkpoint_that_is_quantised_already_takes_what_one_does_that_loading_quantises(checkpoint, tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from accelerate.utils.operations import convert_outputs_to_fp32
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TrainingArguments
@@ -60,10 +61,12 @@ def counted_step(
             trainer = make(*given, Dataset.from_list(rows), Dataset.from_list(evaluated))
         trainer.compute_loss_context_manager = precision(args, roles)
         trainer.current_gradient_accumulation_steps = steps
+        if args.bf16 or args.fp16:  # as `Accelerator.prepare_model` does
+            trainer.model.forward = convert_outputs_to_fp32(trainer.model.forward)
 
         def count() -> list[Phase]:
             with unpacked(counted, roles, on_cpu=on_cpu):
-                with learning(counted, roles, args, further=steps > 1) as costs:
+                with learning(counted, roles, args, further=steps > 1, copied=not on_cpu) as costs:
                     trainer.training_step(trainer.model, trainer.data_collator(rows))
                 trainer.model.eval()
                 with counted.phase() as evaluation:
@@ -72,6 +75,7 @@ def counted_step(
 
         with roles.role("policy") if sft else nullcontext(), planned_for_cpu() if on_cpu else as_on_a_card():
             step, evaluation = of_all_layers(roles, count)
+        vars(trainer.model).pop("forward", None)
     return step, evaluation
 
 

@@ -87,14 +87,17 @@ def of_all_layers(roles: SharedBase, count: Callable[[], list[Phase]]) -> list[P
 
 
 @contextmanager
-def learning(counted: Counted, roles: SharedBase, args: Any, *, further: bool) -> Iterator[Costs]:
-    """Inside is a micro-batch forward and backward; a `further` one on top of the gradients of an earlier one."""
-    trained = roles.trained_parameters
+def learning(counted: Counted, roles: SharedBase, args: Any, *, further: bool, copied: bool = False) -> Iterator[Costs]:
+    """Inside is a micro-batch forward and backward; a `further` one on top of the gradients of an earlier one, of which
+    there is a copy where they are `copied`, to come back to if memory runs out."""
+    trained, copies = roles.trained_parameters, []
     if further:
         with counted.phase():  # none of those that were counted before
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
-                counted.keep(parameter.grad, "gradients")
+                copies += [torch.empty_like(parameter)] if copied else []
+                for gradient in (parameter.grad, *copies[-1:]):
+                    counted.keep(gradient, "gradients")
 
     def named(parameter: Any) -> None:
         counted.keep(parameter.grad, "gradients")
@@ -111,6 +114,7 @@ def learning(counted: Counted, roles: SharedBase, args: Any, *, further: bool) -
         roles.eval()
         for parameter in trained:  # of layers that are left out, too
             parameter.grad = None
+        copies.clear()
         for hook in hooks:
             hook.remove()
 

@@ -35,7 +35,17 @@ from toolkit.models.forward import (
 )
 from toolkit.models.freed_memory import FreedMemory, keep_freed_memory
 from toolkit.models.heads import QBound, ScoreHead, score_positions
-from toolkit.models.load import META, MOST_LAYERS, ModelSpec, load_base, load_model, model_config
+from toolkit.models.load import (
+    META,
+    MOST_LAYERS,
+    ModelSpec,
+    load_base,
+    load_model,
+    model_config,
+    outlined,
+    own_quantization,
+    quantize_outline,
+)
 from toolkit.models.logit_changes import scales_logits
 from toolkit.models.lora import adapter_dropouts
 from toolkit.models.precision import (
@@ -62,11 +72,4 @@ from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
 from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
-from toolkit.models.weights import (
-    Merged,
-    base_digest,
-    merge_adapter,
-    outlined,
-    quantize_outline,
-    tensors_digest,
-)
+from toolkit.models.weights import Merged, base_digest, merge_adapter, tensors_digest

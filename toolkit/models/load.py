@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError, did_you_mean
 from toolkit.models.precision import AUTO, default_device, resolved
@@ -66,6 +67,31 @@ def load_model(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> Pr
 def load_base(model: str, *, device: torch.device | None = None, **settings: Any) -> PreTrainedModel:
     """A causal language model, frozen, from a hub id or a local folder; `settings` are further ones of `ModelSpec`."""
     return load_model(ModelSpec(model, **settings), device=device).requires_grad_(False)
+
+
+def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> None:
+    """Give a model on the meta device the layers that loading would quantise, as PEFT knows them: those of a checkpoint
+    that is quantised already where it is not to be quantised."""
+    if (quantization := quantization or own_quantization(model.config)) is None:
+        return
+    # Attributes as loading leaves them: trainers ask for the quantizer, and PEFT chooses its layer by the last one.
+    model.hf_quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    model.hf_quantizer.preprocess_model(model, device_map=None)
+    model.is_loaded_in_4bit = quantization.load_in_4bit
+
+
+def own_quantization(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
+    """That of a checkpoint which is quantised already."""
+    saved = getattr(config, "quantization_config", None)
+    ours = isinstance(saved, dict) and saved.get("quant_method") == "bitsandbytes"
+    return BitsAndBytesConfig.from_dict(saved) if ours else None
+
+
+def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:
+    """What `load_model` would give of a spec, on the meta device, with the layers that quantisation puts there."""
+    model = load_model(spec, kind, device=META, **settings)
+    quantize_outline(model, spec.quantization)
+    return model
 
 
 def load_with_report(

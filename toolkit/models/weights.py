@@ -1,4 +1,4 @@
-"""The weights of a model: the layers that quantise them, whether they changed, and an adapter merged into them."""
+"""The weights of a model: whether they changed, and an adapter merged into them."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,32 +9,14 @@ import torch
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.quantizers import AutoHfQuantizer
+from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError
 from toolkit.models.adapters import adapter_config
 from toolkit.models.folders import put_adapter, read_tensors
-from toolkit.models.load import META, Kind, ModelSpec, load_model
 from toolkit.models.lora import peft_errors
 from toolkit.models.roles import SharedBase
 from toolkit.models.trials import apart_by, tolerance
-
-
-def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
-    """Give a model on the meta device the layers that loading would quantise, as PEFT knows them."""
-    # Attributes as loading leaves them: trainers ask for the quantizer, and PEFT chooses its layer by the last one.
-    model.hf_quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-    model.hf_quantizer.preprocess_model(model, device_map=None)
-    model.is_loaded_in_4bit = quantization.load_in_4bit
-
-
-def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:
-    """What `load_model` would give of a spec, on the meta device, with the layers that quantisation puts there."""
-    model = load_model(spec, kind, device=META, **settings)
-    if spec.quantization is not None:
-        quantize_outline(model, spec.quantization)
-    return model
 
 
 def base_digest(base: SharedBase) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
-from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit import models
 from toolkit.costs import pack, weight_bytes_of
@@ -28,13 +28,6 @@ from toolkit.trainers.self_checks import check_tokenizer
 
 _TRAINED_BY = {"policy": ("ppo", "sft"), "value": ("ppo",), "reward": ("reward",), "q": ("q",)}
 _SHOWN_ROLES = ("policy", "reward", "judge", "value", "q", "q_target", "reference")  # in the order of the report
-
-
-def own_quantization(config: Any) -> BitsAndBytesConfig | None:
-    """That of a checkpoint which is quantised already."""
-    saved = getattr(config, "quantization_config", None)
-    ours = isinstance(saved, dict) and saved.get("quant_method") == "bitsandbytes"
-    return BitsAndBytesConfig.from_dict(saved) if ours else None
 
 
 class RolesCheck:
@@ -90,7 +83,7 @@ class RolesCheck:
                 with suppress(OSError):  # not every checkpoint has one
                     drawn.generation_config = GenerationConfig.from_pretrained(base.model, revision=base.revision)
             self.roles = SharedBase(drawn)
-            quantization = recipe.quantization() or own_quantization(config)
+            quantization = recipe.quantization() or models.own_quantization(config)
             models.check_bits(quantization)
             precision: str = base.dtype
             if quantization is not None:

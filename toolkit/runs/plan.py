@@ -32,10 +32,9 @@ from toolkit.costs import (
     weight_bytes_of,
 )
 from toolkit.errors import Problem, RecipeError, within
-from toolkit.models import META, Precision, SharedBase, on_another_machine, outlined, quantize_outline
+from toolkit.models import META, Precision, SharedBase, on_another_machine, outlined
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
-from toolkit.runs.check_roles import own_quantization
 from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, seconds_of, size_of
 from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
@@ -78,8 +77,6 @@ def _without_numbers(recipe: Recipe, stage: str) -> SharedBase:
     tokenizer = recipe.tokenizer if recipe.base.model is None else None
     with within("base"):
         base = outlined(recipe.base.model_spec(), tokenizer=tokenizer).requires_grad_(False)
-    if recipe.quantization() is None and (quantization := own_quantization(base.config)) is not None:
-        quantize_outline(base, quantization)
     roles, sources = SharedBase(base), recipe.plan.stages[stage].roles
     own_base = any(isinstance(source, OwnBase) for source in sources)
     nothing_yet = Site(recipe.tokenizer if own_base else None, lambda stage: None)

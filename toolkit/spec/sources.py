@@ -255,7 +255,7 @@ class OwnBase(Source):
         """
         spec, lora = self.base.model_spec(), self._lora()
         model = self._loaded(spec, site, device=device)
-        if model.device.type == "meta" and spec.quantization is not None:
+        if model.device.type == "meta":
             quantize_outline(model, spec.quantization)
         if lora is None:
             return model

@@ -148,6 +148,8 @@ def trainers_kept() -> Iterator[None]:
             for state, values in zip(states, before, strict=True):
                 state.clear()
                 state.update(values)
+        else:  # a plan's trainer, on the CPU, would choose the device of the next one
+            AcceleratorState._reset_state()
 
 
 def take_rates_of_schedule(scheduler: Any, optimizer: Any) -> None:
