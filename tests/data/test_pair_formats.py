@@ -53,6 +53,13 @@ def test_conversational_forms(row):
     assert read_pair("x", {**row, "margin": ""}).margin is None
 
 
+def test_a_prompt_with_space_around_it_that_its_conversations_repeat():
+    for prompt in ("Capital?\n", "Capital?"):
+        asked = [{"role": "user", "content": "Capital?\n"}]
+        row = {"prompt": prompt, "chosen": asked + said("Paris."), "rejected": asked + said("Rome.")}
+        assert read_pair("x", row) == Pair(asked, "Paris.", "Rome.")
+
+
 def test_dialogues_with_the_line_ends_of_windows():
     chosen, rejected = ("\n\nHuman: Capital\nof France?\n\nAssistant: " + end for end in ("Paris.", "Rome."))
     row = {"chosen": chosen, "rejected": rejected}

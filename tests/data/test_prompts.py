@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -479,7 +480,21 @@ def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
     for odd in ([], 5, [7.5], ["a"], [-1], [10**6]):
         with pytest.raises(DataError, match="train_dataset: row 1: input_ids is .*, and ids from 0 to .* are needed"):
             task.prompts_of(Dataset.from_dict({"input_ids": [odd]}))
-    with pytest.raises(DataError, match="train_dataset: no row can be used"):
-        task.prompts_of([])
-    with pytest.raises(DataError, match="need a column input_ids; present: text"):
-        doubling.Doubling().prompts_of([{"text": "1"}])
+    none = Dataset.from_dict({"input_ids": [[1]]}).select([])
+    tables = [Path("data/queries.jsonl"), {"prompt": ["a"]}, DatasetDict(train=ready), pd.DataFrame({"prompt": ["a"]})]
+    of_ours = doubling.Doubling()
+    for one in (task, of_ours):
+        for odd in ("data/queries.jsonl", 7, *tables):
+            with pytest.raises(DataError, match="train_dataset: a .* is no list of rows. Give texts"):
+                one.prompts_of(odd)
+        for odd in ([], none):
+            with pytest.raises(DataError, match="train_dataset: it has no rows"):
+                one.prompts_of(odd)
+    with pytest.raises(DataError, match='the rows given: column "topic" does not hold values of one type'):
+        task.prompts_of([{"query": "1", "topic": "a"}, {"query": "2", "topic": 3}])
+    with pytest.raises(DataError, match="row 1: no column messages, prompt or query; present: text"):
+        of_ours.prompts_of([{"text": "1"}])
+    given = of_ours.prompts_of(["S小写:5487x2=", {"prompt": "S大写:1234x2=", "topic": "b"}])
+    asked = of_ours.tokenizer
+    assert [asked.decode(row) for row in given["input_ids"]] == ["S小写:5487x2=", "S大写:1234x2="]
+    assert given["topic"][:] == [None, "b"]

@@ -33,6 +33,8 @@ CASES = [
         ["Thank you all", "thanks"],
     ),
     ("ends_with", None, ["you "], ["It is you.", "YOU"], ["a bayou"]),
+    ("ends_with", None, ["Merci"], ["Voilà. Merci !", "Merci\u00a0!"], ["Merci bien"]),
+    ("ends_with", None, ["Merci !"], ["Merci!", "Merci\u202f!", "merci"], ["Merci bien"]),
     ("ends_with", None, ["!"], ["Yes!"], ["Yes", "Yes."]),
     ("ends_with", None, ['"Amen"'], ['So. "Amen"', '"amen."'], ["Amen", "so amen"]),
     ("contains", 2, ["salt"], ["Salt is salt.", "salt, SALT, salt"], ["salt", "salty salts", "salt_a __salt"]),

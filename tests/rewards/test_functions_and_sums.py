@@ -1,4 +1,5 @@
 import asyncio
+import builtins
 import json
 import re
 import sys
@@ -48,17 +49,29 @@ def test_a_file_is_run_once_for_all_that_is_taken_from_it(tmp_path):
             load_function(f"{path}:a")
 
 
-def test_each_run_has_a_reward_with_a_state_of_its_own(tmp_path):
-    path = tmp_path / "norm.py"
+def test_each_run_has_a_reward_with_a_state_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "norm_of_a_test.py"
     path.write_text(
+        "import builtins\nbuiltins.RUN_IN_A_TEST = getattr(builtins, 'RUN_IN_A_TEST', 0) + 1\n"
         "class Norm:\n    seen = ()\n"
         "    def __call__(self, rollout):\n        self.seen += (1,)\n        return [0.0]\n"
         "    def state_dict(self):\n        return {}\n"
         "    def load_state_dict(self, state):\n        pass\nnorm = Norm()\n"
     )
-    first = load_function(f"{path}:norm")
-    first(None)
-    assert load_function(f"{path}:norm") is not first and load_function(f"{path}:norm").seen == ()
+    for number, place in enumerate((path, "norm_of_a_test")):
+        check_function(f"{place}:norm")
+        first = load_function(f"{place}:norm")
+        assert 2 * number + 1 == builtins.RUN_IN_A_TEST  # it may hold a model
+        first(None)
+        second = load_function(f"{place}:norm")
+        assert second is not first and second.seen == () and 2 * number + 2 == builtins.RUN_IN_A_TEST
+    (tmp_path / "other_of_a_test.py").write_text("from norm_of_a_test import norm\n")
+    load_function("other_of_a_test:norm")
+    with pytest.warns(UserWarning, match="other_of_a_test:norm is of a module that it is imported from"):
+        load_function("other_of_a_test:norm")
+    del builtins.RUN_IN_A_TEST
 
 
 def test_a_changed_file_is_read_anew(tmp_path):

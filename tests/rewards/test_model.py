@@ -98,6 +98,13 @@ def test_the_prompt_column():
     both = rollout(messages=asked, other=["a", "b", "c", "d"])
     both.columns["prompt"] = both.prompts
     assert [text for (text,) in reward.texts(both)] == CONVERSATIONS
+    # Of mere text among conversations there are none.
+    mixed = rollout(messages=[asked[0], None, *asked[2:]])
+    mixed.columns["prompt"] = ["in a template", PROMPTS[1], "", ""]
+    assert [text for (text,) in RewardModel(*bert(), reads="text").texts(mixed)][:2] == [
+        f"{PROMPTS[0]}Four.",
+        f"{PROMPTS[1]}Hello, how are you today?",
+    ]
     named = RewardModel(*llama(), prompt_column="other")
     assert named.texts(both)[0] == ("<s>a</s><s>Four.</s>",)
     turns = [

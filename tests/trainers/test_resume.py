@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole, read_state
 from toolkit.errors import CheckpointError, RewardError, RunInterrupted, SelfCheckError
 from toolkit.models import SharedBase
-from toolkit.rewards import WeightedSum, load_function
+from toolkit.rewards import WeightedSum, code_digests, load_function
 
 
 @pytest.mark.smoke
@@ -466,6 +467,20 @@ def test_a_reward_whose_file_has_changed_is_told_of(tmp_path):
     with warnings.catch_warnings(record=True) as told:
         made(body.format(2.0)).train(resume_from_checkpoint=True)
     assert not any("own.py" in str(one.message) for one in told)
+
+
+def test_files_of_rewards_that_are_objects_or_share_a_name_are_told_apart(tmp_path):
+    body = "class Rule:\n    def __call__(self, rollout):\n        return [0.0]\nrule = Rule()\n"
+    rules = {}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").write_text(body)
+        rules[name] = load_function(f"{tmp_path}/{name}/own.py:rule")
+    assert code_digests(partial(rules["a"])).keys() == {"own.py"}
+    before = code_digests(WeightedSum(rules))
+    (tmp_path / "a" / "own.py").write_text(f"{body}# edited\n")
+    after = code_digests(WeightedSum(rules))
+    assert [name for name in before if before[name] != after[name]] == [f"{tmp_path}/a/own.py"] and len(after) == 2
 
 
 def test_processes_that_hold_other_weights_are_found(tmp_path, monkeypatch):

@@ -219,7 +219,8 @@ def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:
     if isinstance(prompt, list):
         return chosen[: len(prompt)] == prompt == rejected[: len(prompt)]
     messages = (message for message in (*chosen, *rejected) if isinstance(message, dict))
-    return prompt.strip() in [message.get("content") for message in messages if message.get("role") == "user"]
+    # White space around a turn belongs to the format.
+    return prompt.strip() in [str(m.get("content")).strip() for m in messages if m.get("role") == "user"]
 
 
 def _margin(value: Any) -> float | None:

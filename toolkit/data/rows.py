@@ -3,6 +3,7 @@
 Rows that cannot be used are left out, counted by reason, and reported with their place: never dropped in silence.
 """
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -53,6 +54,23 @@ def as_dataset(columns: Mapping[str, Sequence[Any]], *, place: str, field: str) 
                 wrong = f'{place}: column "{shown(name)}" {what} ({reason(error)}).'
                 raise DataError(wrong, field=field, remedy="Mend or remove it.") from error
         raise
+
+
+def rows_in_memory(rows: Any) -> Any:
+    """Rows that a caller gives: a data set as it is, anything else as a list.
+
+    Raises: DataError, of `train_dataset`: they are a table or a text, which would be gone through by its columns or its
+    letters, or none.
+    """
+    kind, remedy = type(rows).__name__, "Give texts, rows or a datasets.Dataset; a file goes to data.train."
+    is_table = hasattr(rows, "columns") or hasattr(rows, "column_names")
+    of_rows = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, Mapping, os.PathLike))
+    if not isinstance(rows, Dataset) and (is_table or not of_rows):
+        raise DataError(f"a {kind} is no list of rows.", field="train_dataset", remedy=remedy)
+    found = rows if isinstance(rows, Dataset) else list(rows)
+    if not len(found):
+        raise DataError("it has no rows.", field="train_dataset", remedy=remedy)
+    return found
 
 
 def present(row: Mapping[str, Any]) -> str:

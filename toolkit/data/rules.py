@@ -7,6 +7,7 @@ data set or a recipe asks for is a mapping: `{"rule": "contains", "words": ["sal
 
 import json
 import re
+import string
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ _COMMAS = ",，、،"
 _QUOTES = dict.fromkeys(map(ord, "‘’ʼ"), "'") | dict.fromkeys(map(ord, "“”„"), '"')
 _BULLET = re.compile(r"^[^\S\n]*[-*•][^\S\n]+\S", re.MULTILINE)
 _EMPHASIS = "_*"
-_AROUND_AN_END = f'."!{_EMPHASIS}'  # what may follow an ending, and what it may be asked for with
+# What may follow an ending, and what it may be asked for with; in French a space stands before a mark.
+_AROUND_AN_END = f'."!{_EMPHASIS}{string.whitespace}\u00a0\u202f'
 _ANSWER = re.compile(r"Answer: \S[^\n]*")
 _BLOCK = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.IGNORECASE | re.DOTALL)  # the common way to give code
 _LETTER = r"[\p{L}\p{N}\p{M}]"  # or a digit, or a sign upon one, as are vowels of Indic scripts

@@ -13,7 +13,15 @@ from toolkit import phases
 from toolkit.data.encoder import PROMPT_COLUMNS, OnLong, PromptEncoder
 from toolkit.data.files import listed
 from toolkit.data.messages import Messages
-from toolkit.data.rows import Split, Unusable, check_columns, draw_held_out, usable_rows
+from toolkit.data.rows import (
+    Split,
+    Unusable,
+    as_dataset,
+    check_columns,
+    draw_held_out,
+    rows_in_memory,
+    usable_rows,
+)
 from toolkit.data.sources import Source, check_hub_settings, has_splits, names_of, read_rows
 from toolkit.data.task import Task
 from toolkit.errors import DataError
@@ -108,6 +116,7 @@ class SourceTask(Task):
 
     def prompts_of(self, rows: Any) -> Dataset:
         """Rows in memory as prompts: texts, or mappings with the columns of a file of prompts, or ready `input_ids`."""
+        rows = rows_in_memory(rows)
         if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
             return super().prompts_of(rows)
         given = (dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in rows)
@@ -119,7 +128,8 @@ class SourceTask(Task):
         part = usable_rows(numbered, encoded, split="train_dataset", source="the rows given")
         if part.left_out:
             phases.tell(f"train_dataset: {part.report('prompts')}")
-        return Dataset.from_dict(self._prompt_columns(part.rows))
+        columns = self._prompt_columns(part.rows)
+        return as_dataset(columns, place="the rows given", field="train_dataset")
 
     def _prompt_columns_in(self, row: Mapping[str, Any]) -> Mapping[str, str]:
         """Where a row that is given by hand has its prompt: in a column that the task names, else in one of ours."""

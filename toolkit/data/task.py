@@ -2,6 +2,8 @@
 
 import reprlib
 from collections import Counter
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
@@ -9,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.messages import Messages, messages_of_row
 from toolkit.data.rollouts import Rollout
-from toolkit.data.rows import Split
+from toolkit.data.rows import Split, as_dataset, rows_in_memory
 from toolkit.errors import DataError
 
 Kind = Literal["demonstrations", "pairs", "labelled", "prompts", "rated"]
@@ -55,11 +57,14 @@ class Task:
         raise self._lacks("prompts")
 
     def prompts_of(self, rows: Any) -> Dataset:
-        """Rows in memory as prompts: a data set, or mappings, with a column `input_ids`."""
-        dataset = rows if isinstance(rows, Dataset) else Dataset.from_list([dict(row) for row in rows])
-        if "input_ids" not in dataset.column_names:
-            wrong = f"prompts in memory need a column input_ids; present: {', '.join(dataset.column_names)}."
-            raise DataError(wrong, field="train_dataset")
+        """Rows in memory as prompts: texts, or mappings with a column of ours for the prompt, or ready `input_ids`."""
+        dataset = rows_in_memory(rows)
+        if not (isinstance(dataset, Dataset) and "input_ids" in dataset.column_names):
+            given = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in dataset]
+            numbered = ((f"train_dataset: row {number}", row) for number, row in enumerate(given, 1))
+            read = [row if "input_ids" in row else self.prompt_of(place, row)[1] for place, row in numbered]
+            columns = {name: [row.get(name) for row in read] for name in dict.fromkeys(chain.from_iterable(read))}
+            dataset = as_dataset(columns, place="the rows given", field="train_dataset")
         tokens = len(self.tokenizer)
         for number, ids in enumerate(dataset["input_ids"], 1):
             if not (isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < tokens for i in ids)):

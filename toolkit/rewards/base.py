@@ -9,10 +9,11 @@ import reprlib
 import sysconfig
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,17 +118,28 @@ def place_of(error: BaseException, called: Any = None) -> str:
 
 
 def _definition(called: Any) -> str:
-    code = getattr(inspect.unwrap(called) if callable(called) else called, "__code__", None)
+    code = _code_of(called)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else ""
+
+
+def _code_of(called: Any) -> Any:
+    """The code of a function, of what a partial one calls, or of an object's `__call__`; None where there is none."""
+    while isinstance(called, partial):
+        called = called.func
+    own = inspect.unwrap(called) if callable(called) else called
+    return getattr(own, "__code__", None) or getattr(type(own).__call__ if callable(own) else None, "__code__", None)
 
 
 def code_digests(reward: Any) -> dict[str, str]:
     """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in."""
     parts = getattr(reward, "parts", {"": reward})
-    codes = (getattr(inspect.unwrap(part) if callable(part) else part, "__code__", None) for part in parts.values())
+    codes = map(_code_of, parts.values())
     names = {code.co_filename for code in codes if code is not None and not _OF_A_LIBRARY.search(code.co_filename)}
     files = [path for path in map(Path, sorted(names)) if path.is_file()]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    shared = {name for name, number in Counter(path.name for path in files).items() if number > 1}
+    return {
+        str(path) if path.name in shared else path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
 
 
 def check_scores(scores: ScoreLike, rollout: Rollout) -> Scores:

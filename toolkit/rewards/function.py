@@ -6,6 +6,7 @@ import importlib.util
 import symtable
 import sys
 import tokenize
+import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -25,13 +26,35 @@ def load_function(function: str) -> Reward:
     Modules of the current folder are found as by `python -m`; a file is run, and looked for from the current folder.
     Raises: RewardError: the name has another form, there is no such module, file or function, or its code fails.
     """
+    module, reward = _loaded(function)
+    if state_of(reward) is None:
+        return reward
+    given, name = vars(module).setdefault(_GIVEN, {}), _halves(function)[1]
+    if given.get(name) is reward:  # each run has one of its own
+        module, reward = _loaded(function, anew=True)
+        if vars(module).setdefault(_GIVEN, {}).get(name) is reward:
+            told = "is of a module that it is imported from, and has the state in which an earlier run has left it."
+            warnings.warn(f"{function} {told}", stacklevel=2)
+    vars(module)[_GIVEN][name] = reward
+    return reward
+
+
+_GIVEN = "__rewards_given__"  # in a module: the rewards with a state that runs have got from it, by name
+
+
+def _loaded(function: str, *, anew: bool = False) -> tuple[ModuleType, Reward]:
+    """The module and the function of a name; its code is run again if `anew`."""
     place, name = _halves(function)
     path, here = _existing(place) if place.endswith(".py") else None, str(Path.cwd())
     if path is None and here not in sys.path:
         sys.path.insert(0, here)
     try:
         with process_kept():
-            module = importlib.import_module(place) if path is None else _run(path)
+            if path is not None:
+                module = _run(path, anew=anew)
+            else:
+                module = importlib.import_module(place)
+                module = importlib.reload(module) if anew else module
     except ModuleNotFoundError as error:
         where = f"from {here} and " if path is None else ""
         raise _wrong(f'no module "{error.name}", looked for {where}in the environment.') from error
@@ -43,21 +66,18 @@ def load_function(function: str) -> Reward:
         wrong = f"{place} cannot be loaded: {type(error).__name__}: {words_of(error)}{at}."
         raise _wrong(wrong, "Mend it there.") from error
     reward: Reward | None = getattr(module, name, None)
-    if path is not None and state_of(reward) is not None:  # each run has one of its own
-        with process_kept():
-            reward = getattr(_run(path, anew=True), name)
     if not callable(reward):
         remedy = "A notebook or script has given it: put it into a file, and name that." if in_no_file(function) else ""
         raise _wrong(f'{place} has no function "{name}".', remedy)
     check_reward(reward, "function")
-    return reward
+    return module, reward
 
 
 def check_function(function: str) -> None:
     """What `load_function` would raise. A file is read and not run; a module has to be imported."""
     place, name = _halves(function)
     if not place.endswith(".py"):
-        load_function(function)
+        _loaded(function)
         return
     path = _existing(place)
     try:

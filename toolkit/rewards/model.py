@@ -82,6 +82,9 @@ class RewardModel(TextScorer):
         if column is None:
             return [(response,) for response in rollout.responses]
         prompts = rollout.columns[column]
+        if self.prompt_column is None and "prompt" in rollout.columns:  # of mere text there are no messages
+            plain = rollout.columns["prompt"]
+            prompts = [plain[i] if prompt is None else prompt for i, prompt in enumerate(prompts)]
         for prompt in prompts:
             if not isinstance(prompt, str | list) or not prompt:
                 wrong = f'column "{column}" holds {prompt!r}, which is neither text nor messages.'

@@ -204,7 +204,8 @@ def make_ppo_trainer(
     config = trainer_config(recipe, "ppo")
     roles, pad_tokens = placed_roles(recipe, "ppo")
     prompts = recipe.task.prompts_of(train_dataset) if train_dataset is not None else None
-    prompts = prompts or stage_dataset(recipe, "ppo", "prompts", "train")
+    if prompts is None:
+        prompts = stage_dataset(recipe, "ppo", "prompts", "train")
     named = _named(recipe, "ppo", callbacks)
     if config.loop == "trl":
         with within("ppo"):
