@@ -108,9 +108,7 @@ def _function(reward: Reward) -> dict[str, str]:
     """A function or callable of Python as the settings of a scorer: by its name, and an object, which has none, by its
     class's as `<RewardModel>`."""
     owner = reward if hasattr(reward, "__qualname__") else type(reward)
-    name = owner.__qualname__
-    if owner is not reward or ("." in name and "<" not in name):  # a method has an object or a class
-        name = f"<{name}>"
+    name = owner.__qualname__ if owner is reward else f"<{owner.__qualname__}>"
     return {"kind": "function", "function": f"{owner.__module__}:{name}"}
 
 

@@ -46,6 +46,9 @@ def test_later_steps_and_half_a_line_are_dropped(tmp_path):
     assert read_jsonl(path) == [{"step": 1}]
     keep_until(path, 1)
     assert path.read_bytes() == b'{"step": 1}\n'
+    path.write_bytes(b'{"step": 1}\r\n')  # of Windows
+    keep_until(path, 1)
+    assert path.read_bytes() == b'{"step": 1}\n'
     keep_until(tmp_path / "none.jsonl", 2)
     assert not (tmp_path / "none.jsonl").exists()
 

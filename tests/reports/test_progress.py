@@ -2,6 +2,7 @@ import io
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -66,6 +67,8 @@ def test_where_no_panel_can_be_seen_there_are_lines(tmp_path, monkeypatch):
         assert "run ppo: load …" in said and "KL 0.500" in said and "\x1b" not in said
     with shown(True):
         pass
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=str, flush=int))  # a user's own, to a log
+    assert not Progress("run ppo").live
 
 
 @pytest.mark.parametrize(("width", "lines"), [(80, 2), (100, 1), (200, 1)])

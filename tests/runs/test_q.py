@@ -349,6 +349,10 @@ def test_a_data_set_of_ones_own_needs_no_collecting(tmp_path, checkpoint):
     assert evaluate(open_run(recipe.run, other_data, runs_dir=recipe.runs_dir, by_q=True))["trained_on"] == 1
     wrong = made(tmp_path, checkpoint, "q.lowest_return=0.0", **own, name="wrong")
     assert any(x.startswith("q.lowest_return — ") for x in _problems(wrong))
+    gone = {**own, "q_data": {"task": "rated", "train": str(tmp_path / "none.jsonl")}}
+    assert any(
+        text.startswith("q_data.train — ") for text in _problems(made(tmp_path, checkpoint, **gone, name="gone"))
+    )
     with pytest.raises(DataError, match=r"^q\.lowest_return: it is 0.0"):
         stages.run(wrong, "q")
     with pytest.raises(DataError, match='q_data.task: "preferences" has no rated data, which the q stage needs'):

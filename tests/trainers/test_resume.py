@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -470,13 +471,16 @@ def test_a_reward_whose_file_has_changed_is_told_of(tmp_path):
 
 
 def test_files_of_rewards_that_are_objects_or_share_a_name_are_told_apart(tmp_path):
-    body = "class Rule:\n    def __call__(self, rollout):\n        return [0.0]\nrule = Rule()\n"
+    body = "import torch\nclass Rule:\n    @torch.no_grad()\n    def __call__(self, rollout):\n        return [0.0]\n"
+    body += "class Model(torch.nn.Module):\n    pass\nrule, model = Rule(), Model()\n"
     rules = {}
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "own.py").write_text(body)
         rules[name] = load_function(f"{tmp_path}/{name}/own.py:rule")
     assert code_digests(partial(rules["a"])).keys() == {"own.py"}
+    assert code_digests(sys.modules[type(rules["a"]).__module__].model) == code_digests(rules["a"])
+    assert code_digests(torch.nn.Linear(1, 1)) == code_digests(len) == {}
     before = code_digests(WeightedSum(rules))
     (tmp_path / "a" / "own.py").write_text(f"{body}# edited\n")
     after = code_digests(WeightedSum(rules))

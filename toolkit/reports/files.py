@@ -44,7 +44,7 @@ def whole_lines(path: Path) -> list[str]:
     """The lines, less one that a kill cut short at the end."""
     try:
         *whole, _ = read_bytes(path).split(b"\n")  # before decoding: the cut may go through a character
-        return [line.decode("utf-8") for line in whole]
+        return [line.removesuffix(b"\r").decode("utf-8") for line in whole]
     except (OSError, ValueError) as error:
         raise ToolkitError(f"{path} cannot be read ({error}).", remedy=_ANEW) from error
 
@@ -106,7 +106,9 @@ class MetricsFile(TrainerCallback, ExportableState):
 
     def cut(self) -> None:
         """Drop what was written after the checkpoint that its number of lines is from."""
-        write_lines(self.path, whole_lines(self.path)[: self.lines])
+        kept = whole_lines(self.path)[: self.lines]
+        write_lines(self.path, kept)
+        self.lines = len(kept)  # a power cut may have left fewer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.cut()

@@ -72,7 +72,11 @@ def clock(seconds: float) -> str:
 
 
 def _at_terminal(stream: Any) -> bool:
-    return stream is not None and stream.isatty()  # None where the shell has closed it
+    """Whether a stream is a terminal; None is one that the shell has closed, and a user's own may have no `isatty`."""
+    try:
+        return bool(stream.isatty()) if hasattr(stream, "isatty") else False
+    except ValueError:  # it is closed
+        return False
 
 
 class Pace:

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import reprlib
+import sys
 import sysconfig
 import threading
 import traceback
@@ -126,16 +127,24 @@ def _code_of(called: Any) -> Any:
     """The code of a function, of what a partial one calls, or of an object's `__call__`; None where there is none."""
     while isinstance(called, partial):
         called = called.func
-    own = inspect.unwrap(called) if callable(called) else called
-    return getattr(own, "__code__", None) or getattr(type(own).__call__ if callable(own) else None, "__code__", None)
+    if not callable(called):
+        return None
+    own = inspect.unwrap(called)
+    return getattr(own, "__code__", None) or getattr(inspect.unwrap(type(own).__call__), "__code__", None)
+
+
+def _file_of(part: Any) -> Path | None:
+    """The user's own file that a reward is written in: that of its class, where its `__call__` is a library's."""
+    code, module = _code_of(part), sys.modules.get(type(part).__module__)
+    names = (getattr(code, "co_filename", None), getattr(module, "__file__", None))
+    own = (Path(name) for name in names if name and not _OF_A_LIBRARY.search(name))
+    return next((path for path in own if path.is_file()), None)
 
 
 def code_digests(reward: Any) -> dict[str, str]:
     """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in."""
     parts = getattr(reward, "parts", {"": reward})
-    codes = map(_code_of, parts.values())
-    names = {code.co_filename for code in codes if code is not None and not _OF_A_LIBRARY.search(code.co_filename)}
-    files = [path for path in map(Path, sorted(names)) if path.is_file()]
+    files = sorted({path for path in map(_file_of, parts.values()) if path is not None})
     shared = {name for name, number in Counter(path.name for path in files).items() if number > 1}
     return {
         str(path) if path.name in shared else path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files

@@ -29,13 +29,15 @@ def load_function(function: str) -> Reward:
     module, reward = _loaded(function)
     if state_of(reward) is None:
         return reward
-    given, name = vars(module).setdefault(_GIVEN, {}), _halves(function)[1]
-    if given.get(name) is reward:  # each run has one of its own
-        module, reward = _loaded(function, anew=True)
-        if vars(module).setdefault(_GIVEN, {}).get(name) is reward:
-            told = "is of a module that it is imported from, and has the state in which an earlier run has left it."
+    name = _halves(function)[1]
+    earlier = vars(module).setdefault(_GIVEN, {}).get(name)
+    if earlier is reward:  # each run has one of its own
+        if module.__name__ != "__main__":
+            module, reward = _loaded(function, anew=True)
+        if earlier is reward:
+            told = "has the state in which an earlier run of this process has left it: nothing makes it anew."
             warnings.warn(f"{function} {told}", stacklevel=2)
-    vars(module)[_GIVEN][name] = reward
+    vars(module).setdefault(_GIVEN, {})[name] = reward
     return reward
 
 
@@ -97,9 +99,9 @@ def check_function(function: str) -> None:
 
 
 def in_no_file(function: str) -> bool:
-    """Whether a function was defined in a notebook or within another one, or was an object, so that its name alone does
-    not find it."""
-    return function.startswith("__main__:") or "<" in function
+    """Whether a function was defined in a notebook or within another one, or was an object or a method, so that its
+    name alone does not find it."""
+    return function.startswith("__main__:") or "<" in function or "." in function.rpartition(":")[2]
 
 
 def beside(function: str, folder: Path) -> str:

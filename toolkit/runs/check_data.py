@@ -119,9 +119,12 @@ class DataCheck:
                 config = build.trainer_config(recipe, "q")
                 longest += config.response_length
                 if "q_data" in recipe.values or finished(recipe, "collect") is not None:
+                    rated = None
                     with self.findings.at("q_data" if "q_data" in recipe.values else "q"):
                         rated = build.rated_dataset(recipe)
                         check_rated(rated)
+                    if rated is None:
+                        return None
                     check_returns(rated, config)
                     rows = len(rated)
                     longest = max(longest, *(len(p) + len(r) for p, r in zip(

@@ -130,6 +130,8 @@ def _given(values: Mapping[str, Any]) -> DictConfig:
         text = to_yaml(dict(values))
         _check_yaml(text)
         return _only_keys(OmegaConf.load(io.StringIO(text)), "what was given")
+    except RecipeError:
+        raise
     except RepresenterError as error:
         wrong = f"what was given cannot be a recipe: {_key_of(error.args[-1], values)} is {error.args[-1]!r}."
         raise RecipeError(wrong, remedy="Give text, numbers, lists and sections.") from error
@@ -185,6 +187,8 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
         _check_yaml(value)
         change = _only_keys(OmegaConf.from_dotlist([override]), f'override "{override}"')
         merged = OmegaConf.merge(values, change)
+    except RecipeError:
+        raise
     except _UNREADABLE as error:
         raise RecipeError(f'override "{override}" does not fit the recipe: {_reason(error)}') from error
     assert isinstance(merged, DictConfig)
