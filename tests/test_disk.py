@@ -1,4 +1,6 @@
+import errno
 import os
+import stat
 
 import pytest
 
@@ -41,6 +43,21 @@ def test_what_a_kill_leaves_of_a_write_is_known(tmp_path, monkeypatch):
     os.waitpid(child, 0)
     (left,) = unfinished_in(tmp_path)
     assert left.read_text() == "new" and left.name != ".toolkit-notes.partial"
+
+
+def test_a_file_system_that_syncs_no_folder_is_written_to(tmp_path, monkeypatch):
+    plain, refused = os.fsync, [stat.S_ISDIR]
+
+    def some(handle):
+        if any(of(os.fstat(handle).st_mode) for of in refused):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        plain(handle)
+
+    monkeypatch.setattr("os.fsync", some)
+    assert disk.write_whole(tmp_path / "file", "text").read_text() == "text"
+    refused.append(stat.S_ISREG)
+    with pytest.raises(OSError, match="Invalid argument"):
+        disk.write_whole(tmp_path / "other", "text")
 
 
 def test_a_link_that_leads_nowhere_yet_is_written_through(tmp_path):

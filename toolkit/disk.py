@@ -18,6 +18,7 @@ from toolkit.errors import ToolkitError
 MANIFEST = "manifest.json"
 RESULT_FILE = "result.json"  # of a finished stage
 ASIDE = ".partial"
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _UNFINISHED = re.compile(rf"\.toolkit-[0-9a-f]{{16}}{ASIDE}")
 
 
@@ -50,6 +51,9 @@ def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC or not path.is_dir():  # some file systems, of shared folders, sync no folder
+            raise
     finally:
         os.close(handle)
 

@@ -195,6 +195,17 @@ def test_a_checkpoint_that_is_a_link_stays_whole_where_it_is(tmp_path):
     assert problem_of(moved) is None and problem_of(tmp_path / "checkpoint-1") is None
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_gives_way_to_the_checkpoint_of_its_step(there, tmp_path):
+    if there:
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "disk" / "notes.md").write_text("mine")
+    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "disk")
+    folder = write(tmp_path, 2, "new")
+    assert newest_whole(tmp_path, say=silent) == folder and not folder.is_symlink()
+    assert not there or [path.name for path in (tmp_path / "disk").iterdir()] == ["notes.md"]
+
+
 def test_a_damaged_checkpoint_is_not_deleted(tmp_path):
     (write(tmp_path, 1, "old") / MANIFEST).write_text("{")
     write(tmp_path, 2, "new")

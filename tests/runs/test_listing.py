@@ -119,6 +119,21 @@ def test_responses_that_were_saved_are_counted(runs):
     assert (state.state, state.where) == ("at work", "1,200 responses saved")
 
 
+def test_a_folder_that_may_not_be_entered_is_passed_over(runs, monkeypatch):
+    plain = os.stat
+    (runs / "private").mkdir()
+
+    def refused(path, *arguments, **named):
+        if "private" in str(path) and str(path) != str(runs / "private"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, *arguments, **named)
+
+    monkeypatch.setattr("os.stat", refused)
+    with pytest.raises(PermissionError):
+        (runs / "private" / "x").stat()
+    assert [run.name for run in all_runs(runs)] == ["a", "b", "c"]
+
+
 def test_settings_that_differ(runs):
     recipe(runs / "b", ppo={"kl_coef": 0.1, "max_steps": 8, "cliprange": None})
     recipe(runs / "a", ppo={"kl_coef": 0.1, "max_steps": 8})

@@ -723,6 +723,42 @@ def test_the_best_saved_checkpoint_stays_where_a_better_evaluation_lies_between_
     assert_same(weights(whole), weights(rest))
 
 
+@pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
+def test_the_best_checkpoint_of_a_run_that_was_moved_stays_the_best(stage, tmp_path):
+    half = measured(stage, tmp_path / "half")
+    half.train()
+    shutil.rmtree(tmp_path / "half" / "checkpoint-4")
+    moved = (tmp_path / "half").rename(tmp_path / "moved")
+    again = measured(stage, moved, save_total_limit=1)
+    again.train(resume_from_checkpoint=True)
+    assert again.resumed_at == (2,) and again.state.best_model_checkpoint == str(moved / "checkpoint-2")
+    assert (moved / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
+def test_a_damaged_best_checkpoint_is_not_put_back(stage, tmp_path):
+    whole = measured(stage, tmp_path)
+    whole.train()
+    last = measured(stage, tmp_path, load_best_model_at_end=False)
+    last.train(resume_from_checkpoint=True)  # its weights are those of the newest
+    path = next((tmp_path / "checkpoint-2").rglob("adapter_model.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    again = measured(stage, tmp_path)
+    with pytest.warns(UserWarning, match=r"checkpoint-2, the best so far, is skipped: .*adapter_model.safetensors"):
+        again.train(resume_from_checkpoint=True)
+    assert_same(weights(last), weights(again))
+
+
+def test_a_run_that_goes_on_saves_as_often_as_it_is_asked_to_now(tmp_path):
+    cut = make(sft_policy, tmp_path, max_steps=2, save_steps=2)
+    cut.train()
+    again = make(sft_policy, tmp_path, max_steps=5, save_steps=1, logging_steps=1)
+    again.train(resume_from_checkpoint=True)
+    assert [path.name for path in checkpoint_folders(tmp_path)] == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
+
+
 @pytest.mark.parametrize("greater_is_better", [True, False])
 @pytest.mark.parametrize(
     ("evaluations", "best"),

@@ -62,6 +62,8 @@ def _give_name(aside: Path) -> None:
     What others have put into the folder that it replaces moves along.
     """
     folder = aside.with_name(aside.name.removesuffix(ASIDE))
+    if folder.is_symlink():  # what it leads to stays as it is
+        folder.unlink()
     delete_written(folder)
     for path in [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]:
         to = aside / path.relative_to(folder)

@@ -28,7 +28,7 @@ from toolkit.checkpoints import (
     write_state,
 )
 from toolkit.data import Rollout
-from toolkit.disk import delete_written
+from toolkit.disk import delete_written, sync
 from toolkit.errors import CheckpointError, RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
 from toolkit.reports import Progress, append_jsonl, read_json, read_jsonl, whole_lines, write_json, write_lines
@@ -105,7 +105,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                     scored = _rows(rollout, score_with(reward, rollout), recipe.tokenizer)
                 processes.by_main(partial(append_jsonl, unfinished, scored))
                 if changing is not None:
-                    processes.by_main(partial(_save_state, changing.state_dict(), path.parent, batch + 1))
+                    processes.by_main(partial(_save_state, changing.state_dict(), unfinished, batch + 1))
                 progress.step_ended(batch + 1)
                 if (asked := processes.first(request.received)) is not None:
                     after = f"collect stopped by {asked.name} after {rows.stop:,} of {number:,} responses"
@@ -139,7 +139,9 @@ def _begun_with(now: dict[str, Any], partial: Path, *, anew: bool) -> None:
     check_frozen(then["frozen"], now["frozen"])
 
 
-def _save_state(state: dict[str, Any], folder: Path, batches: int) -> None:
+def _save_state(state: dict[str, Any], partial: Path, batches: int) -> None:
+    folder = partial.parent
+    sync(partial)  # a state of batches that a power cut took would score those after them otherwise
     with whole_folder(folder / f"{CHECKPOINT}{batches}") as new:
         write_state(new, state)
     rotate(folder, 1, keep=())
@@ -148,10 +150,11 @@ def _save_state(state: dict[str, Any], folder: Path, batches: int) -> None:
 def _to_its_state(reward: Any, partial: Path, size: int, done: int) -> int:
     """Give a reward the state that it had last; the batches until then, to which the partial file is cut."""
     saved = processes.by_main(lambda: newest_whole(partial.parent, say=phases.tell))
-    if saved is None and done > 1:  # a kill between the responses of the first batch and the state after it leaves one
+    batches = 0 if saved is None else step_of(saved)
+    # A kill between the responses of a batch and the state after it leaves one batch more.
+    if not batches <= done <= batches + 1:
         wrong = f"{partial} holds {done} batches, and the state that the reward had after them is not there."
         raise CheckpointError(wrong, remedy="Give the checkpoint folder beside it back, or begin anew with $overwrite.")
-    batches = 0 if saved is None else step_of(saved)
     if saved is not None:
         reward.load_state_dict(read_state(saved))
     processes.by_main(lambda: write_lines(partial, whole_lines(partial)[: batches * size]))

@@ -261,8 +261,8 @@ def recover(run: Path) -> None:
 
 
 def recover_to_read(run: Path) -> None:
-    """As `recover`; a folder that cannot be written is read as it is."""
-    with suppress(ToolkitError):
+    """As `recover`; a folder that cannot be written is read as it is, and one that cannot be entered left alone."""
+    with suppress(ToolkitError, OSError):
         recover(run)
 
 

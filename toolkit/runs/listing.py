@@ -1,6 +1,7 @@
 """All runs of a folder: how far each is, its last figures, and the command that goes on. Read alone, nothing loaded."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +42,9 @@ def all_runs(runs_dir: Path) -> Iterator[RunState]:
     """The runs of a folder by name."""
     for path in sorted(runs_dir.glob("*")):
         recover_to_read(path)
-        if (path / RECIPE_FILE).is_file():
-            yield state_of(path)
+        with suppress(PermissionError):  # another user's
+            if (path / RECIPE_FILE).is_file():
+                yield state_of(path)
 
 
 def state_of(run: Path) -> RunState:

@@ -79,6 +79,7 @@ class ResumableTrainer(GuardedSteps):
     _began: float | None = None
     _goes_on_from: Path | None = None
     _saved_at: int | None = None  # the step of what this run has saved, or read, last
+    _noted_best: str | None = None  # the best checkpoint as the one from which it went on has it, wherever that was
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         if checkpoint is not None:
@@ -86,6 +87,7 @@ class ResumableTrainer(GuardedSteps):
             # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
             checkpoints.set_random_states(self._restoring["random"])
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            self._noted_best = state.best_model_checkpoint
             self._check_not_past(checkpoint, state.global_step, self.args.max_steps)
             over = not self._asks_for_more(state)
             if over or self._restoring["stopped_early"]:  # transformers would train a step more
@@ -310,8 +312,20 @@ class ResumableTrainer(GuardedSteps):
             if waiting := stored.get(type(callback).__name__):
                 for attribute, value in waiting.pop(0)["attributes"].items():
                     setattr(callback, attribute, value)
+        # transformers forgets one that is not where it was.
+        self.state.best_model_checkpoint = self.state.best_model_checkpoint or self._noted_best
+        best = processes.by_main(self._whole_best)
+        self.state.best_model_checkpoint = None if best is None else str(best)
+
+    def _whole_best(self) -> Path | None:
+        """The best checkpoint, if nothing of it is damaged."""
         best = self._best()
-        self.state.best_model_checkpoint = str(best) if best is not None and best.is_dir() else None
+        if best is None or not best.is_dir():
+            return None
+        if problem := checkpoints.problem_of(best):
+            warnings.warn(f"{best}, the best so far, is skipped: {problem}.", stacklevel=4)
+            return None
+        return best
 
     def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Raises CheckpointError: the whole state of a checkpoint is that of another run."""
@@ -323,6 +337,7 @@ class ResumableTrainer(GuardedSteps):
 
     def load_optimizer(self, checkpoint: Path) -> None:
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""
+        self.state.compute_steps(self.args, self.state.max_steps)  # these may be others than the checkpoint's run had
         self.check_checkpoint(checkpoint, self._restoring)
         self.restore_optimizer(checkpoint)
 
