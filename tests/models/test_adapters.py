@@ -343,3 +343,29 @@ def test_a_value_head_of_other_tools_is_no_reward(tmp_path):
     for role in ("reward", "value"):
         with pytest.raises(AdapterError, match="as TRL's AutoModelForCausalLMWithValueHead and LLaMA-Factory save it"):
             load_role(bare(), role, folder)
+    other = bare()
+    load_role(other, "policy", folder)  # it is that of a good policy
+    pairs = zip(base.parameters_of("policy"), other.parameters_of("policy"), strict=True)
+    assert all(torch.equal(mine, theirs) for theirs, mine in pairs)
+
+
+def test_an_adapter_of_pefts_on_the_head_comes_with_a_copy_of_the_base(tmp_path):
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "lm_head"])
+    made = get_peft_model(tiny_model(), config)
+    made.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    state = load_file(path)
+    (copied,) = (name for name in state if ".base_layer." in name)
+    load_role(bare(), "policy", tmp_path)
+    save_file({**state, copied: state[copied] + 1}, path, metadata={"format": "pt"})
+    with pytest.raises(AdapterError, match="brings base_model.model.lm_head of its own, which all roles would share"):
+        load_role(bare(), "policy", tmp_path)
+
+
+def test_an_adapter_that_eva_began_is_plain_lora(tmp_path):
+    get_peft_model(tiny_model(), lora()).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "eva"}))
+    load_role(bare(), "policy", tmp_path)
+    with pytest.raises(AdapterError, match='^init_lora_weights: "eva" starts from activations that PEFT collects'):
+        bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", init_lora_weights="eva"))

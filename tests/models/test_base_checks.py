@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from peft import KasaConfig, LoraConfig, get_peft_model
+from peft import BdLoraConfig, KasaConfig, LoraConfig, MontecloraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from benchmarks.architectures import tiny_model as tiny_architecture
@@ -17,9 +18,12 @@ from toolkit.models import (
     ValueModel,
     add_q_roles,
     load_base,
+    load_role,
     read_policy,
     response_q,
 )
+from toolkit.models import lora as lora_module
+from toolkit.models.logit_changes import logits_of
 
 _LLAMA = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -199,6 +203,12 @@ def test_the_cap_of_attentions_logits_is_none_of_the_heads():
     assert torch.equal(base.logits(hidden), base.causal_lm.lm_head(hidden))
 
 
+def test_the_cap_of_a_routers_logits_is_none_of_the_heads():
+    model = tiny_architecture("laguna", moe_router_logit_softcapping=30.0).bfloat16()
+    plain = torch.linspace(-3, 3, 99, dtype=torch.bfloat16).view(1, 1, 99)
+    assert torch.equal(logits_of(model, plain, plain.float())(plain), plain)
+
+
 def test_logits_that_are_changed_otherwise_are_refused():
     model = tiny_model()
     plain = model.forward
@@ -294,13 +304,56 @@ def test_adapters_that_are_more_than_their_weights_are_refused(settings, message
     assert base.roles == () and base.config.num_hidden_layers == 2 == len(base.causal_lm.model.layers)
 
 
-def test_an_adapter_that_changes_the_base_is_refused():
+@pytest.mark.parametrize(
+    "given",
+    [{"kasa_config": KasaConfig()}, {"monteclora_config": MontecloraConfig()}, {"use_bdlora": BdLoraConfig()}],
+    ids=["KaSA", "MonteCLoRA", "BD-LoRA"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_variants_that_would_be_something_else_are_refused_before_peft_has_them(given, dtype):
+    base = SharedBase(tiny_model().to(dtype))
+    weight = base.causal_lm.model.layers[0].self_attn.q_proj.weight
+    before, (field,) = weight.clone(), given
+    with pytest.raises(AdapterError, match=f"^{field}: "):
+        base.add_role("policy", LoraConfig(task_type="CAUSAL_LM", r=1, target_modules=["q_proj"], **given))
+    assert torch.equal(weight, before)
+    base.add_role("policy", lora())
+
+
+def test_orthogonal_factors_are_refused_on_4_bits_and_read_from_a_file_there(checkpoint, tmp_path):
+    orthogonal = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights="orthogonal")
+    plain = load_base(str(checkpoint), dtype="float32")
+    get_peft_model(plain, orthogonal).save_pretrained(tmp_path)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = SharedBase(load_base(str(checkpoint), quantization=nf4))
+    with pytest.raises(AdapterError, match="^init_lora_weights: PEFT makes orthogonal factors in the dtype"):
+        base.add_role("policy", orthogonal)
+    load_role(base, "policy", tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    own = {name.rpartition("layers.")[2]: p for name, p in base.named_parameters() if ".lora_" in name}
+    for name, tensor in saved.items():
+        mine = own[name.rpartition("layers.")[2].replace(".weight", ".policy.weight")]
+        assert torch.equal(mine, tensor)
+
+
+def test_an_adapter_that_changes_the_base_is_refused(monkeypatch):
     """KaSA cuts the smallest singular values off the weights that it stands on."""
+    monkeypatch.delitem(lora_module._NOT_BY_ROLE, "kasa_config")
     base = SharedBase(tiny_model())
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], kasa_config=KasaConfig())
     with pytest.raises(AdapterError, match="^the adapter changes the base, which the other roles share"):
         base.add_role("policy", config)
     assert base.roles == ()
+
+
+def test_patterns_of_layers_that_are_no_experts_are_taken_on_mixtures():
+    base = SharedBase(tiny_architecture("mixtral"))
+    named = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}
+    base.add_role("policy", LoraConfig(**named, rank_pattern={"q_proj": 2}))
+    ranks = {p.shape[0] for name, p in base.named_parameters() if "q_proj.lora_A" in name}
+    assert ranks == {2}
+    with pytest.raises(AdapterError, match="rank_pattern keys did not match any"):
+        SharedBase(tiny_architecture("mixtral")).add_role("policy", LoraConfig(**named, rank_pattern={"w_proj": 2}))
 
 
 def test_an_adapter_that_training_passes_by_is_refused():

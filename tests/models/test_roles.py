@@ -269,3 +269,5 @@ def test_an_adapter_that_is_refused_halfway_leaves_the_others_training():
         assert base.active_role == "policy"
     assert all(p.requires_grad for role in ("policy", "value") for p in base.parameters_of(role))
     assert not any(p.requires_grad for p in base.parameters_of("reward"))
+    base.add_role("judge", LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"]))  # without what was left
+    assert all("v_proj" in name for name, _ in base.named_parameters() if ".lora_" in name and ".judge." in name)

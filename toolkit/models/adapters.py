@@ -95,7 +95,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         raise AdapterError(f'role "{role}": there is no folder {folder}.', remedy="Name a PEFT adapter folder.")
     about = _about(folder) or _about_of_others(folder)
     head: State | None
-    if (folder / SHARED_HEAD_FILE).is_file():
+    of_an_adapter = role not in HEAD_ROLES and (folder / CONFIG_NAME).is_file()  # LLaMA-Factory's has a head beside it
+    if (folder / SHARED_HEAD_FILE).is_file() and not of_an_adapter:
         if any(name.startswith("v_head.") for name in read_tensors(folder, SHARED_HEAD_FILE, device=base.device)):
             wrong = f"{folder} has a value head as TRL's AutoModelForCausalLMWithValueHead and LLaMA-Factory save it."
             raise AdapterError(wrong, remedy="Train a reward here, or by trl.RewardTrainer.")
@@ -236,6 +237,8 @@ def adapter_config(folder: Path) -> LoraConfig:
         wrong += "which the other roles share."
         raise AdapterError(wrong, remedy="Train it without.")
     config.modules_to_save, config.task_type, config.inference_mode = None, "CAUSAL_LM", False
+    if config.init_lora_weights in ("orthogonal", "eva"):  # which leave the base alone: the weights are in the file
+        config.init_lora_weights = True
     # Where it was trained; the weights' names and shapes are checked instead.
     config.base_model_name_or_path = config.revision = None
     return config

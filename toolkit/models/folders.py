@@ -55,10 +55,28 @@ def adapter_state(model: PeftModel, adapter: str) -> State:
 def put_adapter(model: PeftModel, adapter: str, state: State, folder: Path) -> None:
     """Put an adapter's tensors, which were read from `folder`, into it."""
     own = adapter_state(model, adapter)
+    state = _without_embeddings_of_the_base(model, own, state, folder)
     _check_fits(state, own, folder)
     with torch.no_grad():  # PEFT's own renames keys of some models for a second time, and then leaves them out
         for name, mine in own.items():
             mine.copy_(state[name])
+
+
+def _without_embeddings_of_the_base(model: PeftModel, own: State, state: State, folder: Path) -> State:
+    """An adapter's tensors without the base's own embeddings or `lm_head`, which PEFT saves beside an adapter on them.
+
+    Raises: AdapterError: they are others than the base's.
+    """
+    of_base = dict(model.named_parameters())
+    kept = {}
+    for name, tensor in state.items():
+        theirs = of_base.get(name) if name not in own and ".base_layer." in name else None
+        if theirs is None or theirs.shape != tensor.shape:
+            kept[name] = tensor
+        elif theirs.device.type != "meta" and not torch.equal(theirs, tensor.to(theirs)):
+            wrong = f"{folder} brings {name.rpartition('.base_layer.')[0]} of its own, which all roles would share."
+            raise AdapterError(wrong, remedy="Train it without, or on this base.")
+    return kept
 
 
 def load_whole(model: PreTrainedModel, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """What a model does to its logits after `lm_head`: a scale or a cap, of those that its configuration names."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -35,7 +36,8 @@ def _logit_changes(model: PreTrainedModel) -> list[Logits]:
     options: list[Logits] = []
     for name, value in model.config.get_text_config().to_dict().items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        of_the_head = ("logit" in name or "lm_head" in name) and "attn" not in name  # whose logits are others
+        # Attention and the routers of experts have logits of their own.
+        of_the_head = ("logit" in name or "lm_head" in name) and not re.search("attn|attention|router", name)
         if number and value > 0 and value != 1 and of_the_head:
             options += [partial(_capped, value)] if "cap" in name else [partial(_scaled, x) for x in (value, 1 / value)]
     return options

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,13 +22,16 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.errors import AdapterError, did_you_mean
 from toolkit.time_limit import time_limit
 
-# The others (PiSSA, OLoRA, CorDA, LoftQ, EVA) subtract from the base's weights, or replace them.
+# The others (PiSSA, OLoRA, CorDA, LoftQ) subtract from the base's weights, or replace them; EVA looks at data first.
 _INITS_OF_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
 
 _NOT_BY_ROLE = {
     "layer_replication": "layers of the base would be replicated for all roles, the reference among them.",
     "alora_invocation_tokens": "an aLoRA adapter acts in PEFT's own forward pass alone, and would do nothing here.",
     "ensure_weight_tying": "PEFT ties the adapters of embeddings and lm_head in the first adapter of a base alone.",
+    "kasa_config": "KaSA cuts off the smallest singular values of the base's weights, which is to stay as it is.",
+    "monteclora_config": "MonteCLoRA has a loss and a noise of its own, which nothing here adds, and none on 4 bits.",
+    "use_bdlora": "PEFT has no BD-LoRA on a base in 4 bits, and would take plain LoRA without a word.",
 }
 
 
@@ -44,6 +48,9 @@ def add_adapter(model: PreTrainedModel | PeftModel, config: LoraConfig, *, name:
 def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
     """Inside, PEFT puts an adapter on a model; an `AdapterError` where that does not fit, or not as it is meant."""
     check_trains_adapter_alone(config)
+    if config.init_lora_weights == "orthogonal" and any(isinstance(one, Linear4bit) for one in model.modules()):
+        wrong = "PEFT makes orthogonal factors in the dtype of the base's weights, which in 4 bits is a whole number."
+        raise AdapterError(wrong, field="init_lora_weights", remedy="Take gaussian, or leave it out.")
     _check_patterns(model, config)
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
@@ -53,9 +60,10 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         # Patterns without effect. PEFT writes some itself, for fused experts, and does not look for them there.
-        patterns = {*(config.rank_pattern or ()), *(config.alpha_pattern or ())}
-        of_parameters = all(any(re.match(rf"(.*\.)?({pattern})$", name) for name in experts) for pattern in patterns)
-        warnings.filterwarnings("ignore" if of_parameters else "error", message=".*did not match any")
+        warnings.filterwarnings("ignore", message=".*did not match any")
+        for pattern in {*(config.rank_pattern or ()), *(config.alpha_pattern or ())}:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in experts):
+                warnings.filterwarnings("error", message=f".*did not match any.*{re.escape(repr(pattern))}")
         warnings.filterwarnings("error", message=".*no modules were excluded")
         named = bool(config.target_parameters)
         warnings.filterwarnings("error" if named else "ignore", message=".*no parameter was matched")
@@ -97,7 +105,9 @@ def check_trains_adapter_alone(config: LoraConfig) -> None:
         raise AdapterError(wrong, field=given[0], remedy="Leave it out.")
     if config.init_lora_weights not in _INITS_OF_THE_ADAPTER_ALONE:
         wrong = f'"{config.init_lora_weights}" starts by changing weights of the base, which is to stay as it is.'
-        raise AdapterError(wrong, field="init_lora_weights", remedy="Leave it out, or take gaussian or orthogonal.")
+        if config.init_lora_weights == "eva":
+            wrong = '"eva" starts from activations that PEFT collects in a pass of its own, which is not made here.'
+        raise AdapterError(wrong, field="init_lora_weights", remedy="Leave it out, or take gaussian.")
     for field, wrong in _NOT_BY_ROLE.items():
         if getattr(config, field):
             raise AdapterError(wrong, field=field, remedy="Leave it out.")
@@ -154,6 +164,15 @@ def adapter_parameters(model: nn.Module, adapter: str) -> dict[str, nn.Parameter
     # On an embedding PEFT keeps the tensors themselves by adapter, on other layers modules that hold them.
     own = re.compile(rf"(\.lora_\w+)\.{adapter}(?=\.|$)")
     return {own.sub(r"\1", name): p for name, p in model.named_parameters() if own.search(name)}
+
+
+def delete_remains(model: nn.Module, adapter: str) -> None:
+    """Take away what PEFT has put on some layers of an adapter that it then refused."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
+        for layer in adapted_layers(model):
+            if any(adapter in getattr(layer, name) for name in layer.adapter_layer_names):
+                layer.delete_adapter(adapter)
 
 
 def delete_adapter(model: PeftModel, adapter: str) -> None:

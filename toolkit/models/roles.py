@@ -26,6 +26,7 @@ from toolkit.models.lora import (
     adapter_parameters,
     add_adapter,
     delete_adapter,
+    delete_remains,
 )
 from toolkit.models.trials import probe
 from toolkit.models.value_model import ValueModel
@@ -165,7 +166,8 @@ class SharedBase(FrozenLM):
             try:
                 self.model = add_adapter(self.model, config, name=role)
             except BaseException:
-                self._restore_role()  # PEFT may have come to some of the layers, and its adapter is active there
+                delete_remains(self.model, role)  # PEFT may have come to some of the layers
+                self._restore_role()  # its adapter is active there
                 self.train_roles(*self.trained_roles)
                 raise
             self._adapter_parameters[role] = adapter_parameters(self.model, role)
