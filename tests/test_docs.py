@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,14 @@ def test_links_between_pages_lead_somewhere():
                 linked = page.parent / target if target else page
                 assert linked.exists(), f"{page.name}: {target}"
                 assert not anchor or anchor in anchors(linked), f"{page.name}: {target}#{anchor}"
+
+
+def test_what_the_readme_links_to_is_in_the_source_distribution():
+    of_project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    included = of_project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    linked = {target.split("/")[0] for target in re.findall(r"\]\(([^)#\s:]+)", text)} - {"https"}
+    assert "CONTRIBUTING.md" in linked and linked <= set(included)
 
 
 def test_the_index_names_every_page():

@@ -191,7 +191,51 @@ def test_a_response_that_ends_at_the_limit_is_not_called_cut(trained, monkeypatc
         monkeypatch.setattr(Sampler, "__call__", lambda *a, e=ended, **k: replace(sample(*a, **k), ended=[e]))
         lines, shown = iter(["Hi", "/quit"]), []
         converse(recipe, sampler, read=lambda _, lines=lines: next(lines), write=shown.append)
-        assert any("cut at" in one for one in shown) is not ended
+        assert any("(cut " in one for one in shown) is not ended
+
+
+def test_a_response_that_the_positions_end_is_told_so(trained, monkeypatch):
+    _, recipe = trained
+    sampler, shown, few, sample = trained_sampler(recipe, temperature=0.0, max_new_tokens=16), [], 1, Sampler.__call__
+    monkeypatch.setattr(Sampler, "__call__", lambda *a, **k: replace(sample(*a, **k), ended=[False]))
+    empty = len(recipe.task.prompt_ids([{"role": "user", "content": "x"}])) - 1  # a byte a token
+    lines = iter(["x" * (512 - few - empty), "/quit"])
+    converse(recipe, sampler, read=lambda _: next(lines), write=shown.append)
+    assert f"(cut after {few} tokens, where the base's positions end; /reset makes room)" in shown
+
+
+def test_typed_prompts_are_rows_as_of_a_file(trained, tmp_path):
+    _, recipe = trained
+    path, dialogue = tmp_path / "ask.jsonl", "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: A river?\n\nAssistant:"
+    kinds = {
+        "prompts": {"task": "prompts", "train": str(path), "chat": False},
+        "chats": {"task": "prompts", "train": str(path)},
+        "pairs": {**recipe.values["data"], "chat": False},
+    }
+    for name, data in kinds.items():
+        other = replace(recipe, values={**recipe.values, "data": data})
+        for text in (dialogue, "Capital?"):
+            path.write_text(json.dumps({"prompt": text}) + "\n")
+            (typed,), (read,) = (prompts_of(other, *given, 1)[1] for given in (([text], None), ((), path)))
+            if name == "pairs" and text != dialogue:  # a question is one of a conversation there
+                assert typed["messages"] == [{"role": "user", "content": text}]
+                assert typed["prompt"] == "\n\nHuman: Capital?\n\nAssistant:"
+            else:
+                assert typed == read
+
+
+def test_a_conversation_of_dialogues_without_a_template_is_remembered(trained):
+    _, recipe = trained
+    recipe = replace(recipe, values={**recipe.values, "data": {**recipe.values["data"], "chat": False}})
+    asked, real = [], type(recipe.task).prompt_ids
+    lines, shown = iter(["Hi", "And you?", "/quit"]), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(recipe.task), "prompt_ids", lambda self, messages: asked.append(len(messages)) or real(self, messages)
+        )
+        sampler = trained_sampler(recipe, temperature=0.0, max_new_tokens=4)
+        converse(recipe, sampler, read=lambda _: next(lines), write=shown.append)
+    assert asked == [1, 3] and not any("plain text" in one for one in shown)
 
 
 def test_a_conversation_ends_with_the_input(trained):

@@ -598,6 +598,8 @@ def test_the_data_of_a_shipped_recipe_is_found_from_any_folder(tmp_path, monkeyp
     assert (
         recipes.load("llama3_8b_lora", model, "data.train=data/mine.json").values["data"]["train"] == "data/mine.json"
     )
+    for given in ("data.train=data/prompts.txt", "data={train: data/prompts.txt}"):  # and no other stands in for it
+        assert recipes.load("llama3_8b_lora", model, given).values["data"]["train"] == "data/prompts.txt"
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "queries.json").write_text("[]")  # one's own comes first
     assert recipes.load("llama3_8b_lora", model).values["data"]["train"] == "data/queries.json"

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import phases
 from toolkit.data.encoder import PROMPT_COLUMNS, OnLong, PromptEncoder
-from toolkit.data.files import listed
-from toolkit.data.messages import Messages
+from toolkit.data.files import listed, shown
+from toolkit.data.messages import Messages, read_prompt
 from toolkit.data.rows import (
     Split,
     Unusable,
@@ -143,11 +143,24 @@ class SourceTask(Task):
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation as a prompt; its last message alone where prompts are mere text."""
-        return self._encoder.typed(messages, plain=self.may_be_plain and not self.chats)
+        return self._encoder.typed(messages, plain=not self.converses)
+
+    @property
+    def converses(self) -> bool:
+        return self.chats or not self.may_be_plain
+
+    def typed(self, text: str) -> dict[str, Any]:
+        plain = not self.converses
+        encoder = PromptEncoder(self.tokenizer, chat=False) if plain else self._encoder
+        try:
+            asked = read_prompt(text)
+            messages: Messages = [{"role": "user", "content": text}]
+            return encoder.prompt(messages if isinstance(asked, str) and not plain else asked)
+        except Unusable as reason:
+            raise DataError(f'the prompt "{shown(text)}": {reason}.', remedy="Ask in another way.") from reason
 
     def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        plain = self.may_be_plain and not self.chats
-        encoder = PromptEncoder(self.tokenizer, chat=False) if plain else self._encoder
+        encoder = self._encoder if self.converses else PromptEncoder(self.tokenizer, chat=False)
         try:
             column, prompt = encoder.row(place, row, row, self._prompt_columns_in(row), None)
         except Unusable as reason:

@@ -33,8 +33,13 @@ class Task:
 
     @property
     def chats(self) -> bool:
-        """Whether prompts are conversations, to which what was said before belongs."""
+        """Whether prompts have the chat template of the base around them."""
         return False
+
+    @property
+    def converses(self) -> bool:
+        """Whether prompts are conversations, to which what was said before belongs."""
+        return self.chats
 
     def dataset(self, kind: Kind, split: str) -> Dataset:
         """The rows of one kind; raises DataError if the task has none of it."""
@@ -83,6 +88,13 @@ class Task:
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation that a person typed, as a prompt; raises DataError if it cannot be one."""
         raise self._lacks("prompts")
+
+    def typed(self, text: str) -> dict[str, Any]:
+        """A text that a person typed as the row of a prompt, as training has it; a DataError if it cannot be one."""
+        messages: Messages = [{"role": "user", "content": text}]
+        ids = self.prompt_ids(messages)
+        row = {"input_ids": ids, "prompt": str(self.tokenizer.decode(ids))}
+        return row | ({"messages": messages} if self.chats else {})
 
     def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The prompt of a row of another file as text, and the row as a stage has it, with `input_ids`; raises

@@ -40,7 +40,7 @@ def prompts_of(
         held_out = recipe.task.prompts("test")
         rows = [held_out[i] for i in range(min(number, len(held_out)))]
         return list(recipe.tokenizer.batch_decode([row["input_ids"] for row in rows])), rows
-    asked = [(text, _typed(recipe, text)) for text in texts]
+    asked = [(text, recipe.task.typed(text)) for text in texts]
     if file is not None:
         asked += [recipe.task.prompt_of(place, row) for place, row in read_rows(str(file), field="file")]
     if not asked:
@@ -48,14 +48,6 @@ def prompts_of(
     columns = [row for _, row in asked]
     of_all = [name for name in columns[0] if all(name in row for row in columns)]  # a reward may read them
     return [text for text, _ in asked], [{name: row[name] for name in of_all} for row in columns]
-
-
-def _typed(recipe: Recipe, text: str) -> dict[str, Any]:
-    """A text as the row of a prompt, with what a reward may read of every prompt."""
-    messages = [{"role": "user", "content": text}]
-    ids = recipe.task.prompt_ids(messages)
-    row = {"input_ids": ids, "prompt": str(recipe.tokenizer.decode(ids))}
-    return row | ({"messages": messages} if recipe.task.chats else {})
 
 
 def _check_output(recipe: Recipe, output: Path | None, file: Path | None) -> None:
@@ -172,7 +164,7 @@ def converse(
     tokens streamed to standard output; `write` shows what is around them.
     """
     write("/reset forgets, /compare shows the reference or hides it, /quit ends (so does Ctrl-D).")
-    if not recipe.task.chats:
+    if not recipe.task.converses:
         write("This recipe's prompts are plain text: each line is a prompt of its own.")
     messages: Messages = []
     while True:
@@ -195,7 +187,7 @@ def converse(
         elif line:
             samplers = {"policy": sampler} | ({"reference": sampler.reference} if compare else {})
             try:
-                messages = _exchange(recipe, samplers, messages if recipe.task.chats else [], line, write)
+                messages = _exchange(recipe, samplers, messages if recipe.task.converses else [], line, write)
             except DataError as error:  # of a line that cannot be a prompt, or a conversation that is too long
                 write(f"{error}")
 
@@ -214,5 +206,7 @@ def _exchange(
         rollout = sampler(sampler.collator([row]), streamer=streamer)
         (said[name],) = rollout.responses
         if not rollout.ended[0]:
-            write(f"(cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more)")
+            more = f"cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more"
+            full = f"cut after {rollout.lengths[0]} tokens, where the base's positions end; /reset makes room"
+            write(f"({more if rollout.lengths[0] >= sampler.response_length else full})")
     return [*asked, {"role": "assistant", "content": said["policy"]}]

@@ -3,23 +3,29 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers.utils import is_liger_kernel_available
 
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import writing
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.errors import DataError, RecipeError, ToolkitError
 from toolkit.models import Merged, load_base, merge_adapter, read_tensors, resolved
 from toolkit.reports import read_result
 from toolkit.runs import build
+from toolkit.runs.differences import recorded
 from toolkit.runs.folder import check_outputs, find_run, has_weights, recover
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
+from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
+from toolkit.spec.sections import STAGE_CLASSES
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
 
@@ -40,7 +46,8 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         runs = Path(os.path.expanduser(runs_dir))
         folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
         processes.by_main(lambda: recover(folder))
-        recipe = load(folder / RECIPE_FILE, *overrides, run=folder.name, runs_dir=folder.parent)
+        beyond = _not_here(recorded(folder))
+        recipe = load(folder / RECIPE_FILE, *beyond, *overrides, run=folder.name, runs_dir=folder.parent)
         last = "q" if responds_by_q(recipe) else "ppo"
         if last == "q" and not by_q:
             wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
@@ -60,6 +67,18 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             raise RecipeError(wrong, remedy=remedy)
         check_outputs(folder, [*recipe.plan.stages[last].needs, last])
     return recipe
+
+
+def _not_here(values: dict[str, Any]) -> Iterator[str]:
+    """Overrides that take away what the stages of a run had, and this machine has not: nothing is trained here."""
+    for stage in STAGE_CLASSES:
+        given = section(values, stage)
+        if "report_to" in given:
+            yield f"{stage}.report_to=none"
+        if given.get("use_liger_kernel") and not is_liger_kernel_available():
+            yield f"{stage}.use_liger_kernel=false"
+        if given.get("tf32") and not torch.cuda.is_available():
+            yield f"{stage}.tf32=null"
 
 
 def responds_by_q(recipe: Recipe) -> bool:
@@ -126,7 +145,13 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     """
     folder, policy, dtype = _empty(Path(output)), policy_folder(recipe), resolved(recipe.base.dtype)
     read_tensors(policy)
-    probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row][:_POSITIONS]
+    try:
+        probe = [token for row in recipe.task.prompts("test")["input_ids"] for token in row][:_POSITIONS]
+        of = "tokens of held-out prompts"
+    except DataError:  # whose file need not be where a run is used
+        known = sorted(recipe.tokenizer.get_vocab().values())
+        probe = known[:: max(1, len(known) // _POSITIONS)][:_POSITIONS]
+        of = "tokens of the vocabulary, since the data cannot be read here,"
     merged = None
     with suppress(torch.OutOfMemoryError):  # a card that holds the base in 4 bits need not hold it whole
         merged = _merged(recipe, policy, dtype, probe)
@@ -137,7 +162,7 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
         recipe.tokenizer.save_pretrained(folder)
     likeliest = merged.logits.argmax(-1).cpu()
     told = (
-        f"merged in {dtype}: over {len(probe)} tokens of held-out prompts the logits differ from those of base and "
+        f"merged in {dtype}: over {len(probe)} {of} the logits differ from those of base and "
         f"adapter apart by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most likely "
         f"token is the same at {merged.agreement:.1%} of them"
     )

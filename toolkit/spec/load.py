@@ -274,8 +274,9 @@ def _without_null(values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _with_shipped_data(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """A shipped recipe with the example data that is shipped beside it, where this folder has none of the name."""
+def _with_shipped_data(values: dict[str, Any], path: Path, given: Collection[str]) -> dict[str, Any]:
+    """A shipped recipe with the example data that is shipped beside it, where this folder has none of the name; a file
+    that is `given` beside the recipe is where the user says."""
     if not path.resolve().is_relative_to(recipe_folder().resolve()):
         return values
     beside = recipe_folder().resolve().parent
@@ -288,7 +289,8 @@ def _with_shipped_data(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
     for section in DATA_SECTIONS:
         if isinstance(data := values.get(section), dict):
-            values[section] = data | {key: placed(data[key]) for key in ("train", "validation") if key in data}
+            own = [key for key in ("train", "validation") if key in data and f"{section}.{key}" not in given]
+            values[section] = data | {key: placed(data[key]) for key in own}
     return values
 
 
@@ -372,8 +374,9 @@ def load(
     if problems:
         raise RecipeError(str(path), problems=problems)
     try:
-        given = _without_the_replaced(_without_null(resolved), _keys_of(overrides, sections or {}))
-        checked = _with_whole_paths(with_reward_files(_with_shipped_data(given, path), path.parent))
+        given = _keys_of(overrides, sections or {})
+        found = _with_shipped_data(_without_the_replaced(_without_null(resolved), given), path, given)
+        checked = _with_whole_paths(with_reward_files(found, path.parent))
     except (OSError, ValueError, RuntimeError) as error:  # as in `find`
         raise RecipeError(f"{path} names a file that cannot be: {_reason(error)}") from error
     problems = check_recipe(checked)

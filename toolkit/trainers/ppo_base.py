@@ -138,7 +138,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir)
         if not _internal_call and processes.is_main():
-            write_model_card(Path(output_dir or self.args.output_dir), base_name=self.base_name)
+            folder = Path(output_dir or self.args.output_dir)
+            write_model_card(folder, base_name=self.base_name, config=self.roles.config)
 
     def save_checkpoint(self) -> Path:
         self._prepare_training()  # in a loop of your own there may be no update yet
@@ -165,7 +166,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     # What remains of TRL's methods reads models that a shared base does not have.
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
-        write_model_card(Path(self.args.output_dir), base_name=self.base_name)
+        write_model_card(Path(self.args.output_dir), base_name=self.base_name, config=self.roles.config)
 
     def null_ref_context(self) -> Any:
         """The reference role, as TRL names it."""
