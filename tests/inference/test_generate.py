@@ -231,11 +231,15 @@ def test_a_conversation_of_dialogues_without_a_template_is_remembered(trained):
     lines, shown = iter(["Hi", "And you?", "/quit"]), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            type(recipe.task), "prompt_ids", lambda self, messages: asked.append(len(messages)) or real(self, messages)
+            type(recipe.task), "prompt_ids", lambda self, messages: asked.append(real(self, messages)) or asked[-1]
         )
-        sampler = trained_sampler(recipe, temperature=0.0, max_new_tokens=4)
+        sampler, sample = trained_sampler(recipe, temperature=0.0, max_new_tokens=4), Sampler.__call__
+        patch.setattr(Sampler, "__call__", lambda *a, **k: replace(sample(*a, **k), responses=[" Yes."]))
         converse(recipe, sampler, read=lambda _: next(lines), write=shown.append)
-    assert asked == [1, 3] and not any("plain text" in one for one in shown)
+    written = [recipe.tokenizer.decode(ids, skip_special_tokens=True) for ids in asked]
+    first = "\n\nHuman: Hi\n\nAssistant:"
+    assert written == [first, f"{first} Yes.\n\nHuman: And you?\n\nAssistant:"]
+    assert not any("plain text" in one for one in shown)
 
 
 def test_a_conversation_ends_with_the_input(trained):

@@ -244,16 +244,20 @@ def test_a_name_is_no_way_out_of_the_folder_of_runs(trained, tmp_path):
 
 
 def test_a_run_is_used_where_what_training_needed_is_not(trained, tmp_path, monkeypatch):
-    _, recipe = trained
+    folder, recipe = trained
     shutil.copytree(recipe.folder, tmp_path / "runs" / "chat")
     path = tmp_path / "runs" / "chat" / "recipe.yaml"
     values = yaml.safe_load(path.read_text())
     values["ppo"] |= {"report_to": ["wandb"], "tf32": True}
-    values["data"]["train"] = values["data"]["validation"] = str(tmp_path / "gone.jsonl")
     path.write_text(yaml.safe_dump(values))
     monkeypatch.setattr("toolkit.spec.stage.get_available_reporting_integrations", lambda: [])
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for module in ("transformers.training_args", "toolkit.inference.saved_run"):  # as on an older card
+        monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: False)
+    monkeypatch.chdir(folder)  # where its reward is found
+    assert "changed" not in evaluate(open_run("chat", runs_dir=tmp_path / "runs"))
+    values["data"]["train"] = values["data"]["validation"] = str(tmp_path / "gone.jsonl")
+    path.write_text(yaml.safe_dump(values))
     opened = open_run("chat", runs_dir=tmp_path / "runs")
-    folder, told = export_merged(opened, tmp_path / "merged")
-    assert (folder / "model.safetensors").is_file()
+    merged, told = export_merged(opened, tmp_path / "merged")
+    assert (merged / "model.safetensors").is_file()
     assert "over 64 tokens of the vocabulary, since the data cannot be read here, the logits differ" in told

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import warnings
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -347,6 +348,15 @@ def test_a_value_head_of_other_tools_is_no_reward(tmp_path):
     load_role(other, "policy", folder)  # it is that of a good policy
     pairs = zip(base.parameters_of("policy"), other.parameters_of("policy"), strict=True)
     assert all(torch.equal(mine, theirs) for theirs, mine in pairs)
+
+
+def test_an_adapter_of_pefts_on_a_tied_head_comes_with_a_copy_too(tmp_path):
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn", "lm_head"], fan_in_fan_out=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, of tied weights
+        get_peft_model(tiny_model("gpt2"), config).save_pretrained(tmp_path)
+    assert any(".base_layer." in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    load_role(bare("gpt2"), "policy", tmp_path)
 
 
 def test_an_adapter_of_pefts_on_the_head_comes_with_a_copy_of_the_base(tmp_path):

@@ -12,6 +12,7 @@ import yaml
 from tests.tiny_runs import command_here
 from toolkit.cli.command import complete_run
 from toolkit.errors import RecipeError, ToolkitError
+from toolkit.runs import listing
 from toolkit.runs.comparison import compare, differing
 from toolkit.runs.listing import all_runs, state_of
 from toolkit.runs.lock import at_work
@@ -132,6 +133,17 @@ def test_a_folder_that_may_not_be_entered_is_passed_over(runs, monkeypatch):
     with pytest.raises(PermissionError):
         (runs / "private" / "x").stat()
     assert [run.name for run in all_runs(runs)] == ["a", "b", "c"]
+    monkeypatch.undo()
+
+    def kept_shut(folder):
+        if folder == runs / "a" / "ppo":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return plainly(folder)
+
+    plainly = listing.has_begun
+    monkeypatch.setattr(listing, "has_begun", kept_shut)
+    (a, *_) = all_runs(runs)
+    assert (a.name, a.stages[0].stage, a.stages[0].state) == ("a", "ppo", "damaged")
 
 
 def test_settings_that_differ(runs):

@@ -479,7 +479,8 @@ def test_files_of_rewards_that_are_objects_or_share_a_name_are_told_apart(tmp_pa
         (tmp_path / name / "own.py").write_text(body)
         rules[name] = load_function(f"{tmp_path}/{name}/own.py:rule")
     assert code_digests(partial(rules["a"])).keys() == {"own.py"}
-    assert code_digests(sys.modules[type(rules["a"]).__module__].model) == code_digests(rules["a"])
+    model = sys.modules[type(rules["a"]).__module__].model
+    assert code_digests(model) == code_digests(partial(model)) == code_digests(rules["a"])
     assert code_digests(torch.nn.Linear(1, 1)) == code_digests(len) == {}
     before = code_digests(WeightedSum(rules))
     (tmp_path / "a" / "own.py").write_text(f"{body}# edited\n")

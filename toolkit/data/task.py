@@ -90,7 +90,8 @@ class Task:
         raise self._lacks("prompts")
 
     def typed(self, text: str) -> dict[str, Any]:
-        """A text that a person typed as the row of a prompt, as training has it; a DataError if it cannot be one."""
+        """A text that a person typed as the row of a prompt, as training has it: where prompts may be dialogues, as
+        a turn of one. Raises DataError if it cannot be one."""
         messages: Messages = [{"role": "user", "content": text}]
         ids = self.prompt_ids(messages)
         row = {"input_ids": ids, "prompt": str(self.tokenizer.decode(ids))}

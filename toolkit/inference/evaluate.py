@@ -10,7 +10,7 @@ from transformers import set_seed
 from toolkit import processes
 from toolkit.data import data_digest
 from toolkit.errors import DataError
-from toolkit.inference.saved_run import policy_folder, responds_by_q
+from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
 from toolkit.models import load_weights
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
@@ -49,7 +49,8 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
 def _trained_on(recipe: Recipe) -> dict[str, Any]:
     """How many prompts of changed data the run was trained on, by PPO or by Q-learning: a larger split reaches into
     what the run did not hold out. Nothing where the data are those of the run."""
-    run = load(recipe.folder / RECIPE_FILE, run=recipe.run, runs_dir=recipe.runs_dir)
+    beyond = [f"{key}={value}" for key, value in not_here(recipe.folder).items()]
+    run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
     by = "q" if responds_by_q(recipe) else "ppo"
     if run.values["data"] == recipe.values["data"]:
         held_out = (read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}).get("held_out")
@@ -83,8 +84,9 @@ def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
         before, after = _evaluated(recipe, prompts)
     result = stage.figures(recipe, EVALUATION, started, before.metrics, after.metrics)
-    if changed := changes(recipe, EVALUATION, recipe.folder):
-        result["changed"] = {key: here for key, (_, here) in changed.items() if here is not ABSENT}
+    changed, beyond = changes(recipe, EVALUATION, recipe.folder), not_here(recipe.folder)
+    if given := {key: here for key, (_, here) in changed.items() if here is not ABSENT and key not in beyond}:
+        result["changed"] = given
     return result, sample_rows(*(Responses.of(one.rollout, one.scores, one.judged) for one in (before, after)))
 
 

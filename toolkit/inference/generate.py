@@ -209,4 +209,5 @@ def _exchange(
             more = f"cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more"
             full = f"cut after {rollout.lengths[0]} tokens, where the base's positions end; /reset makes room"
             write(f"({more if rollout.lengths[0] >= sampler.response_length else full})")
-    return [*asked, {"role": "assistant", "content": said["policy"]}]
+    # The space around a turn is the form's.
+    return [*asked, {"role": "assistant", "content": said["policy"].strip()}]

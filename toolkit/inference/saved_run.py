@@ -3,13 +3,11 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers.utils import is_liger_kernel_available
+from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
@@ -46,7 +44,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         runs = Path(os.path.expanduser(runs_dir))
         folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
         processes.by_main(lambda: recover(folder))
-        beyond = _not_here(recorded(folder))
+        beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
         recipe = load(folder / RECIPE_FILE, *beyond, *overrides, run=folder.name, runs_dir=folder.parent)
         last = "q" if responds_by_q(recipe) else "ppo"
         if last == "q" and not by_q:
@@ -69,16 +67,19 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
     return recipe
 
 
-def _not_here(values: dict[str, Any]) -> Iterator[str]:
-    """Overrides that take away what the stages of a run had, and this machine has not: nothing is trained here."""
+def not_here(folder: Path) -> dict[str, str]:
+    """What takes the place of what the stages of a run had, and this machine may not have, by its key: nothing is
+    trained here."""
+    found, values = {}, recorded(folder)
     for stage in STAGE_CLASSES:
         given = section(values, stage)
         if "report_to" in given:
-            yield f"{stage}.report_to=none"
+            found[f"{stage}.report_to"] = "none"
         if given.get("use_liger_kernel") and not is_liger_kernel_available():
-            yield f"{stage}.use_liger_kernel=false"
-        if given.get("tf32") and not torch.cuda.is_available():
-            yield f"{stage}.tf32=null"
+            found[f"{stage}.use_liger_kernel"] = "false"
+        if given.get("tf32") and not is_torch_tf32_available():
+            found[f"{stage}.tf32"] = "null"
+    return found
 
 
 def responds_by_q(recipe: Recipe) -> bool:

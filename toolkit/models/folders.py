@@ -67,7 +67,7 @@ def _without_embeddings_of_the_base(model: PeftModel, own: State, state: State, 
 
     Raises: AdapterError: they are others than the base's.
     """
-    of_base = dict(model.named_parameters())
+    of_base = dict(model.named_parameters(remove_duplicate=False))  # lm_head may be tied
     kept = {}
     for name, tensor in state.items():
         theirs = of_base.get(name) if name not in own and ".base_layer." in name else None

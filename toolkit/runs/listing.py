@@ -1,7 +1,6 @@
 """All runs of a folder: how far each is, its last figures, and the command that goes on. Read alone, nothing loaded."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,9 +41,16 @@ def all_runs(runs_dir: Path) -> Iterator[RunState]:
     """The runs of a folder by name."""
     for path in sorted(runs_dir.glob("*")):
         recover_to_read(path)
-        with suppress(PermissionError):  # another user's
-            if (path / RECIPE_FILE).is_file():
-                yield state_of(path)
+        try:
+            if not (path / RECIPE_FILE).is_file():
+                continue
+        except PermissionError:  # another user's
+            continue
+        try:
+            yield state_of(path)
+        except PermissionError as error:  # a stage of it alone, as a container's
+            stage = StageState(Path(error.filename or path).name, DAMAGED, f"{error.filename}: {error.strerror}", "")
+            yield RunState(path.name, (stage,), ())
 
 
 def state_of(run: Path) -> RunState:
