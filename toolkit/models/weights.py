@@ -1,6 +1,7 @@
 """The weights of a model: whether they changed, and an adapter merged into them."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,18 +19,25 @@ from toolkit.models.lora import peft_errors
 from toolkit.models.roles import SharedBase
 from toolkit.models.trials import apart_by, tolerance
 
+_OF_AN_ADAPTER = re.compile(r"\.(lora_|modules_to_save\.|original_module\.)")  # the head that it trains, and had
+
 
 def base_digest(base: SharedBase) -> str:
     """SHA-256 of the first 64 numbers of each tensor of the base but the quantised, which devices round differently; of
     a value model's base under an adapter, too."""
-    frozen = [base.causal_lm]
+    frozen: list[nn.Module] = [base.causal_lm]
     if base.value_model is not None and base.value_model.adapted is not None:
         frozen.append(base.value_model.backbone)
-    named = (pair for model in frozen for pair in model.named_parameters())
+    return frozen_digest(*frozen)
+
+
+def frozen_digest(*models: nn.Module) -> str:
+    """The same of the bases of models with adapters."""
+    named = (pair for model in models for pair in model.named_parameters())
     return tensors_digest(
         p.flatten()[:64]
         for name, p in named
-        if p.is_floating_point() and ".lora_" not in name and not hasattr(p, "quant_state")
+        if p.is_floating_point() and not hasattr(p, "quant_state") and not _OF_AN_ADAPTER.search(name)
     )
 
 

@@ -18,7 +18,7 @@ from toolkit.runs.folder import finished
 from toolkit.sampling import check_room
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.q_learning import check_returns
-from toolkit.trainers.resume import steps_of_a_pass
+from toolkit.trainers.resume import check_batch, steps_of_a_pass
 from toolkit.trainers.self_checks import check_dataset
 from toolkit.trainers.sft import with_loss
 from toolkit.trainers.stock_ppo import check_trl_loop
@@ -31,6 +31,8 @@ def counted_rows(dataset: Any, config: Any) -> Any:
     """The rows of the sft stage as TRL's trainer counts them: packed, or without those cut before their response."""
     if not config.packing:
         return with_loss(dataset, config)
+    if config.packing_strategy == "bfd":
+        dataset = with_loss(dataset, config)
     dataset = dataset.select_columns(["input_ids"])
     if config.shuffle_dataset:
         dataset = dataset.shuffle(seed=config.seed)
@@ -92,6 +94,7 @@ class DataCheck:
             with self.findings.at(key=stage):
                 config = build.trainer_config(recipe, stage)
                 prepared = counted_rows(train, config) if stage == "sft" else train
+                check_batch(config, len(prepared))
                 facts = batch_figures(stage, config, len(prepared))
                 if stage == "ppo":
                     self.prompts_read = True

@@ -31,7 +31,7 @@ from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
-from toolkit.trainers.sft import cut_rows
+from toolkit.trainers.sft import cut_rows, packs
 from toolkit.trainers.stock_ppo import save_stock_roles, stock_rollouts
 
 
@@ -304,7 +304,7 @@ def _report_cuts(recipe: Recipe, args: Any) -> dict[str, dict[str, int]]:
     cuts = {}
     for split in ("train", "validation"):
         rows = stage_dataset(recipe, "sft", "demonstrations", split)
-        cut = cut_rows(rows, args)
+        cut = cut_rows(rows, args, packing=packs(args, split))
         if cut:
             cuts[split] = cut
             of = f"{cut['cut']} of {len(rows)} rows are cut to sft.max_length ({args.max_length})"

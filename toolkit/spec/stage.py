@@ -113,12 +113,22 @@ _NOT_OFFERED = {
     "max_new_tokens": Problem("is named response_length, as in TRL."),
 }
 
+_NO_UPLOADS = dict.fromkeys(
+    ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
+    "transformers uploads no weights that are in folders by role; upload what toolkit export writes",
+)
+_NO_CAST = dict.fromkeys(
+    ("bf16_full_eval", "fp16_full_eval"),
+    "an evaluation is in the precision of training, and transformers would cast what trains",
+)
 _OF_THE_TOKENIZER = dict.fromkeys(
     ("pad_token", "eos_token", "chat_template_path"), "the tokenizer is that of the base in every stage"
 )
 WITHOUT_EFFECT = {
     "sft": {
         **_OF_THE_TOKENIZER,
+        **_NO_UPLOADS,
+        **_NO_CAST,
         "label_smoothing_factor": "the losses of TRL's trainer have none",
         **dict.fromkeys(("completion_only_loss", "dataset_text_field"), "the form of the data says what is predicted"),
         "trust_remote_code": "the base is loaded by base.trust_remote_code",
@@ -127,6 +137,8 @@ WITHOUT_EFFECT = {
     },
     "reward": {
         **_OF_THE_TOKENIZER,
+        **_NO_UPLOADS,
+        **_NO_CAST,
         **dict.fromkeys(("trust_remote_code", "model_init_kwargs"), "the model is loaded by base or reward_model"),
     },
     "ppo": {
@@ -134,7 +146,7 @@ WITHOUT_EFFECT = {
         for name in dict.fromkeys([*(f.name for f in fields(TRLPPOConfig) if f.init), *_INSTEAD])
         if name not in {*_READ_BY_PPO, *declared(PPOConfig), *OF_NO_RECIPE}
     },
-    "q": _IGNORED_BY_Q,
+    "q": {**_IGNORED_BY_Q, **_NO_UPLOADS, **_NO_CAST},
 }
 """Fields of a stage's class that the stage does not read, each with the reason; of PPO those with `loop: toolkit`."""
 
@@ -171,6 +183,12 @@ def check_stage(
     if stage == "sft" and values.get("packing") and values.get("max_length", 0) is None:
         wrong = "a whole number is needed with sft.packing, got None: rows are packed to it."
         problems.append(Problem(wrong, "sft.max_length"))
+    if stage == "sft" and values.get("packing") and values.get("truncation_mode") == "keep_end":
+        wrong = "keep_end would have no effect with packing, which keeps the start."
+        problems.append(Problem(wrong, "sft.truncation_mode"))
+    if stage == "sft" and values.get("eval_packing") and not values.get("packing"):
+        wrong = "true needs packing: rows would be read after others, as if they went on."
+        problems.append(Problem(wrong, "sft.eval_packing"))
     if stage == "reward" and values.get("max_length") is not None:
         wrong = "is refused: TRL leaves out pairs that are longer, and says nothing."
         remedy = "Limit max_prompt_length and max_response_length of the data."

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from toolkit import checkpoints, phases, processes
-from toolkit.errors import CheckpointError, RunInterrupted, SelfCheckError, ToolkitError
+from toolkit.errors import CheckpointError, DataError, RunInterrupted, SelfCheckError, ToolkitError
 from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.reports import MetricsFile, Progress
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
@@ -53,6 +53,13 @@ def check_undivided(accelerator: Accelerator) -> None:
     if accelerator.num_processes > 1:
         wrong = "the toolkit divides rows among processes by itself, and accelerate would divide them once more."
         raise ToolkitError(wrong, remedy="Call toolkit.processes.join() before anything else.")
+
+
+def check_batch(args: TrainingArguments, rows: int) -> None:
+    """Raises: DataError: a pass would have no batch, and nothing be trained."""
+    if args.dataloader_drop_last and rows < args.per_device_train_batch_size:
+        wrong = f"true leaves out the only batch: there are {rows} rows, and per_device_train_batch_size is "
+        raise DataError(f"{wrong}{args.per_device_train_batch_size}.", field="dataloader_drop_last")
 
 
 def steps_of_a_pass(args: TrainingArguments, rows: int, at_once: int) -> int:
@@ -142,6 +149,7 @@ class ResumableTrainer(GuardedSteps):
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
         check_undivided(self.accelerator)
+        check_batch(self.args, len(self.train_dataset))
         check_alike(self._identity)
         asked = resume_from_checkpoint
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from peft import PeftModel
 from torch import nn
 
 from toolkit import processes
 from toolkit.data import data_digest
 from toolkit.errors import CheckpointError, SelfCheckError
-from toolkit.models import SharedBase, base_digest, tensors_digest
+from toolkit.models import SharedBase, base_digest, frozen_digest, tensors_digest
 from toolkit.reports import versions
 from toolkit.rewards import code_digests
 
@@ -30,7 +31,11 @@ def identity(dataset: Dataset, model: nn.Module, roles: SharedBase | None, rewar
     """What a checkpoint keeps to know its run by; the base where a role of one is trained."""
     data = {"rows": len(dataset), "sha256": data_digest(dataset)}
     dtype = str(getattr(model if roles is None else roles.causal_lm, "dtype", None)).removeprefix("torch.")
-    base = None if roles is None else base_digest(roles)
+    base = None  # of one that trains whole
+    if roles is not None:
+        base = base_digest(roles)
+    elif isinstance(model, PeftModel):
+        base = frozen_digest(model.base_model)
     return {"data": data, "base": base, "dtype": dtype, "versions": versions(), "reward": code_digests(reward)}
 
 
@@ -75,7 +80,7 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
         wrong = f"was written on other training data ({rows}), so its place in them means nothing."
         remedy = "Give the data back, or start anew."
-    elif then["base"] != now["base"] and then["dtype"] == now["dtype"]:
+    elif then["base"] not in (None, now["base"]) and then["dtype"] == now["dtype"]:  # None of earlier versions
         wrong = "was written on a base with other weights: its adapters mean nothing on this one."
         remedy = "Give the base back, or start anew."
     if wrong:

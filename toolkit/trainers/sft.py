@@ -71,17 +71,22 @@ def _packed(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
     return {**inputs, **found}, labels.numel() - tokens
 
 
-def cut_rows(dataset: Dataset, args: SFTConfig) -> dict[str, int]:
+def cut_rows(dataset: Dataset, args: SFTConfig, *, packing: bool) -> dict[str, int]:
     """`cut`: how many rows TRL will cut to `max_length`, and `without_loss`: how many of these lose every token of the
-    loss and are left out. Empty where no row is cut."""
+    loss and are left out. Empty where no row is cut; `packing` is that of the split."""
     limit = args.max_length
-    if limit is None or (args.packing and args.packing_strategy != "bfd"):
+    if limit is None or (packing and args.packing_strategy != "bfd"):
         return {}  # rows that are wrapped into others are divided, and none is cut
     long = dataset.filter(lambda ids: len(ids) > limit, input_columns="input_ids")
     if not len(long):
         return {}
-    lost = 0 if args.packing else len(long) - len(with_loss(long, args))
-    return {"cut": len(long), "without_loss": lost}
+    return {"cut": len(long), "without_loss": len(long) - len(with_loss(long, args))}
+
+
+def packs(args: SFTConfig, split: str) -> bool:
+    """Whether TRL packs the rows of a split."""
+    of_evaluation = args.packing if args.eval_packing is None else args.eval_packing
+    return bool(args.packing if split == "train" else of_evaluation)
 
 
 def with_loss(dataset: Dataset, args: SFTConfig) -> Dataset:
@@ -132,6 +137,12 @@ def sft_trainer(
             raise ConfigError(wrong, field="loss_type", remedy="Take nll.")
         args = replace(args, loss_type="nll")
     trained = model if roles is None else roles.model
+    # Where it packs TRL keeps rows of which the cut leaves no token of the loss.
+    cut = args.packing_strategy == "bfd" and "labels" in train_dataset.column_names
+    if cut and packs(args, "train"):
+        train_dataset = with_loss(train_dataset, args)
+    if cut and packs(args, "validation") and eval_dataset is not None:
+        eval_dataset = with_loss(eval_dataset, args)
     trainer = SFTTrainer(trained, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **given)
     trainer.roles, trainer.base_name = roles, base_name
     trainer.divide_by_tokens_of_the_loss()
