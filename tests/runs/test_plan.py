@@ -110,7 +110,7 @@ def test_steps_of_stages_that_train_a_role(checkpoint, tmp_path):
 def test_a_step_on_a_card_has_a_copy_of_its_gradients_and_its_outputs_in_float32(checkpoint, tmp_path, monkeypatch):
     def planned(gpu, *overrides):
         sft = {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": 16, "loss_type": "nll"}
-        return phases(plan(chat_recipe(tmp_path, checkpoint, *overrides, sft=sft), gpu))
+        return phases(plan(chat_recipe(tmp_path, checkpoint, *overrides, sft=sft), gpu, notes=False))
 
     one, two = planned("4090"), planned("4090", "reward.gradient_accumulation_steps=2")
     lora = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 2 * (64 + 128) + (128 + 64))
@@ -123,7 +123,7 @@ def test_a_step_on_a_card_has_a_copy_of_its_gradients_and_its_outputs_in_float32
 def test_a_plan_leaves_nothing_in_the_process(checkpoint, tmp_path):
     """Of accelerate: a trainer that is made next would take the plan's device, the CPU, and no scaler of gradients."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    plan(chat_recipe(tmp_path, checkpoint), "4090")
+    plan(chat_recipe(tmp_path, checkpoint), "4090", notes=False)
     assert not AcceleratorState._shared_state
 
 
