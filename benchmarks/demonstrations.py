@@ -6,6 +6,8 @@
                                                 # a fresh critic, or one that starts as a copy of the reward?
     python -m benchmarks.demonstrations instructions base.model=/path/to/SmolLM2-135M-Instruct
                                                 # does PPO teach instructions that a program checks?
+    python -m benchmarks.demonstrations ideas base.model=/path/to/SmolLM2-135M-Instruct
+                                                # which of the ideas of actor_critic_lora pay there?
     python -m benchmarks.demonstrations sentiment base.model=/path/to/SmolLM2-135M-Instruct
 
 For each seed what comes before PPO is run once; every arm then runs PPO from there, with the same prompts. Arms that
@@ -49,10 +51,8 @@ class Arm:
 
     label: str
     ppo: Mapping[str, Any]
-    left_out: tuple[str, ...] = ()
-    """Adapters that it does not have."""
-    start: Mapping[str, str] = field(default_factory=dict)
-    """What it adds to the section `start`."""
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What it changes in other sections; None takes a key away."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,12 @@ class Demonstration:
     )
 
 
+_ATTENTION_LORA = {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 DEMONSTRATIONS = {
     "value": Demonstration(
         arms={
             "separate": Arm("separate: an adapter of its own", {"value": "separate"}),
-            "shared": Arm("shared: a head on the policy's adapter", {"value": "shared"}, left_out=("value",)),
+            "shared": Arm("shared: a head on the policy's adapter", {"value": "shared"}, {"adapters": {"value": None}}),
         },
         seeds=(0, 1, 2),
         updates=50,
@@ -108,7 +109,7 @@ DEMONSTRATIONS = {
     "critic": Demonstration(
         arms={
             "fresh": Arm("fresh adapter and head", {}),
-            "reward": Arm("a copy of the reward role", {}, start={"value": "reward"}),
+            "reward": Arm("a copy of the reward role", {}, {"start": {"value": "reward"}}),
         },
         seeds=(0, 1, 2),
         updates=50,
@@ -124,6 +125,29 @@ DEMONSTRATIONS = {
     ),
     "instructions": Demonstration(
         arms={}, seeds=(0, 1, 2), updates=100, recipe="smollm2_135m_instructions", stages=("sft", "ppo")
+    ),
+    "ideas": Demonstration(
+        arms={
+            "none": Arm("the recipe's settings", {}),
+            "old": Arm(
+                "KL to the policy that sampled, 0.1, none to the reference", {"kl_coef": 0.0, "old_policy_kl_coef": 0.1}
+            ),
+            "entropy": Arm("entropy bonus, 0.01", {"entropy_coef": 0.01}),
+            "pooled": Arm("one value a response, its mean", {"value_pooling": "response_mean"}),
+            "orthogonal": Arm(
+                "value head that begins orthogonal", {}, {"value_head": {"init": "orthogonal", "bias": True}}
+            ),
+            "separate": Arm(
+                "value adapter of its own",
+                {"value": "separate", "value_learning_rate": 1e-4, "vf_coef": 1.0},
+                {"adapters": {"value": _ATTENTION_LORA}},
+            ),
+        },
+        seeds=(0, 1, 2),
+        updates=25,
+        recipe="smollm2_135m_instructions",
+        stages=("sft",),
+        common={"eval_strategy": "no", "eval_on_start": False},
     ),
     "sentiment": Demonstration(arms={}, seeds=(0, 1, 2), updates=60, recipe="smollm2_135m_sentiment", stages=("ppo",)),
 }
@@ -152,14 +176,18 @@ def recipe_of_arm(start: Recipe, arm: Arm, demonstration: Demonstration) -> dict
     """The recipe's ppo stage alone, from what is there already."""
     before = {*demonstration.stages, "reward_head"}
     values = {key: value for key, value in start.values.items() if key not in before}
-    values["start"] = {"reward": str(start.stage_folder("reward") / "reward"), **arm.start}
+    values["start"] = {}
+    if "reward" in demonstration.stages:
+        values["start"]["reward"] = str(start.stage_folder("reward") / "reward")
     if start.base.model is None:
         values["base"] = {"model": start.base_path, "dtype": start.base.dtype}
     elif "sft" in demonstration.stages:
         values["start"]["policy"] = str(start.stage_folder("sft") / "policy")
-    values["adapters"] = {role: lora for role, lora in values["adapters"].items() if role not in arm.left_out}
+    for section, changed in arm.sections.items():
+        merged = {**values[section], **changed}
+        values[section] = {key: value for key, value in merged.items() if value is not None}
     # Nothing is saved on the way, and no checkpoint chosen: an arm ends where it ends.
-    choosing = ("metric_for_best_model", "save_steps", "save_total_limit")
+    choosing = ("metric_for_best_model", "eval_steps", "save_steps", "save_total_limit")
     kept = {key: value for key, value in values["ppo"].items() if key not in choosing}
     changes = {"save_strategy": "no", "max_steps": demonstration.updates, **demonstration.common, **arm.ppo}
     values["ppo"] = {**kept, **changes}
@@ -185,7 +213,8 @@ def measured(folder: Path) -> dict[str, Any]:
         for row in metrics
         if "eval_score" in row
     ]
-    logged = {key: [[row["step"], row[key]] for row in metrics if key in row] for key in ("score", "value_loss")}
+    keys = ("score", "value_loss", "explained_variance")
+    logged = {key: [[row["step"], row[key]] for row in metrics if key in row] for key in keys}
     return {"before": result["before"], "after": result["after"], "curve": curve, **logged}
 
 
@@ -356,6 +385,34 @@ def _kl_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure
     return figure
 
 
+def _ideas_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
+    """The score of the rollouts, means of the seeds, and what each seed has gained in the end."""
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    rollouts, gains = figure.subplots(1, 2)
+    for place, (arm, described) in enumerate(demonstration.arms.items()):
+        runs, style = list(found[arm].values()), {"color": f"C{place}"}
+        curves = [_running_mean(one["score"]) for one in runs]
+        means = [(points[0][0], statistics.mean(score for _, score in points)) for points in zip(*curves, strict=True)]
+        rollouts.plot(*zip(*means, strict=True), linewidth=1.4, label=described.label, **style)
+        gained = [_gained(one) for one in runs]
+        gains.plot(gained, [place] * len(gained), "o", markersize=4, **style)
+        gains.plot([statistics.mean(gained)], [place], "|", markersize=16, **style)
+    gains.axvline(0, color="0.6", linewidth=0.8)
+    gains.set_yticks(range(len(demonstration.arms)), [""] * len(demonstration.arms))
+    gains.invert_yaxis()
+    rollouts.set_title(f"score of the rollouts, means of {_MEAN_OF} updates and of the seeds", fontsize=10)
+    rollouts.set_xlabel("updates", fontsize=9)
+    gains.set_title("held out: all rules kept, gained by seed", fontsize=10)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    figure.legend(*rollouts.get_legend_handles_labels(), **_BELOW)
+    return figure
+
+
+def _gained(one: Mapping[str, Any]) -> float:
+    return float(one["after"]["satisfied"] - one["before"]["satisfied"])
+
+
 def _recipe_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
     runs = found["recipe"].items()
     shares = "satisfied" in next(iter(runs))[1]["after"]
@@ -490,11 +547,28 @@ def _critic_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     return "\n\n".join([markdown(["held out", *heads], ends), markdown(["value loss in updates", *updates], losses)])
 
 
+def _ideas_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
+    """Of the last `_MEAN_OF` updates what the rollouts score and the critic explains; of held-out prompts the ends."""
+    lines = []
+    for arm, described in demonstration.arms.items():
+        runs = list(found[arm].values())
+        score, explained = (
+            with_range([statistics.mean(value for _, value in one[key][-_MEAN_OF:]) for one in runs])
+            for key in ("score", "explained_variance")
+        )
+        ends = [_mean(found[arm], key) for key in ("satisfied", "kl", "length")]
+        gains = ", ".join(f"{_gained(one):+.3f}" for one in runs)
+        lines.append([described.label, score, explained, *ends, gains])
+    of_last = [f"{name}, last {_MEAN_OF} updates" for name in ("score of the rollouts", "critic explains")]
+    return markdown(["", *of_last, "all rules kept", "KL a response", "tokens", "gained by seed"], lines)
+
+
 _FIGURES = {
     "value": _arms_figure,
     "kl": _kl_figure,
     "critic": _arms_figure,
     "instructions": _recipe_figure,
+    "ideas": _ideas_figure,
     "sentiment": _recipe_figure,
 }
 
@@ -507,7 +581,7 @@ def show(path: Path) -> None:
     figure = _FIGURES[name](demonstration, result["arms"])
     save_figure(figure, name)
     where = f"{result['machine']['processor']}, {result['date'][:10]}"
-    of_arms = _critic_table if name == "critic" else _table
+    of_arms = {"critic": _critic_table, "ideas": _ideas_table}.get(name, _table)
     table = (of_arms if demonstration.arms else _recipe_table)(demonstration, result["arms"])
     text = f"{table}\n\n{where}."
     page = PAGE.read_text(encoding="utf-8")
