@@ -85,14 +85,19 @@ def unfinished_in(folder: Path) -> list[Path]:
 
 def read_bytes(path: Path) -> bytes:
     """What is in a file; an OSError for a pipe or a device, which would be read without end."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+    _check_regular(path)
     return path.read_bytes()
 
 
 def read_text(path: Path) -> str:
-    """The same as text, with "\n" for any end of a line."""
-    return read_bytes(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    """The same as text."""
+    _check_regular(path)
+    return path.read_text(encoding="utf-8")
+
+
+def _check_regular(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "no regular file", str(path))
 
 
 def read_object(path: Path, remedy: str = "") -> dict[str, Any] | None:

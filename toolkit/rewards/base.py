@@ -123,15 +123,15 @@ def _definition(called: Any) -> str:
     return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else ""
 
 
-def _called_by(partial_or_not: Any) -> Any:
-    while isinstance(partial_or_not, partial):
-        partial_or_not = partial_or_not.func
-    return partial_or_not
+def _without_partial(called: Any) -> Any:
+    while isinstance(called, partial):
+        called = called.func
+    return called
 
 
 def _code_of(called: Any) -> Any:
     """The code of a function, of what a partial one calls, or of an object's `__call__`; None where there is none."""
-    called = _called_by(called)
+    called = _without_partial(called)
     if not callable(called):
         return None
     own = inspect.unwrap(called)
@@ -140,7 +140,7 @@ def _code_of(called: Any) -> Any:
 
 def _file_of(part: Any) -> Path | None:
     """The user's own file that a reward is written in: that of its class, where its `__call__` is a library's."""
-    code, module = _code_of(part), sys.modules.get(type(_called_by(part)).__module__)
+    code, module = _code_of(part), sys.modules.get(type(_without_partial(part)).__module__)
     names = (getattr(code, "co_filename", None), getattr(module, "__file__", None))
     own = (Path(name) for name in names if name and not _OF_A_LIBRARY.search(name))
     return next((path for path in own if path.is_file()), None)

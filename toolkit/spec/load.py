@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -21,15 +21,14 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.rewards.function import beside
 from toolkit.settings import fits
 from toolkit.spec.as_text import to_yaml
+from toolkit.spec.insertions import only_keys, with_insertions
 from toolkit.spec.keys import owner_fields
-from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, SCORER_SECTIONS, STAGE_CLASSES
 from toolkit.spec.validate import check_recipe
 
 _DEEPEST, _MOST = 50, 100_000  # of the values of a recipe
 _LONGEST = 100  # digits of a whole number
-_KEY = re.compile(r"\$\{([\w.-]+)\}")
 
 
 def recipe_folder() -> Path:
@@ -121,7 +120,7 @@ def _read(path: Path) -> DictConfig:
         raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
     if not isinstance(values, DictConfig):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {kind}.")
-    return _only_keys(values, str(path))
+    return only_keys(values, str(path))
 
 
 def _given(values: Mapping[str, Any]) -> DictConfig:
@@ -129,7 +128,7 @@ def _given(values: Mapping[str, Any]) -> DictConfig:
     try:
         text = to_yaml(dict(values))
         _check_yaml(text)
-        return _only_keys(OmegaConf.load(io.StringIO(text)), "what was given")
+        return only_keys(OmegaConf.load(io.StringIO(text)), "what was given")
     except RecipeError:
         raise
     except RepresenterError as error:
@@ -149,30 +148,6 @@ def _key_of(item: Any, values: Any, above: str = "") -> str:
     return ""
 
 
-def _only_keys(values: Any, whose: str) -> DictConfig:
-    """The same, if keys of the recipe are all that it inserts: where OmegaConf merges, it asks its resolvers for the
-    rest, which read the environment and more.
-
-    Raises:
-        RecipeError: it would insert something else.
-    """
-
-    def others(value: Any, place: str) -> Iterator[Problem]:
-        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for key, item in inside:
-            yield from others(item, f"{place}.{key}".lstrip("."))
-        if isinstance(value, str) and "${" in _KEY.sub("", value):
-            yield _no_plain_value(value, place)
-
-    if problems := [*others(OmegaConf.to_container(values, resolve=False), "")]:
-        raise RecipeError(whose, problems=problems)
-    return DictConfig(values)
-
-
-def _no_plain_value(text: str, place: str) -> Problem:
-    return Problem(f"{text!r}: only plain values of the recipe itself can be inserted, as ${{seed}}.", place)
-
-
 def _overridden(values: DictConfig, override: str) -> DictConfig:
     if not isinstance(override, str):
         wrong = f"override {override!r} is no text of the form section.key=value."
@@ -185,7 +160,7 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
         raise RecipeError(wrong, field=key, remedy="Give one: '' is an empty text, null takes a stage's key away.")
     try:
         _check_yaml(value)
-        change = _only_keys(OmegaConf.from_dotlist([override]), f'override "{override}"')
+        change = only_keys(OmegaConf.from_dotlist([override]), f'override "{override}"')
         merged = OmegaConf.merge(values, change)
     except RecipeError:
         raise
@@ -203,31 +178,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply."
     return " ".join((getattr(error, "strerror", None) or str(error)).split())  # a file's name is said already
-
-
-def _with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """A recipe with `${key}` replaced by the plain value that stands at that key, and what else should be inserted.
-
-    Not by OmegaConf, whose resolvers read the environment and more: a secret could so land in the resolved recipe that
-    a run keeps.
-    """
-    problems = []
-
-    def insert(value: Any, place: str) -> Any:
-        if isinstance(value, dict):
-            return {key: insert(item, f"{place}.{key}".lstrip(".")) for key, item in value.items()}
-        if isinstance(value, list):
-            return [insert(item, f"{place}.{i}") for i, item in enumerate(value)]
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        whole = _KEY.fullmatch(value)
-        inserted = at(values, whole[1]) if whole else _KEY.sub(lambda key: str(at(values, key[1])), value)
-        keys = [at(values, key) for key in _KEY.findall(value)]
-        if any(key is None or isinstance(key, (dict, list)) for key in keys) or "${" in str(inserted):
-            problems.append(_no_plain_value(value, place))
-        return inserted
-
-    return insert(values, ""), problems
 
 
 def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
@@ -370,7 +320,7 @@ def load(
     except OmegaConfBaseException as error:
         raise RecipeError(str(path), problems=[Problem(_reason(error))]) from error
     assert isinstance(raw, dict)
-    resolved, problems = _with_insertions({str(key): value for key, value in raw.items()})
+    resolved, problems = with_insertions({str(key): value for key, value in raw.items()})
     if problems:
         raise RecipeError(str(path), problems=problems)
     try:
