@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
 from trl import SFTConfig
 
 from tests.tiny_models import shared_base
@@ -467,6 +467,34 @@ def test_memory_that_runs_out_in_sft_halves_the_micro_batch_and_no_gradient(tmp_
     for one, other in zip(logged(whole), logged(ours), strict=True):  # tokens of the attempt that failed count once
         assert other == pytest.approx(one, rel=1e-4)
     assert sum("per_device_train_batch_size is 2" in text for text in caplog.messages) == 1
+
+
+def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(tmp_path):
+    """Of equal rows: a part of them has the balance of all."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    ids = [[1, *range(5, 12), 2]] * 4
+    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "max_length": None}
+    args = SFTConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=1,
+        router_aux_loss_coef=1.0, gradient_checkpointing=False, **settings,
+    )  # fmt: skip
+
+    def gradients_of(rows_at_a_time):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+        rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+        ours = sft_trainer(args, doubling.tokenizer(), model, rows, callbacks=[])
+        ours.micro_batch.lower(rows_at_a_time)
+        micro_batches, items = ours.get_batch_samples(iter(ours.get_train_dataloader()), 1, ours.args.device)
+        ours.current_gradient_accumulation_steps = 1
+        loss = ours.training_step(model.train(), micro_batches[0], items)
+        return loss, [p.grad for p in model.parameters()]
+
+    loss, whole = gradients_of(4)
+    parted, parts = gradients_of(2)
+    torch.testing.assert_close(parted, loss)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
 
 
 def logged(ours):

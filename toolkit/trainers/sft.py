@@ -33,7 +33,12 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
         padding = 0
         if self._packs and "position_ids" not in inputs:
             inputs, padding = _packed(inputs)
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        balanced = self.aux_loss_enabled and self.share < 1 and num_items_in_batch is not None
+        loss = super().compute_loss(model, inputs, return_outputs or balanced, num_items_in_batch)
+        if balanced:  # a mixture's term of the micro-batch, which its parts would each add whole
+            loss, outputs = loss
+            loss = loss - (1 - self.share) * self.args.router_aux_loss_coef * outputs.aux_loss
+            loss = (loss, outputs) if return_outputs else loss
         if padding and self.model.training:  # TRL counts what the mask lets through
             self.tokens_read -= padding
             self.measured()["num_tokens"] = [self.tokens_read]

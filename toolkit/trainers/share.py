@@ -83,6 +83,8 @@ class DividedSteps(TrainerHooks):
     """
 
     current_gradient_accumulation_steps: float  # set by transformers' Trainer
+    share: float = 1.0
+    """Of the rows of the micro-batch, those that a loss is being computed of."""
     _step: _Step | None = None
     _rows_of_step: int | None = None  # None before a run has drawn any
 
@@ -168,11 +170,11 @@ class DividedSteps(TrainerHooks):
 
         def compute(some: dict[str, Any], share: float) -> Tensor:
             # By this a loss is divided that is a mean over rows; one that is a sum over a count is left alone.
-            self.current_gradient_accumulation_steps = rows_of_step / (share * number)
+            self.current_gradient_accumulation_steps, self.share = rows_of_step / (share * number), share
             try:
                 return super(DividedSteps, self).training_step(model, some, num_items_in_batch)
             finally:
-                self.current_gradient_accumulation_steps = of_step
+                self.current_gradient_accumulation_steps, self.share = of_step, 1.0
 
         def undo() -> None:
             for parameter, gradient in zip(trained, gradients, strict=True):
