@@ -61,19 +61,33 @@ def test_tied_weights_are_untied_where_an_adapter_is_on_them(kind, targets, tied
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("kind", ["llama", "laguna", "mixtral"])
-def test_a_merge_says_what_the_role_says(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        *((kind, "all-linear") for kind in ("llama", "laguna", "mixtral")),
+        ("mixtral", ["q_proj", "w1", "w2", "w3"]),  # its experts' names in files; the model has two tensors of them
+        ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"]),
+    ],
+)
+def test_a_merge_says_what_the_role_says(kind, targets, tmp_path):
     """PEFT's own loading leaves tensors of some architectures out, as of Laguna's shared experts."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")
     base = SharedBase(tiny_architecture(kind))
-    base.add_role("policy", LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    base.add_role("policy", LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     randomize(base, "policy")
+    on_experts = [name for name, _ in base.model.named_parameters() if ".experts." in name and ".lora_A." in name]
+    assert len(on_experts) == (2 * base.causal_lm.config.num_hidden_layers if "moe" in kind or "mix" in kind else 0)
     folder = save_role(base, "policy", tmp_path, pad_token_id=0, base_name="tiny")
     with torch.no_grad(), base.role("policy"):
         expected = base(input_ids=PROBE).logits
     found = merge_adapter(tiny_architecture(kind), folder, PROBE).logits
     assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_a_projection_that_experts_keep_with_another_is_no_traceback_alone():
+    with pytest.raises(AdapterError, match="Cannot convert PEFT target.* w1 without also targeting w3"):
+        SharedBase(tiny_architecture("mixtral")).add_role("policy", LoraConfig(target_modules=["w1"]))
 
 
 def test_the_digest_is_of_a_value_model_s_base_too():

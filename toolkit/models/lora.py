@@ -9,12 +9,14 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -123,11 +125,18 @@ def peft_errors() -> Iterator[None]:
 
 
 def missing_modules(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Modules that an adapter names and the model does not have."""
+    """Modules that an adapter names and the model does not have.
+
+    Raises:
+        AdapterError: of projections that a mixture keeps in one tensor it names some alone.
+    """
     if not isinstance(config.target_modules, (list, set)):
         return []  # a pattern, which PEFT resolves itself
+    meant = deepcopy(config)
+    with peft_errors():  # names that a mixture's experts have in its files are those of tensors to PEFT
+        convert_peft_config_for_transformers(meant, model, None)
     present = [name.replace(".base_layer", "") for name, _ in model.named_modules()]
-    return sorted(x for x in config.target_modules if not any(f".{name}".endswith(f".{x}") for name in present))
+    return sorted(x for x in meant.target_modules if not any(f".{name}".endswith(f".{x}") for name in present))
 
 
 def _no_module(model: nn.Module, target: str) -> str:
