@@ -30,6 +30,7 @@ from toolkit.models import SharedBase, ValueModel, load_base
 from toolkit.rewards import DenseScores, RewardAdapter, check_scores
 from toolkit.rewards import adapter as reward_adapter
 from toolkit.trainers import resume
+from toolkit.trainers.share import own_randomness
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
 LONG = [[12, 13, 2], [9, 8, 7] * 10, [20, 30, 2], [5, 6, 2]]  # one is ten times as long
@@ -90,6 +91,22 @@ def test_gradients_of_fewer_rows_than_processes(four, tmp_path):
     alone = gradients(tmp_path, "separate", [1, 3])
     for found in four(gradients, tmp_path, "separate", [1, 3]):
         assert_gradients(found, alone)
+
+
+def drawn():
+    found = []
+    for step in (1, 1, 2):
+        torch.manual_seed(3)
+        with own_randomness(step):
+            found.append(torch.rand(2).tolist())
+    return found, torch.rand(2).tolist()
+
+
+def test_dropout_is_of_a_process_and_a_place_and_all_else_of_none(two):
+    (first, of_all), (second, of_all_too) = two(drawn)
+    assert first[0] == first[1] and len({tuple(numbers) for numbers in (*first[1:], *second[1:])}) == 4
+    torch.manual_seed(3)
+    assert of_all == of_all_too == torch.rand(2).tolist()
 
 
 def in_float16(folder, stage):
