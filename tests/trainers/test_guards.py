@@ -7,7 +7,14 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
 from trl import SFTConfig
 
 from tests.tiny_models import shared_base
@@ -469,19 +476,27 @@ def test_memory_that_runs_out_in_sft_halves_the_micro_batch_and_no_gradient(tmp_
     assert sum("per_device_train_batch_size is 2" in text for text in caplog.messages) == 1
 
 
-def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(tmp_path):
+@pytest.mark.parametrize(
+    ("loss_type", "kind", "balanced"),
+    [("chunked_nll", "mixtral", True), ("nll", "mixtral", True), ("dft", "mixtral", False), ("nll", "granite", True)],
+)
+def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(loss_type, kind, balanced, tmp_path):
     """Of equal rows: a part of them has the balance of all."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "router_aux_loss_coef": 0.5}
     ids = [[1, *range(5, 12), 2]] * 4
     settings = {"use_cpu": True, "bf16": False, "report_to": "none", "max_length": None}
-    args = SFTConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=1,
-        router_aux_loss_coef=1.0, gradient_checkpointing=False, **settings,
-    )  # fmt: skip
 
-    def gradients_of(rows_at_a_time):
+    def gradients_of(rows_at_a_time, coefficient=1.0):
         torch.manual_seed(0)
-        model = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+        args = SFTConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=1, loss_type=loss_type,
+            router_aux_loss_coef=coefficient, gradient_checkpointing=False, **settings,
+        )  # fmt: skip
+        if kind == "granite":
+            model = GraniteMoeForCausalLM(GraniteMoeConfig(**sizes, logits_scaling=2.0))
+        else:
+            model = MixtralForCausalLM(MixtralConfig(**sizes))
         rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
         ours = sft_trainer(args, doubling.tokenizer(), model, rows, callbacks=[])
         ours.micro_batch.lower(rows_at_a_time)
@@ -493,6 +508,7 @@ def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(tmp
     loss, whole = gradients_of(4)
     parted, parts = gradients_of(2)
     torch.testing.assert_close(parted, loss)
+    assert float(loss - gradients_of(4, coefficient=0.25)[0]) == pytest.approx(1.5 if balanced else 0.0, abs=0.05)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
 

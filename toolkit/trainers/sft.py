@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
         padding = 0
         if self._packs and "position_ids" not in inputs:
             inputs, padding = _packed(inputs)
-        balanced = self.aux_loss_enabled and self.share < 1 and num_items_in_batch is not None
+        added = self.aux_loss_enabled and self.args.loss_type != "dft"  # which TRL takes of the logits alone
+        balanced = added and self.share < 1 and num_items_in_batch is not None
         loss = super().compute_loss(model, inputs, return_outputs or balanced, num_items_in_batch)
         if balanced:  # a mixture's term of the micro-batch, which its parts would each add whole
             loss, outputs = loss
@@ -101,9 +103,11 @@ def with_loss(dataset: Dataset, args: SFTConfig) -> Dataset:
     return dataset.filter(lambda labels: any(label != -100 for label in labels[kept]), input_columns="labels")
 
 
-def _loss_of_own_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """The mean over tokens that transformers' models give with labels, of the logits as the model gives them."""
-    return ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch=num_items_in_batch)
+def _loss_of_own_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, balance: float) -> Tensor:
+    """The mean over tokens that transformers' models give with labels, of the logits as the model gives them, and a
+    mixture's balancing term by its coefficient."""
+    loss = ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch=num_items_in_batch)
+    return loss if (term := outputs.get("aux_loss")) is None else loss + balance * term
 
 
 def sft_trainer(
@@ -152,7 +156,9 @@ def sft_trainer(
     trainer.roles, trainer.base_name = roles, base_name
     trainer.divide_by_tokens_of_the_loss()
     if own_loss:
-        trainer.compute_loss_func = _loss_of_own_logits
+        trainer.compute_loss_func = partial(_loss_of_own_logits, balance=args.router_aux_loss_coef)
+    if hasattr(whole, "router_aux_loss_coef"):  # TRL sets that of the config, which some models have read by then
+        whole.router_aux_loss_coef = args.router_aux_loss_coef
     if roles is not None:
         # On a quantised base TRL casts what it trains to bfloat16, where AdamW's small steps round to nothing.
         for parameter in roles.parameters_of("policy"):
