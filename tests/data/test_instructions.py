@@ -155,3 +155,6 @@ def test_what_cannot_be_is_said(tokenizer):
         DataError, match=r"^system: no prompt can have a system message: .*no system here.*data.system=null"
     ):
         Instructions(without, system="")
+    without.chat_template = "{{ messages[0].content }}<think>"
+    with pytest.raises(DataError, match=r"^task: no demonstration can be written: a response without the thought"):
+        Instructions(without, train_size=3).demonstrations("train")

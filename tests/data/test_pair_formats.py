@@ -19,6 +19,7 @@ def said(text):
     return [{"role": "assistant", "content": text}]
 
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 HH = "\n\nHuman: Capital?\n\nAssistant:"
 SAME_PAIR = [
     {"chosen": f"{HH} Paris.", "rejected": f"{HH} Rome."},
@@ -113,6 +114,10 @@ def test_forms_of_text():
             "a response with tool calls",
         ),
         (
+            {"prompt": ASKED, "chosen": [{**said("a")[0], "thinking": "Hm."}], "rejected": said("b")},
+            "a response with a thought beside its content, which is not learnt",
+        ),
+        (
             {"prompt": f"{HH} Done.", "chosen": "a", "rejected": "b"},
             "a dialogue that cannot be a prompt: its last",
         ),
@@ -169,6 +174,22 @@ def test_every_form_is_tokenised_alike_and_margins_come_along(tmp_path):
     assert without["prompt_length"][:] == [len(tokenizer.encode("<s>Capital?</s><s>"))] * len(rows)
 
 
+def test_a_margin_of_another_name_that_some_rows_lack(tmp_path):
+    rows = [{**SAME_PAIR[0], "margin": 9}, {**SAME_PAIR[1], "gap": 0.5}, {**SAME_PAIR[2], "gap": None}]
+    path = write(tmp_path / "x.jsonl", rows)
+    held_out = write(tmp_path / "y.jsonl", SAME_PAIR[:1])
+
+    def pairs(source, name, split="train"):
+        return Preferences(byte_tokenizer(), source, held_out, columns={"margin": name}).pairs(split)
+
+    assert pairs(path, "gap")["margin"] == [0, 0.5, 0]  # of the name that is not theirs none is read
+    assert "margin" not in pairs(path, "gap", "validation").column_names
+    none = write(tmp_path / "z.jsonl", [{**SAME_PAIR[0], "gap": None}])
+    assert "margin" not in pairs(none, "gap").column_names
+    with pytest.raises(DataError, match='^columns.margin: no row of train that can be used has the column "gpa". Corr'):
+        pairs(path, "gpa")
+
+
 def test_where_all_are_too_long_the_limit_is_what_to_change(tmp_path):
     path = write(tmp_path / "x.jsonl", SAME_PAIR[:2])
     for limit in ("max_prompt_length", "max_response_length"):
@@ -218,6 +239,21 @@ def test_a_response_stands_in_a_conversation_as_the_form_has_it_whatever_space_i
     rated = RatedResponses(tokenizer, write(tmp_path / "y.jsonl", rows), chat=chat).rated("train")
     read = [tokenizer.decode(row["prompt_ids"] + row["response_ids"]) for row in rated]
     assert read == [f"{asked}Paris.</s>", f"{asked}Paris.", f"{asked}Paris.</s>"]
+
+
+@pytest.mark.parametrize("after", ["", "\n"])
+def test_a_thought_that_the_template_opens_is_not_opened_twice(after, tmp_path):
+    tokenizer, unused = byte_tokenizer(), "a response without the thought that the chat template opens"
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '<think>" + after.replace("\n", "\\n") + "' }}"
+    texts = ["<think>\nHm.\n</think>\n\nParis.", "Paris.", "<think>", *(["Hm.\n</think>\n\nParis."] if after else [])]
+    rows = [{"prompt": "Capital?", "completion": text} for text in texts]
+    task = Demonstrations(tokenizer, path := write(tmp_path / "x.jsonl", rows), path)
+    read = {tokenizer.decode(row["input_ids"]) for row in task.demonstrations("train")}
+    assert read == {"Capital?<think>\nHm.\n</think>\n\nParis.</s>"} and task.left_out["train"] == {unused: 2}
+    # A limit may have cut the thought.
+    rows = [{"prompt": "Capital?", "response": "<think>\nHm.", "rewards": 1, "ended": False}]
+    (row,) = RatedResponses(tokenizer, write(tmp_path / "y.jsonl", rows)).rated("train")
+    assert tokenizer.decode(row["prompt_ids"] + row["response_ids"]) == "Capital?<think>\nHm."
 
 
 def test_plain_or_chat_is_said_and_not_guessed(tmp_path):
@@ -282,13 +318,17 @@ def test_demonstrations_that_cannot_be_used(tmp_path):
     rows = [
         {"messages": ASKED}, {"messages": said("a")}, {"messages": "a"}, {"prompt": "a", "completion": " "},
         {"text": " "}, {"text": 1}, {"text": "good"}, {"prompt": "a", "completion": "b", "tools": [{"name": "c"}]},
+        *({"messages": [*ASKED, {**said("a")[0], key: "Hm."}]} for key in THOUGHTS),
+        {"messages": [*ASKED, {**said("good")[0], "reasoning_content": "", "tool_calls": []}]},
+        {"messages": [{**said("earlier")[0], "thinking": "Hm."}, *ASKED, *said("good")]},
     ]  # fmt: skip
     path = write(tmp_path / "x.jsonl", rows)
     task = Demonstrations(byte_tokenizer(), path, path)
-    assert len(task.demonstrations("train")) == 1
+    assert len(task.demonstrations("train")) == 3
     assert task.left_out["train"] == {
         "its last turn is not the assistant's": 1, "an empty prompt": 1, "messages that are no list": 1,
         "an empty response": 1, "an empty text": 1, "a text that is no text": 1, "tools, which are not read": 1,
+        "a response with a thought beside its content, which is not learnt": 3,
     }  # fmt: skip
     path = write(tmp_path / "y.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match=r"line 1: a demonstration is in the column messages, .*; present: prompt"):

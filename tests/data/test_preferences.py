@@ -108,6 +108,14 @@ def test_what_cannot_be_made_is_not(tmp_path, making):
         making(made_pairs=[])
 
 
+def test_what_is_made_of_a_response_that_was_cut_ends_there(making):
+    pairs = list(parted(making(made_pairs=["cut"], on_long="cut", max_response_length=5).pairs("train")))
+    cut = [(chosen, worse) for _, chosen, worse in pairs[10:] if not chosen.endswith("</s>")]
+    assert len(cut) == 6 and all(worse.endswith("</s>") for _, worse in cut)
+    assert all(chosen.startswith(part) and 1 <= len(part) <= 4 for chosen, worse in cut
+               if (part := worse.removesuffix("</s>")))  # fmt: skip
+
+
 def test_made_pairs_are_of_the_reward_s_part_and_have_no_margin(tmp_path):
     rows = [{**row, "margin": 2.0} for row in SEVERAL]
     path = write(tmp_path / "pairs.jsonl", rows)

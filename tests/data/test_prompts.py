@@ -1,6 +1,7 @@
 """Prompts in every form; ids are worked out from the vocabulary, a character or a byte a token."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pandas as pd
@@ -8,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from transformers.utils import chat_template_utils
 
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import TASKS, PromptCollator, Prompts, Rollout, doubling, sources
@@ -155,6 +157,22 @@ def test_tables_do_not_add_keys_to_messages(tmp_path, tokenizer):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"messages": [talk]}), path)
     assert Prompts(tokenizer, str(path), str(path)).prompts("train")["prompt"][0] == "12x"
+    tokenizer.chat_template = "{{ raise_exception('a call') if 'tool_calls' in messages[0] }}{{ messages[0].content }}"
+    task = task_of(tmp_path, tokenizer, [{"messages": [{**user("1"), "tool_calls": []}]}])
+    assert task.prompts("train")["prompt"][:] == ["1"]
+
+
+def test_a_template_that_writes_the_day_makes_the_same_prompt_on_every_day(tmp_path, monkeypatch):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}"
+    for day in (3, 4):
+        clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, day=day: cls(2031, 2, day))})
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+        task = task_of(tmp_path, tokenizer, [{"query": "a"}])
+        assert task.prompts("train")["prompt"][:] == ["26 Jul 2024a"]
+        assert tokenizer.decode(task.prompt_ids([user("b")])) == "26 Jul 2024b"
+        # For all others the clock goes on.
+        assert tokenizer.apply_chat_template([user("c")], tokenize=False) == f"0{day} Feb 2031c"
 
 
 # ---------------------------------------------------------------------- rows left out
@@ -175,6 +193,8 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
         ({"prompt": ["1"]}, "a message that is no object with role and content"),
         ({"prompt": [{"content": "1"}]}, 'a message without text as "role"'),
         ({"prompt": [{"role": "user", "content": [{"text": "1"}]}]}, 'a message without text as "content"'),
+        ({"prompt": [{"from": {"name": "human"}, "value": "1"}]}, 'a message without text as "role"'),
+        ({"prompt": [{"from": ["human"], "value": "1"}]}, 'a message without text as "role"'),
         ({"prompt": [user("1"), {"role": "assistant", "content": "2"}]}, "its last turn is the assistant's"),
         ({"prompt": [{"role": "system", "content": "1"}]}, "messages without a turn of the user (roles: system)"),
         ({"prompt": [user("1"), {"role": "tool", "content": "2"}]}, "the chat template refuses it: no role tool"),
@@ -185,10 +205,10 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
     assert [(row["place"], row["reason"]) for row in task.left_out_rows() if row["split"] == "train"] == expected
     assert len(task.left_out_rows()) == 2 * len(expected)  # the same file is the validation split
     assert task.left_out["validation"] == task.left_out["train"]
-    assert task.left_out["train"]["an empty prompt"] == 6 and task.left_out["train"].total() == 14
-    start = f"train: 2 prompts; 14 left out: 6 × an empty prompt (first: {task.train}, line 2), 1 × a prompt over 20"
+    assert task.left_out["train"]["an empty prompt"] == 6 and task.left_out["train"].total() == 16
+    start = f"train: 2 prompts; 16 left out: 6 × an empty prompt (first: {task.train}, line 2), 3 × a message without"
     assert task.report().startswith(start)
-    assert " | validation: 2 prompts; 14 left out: " in task.report()
+    assert " | validation: 2 prompts; 16 left out: " in task.report()
 
 
 def test_ids_left_out(tmp_path, tokenizer):

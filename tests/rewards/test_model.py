@@ -93,7 +93,8 @@ def test_autocast_of_the_trainer_changes_nothing():
 
 def test_the_prompt_column():
     reward = RewardModel(*llama())
-    asked = [[{"role": "user", "content": text, "name": None}] for text in PROMPTS]
+    asked = [[{"role": "user", "content": text, "name": None, "tool_calls": []}] for text in PROMPTS]
+    reward.tokenizer.chat_template += "{{ raise_exception('a call') if 'tool_calls' in messages[0] }}"
     # Messages come before the text that the policy's template made of them.
     both = rollout(messages=asked, other=["a", "b", "c", "d"])
     both.columns["prompt"] = both.prompts
@@ -130,6 +131,12 @@ def test_a_template_that_refuses():
     tokenizer.chat_template = "{{ raise_exception('system first') }}"
     with pytest.raises(RewardError, match="chat template refuses a conversation .system first."):
         RewardModel(model, tokenizer)(rollout())
+
+
+def test_a_template_that_writes_the_day_writes_the_same_one_every_day():
+    model, tokenizer = llama()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
+    assert RewardModel(model, tokenizer).texts(rollout()) == [("26 Jul 2024",)] * len(PROMPTS)
 
 
 def test_a_bert_that_reads_pairs():

@@ -1,12 +1,15 @@
 """Prompts and responses to token ids, a response as a sampled one would be."""
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime, tzinfo
 from functools import cached_property
-from typing import Any, Literal
+from threading import Lock
+from typing import Any, Literal, Self
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from toolkit.data.files import shown
 from toolkit.data.messages import Messages, checked_messages, dialogue_prompt, read_prompt
@@ -29,6 +32,36 @@ def within_limit(ids: list[int], what: str, limit: int | None, on_long: OnLong =
     if on_long == "leave_out":
         raise Unusable(f"a {what} over {limit} tokens", limit=f"max_{what}_length")
     return ids[-limit:] if what == "prompt" else ids[:limit]
+
+
+class _FixedDay(datetime):
+    """A clock that shows the day that Llama's templates write where they are told none."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Self:
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
+_ONE_AT_A_TIME = Lock()  # the clock is that of the module: another thread would put it back too early
+
+
+@contextmanager
+def fixed_day(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Inside, a chat template that writes today's date (Llama 3.2, gpt-oss) writes 26 Jul 2024.
+
+    Else a prompt would have other ids on another day, and a run could not be resumed. `strftime_now` cannot be given
+    to a template: transformers makes text of a function.
+    """
+    if "strftime_now" not in str(tokenizer.chat_template):
+        yield
+        return
+    known = vars(chat_template_utils)
+    with _ONE_AT_A_TIME:
+        clock, known["datetime"] = known["datetime"], _FixedDay
+        try:
+            yield
+        finally:
+            known["datetime"] = clock
 
 
 @dataclass(frozen=True)
@@ -90,7 +123,7 @@ class PromptEncoder:
         if self.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
-            with time_limit():
+            with time_limit(), fixed_day(self.tokenizer):
                 text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         except (TimeoutError, MemoryError) as error:
             raise self._endless(error) from error
@@ -127,15 +160,26 @@ class PromptEncoder:
 
         It is tokenised alone and ends as a sampled one does, so that a reward is trained at the very position where it
         is read in PPO. A chat template would add a newline after the end. The space around a turn of a conversation is
-        the form's, not the row's. A text that has its end already gets no second one; raises `Unusable` if it goes on.
+        the form's, not the row's. A text that has its end already gets no second one, and a thought that the template
+        has opened is not opened twice; raises `Unusable` if it goes on after its end, or has no thought.
         """
         if "messages" in prompt:
             text = text.strip()
-            text = text if self.chat else f" {text}"  # hh-rlhf's own, after "Assistant:"
+            text = self._after_opening(text, prompt["prompt"], ended) if self.chat else f" {text}"  # as in hh-rlhf
         ids, end = self.ids(text), self.tokenizer.eos_token_id
         if end in ids[:-1]:
             raise Unusable(f"a response that goes on after its end ({self.tokenizer.eos_token})")
         return [*ids, end] if ended and ids[-1:] != [end] else ids
+
+    @staticmethod
+    def _after_opening(text: str, prompt: str, ended: bool) -> str:
+        """A response without the `<think>` with which its prompt ends in templates such as DeepSeek-R1's."""
+        opened = prompt.rstrip()
+        if not opened.endswith("<think>"):
+            return text
+        if ended and "</think>" not in text:  # one that a limit cut may be a thought alone
+            raise Unusable("a response without the thought that the chat template opens")
+        return text.removeprefix("<think>").removeprefix(prompt[len(opened) :])
 
     def checked_ids(self, value: Any, column: str) -> list[int]:
         """Token ids of a column, taken as they are; raises `Unusable` if they are none of this tokenizer's."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.encoder import PromptEncoder
 from toolkit.data.messages import Messages
 from toolkit.data.rollouts import Rollout
+from toolkit.data.rows import Unusable
 from toolkit.data.rules import RULES, instruction, keeps, sentences_of, share_kept
 from toolkit.data.task import Task
 from toolkit.errors import DataError
@@ -201,7 +202,11 @@ class Instructions(Task):
             if row["composition"] == "unseen" or (text := written(row, draw)) is None:
                 continue
             prompt = self._encoder.prompt(row["question"])
-            response = self._encoder.response(text, prompt)
+            try:
+                response = self._encoder.response(text, prompt)
+            except Unusable as reason:  # a program writes no thoughts
+                remedy = "Give the base a chat_template.jinja that opens none, or train on responses of your own."
+                raise DataError(f"no demonstration can be written: {reason}.", field="task", remedy=remedy) from reason
             ids = [*prompt["input_ids"], *response]
             rows.append({"input_ids": ids, "labels": [-100] * len(prompt["input_ids"]) + response})
         return Dataset.from_list(rows)

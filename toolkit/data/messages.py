@@ -11,15 +11,29 @@ from toolkit.errors import DataError
 Messages = list[dict[str, Any]]
 
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where templates look for one
 _TURN = re.compile(r"\r?\n\r?\n(?:(Human): |Assistant:)")
 
 
 def as_messages(value: Any) -> Any:
     """Messages of ShareGPT's form (`from` and `value`) as those with `role` and `content`; anything else as it is."""
     dicts = isinstance(value, list) and all(isinstance(message, dict) for message in value)
-    if dicts and all(message.get("from") in _SHAREGPT and "value" in message for message in value):
+    if dicts and all(_in_sharegpt(message) for message in value):
         return [{"role": _SHAREGPT[message["from"]], "content": message["value"]} for message in value]
     return value
+
+
+def _in_sharegpt(message: dict[str, Any]) -> bool:
+    speaker = message.get("from")
+    return isinstance(speaker, str) and speaker in _SHAREGPT and "value" in message
+
+
+def without_empty(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without keys that are None and without an empty list of tool calls.
+
+    Tables give every message the keys of all, and a template may take a key that is there for a value.
+    """
+    return {key: item for key, item in message.items() if item is not None and (key != "tool_calls" or item)}
 
 
 def checked_messages(value: Any, *, answered: bool = False) -> Messages:
@@ -36,13 +50,11 @@ def checked_messages(value: Any, *, answered: bool = False) -> Messages:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise Unusable(f'a message without text as "{key}"')
-        # Tables give every message the keys of all, and a template may take a key that is None for a value.
-        messages.append({key: item for key, item in message.items() if item is not None})
+        messages.append(without_empty(message))
     if (messages[-1]["role"] == "assistant") != answered:
         raise Unusable(f"its last turn is {'not ' if answered else ''}the assistant's")
     if answered:
-        if messages[-1].get("tool_calls"):
-            raise Unusable("a response with tool calls, which are not learnt")
+        _check_response(messages[-1])
         return messages
     if not any(message["role"] == "user" for message in messages):
         roles = ", ".join(sorted({message["role"] for message in messages}))
@@ -50,6 +62,14 @@ def checked_messages(value: Any, *, answered: bool = False) -> Messages:
     if not messages[-1]["content"].strip():
         raise Unusable("an empty prompt")
     return messages
+
+
+def _check_response(message: dict[str, Any]) -> None:
+    """Raises `Unusable` for a response with more than its content, which alone is learnt."""
+    if message.get("tool_calls"):
+        raise Unusable("a response with tool calls, which are not learnt")
+    if any(message.get(key) for key in _THOUGHTS):
+        raise Unusable("a response with a thought beside its content, which is not learnt")
 
 
 def read_prompt(value: Messages | str) -> Messages | str:

@@ -36,6 +36,7 @@ from toolkit.data.messages import (
 )
 from toolkit.data.rows import STAGES, Split, Unusable, as_dataset, as_number, draw_parts, renamed
 from toolkit.data.source_task import SplitTask
+from toolkit.data.sources import Source
 from toolkit.errors import DataError, did_you_mean
 
 Made = Literal["other_prompt", "cut"]
@@ -81,8 +82,8 @@ class Preferences(SplitTask):
                 raise DataError(f"a whole number from 1 is needed, got {number!r}.", field=f"parts.{stage}")
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-        """The encoded prompt with `chosen_ids` and `rejected_ids`, and `margin` where there is one."""
-        pair = read_pair(place, renamed(place, row, self.columns))
+        """The encoded prompt with `chosen_ids` and `rejected_ids`, and `margin` where the row has its column."""
+        pair = read_pair(place, renamed(place, row, self.columns, optional="margin"))
         prompt = self._encoder.prompt(pair.prompt, self.max_prompt_length)
         chosen, rejected = (self._encoder.response(text, prompt) for text in (pair.chosen, pair.rejected))
         if chosen == rejected:
@@ -93,7 +94,19 @@ class Preferences(SplitTask):
             raise Unusable("chosen and rejected are equal once cut")
         asked = prompt["input_ids"]
         encoded = {**prompt, "chosen_ids": asked + chosen, "rejected_ids": asked + rejected}
-        return encoded if pair.margin is None else {**encoded, "margin": pair.margin}
+        return {**encoded, "margin": pair.margin} if self._margin_column in row else encoded
+
+    @property
+    def _margin_column(self) -> str:
+        return (self.columns or {}).get("margin", "margin")
+
+    def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
+        part = super()._read(split, source, limit)
+        # Rows may lack it, all of them that name it wrongly.
+        if split == "train" and "margin" in (self.columns or {}) and not any("margin" in row for row in part.rows):
+            wrong = f'no row of {split} that can be used has the column "{self._margin_column}".'
+            raise DataError(wrong, field="columns.margin", remedy="Correct the name, or remove it.")
+        return part
 
     @cached_property
     def _drawn(self) -> dict[str, list[int]]:
@@ -117,8 +130,8 @@ class Preferences(SplitTask):
         rows = self._rows_of("reward", split).rows + (self._made if split == "train" else [])
         columns: dict[str, Any] = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
         columns["prompt_length"] = [len(row["input_ids"]) for row in rows]
-        if any("margin" in row for row in rows):
-            columns["margin"] = [row.get("margin", 0.0) for row in rows]
+        if any(row.get("margin") is not None for row in rows):
+            columns["margin"] = [row.get("margin") or 0.0 for row in rows]
         return Dataset.from_dict(columns)
 
     @cached_property
@@ -156,7 +169,8 @@ def _made(
         ended = said[-1:] == [end]
         words = len(said) - ended
         if kind == "cut":
-            worse = said[: max(1, int(0.8 * drawn.random() * words))] + said[words:] if words > 1 else None
+            ends = [] if end is None else [end]  # also where a limit has cut the response itself
+            worse = said[: max(1, int(0.8 * drawn.random() * words))] + ends if words > 1 else None
         else:
             first = drawn.randrange(len(rows))
             others = (rows[(first + step) % len(rows)] for step in range(len(rows)))

@@ -89,14 +89,17 @@ def check_columns(columns: Mapping[str, Any] | None, known: Sequence[str]) -> No
             raise DataError(f"the name of a column is needed, got {theirs!r}.", field=f"columns.{ours}")
 
 
-def renamed(place: str, row: dict[str, Any], columns: Mapping[str, str] | None) -> dict[str, Any]:
-    """A row with the mapped columns under the task's names; raises DataError, with the place, if it lacks one."""
+def renamed(
+    place: str, row: dict[str, Any], columns: Mapping[str, str] | None, *, optional: str = ""
+) -> dict[str, Any]:
+    """A row with the mapped columns under the task's names; raises DataError, with the place, if it lacks one. The
+    `optional` one is then None."""
     columns = columns or {}
     for ours, theirs in columns.items():
-        if theirs not in row:
+        if theirs not in row and ours != optional:
             raise DataError(f'{place}: no column "{theirs}"; {present(row)}', field=f"columns.{ours}")
     kept = {name: value for name, value in row.items() if name not in columns.values()}
-    return kept | {ours: row[theirs] for ours, theirs in columns.items()}
+    return kept | {ours: row.get(theirs) for ours, theirs in columns.items()}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from toolkit.data.encoder import fixed_day
+from toolkit.data.messages import without_empty
 from toolkit.errors import Problem, RewardError
 from toolkit.models import positions_of
 from toolkit.rewards.scorer import ClassScorer
@@ -91,11 +93,9 @@ def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Any, response: str)
     Raises: RewardError: the template refuses it.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    # Tables give every message the keys of all, and a template may take a key that is None for a value.
-    messages = [{key: item for key, item in message.items() if item is not None} for message in messages]
     try:
-        answered = [*messages, {"role": "assistant", "content": response}]
-        with time_limit():
+        answered = [*map(without_empty, messages), {"role": "assistant", "content": response}]
+        with time_limit(), fixed_day(tokenizer):
             return str(tokenizer.apply_chat_template(answered, tokenize=False))
     except Exception as error:  # of jinja2, of a limit, and of whatever a template does in Python
         wrong = f"the model's chat template refuses a conversation ({error}): {messages!r}."
