@@ -37,6 +37,16 @@ def test_a_checkpoint_appears_at_once_and_whole(tmp_path):
     assert problem_of(folder) is None and [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
+def test_what_a_manifest_lists_is_on_the_disk_before_it(tmp_path, monkeypatch):
+    """Else a power cut could leave a sealed checkpoint whose files are empty."""
+    done, sync, replace = [], disk.sync, Path.replace
+    monkeypatch.setattr(disk, "sync", lambda path: done.append(path) or sync(path))
+    monkeypatch.setattr(Path, "replace", lambda path, to: done.append(to) or replace(path, to))
+    aside = write(tmp_path, 1, "x").with_name("checkpoint-1.partial")
+    before = done[: done.index(aside / MANIFEST)]
+    assert {aside, aside / "state", aside / "policy", aside / "policy" / "weights"} <= set(before)
+
+
 def test_what_fails_leaves_the_earlier_ones(tmp_path):
     old = write(tmp_path, 1, "old")
     with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "checkpoint-1") as aside:

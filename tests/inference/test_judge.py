@@ -48,13 +48,14 @@ def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
         return SimpleNamespace(run=name, folder=folder, values=values, judge=1, stage_folder=folder.joinpath)
 
     found = {"score": 1.0, "score_se": 0.1, "judge": 2.0, "judge_se": 0.1, "kl": 0.5}
-    sides = {"before": found, "after": found}
+    sides = {"before": found, "after": found, "changed": {"start.judge": "other_b/reward", "judge.kind": "adapter"}}
     monkeypatch.setattr("toolkit.inference.judge.open_run", opened)
     monkeypatch.setattr("toolkit.inference.judge.measured", lambda _: (sides, []))
     figures = judge(["a", "b"], output=tmp_path / "page.html")
     assert [figures[run]["judge"]["start.judge"] for run in "ab"] == ["other_a/reward", "other_b/reward"]
     text = (tmp_path / "page.html").read_text()
     assert text.index("The judge") < text.index("other_a/reward") < text.index("other_b/reward")
+    assert "had otherwise" not in text  # it is the judge
 
 
 def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
@@ -63,10 +64,11 @@ def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
     folder = tmp_path / "runs" / "lr=1e-4"
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text("seed: 0\n")
-    words = ("lr=1e-4", str(folder), "other", "judge.kind=rules")
+    long = f"judge.words={'a' * 300}"  # no name of a file, either
+    words = ("lr=1e-4", str(folder), "other", "judge.kind=rules", long)
     done = command_here("judge", *words, "--runs-dir", tmp_path / "runs")
     assert done.returncode == 0, done.stderr
-    assert given == [(["lr=1e-4", str(folder), "other"], ("judge.kind=rules",))]
+    assert given == [(["lr=1e-4", str(folder), "other"], ("judge.kind=rules", long))]
 
 
 def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):

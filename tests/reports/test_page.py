@@ -143,6 +143,7 @@ def test_score_and_judge_are_drawn_over_kl_in_standard_errors(tmp_path):
         {"step": 2, **{f"eval_{name}": value for name, value in measured(2.0, 12.0, 4.0).items()}},
     ]
     assert evaluations(result, metrics) == [result["before"], measured(2.0, 12.0, 4.0), result["after"]]
+    assert evaluations({**result, "evaluated_apart": True}, metrics) == [measured(2.0, 12.0, 4.0)]  # of other prompts
     # The score has gained 0, 2 and 4 of its standard errors, the judge 0, 1 and -2: the axis is from -2 to 4.
     chart = score_and_judge("gain", evaluations(result, metrics))
     dots = [float(y) for y in re.findall(r'class="dot s\d" cx="[\d.]+" cy="([\d.]+)"', chart)]

@@ -30,6 +30,7 @@ def test_pairs_of_the_same_prompts_have_less_noise():
 
 def test_of_one_prompt_there_is_nothing_to_say():
     assert verdict(result(1.0, 0.0, 2.0, 0.0), rows((1.0, 2.0))) == ""
+    assert verdict(result(1.0, 0.0, 2.0, 0.0) | {"rows": {"held out": 1}}) == ""
 
 
 def test_what_has_no_noise_or_no_score():

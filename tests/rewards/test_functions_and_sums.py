@@ -288,3 +288,5 @@ def test_the_state_of_the_parts_is_the_sums():
     other = WeightedSum({"counting": Counting(), "plain": lambda r: r.lengths})
     other.load_state_dict(both.state_dict())
     assert other(rollout(RESPONSES)).tolist() == [2 + n for n in LENGTHS]
+    other.load_state_dict({})  # of a sum none of whose parts had one
+    assert other.state_dict() == {"counting": {"calls": 2}}

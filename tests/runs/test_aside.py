@@ -161,6 +161,24 @@ def test_a_folder_without_a_manifest_is_not_the_toolkit_s(tmp_path):
     assert content(tmp_path)["eval/judge.py"] == "mine"
 
 
+def test_what_a_kill_leaves_of_a_stage_that_it_deletes_is_still_the_toolkit_s(run, monkeypatch):
+    deleted, unlink = [], Path.unlink
+
+    def killed(path, missing_ok=False):
+        if len(deleted) == 3:
+            raise KeyboardInterrupt
+        deleted.append(path)
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killed)
+        owned.delete(run / "ppo")
+    assert len(deleted) == 3 and owned.written(run / "ppo")
+    owned.refuse_others(run / "ppo")
+    owned.delete(run / "ppo")
+    assert not (run / "ppo").exists()
+
+
 @pytest.mark.parametrize("link", ["run", "run/ppo", "run/recipe.yaml", "run/ppo/policy", "run/ppo/result.json"])
 def test_nothing_is_written_or_deleted_through_a_link(link, tmp_path):
     outside = tmp_path / "outside"

@@ -8,10 +8,12 @@ from safetensors.torch import load_file
 
 from tests.tiny_runs import PAIRS, chat_recipe
 from toolkit import recipes
+from toolkit.disk import sealed_files
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.runs import stages
+from toolkit.runs import owned, stages
 from toolkit.runs.differences import may_change
-from toolkit.runs.folder import claim, conflict, finished
+from toolkit.runs.folder import check_outputs, claim, conflict, finished
+from toolkit.runs.folder import finish as finish_stage
 from toolkit.runs.owned import begin
 from toolkit.runs.take_over import take_over
 from toolkit.spec.plan import STAGES
@@ -321,8 +323,15 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
         "manifest.json", "policy", "result.json",
     ]  # fmt: skip
     assert not second.stage_folder("reward").exists() and finished(second, "sft") == taken
-    assert there(first) == {"sft", "reward"}
+    assert there(first) == {"sft", "reward"} and not (second.folder / ".taken").exists()
     assert take_over(second, "chat", ["sft"]) == []  # it has it by now
+    copied = second.stage_folder("sft") / "policy" / "adapter_config.json"
+    assert set(sealed_files(second.stage_folder("sft"))) == {"policy/adapter_config.json"}
+    whole = copied.read_text()
+    copied.write_text(f"{whole[:-1]} ")
+    with pytest.raises(ToolkitError, match=r"adapter_config.json is damaged: its SHA-256 .* run the sft stage again"):
+        check_outputs(second.folder, ["sft"])
+    copied.write_text(whole)
     third = chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.3", name="third", sft=FEW)
     (first.stage_folder("reward") / "result.json").unlink()
     assert take_over(third, "chat", ["sft", "reward"])[1] == f"reward is run anew: {first.folder} has not finished it."
@@ -378,6 +387,19 @@ def test_a_stage_that_this_run_has_begun_is_not_replaced(tmp_path, checkpoint):
     assert (second.stage_folder("reward") / "checkpoint-1").is_dir()
     take_over(second, "chat", ["reward"], overwrite=True)
     assert there(second) == {"reward"} and not (second.stage_folder("reward") / "checkpoint-1").exists()
+
+
+def test_a_stage_is_finished_once_its_weights_are_listed(tmp_path, checkpoint, monkeypatch):
+    recipe = chat_recipe(tmp_path, checkpoint)
+    claim(recipe, "reward")
+
+    def full(folder):
+        raise ToolkitError("no room for the manifest")
+
+    monkeypatch.setattr(owned, "seal_weights", full)
+    with pytest.raises(ToolkitError, match="no room for the manifest"):
+        finish_stage(recipe.stage_folder("reward"), {"stage": "reward"})
+    assert there(recipe) == set()
 
 
 def test_a_copy_that_fails_leaves_nothing_that_looks_finished(tmp_path, checkpoint, monkeypatch):

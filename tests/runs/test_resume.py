@@ -30,6 +30,7 @@ SMALL = (
     "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
 )  # fmt: skip
 SAVING = {"save_strategy": "steps", "save_steps": 1}
+OF_REWARD = ("recipe.yaml", "reward/result.json", "reward/manifest.json")
 
 
 def chat(tmp_path, checkpoint, **changes):
@@ -362,12 +363,24 @@ def test_a_run_that_was_made_too_long_goes_back_to_what_has_been_done(tmp_path, 
     assert stages.run(four, "ppo", resume=True)["resumed_at"] == [2, 4]
 
 
-def test_a_stage_before_it_is_made_longer_too(tmp_path, checkpoint):
-    """In a process of its own, which must not find the shorter one's result."""
+def test_a_stage_before_it_is_made_longer_too(tmp_path, checkpoint, monkeypatch):
+    """In a process of its own, which must not find the shorter one's result; if it fails, that stands."""
     reward = {"max_steps": 2, "per_device_train_batch_size": 2, **SAVING}
     recipe = chat(tmp_path, checkpoint)
-    stages.run(recipe, "reward")
+    result = stages.run(recipe, "reward")
+    before = {name: (recipe.folder / name).read_bytes() for name in OF_REWARD}
     longer = chat_recipe(tmp_path, checkpoint, reward={**reward, "max_steps": 3}, ppo=recipe.values["ppo"])
+
+    def fails(command, earlier, stage):
+        assert not (longer.stage_folder(earlier) / "result.json").exists()
+        stages.claim(longer, earlier, resume=True)  # as that process does
+        raise ToolkitError("the reward stage failed")
+
+    with monkeypatch.context() as patch, pytest.raises(ToolkitError, match="the reward stage failed"):
+        patch.setattr(stages, "run_stage", fails)
+        stages.run(longer, "ppo", resume=True)
+    assert {name: (recipe.folder / name).read_bytes() for name in OF_REWARD} == before
+    assert stages.finished(recipe, "reward") == result
     stages.run(longer, "ppo", resume=True)
     made = json.loads((longer.stage_folder("reward") / "result.json").read_text())
     assert made["resumed_at"] == [2]

@@ -1,7 +1,9 @@
 """Whole stages by the real entry points, on models small enough for a few seconds."""
 
+import gc
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -12,13 +14,14 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from tests.tiny_models import needs_trl_loop
 from tests.tiny_runs import PAIRS, REPOSITORY, begun, byte_tokenizer, chat_recipe, command_here, ended
 from toolkit import processes, recipes
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.errors import DataError, RecipeError, RewardError, ToolkitError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
 from toolkit.models import adapters as saved_roles
-from toolkit.reports import read_jsonl
+from toolkit.reports import Progress, append_jsonl, read_jsonl, write_jsonl
 from toolkit.runs import stages
-from toolkit.runs.stage import say_shares
+from toolkit.runs.lock import owner_of
+from toolkit.runs.stage import ReportAtEvaluations, say_shares
 from toolkit.sampling import SIGNS
 
 SMALL_DOUBLING = (
@@ -152,6 +155,33 @@ def test_prompts_a_reward_and_callbacks_from_memory(tmp_path, checkpoint):
     trainer.train()
     assert sorted(seen) == ["step", "t0", "t1", "t2", "t3"]
     assert (tmp_path / "runs" / "chat" / "ppo" / "metrics.jsonl").read_text()
+    gc.disable()
+    try:
+        assert owner_of(recipe.folder)
+        del trainer
+        assert owner_of(recipe.folder) is None  # and the memory of its base with it
+    finally:
+        gc.enable()
+
+
+class Remembering(dict):
+    """A reward that is falsy at first."""
+
+    def __call__(self, rollout):
+        return [0.5] * len(rollout)
+
+
+def test_what_is_handed_over_is_taken_as_it_is_now(tmp_path, checkpoint):
+    path = tmp_path / "told.jsonl"
+    write_jsonl(path, [{"prompt": f"Why {i}?", "completion": "So."} for i in range(4)])
+    data = {"task": "demonstrations", "train": str(path), "validation": str(path)}
+    given = {"sft_data": data, "sft": {"max_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no"}}
+    recipe = chat_recipe(tmp_path, checkpoint, "start.policy=null", **given, name="now")
+    assert len(recipe.sft_trainer().train_dataset) == 4
+    write_jsonl(path, [{"prompt": f"Why {i}?", "completion": "So."} for i in range(5)])
+    assert len(recipe.sft_trainer(overwrite=True).train_dataset) == 5
+    reward = Remembering()
+    assert chat_recipe(tmp_path, checkpoint, reward=None).ppo_trainer(reward=reward).reward is reward
 
 
 def test_errors_are_one_line_and_debug_shows_more(tmp_path):
@@ -249,7 +279,15 @@ def test_trls_own_loop_from_a_recipe(tmp_path, checkpoint, stages_here):
     tokenizer.pad_token = "<pad>"  # TRL masks by pad id, so that pad == eos is refused
     tokenizer.save_pretrained(with_pad)
     recipe = chat_recipe(tmp_path, with_pad, "ppo.loop=trl", "ppo.gradient_checkpointing=false")
-    result = stages.run(recipe, "ppo")
+    trainer = recipe.ppo_trainer()
+    trainer.train()
+    trainer.save_model()
+    for role in ("policy", "value"):
+        assert (recipe.stage_folder("ppo") / role / "adapter_model.safetensors").is_file()
+    assert not (recipe.stage_folder("ppo") / "model.safetensors").exists()
+    del trainer
+    gc.collect()
+    result = stages.run(recipe, "ppo", overwrite=True)
     assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3) and result["after"].keys() == result["before"].keys()
     assert (recipe.stage_folder("ppo") / "value" / "adapter_model.safetensors").is_file()
     metrics = (recipe.stage_folder("ppo") / "metrics.jsonl").read_text()
@@ -299,6 +337,25 @@ def test_prerequisites(tmp_path, checkpoint):
         stages.run(lacking, "ppo")
 
 
+def test_while_a_run_goes_on_figures_of_other_prompts_are_not_compared(tmp_path):
+    """Of doubling the prompts before and after are others than those of the evaluations on the way."""
+    recipe = recipes.load("doubling", runs_dir=tmp_path)
+    state = SimpleNamespace(global_step=0, max_steps=9, is_world_process_zero=True)
+    held_out = recipe.task.prompts("validation")
+    trainer = SimpleNamespace(eval_dataset=held_out, train_dataset=held_out, state=state, is_in_train=True)
+    before, folder = {"score": 0.0, "score_se": 0.1}, recipe.stage_folder("ppo")
+    so_far = ReportAtEvaluations(recipe, "ppo", 0.0, before, trainer, Progress("x", quiet=True))
+    folder.mkdir(parents=True)
+    write_jsonl(folder / "metrics.jsonl", [])
+    for step, score in ((0, 0.5), (5, 0.9)):
+        state.global_step, found = step, {"eval_score": score, "eval_score_se": 0.1}
+        so_far.on_evaluate(None, None, None, metrics=found)
+        if step == 0:
+            assert "standard errors" not in (folder / "report.html").read_text()
+            append_jsonl(folder / "metrics.jsonl", [{"step": 0, **found}])
+    assert "+0.4 ± 0.14, 2.8 standard errors" in (folder / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
@@ -335,6 +392,18 @@ def test_a_mistake_of_the_last_stage_is_found_before_the_first_one_runs(tmp_path
         assert not recipe.folder.exists()
 
 
+def test_a_reward_that_fails_after_the_last_update_costs_no_update(tmp_path, checkpoint, monkeypatch):
+    (tmp_path / "gone_for_test.py").write_text(
+        "calls = []\ndef rule(rollout):\n    calls.append(1)\n"
+        "    assert len(calls) != 4, 'gone'\n    return rollout.lengths\n"
+    )
+    scorer = {"kind": "function", "function": f"{tmp_path / 'gone_for_test.py'}:rule"}
+    recipe = chat_recipe(tmp_path, checkpoint, reward=None, scorer=scorer)  # before, two updates, after
+    with pytest.raises(RewardError, match="gone.*All up to update 2 is saved in .*checkpoint-2"):
+        stages.run(recipe, "ppo")
+    assert stages.run(recipe, "ppo", resume=True)["after"]["score"] > 0
+
+
 def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, monkeypatch):
     began = []
     monkeypatch.setattr(stages, "run_stage", lambda command, earlier, stage: began.append(earlier))
@@ -345,6 +414,9 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
 
     recipe = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2}, reward=None)
     assert recipe.ppo_trainer(reward=local) is local and began == ["sft"]
+    with pytest.raises(DataError, match="batch"):
+        chat_recipe(tmp_path, checkpoint).ppo_trainer(train_dataset=["Why?"])
+    assert began == ["sft"]
 
 
 def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):

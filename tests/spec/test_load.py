@@ -5,8 +5,10 @@ import pytest
 import torch
 import yaml
 from transformers import TrainingArguments
+from typer.testing import CliRunner
 
 from toolkit import recipes
+from toolkit.cli import app
 from toolkit.errors import RecipeError, RewardError
 from toolkit.models import Precision, fast_precision
 from toolkit.rewards import WeightedSum, load_function
@@ -560,6 +562,8 @@ def test_the_recipe_of_a_run_elsewhere_is_no_new_one(tmp_path):
     with pytest.raises(RecipeError, match="is the recipe of the run mine in .*elsewhere, and the runs are"):
         recipes.load(folder / "recipe.yaml", runs_dir=tmp_path)
     assert recipes.load(folder / "recipe.yaml", runs_dir=tmp_path / "elsewhere").run == "mine"
+    done = CliRunner().invoke(app, ["show", str(folder / "recipe.yaml"), "--runs-dir", str(tmp_path / "elsewhere")])
+    assert done.exit_code == 0 and "some/checkpoint" in done.stdout
     assert recipes.load(folder / "recipe.yaml", run="new", runs_dir=tmp_path).run == "new"
 
 

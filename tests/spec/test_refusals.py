@@ -8,6 +8,7 @@ import torch
 from tests.spec.test_load import MINIMAL, load_changed
 from tests.spec.test_yaml import refused
 from toolkit.errors import RecipeError
+from toolkit.recipes import load
 from toolkit.spec.keys import check_keys
 from toolkit.spec.stage import check_stage
 
@@ -34,6 +35,10 @@ BEST = {**EVALUATED, "load_best_model_at_end": True}
         (
             {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 1}},
             "lr_scheduler_kwargs — would have no effect: constant has none.",
+        ),
+        (
+            {"lr_scheduler_type": "constant", "warmup_steps": 3},
+            "warmup_steps — would have no effect: constant has none. Set it to 0, or take constant_with_warmup.",
         ),
         ({"optim": "apollo_adamw"}, "optim — the optimizer apollo_adamw cannot be made of these settings"),
         ({"optim": "lomo"}, "optim — the optimizer lomo cannot be made of these settings"),
@@ -95,6 +100,8 @@ def test_what_transformers_would_do_to_what_trains_is_refused(stage):
         (problem,) = check_stage(stage, {name: True})
         assert problem.text().startswith(f"{stage}.{name} — would have no effect: {reason}")
     assert check_stage(stage, {"activation_checkpointing_kwargs": {"every_n_layers": 2}}) == []
+    (problem,) = check_stage(stage, {"activation_checkpointing": False, "gradient_checkpointing": True})
+    assert problem.text() == f"{stage}.activation_checkpointing — has another name here. Write gradient_checkpointing."
 
 
 @pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated")
@@ -104,6 +111,16 @@ def test_packing_that_would_read_or_keep_other_tokens_is_refused():
     (problem,) = check_stage("sft", {"packing": True, "truncation_mode": "keep_end"})
     assert problem.text().startswith("sft.truncation_mode — keep_end would have no effect with packing")
     assert check_stage("sft", {"packing": True, "eval_packing": False}) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "without"), [("value_head", "ppo"), ("reward_head", "reward"), ("adapters.q", "q")]
+)
+def test_a_key_that_no_stage_of_the_recipe_reads_is_refused(section, without):
+    recipe = "smollm2_135m_sentiment" if without == "reward" else "doubling_q" if without == "ppo" else "doubling"
+    key = {"value_head": "init", "reward_head": "num_labels", "adapters.q": "r"}[section]
+    with pytest.raises(RecipeError, match=f"{section} — would have no effect: there is no section {without}"):
+        load(recipe, f"{section}.{key}={'zeros' if key == 'init' else 3}")
 
 
 def test_an_optimizer_without_what_the_value_role_names():

@@ -39,7 +39,8 @@ def test_trls_dead_fields_are_refused_each_with_a_reason():
         "ppo.include_for_metrics": "would have no effect: the toolkit's PPO loop does not read it.",
     }
     if HAS_PPO:
-        assert check_stage("ppo", {**values, "loop": "trl"}) == []
+        of_trl = {p.field for p in check_stage("ppo", {**values, "loop": "trl", "data_seed": 3})}
+        assert of_trl == {f"ppo.{name}" for name in ("sft_model_path", "batch_size", "push_to_hub", "data_seed")}
 
 
 @pytest.mark.parametrize("stage", STAGE_CLASSES)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import count_reward, rollout, trainer
 from toolkit import phases
-from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
+from toolkit.errors import NotFiniteError, RewardError, SelfCheckError, ToolkitError
 from toolkit.reports import Progress, read_jsonl
 from toolkit.rewards import WeightedSum, score_with
 
@@ -93,6 +93,23 @@ def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path
     assert load_file(tmp_path / "not_finite.safetensors")["scores"].tolist() == SCORES.tolist()
 
 
+def test_texts_and_numbers_that_are_kept_are_of_the_same_rows(tmp_path, monkeypatch):
+    ours = trainer(tmp_path, shared_base(), count_reward(5), rollouts_per_update=2, max_steps=9)
+    read = ours.rollouts.read
+
+    def broken(*arguments, **named):
+        found = read(*arguments, **named)
+        found.ref_logprobs[0, 0] = float("nan")
+        return found
+
+    monkeypatch.setattr(ours.rollouts, "read", broken)
+    with pytest.raises(ToolkitError, match="what is read of the responses is not finite"):
+        ours.train()
+    mask = load_file(tmp_path / "not_finite.safetensors")["response_mask"]
+    texts = read_jsonl(tmp_path / "not_finite.jsonl")
+    assert len(texts) == 8 and [len(row["response_ids"]) for row in texts] == mask.sum(1).tolist()
+
+
 def once_not_finite(ours, monkeypatch):
     """The reference's log-probability of a token is no number, the first time that it is read."""
     read, broken = ours.rollouts.read, []
@@ -152,6 +169,9 @@ def test_parts_in_a_loop_of_ones_own_are_those_of_what_is_learnt_from(tmp_path):
     scores = ours.score(batch, responses)
     expected = {f"score/{name}": float(part.mean()) for name, part in reward.last_parts.items()}
     reward(rollout([[8, 2]] * len(RESPONSES)))  # as an evaluation does
+    ours.score(batch, rollout([[5, 2]] * len(RESPONSES)))  # another one, which is not learnt from
+    assert not expected.keys() & ours.step(batch, responses, scores.clone()).keys()
+    scores = ours.score(batch, responses)
     stats = ours.step(batch, responses, scores)
     assert {name: stats[name] for name in expected} == expected and any(expected.values())
 

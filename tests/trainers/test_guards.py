@@ -84,6 +84,12 @@ def test_each_sign_is_told_once_after_so_many_updates(name):
     assert again.seen(300, broken) == [] and names(again) == [name]
 
 
+def test_of_one_response_no_judge_can_fall():
+    watch, one = Watch(), {**MEASURED, "score_se": 0.0, "judge_se": 0.0}
+    watch.evaluated(0, one, ANSWERS[:1], PROMPTS)
+    assert watch.evaluated(1, {**one, "score": 0.1, "judge": 0.9}, ANSWERS[:1], PROMPTS) == []
+
+
 def test_numbers_stand_in_the_text():
     watch = Watch()
     for step in (1, 2, 3):

@@ -315,8 +315,13 @@ def test_what_the_policy_says_can_be_read_while_it_trains(tmp_path):
     again = trainer(tmp_path, reward=count_reward(7), max_steps=3)
     again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
     assert read() == rows
-    trainer(tmp_path, reward=count_reward(7), max_steps=1).train()
-    assert read() == rows[:4]  # anew
+    anew = trainer(tmp_path, reward=count_reward(7), max_steps=1, save_strategy="steps", save_steps=1)
+    with pytest.warns(UserWarning, match="holds checkpoint-3 of an earlier try, and training begins anew"):
+        anew.train()
+    assert read() == rows[:4]
+    # What it saves is the newest there is.
+    saved = sorted(path.name for path in tmp_path.glob("*checkpoint*"))
+    assert saved == [*(f"abandoned-checkpoint-{step}" for step in (1, 2, 3)), "checkpoint-1"]
 
 
 def test_saved_roles_load_with_plain_peft(tmp_path):

@@ -73,11 +73,27 @@ def test_resumed_from_any_step_the_weights_are_the_same(stage, tmp_path):
 def test_a_run_that_is_done_is_not_trained_further(stage, tmp_path):
     """The last step lies in the middle of a pass; transformers by itself would train one more."""
     whole = make(stage, tmp_path, max_steps=5)
+    whole.skipped.total = 1
     whole.train()
     again = make(stage, tmp_path, max_steps=5)
     again.train(resume_from_checkpoint=True)
     assert_same(weights(whole), weights(again))
     assert again.state.global_step == 5 and again.resumed_at == (5,)
+    # Which the result, and what is measured after, tell of.
+    assert again.skipped.total == 1 and again.tokens_read == whole.tokens_read
+    assert again.tokens_read > 0 or stage is not sft_policy
+
+
+def test_a_run_is_evaluated_at_its_start_and_not_where_it_goes_on(tmp_path):
+    def run(**arguments):
+        made = make(sft_policy, tmp_path, max_steps=2, eval_on_start=True)
+        made.train(**arguments)
+        assert made.args.eval_on_start
+        return [row for row in metrics(tmp_path) if "train_loss" not in row]
+
+    whole = run()
+    assert [row["step"] for row in whole if "eval_loss" in row] == [0]
+    assert run(resume_from_checkpoint=tmp_path / "checkpoint-1") == whole
 
 
 class Ask(TrainerCallback):
@@ -454,21 +470,38 @@ def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
     assert not any("reward" in name for name in load_file(tmp_path / "module" / "checkpoint-1" / "state.safetensors"))
 
 
-def test_a_reward_whose_file_has_changed_is_told_of(tmp_path):
+@pytest.mark.parametrize("role", ["reward", "judge"])
+def test_a_reward_whose_file_has_changed_is_told_of(role, tmp_path):
     file, body = tmp_path / "own.py", "def rule(rollout):\n    return [{} for _ in rollout.responses]\n"
 
     def made(text):
         file.write_text(text)
-        return make(ppo, tmp_path / "run", reward=WeightedSum({"a": load_function(f"{file}:rule")}))
+        scores = WeightedSum({"a": load_function(f"{file}:rule")})
+        ours = make(ppo, tmp_path / "run", **({"reward": scores} if role == "reward" else {}))
+        setattr(ours, role, scores)
+        return ours
 
     first = made(body.format(1.0))
     first.args.max_steps = first.total_updates = 2
     first.train()
-    with pytest.warns(UserWarning, match="checkpoint-1 was written with another text of own.py, which the reward"):
+    with pytest.warns(UserWarning, match="checkpoint-1 was written with another text of own.py"):
         made(body.format(2.0)).train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
     with warnings.catch_warnings(record=True) as told:
         made(body.format(2.0)).train(resume_from_checkpoint=True)
     assert not any("own.py" in str(one.message) for one in told)
+
+
+class Combined:
+    def __init__(self, parts):
+        self.parts = parts
+
+    def __call__(self, rollout):
+        return [0.0] * len(rollout)
+
+
+@pytest.mark.parametrize("parts", [[len], {"length": 0.5}, 3, {}])
+def test_a_reward_may_call_anything_its_parts(parts):
+    assert code_digests(Combined(parts)).keys() == {"test_resume.py"}
 
 
 def test_files_of_rewards_that_are_objects_or_share_a_name_are_told_apart(tmp_path):
@@ -841,6 +874,33 @@ def test_an_evaluation_that_failed_at_the_end_of_a_pass_that_was_saved_is_made_u
     made = make(ppo, tmp_path, reward=down, **settings)
     made.train(resume_from_checkpoint=True)
     assert [row["step"] for row in metrics(tmp_path) if "eval_score" in row] == [4]
+
+
+@pytest.mark.parametrize(("stage", "steps"), [(sft_policy, 4), (ppo, 5)], ids=["sft", "ppo"])
+def test_an_evaluation_in_which_a_run_was_killed_at_the_end_of_a_pass_comes_again(stage, steps, tmp_path):
+    """Of the first pass, and of the run, which ends a step after it; at both a checkpoint is due, too."""
+    killed_at = []
+
+    def run(folder, *, killed, **arguments):
+        made = make(stage, folder, max_steps=steps, eval_strategy="epoch")
+        evaluate = made.evaluate
+
+        def may_be_killed(*given, **named):
+            if killed and made.state.global_step not in killed_at:
+                killed_at.append(made.state.global_step)
+                raise KeyboardInterrupt
+            return evaluate(*given, **named)
+
+        made.evaluate = may_be_killed
+        made.train(**arguments)
+        return [row for row in metrics(folder) if "train_loss" not in row]
+
+    whole = run(tmp_path / "whole", killed=False)
+    for resumed in (None, True):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "cut", killed=True, resume_from_checkpoint=resumed)
+    assert run(tmp_path / "cut", killed=True, resume_from_checkpoint=True) == whole
+    assert killed_at == [steps - 1, steps]
 
 
 def test_an_evaluation_that_is_made_up_for_may_be_the_best(tmp_path):

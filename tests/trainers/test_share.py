@@ -431,6 +431,9 @@ def begun_with(folder, what):
     if what == "base" and processes.rank():
         with torch.no_grad():
             base.causal_lm.model.embed_tokens.weight.mul_(1.5)
+    if what == "adapters" and processes.rank():  # of which the reward is not trained
+        with torch.no_grad():
+            base.parameters_of("reward")[0].mul_(1.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(helpers, "PROMPTS", prompts)
         ours = trainer(folder, base, count_reward(9), max_steps=1)
@@ -443,7 +446,7 @@ def begun_with(folder, what):
 
 def test_processes_begin_with_the_same_and_one_of_them_reports(two, tmp_path):
     assert two(begun_with, tmp_path, "") == [(True, True), (False, False)]
-    for what in ("base", "data"):
+    for what in ("base", "data", "adapters"):
         said = f"the processes do not begin with the same {what}. Give all machines the same checkpoint, data"
         assert all(said in one for one in two(begun_with, tmp_path, what))
 

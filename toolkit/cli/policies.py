@@ -1,6 +1,7 @@
 """What a trained policy is used for."""
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,7 +130,13 @@ def judge(
     from toolkit.runs.folder import run_folder
 
     named = [word for word in words if "=" not in word]
-    named += all_processes.by_main(lambda: [word for word in words if "=" in word and run_folder(word, runs_dir)])
+
+    def is_run(word: str) -> bool:
+        with suppress(OSError):  # a key with a value that is too long for a name
+            return run_folder(word, runs_dir) is not None
+        return False
+
+    named += all_processes.by_main(lambda: [word for word in words if "=" in word and is_run(word)])
     runs = [word for word in words if word in named]
     overrides = [word for word in words if word not in runs]
     judge_runs(runs, *overrides, output=output, runs_dir=runs_dir)

@@ -80,7 +80,7 @@ def q_targets(
         raise ValueError(f"n_steps must be at least 1, got {n_steps}")
     gained, discounts = _steps(rewards, reward_mask, response_mask, gamma)
     targets = state_values.float()
-    for _ in range(n_steps):
+    for _ in range(min(n_steps, targets.shape[1])):
         targets = gained + discounts * next_values(targets, response_mask, final_values)
     return targets
 

@@ -22,6 +22,7 @@ from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, SAMPLES_FILE, begin, re
 from toolkit.sampling import Evaluation
 from toolkit.spec.load import load
 from toolkit.spec.recipe import Recipe
+from toolkit.trainers.same_run import check_alike
 
 
 def evaluate(recipe: Recipe) -> dict[str, Any]:
@@ -77,7 +78,9 @@ def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What `result.json` of an evaluation holds, among it what of the run's recipe was `changed`, and its samples;
     nothing is written."""
     started = time.perf_counter()
-    prompts = recipe.task.prompts("test")
+    with processes.agreed():
+        prompts = recipe.task.prompts("test")
+    check_alike({"held-out rows": data_digest(prompts)})
     if (rows := recipe.task.report()) is not None:
         stage.say(f"data: {rows}")
     set_seed(recipe.seed)
@@ -94,7 +97,7 @@ def _evaluated(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation
     """Where the policy starts and what was trained; of Q-values the reference, and what Q makes of it."""
     by_q = responds_by_q(recipe)
     name, trained = ("q", recipe.stage_folder("q") / "q") if by_q else ("ppo", None)
-    with phase("load"):
+    with phase("load"), processes.agreed():
         roles, pad_tokens = build.placed_roles(recipe, name, trained=trained)
         rollouts = build.make_rollouts(recipe, roles, name)
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)

@@ -75,7 +75,8 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
 def _changed(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """The keys, beside the judge's, that were given in place of what the recipes of runs say."""
     pairs = (pair for one in figures.values() for pair in one.get("changed", {}).items())
-    return ", ".join(f"{key}={json.dumps(value)}" for key, value in dict(pairs).items() if key[:6] != "judge.")
+    otherwise = {key: value for key, value in pairs if key != "start.judge" and not key.startswith("judge.")}
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in otherwise.items())
 
 
 def _beside(page: Path, runs: Sequence[Path]) -> Path:

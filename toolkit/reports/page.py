@@ -135,13 +135,24 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
+APART = "evaluated_apart"
+"""Of a result, where evaluations on the way are of other prompts than those before and after."""
+
+
+def at_start(metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The row of an evaluation before the first step; empty where there was none."""
+    return next((row for row in metrics if row.get("step") == 0 and any(key[:5] == "eval_" for key in row)), {})
+
+
 def evaluations(result: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The figures of all evaluations in order: before, while it trained, after."""
+    """The figures of all evaluations in order: before, while it trained, after; where before and after are of other
+    prompts, those while it trained alone."""
     during = [
         {name.removeprefix("eval_"): value for name, value in row.items() if name.startswith("eval_")}
         for row in metrics
     ]
-    sides = ([result.get("before") or {}], during, [result.get("after") or {}])
+    apart = result.get(APART) is True
+    sides = [during] if apart else [[result.get("before") or {}], during, [result.get("after") or {}]]
     return [row for part in sides for row in part if all(_is_number(row.get(name)) for name in ("kl", "score"))]
 
 

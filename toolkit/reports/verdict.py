@@ -19,7 +19,8 @@ def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> s
         result: with `before` and `after`, where they are known.
         samples: rows of `sample_rows`: with them the difference is of pairs, which have less noise.
     """
-    if len(samples) == 1:
+    held_out = (result.get("rows") or {}).get("held out")
+    if len(samples) == 1 or (not samples and held_out == 1):
         return ""
     return " ".join(filter(None, (_change(name, result, samples) for name in ("score", "judge"))))
 

@@ -148,8 +148,9 @@ def _file_of(part: Any) -> Path | None:
 
 def code_digests(reward: Any) -> dict[str, str]:
     """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in."""
-    parts = getattr(reward, "parts", {"": reward})
-    files = sorted({path for path in map(_file_of, parts.values()) if path is not None})
+    own = getattr(reward, "parts", None)  # of a `WeightedSum`; one of a user's can be anything
+    parts = [*own.values()] if isinstance(own, dict) and own and all(map(callable, own.values())) else [reward]
+    files = sorted({path for path in map(_file_of, parts) if path is not None})
     shared = {name for name, number in Counter(path.name for path in files).items() if number > 1}
     return {
         str(path) if path.name in shared else path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files

@@ -57,7 +57,7 @@ class WeightedSum:
         return {name: part.state_dict() for name, part in self.parts.items() if state_of(part) is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict():
+        for name in self.state_dict().keys() & state.keys():  # a part that has got one since begins anew
             self.parts[name].load_state_dict(state[name])
 
 

@@ -185,7 +185,8 @@ def measures(
 
     A reward and a judge that are given come before what the recipe says. For the others and errors see `make_reward`.
     """
-    reward = reward or make_reward(recipe, roles, pad_tokens, batch_size)
+    if reward is None:
+        reward = make_reward(recipe, roles, pad_tokens, batch_size)
     if judge is None and recipe.judge is not None:
         judge = make_reward(recipe, roles, pad_tokens, batch_size, role="judge")
     return {"reward": reward, "metrics": recipe.task.metrics, "judge": judge}
@@ -209,7 +210,7 @@ def make_ppo_trainer(
     named = _named(recipe, "ppo", callbacks)
     if config.loop == "trl":
         with within("ppo"):
-            trainer = stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, callbacks=named["callbacks"])
+            trainer = stock_ppo_trainer(config, recipe.tokenizer, roles, prompts, **named)
         trainer.toolkit_pad_tokens = pad_tokens  # for whoever measures
         return trainer
     named |= measures(recipe, roles, pad_tokens, config.local_rollout_forward_batch_size, reward=reward, judge=judge)

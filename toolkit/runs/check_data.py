@@ -52,7 +52,7 @@ def batch_figures(stage: str, config: Any, rows: int) -> dict[str, Any]:
         each = steps_of_a_pass(config, rows, config.per_device_train_batch_size)
         by_epochs = math.ceil(config.num_train_epochs * each)
         steps = config.max_steps if config.max_steps > 0 else by_epochs
-        return {"batch": batch, "batches": steps, "steps": steps}
+        return {"batch": batch, "batches": steps, "steps": steps, "of_a_pass": each}
     rollout, batch = batch, config.update_batch_size
     updates, mini_batch = config.number_of_updates(rows), batch // config.num_mini_batches
     micro_batches = math.ceil(mini_batch / config.per_device_train_batch_size)
@@ -183,15 +183,20 @@ class DataCheck:
     def lines(self) -> Iterator[str]:
         """What tasks that read files say about their rows."""
         needed = [stage for stage in self.stages if self._state(stage) != _NOT_NEEDED]
-        last = {self.recipe.data_section(stage): stage for stage in needed}  # each section once
+        last = {section: stage for stage in needed for section in self._sections(stage)}  # each section once
         for stage in needed:
-            if last[section := self.recipe.data_section(stage)] == stage:
+            for section in self._sections(stage):
                 with suppress(ToolkitError):  # which has been found already
-                    if (rows := self.recipe.task_of(stage).report()) is not None:
+                    if last[section] == stage and (rows := self.recipe.tasks_of(stage)[section].report()) is not None:
                         yield f"{section}: {rows}"
         for stage in needed[-1:]:
             with suppress(ToolkitError):
                 yield self._example(stage)
+
+    def _sections(self, stage: str) -> tuple[str, ...]:
+        with suppress(ToolkitError):  # which has been found already
+            return tuple(self.recipe.tasks_of(stage))
+        return ()
 
     def _example(self, stage: str) -> str:
         """The first row as the stage reads it, and the tokens that fill and end one."""

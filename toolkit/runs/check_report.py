@@ -1,6 +1,5 @@
 """What `check` finds out about a recipe, in the words of its report."""
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +83,8 @@ class StageFacts:
     """A stage: its rows and what the batches come to. `longest` is the longest sequence that it can meet, in tokens.
 
     `batches` counts updates for ppo and optimizer steps for the others, `steps` optimizer steps for all. `prepared` is
-    how many rows TRL's trainer makes of the rows of sft, which it packs, or cuts and leaves out what is cut to nothing.
+    how many rows TRL's trainer makes of the rows of sft, which it packs, or cuts and leaves out what is cut to nothing;
+    `of_a_pass` counts the optimizer steps of one pass, but of ppo.
     """
 
     stage: str
@@ -97,13 +97,14 @@ class StageFacts:
     steps: int
     update: UpdateFacts | None = None
     prepared: int | None = None
+    of_a_pass: int = 0
 
     @property
     def passes(self) -> float:
-        """Passes over the training rows. Trainer's last batch of a pass is a short one, and counts as one."""
+        """Passes over the training rows, of which a stage's last batch is a short one, and counts as one."""
         if self.update is not None:
             return self.episodes / self.rows
-        return self.batches / math.ceil((self.prepared or self.rows) / self.batch)
+        return self.batches / self.of_a_pass
 
     @property
     def episodes(self) -> int:

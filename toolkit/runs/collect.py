@@ -69,7 +69,8 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
         ToolkitError: the file cannot be written.
     """
     settings = recipe.collect
-    prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
+    with processes.agreed():
+        prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
     number = min(len(prompts), settings.max_prompts or len(prompts)) * settings.samples_per_prompt
     starts = range(0, number, settings.batch_size)
     unfinished = partial_file(path.parent)
@@ -80,7 +81,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
         with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
             changing = None
             if done < len(starts):
-                with phases.phase("load"):
+                with phases.phase("load"), processes.agreed():
                     roles, pad_tokens = build.placed_roles(recipe, "collect")
                     reward = build.make_reward(recipe, roles, pad_tokens, settings.batch_size)
                 now = {**identity(prompts, roles.causal_lm, roles, reward), "frozen": frozen_digests(roles)}

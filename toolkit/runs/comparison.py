@@ -1,16 +1,18 @@
 """Runs beside each other: what differs in their recipes, their figures and their answers to equal prompts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.disk import write_whole, writing
 from toolkit.errors import RecipeError
 from toolkit.reports import (
+    APART,
     METRICS_FILE,
     WARNINGS_FILE,
     ComparedRun,
+    at_start,
     comparison_page,
     read_json,
     read_jsonl,
@@ -74,7 +76,10 @@ def _run(label: str, folder: Path) -> ComparedRun:
     result = dict(read_result(folder) or {})
     finished, warned, metrics = bool(result), folder / WARNINGS_FILE, read_jsonl(folder / METRICS_FILE)
     if not finished:
-        result["before"] = (read_json(folder / BEFORE_FILE) or {}).get("metrics")
+        before = read_json(folder / BEFORE_FILE) or {}
+        result["before"], result[APART] = before.get("metrics"), before.get(APART)
+        if result[APART]:
+            result["before"] = _last_evaluation([at_start(metrics)])[0]
         result["after"], step = _last_evaluation(metrics)
         label += f" (step {step}, not finished)" if metrics else " (not finished)"
         result["warnings"] = read_jsonl(warned) if warned.is_file() else []
@@ -87,7 +92,7 @@ def _run(label: str, folder: Path) -> ComparedRun:
     return ComparedRun(label, result, metrics, samples)
 
 
-def _last_evaluation(metrics: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], Any]:
+def _last_evaluation(metrics: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
     """The figures of a run that has not finished, of its last evaluation, and the step that it is at."""
     times = ("runtime", "samples_per_second", "steps_per_second")
     of_each = [

@@ -6,7 +6,7 @@ says that it is finished.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +21,7 @@ from toolkit.data import PER_RULE, data_digest
 from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, printable
 from toolkit.models import save_high_score
-from toolkit.reports import Output, Progress, Responses, ScoredPair, write_jsonl
+from toolkit.reports import APART, Output, Progress, Responses, ScoredPair, write_jsonl
 from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, measures, stage_dataset
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
@@ -31,8 +31,9 @@ from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
+from toolkit.trainers.same_run import check_alike
 from toolkit.trainers.sft import cut_rows, packs
-from toolkit.trainers.stock_ppo import save_stock_roles, stock_rollouts
+from toolkit.trainers.stock_ppo import stock_rollouts
 
 
 def say(sentence: str) -> None:
@@ -115,26 +116,25 @@ def _trained(
         say(line)
     if processes.count() > 1:  # never by TRL's own loop, whose arguments are others
         args = trainer.args
-        of_step = args.train_batch_size * args.gradient_accumulation_steps
+        whole = getattr(trainer, "padding_free", False)  # TRL packs a micro-batch of sft into one row
+        of_step = (1 if whole else args.train_batch_size) * args.gradient_accumulation_steps
         if stage == "ppo":
             of_step = args.update_batch_size // args.num_mini_batches
         say_shares(stage, of_step)
-    task = recipe.task_of(stage)
-    if (rows := task.report()) is not None:
-        say(f"data: {rows}")
+    _say_rows(recipe, stage)
     cut = _report_cuts(recipe, trainer.args) if stage == "sft" else {}
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     before, responses_before = _before(recipe, stage, trainer)
     if checkpoint is None:  # else a checkpoint knows what it was a warning of
         _tell_evaluated(trainer, before, responses_before)
-    so_far = _ReportAtEvaluations(recipe, stage, started, before, trainer, progress)
+    so_far = ReportAtEvaluations(recipe, stage, started, before, trainer, progress)
     if processes.is_main():
         trainer.add_callback(so_far)
     ended = {}
     with so_far.told():
         if stock:
             trainer.train()
-            save_stock_roles(trainer, folder, base_name=recipe.base_path)
+            trainer.save_model(str(folder))
         else:
             try:
                 trainer.train(resume_from_checkpoint=checkpoint)
@@ -143,10 +143,14 @@ def _trained(
             processes.by_main(lambda: _save_model(trainer, folder))
             started -= trainer.seconds_before
             ended = _how_it_ended(trainer)
-        with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"):
+        last = isinstance(trainer, PPOTrainer) and not trainer.args.load_best_model_at_end
+        kept = trainer.saved_if_the_reward_fails() if last else nullcontext()
+        with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"), kept:
             after, responses_after = _measure(recipe, stage, trainer)
         _tell_evaluated(trainer, after, responses_after)
         result = figures(recipe, stage, started, before, after) | _of_training(trainer, progress) | ended
+        if so_far.apart:
+            result[APART] = True
         if cut:
             result["cut"] = cut
         samples = reports.sample_rows(responses_before, responses_after) if responses_before and responses_after else []
@@ -154,6 +158,12 @@ def _trained(
         with phases.phase("write"):
             processes.by_main(lambda: _write_up(recipe, stage, result, samples, judged))
     return result, samples
+
+
+def _say_rows(recipe: Recipe, stage: str) -> None:
+    for section, task in recipe.tasks_of(stage).items():
+        if (rows := task.report()) is not None:
+            say(f"{section}: {rows}")
 
 
 def _save_model(trainer: Any, folder: Path) -> None:
@@ -166,16 +176,25 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
     path = recipe.stage_folder(stage) / BEFORE_FILE
     rows = recipe.task.prompts("test") if stage in ("ppo", "q") else trainer.eval_dataset
     held_out = None if rows is None else data_digest(rows)
+    check_alike({"held-out rows": held_out})
     kept = processes.by_main(lambda: reports.read_json(path))
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
         with phases.phase("answers before" if stage in ("ppo", "q") else "measure before"):
             measured, responses = _measure(recipe, stage, trainer)
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None, "held_out": held_out}
+        kept[APART] = _evaluated_apart(recipe, stage, trainer)
         processes.by_main(partial(reports.write_json, path, kept))
     elif kept.get("held_out", held_out) != held_out:
         wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."
         raise CheckpointError(wrong, remedy="Give those rows back, or begin anew with $overwrite.")
     return kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
+
+
+def _evaluated_apart(recipe: Recipe, stage: str, trainer: Any) -> bool:
+    """Whether evaluations on the way are of other prompts than those before and after: not to be held against them."""
+    if stage not in ("ppo", "q") or trainer.eval_dataset is None:
+        return False
+    return data_digest(recipe.task.prompts("test")) != data_digest(trainer.eval_dataset)
 
 
 def _tell_evaluated(trainer: Any, metrics: dict[str, Any], responses: Responses | None) -> None:
@@ -218,7 +237,7 @@ def _has_stopped(stopper: EarlyStoppingCallback) -> bool:
     return bool(stopper.early_stopping_patience_counter >= stopper.early_stopping_patience)
 
 
-class _ReportAtEvaluations(TrainerCallback):
+class ReportAtEvaluations(TrainerCallback):
     """Writes the report of a stage that goes on, as far as it is, at each evaluation and where it is stopped."""
 
     def __init__(
@@ -227,6 +246,7 @@ class _ReportAtEvaluations(TrainerCallback):
         self.recipe, self.stage, self.started, self.before = recipe, stage, started, before
         self.trainer, self.progress = trainer, progress
         self.now: dict[str, Any] | None = None  # what the last evaluation has measured
+        self.apart = _evaluated_apart(recipe, stage, trainer)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
@@ -261,22 +281,23 @@ class _ReportAtEvaluations(TrainerCallback):
     def _write(self, how: str) -> None:
         folder, state = self.recipe.stage_folder(self.stage), self.trainer.state
         started = self.started - getattr(self.trainer, "seconds_before", 0.0)
-        result = figures(self.recipe, self.stage, started, self.before, self.now or {})
-        result |= _of_training(self.trainer, self.progress)
+        metrics = reports.read_jsonl(folder / reports.METRICS_FILE)
+        before = self._of_evaluation(reports.at_start(metrics)) if self.apart else self.before
+        result = figures(self.recipe, self.stage, started, before, self.now or {})
+        result |= _of_training(self.trainer, self.progress) | ({APART: True} if self.apart else {})
         result[how] = f"{how.title()}: step {state.global_step} of {state.max_steps} at {result['date']}."
-        reports.write_report(
-            folder, result, reports.read_jsonl(folder / reports.METRICS_FILE), [], self.recipe.to_yaml()
-        )
+        reports.write_report(folder, result, metrics, [], self.recipe.to_yaml())
 
 
 def _rows_read(recipe: Recipe, stage: str) -> dict[str, Any]:
     """For the result how many rows could not be used, and why; which these are, and which the stage has, in files."""
-    folder, task = recipe.stage_folder(stage), recipe.task_of(stage)
+    folder, (task, *others) = recipe.stage_folder(stage), recipe.tasks_of(stage).values()
     if not task.left_out:  # a task that reads no file
         return {}
-    write_jsonl(folder / "left_out.jsonl", task.left_out_rows())
+    write_jsonl(folder / "left_out.jsonl", [row for one in (task, *others) for row in one.left_out_rows()])
     write_jsonl(folder / "rows.jsonl", task.row_places(stage))
-    return {"left_out": {split: dict(reasons) for split, reasons in task.left_out.items()}}
+    found = zip(("left_out", "left_out_prompts"), (task, *others), strict=False)
+    return {name: {split: dict(reasons) for split, reasons in of.left_out.items()} for name, of in found if of.left_out}
 
 
 def _write_up(

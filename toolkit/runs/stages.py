@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from toolkit.checkpoints import checkpoint_folders, newest_whole
 from toolkit.errors import CheckpointError, PeerError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
-from toolkit.runs.build import MAKERS, Callbacks
+from toolkit.runs.build import MAKERS, Callbacks, trainer_config
 from toolkit.runs.check import check_stages
 from toolkit.runs.folder import (
     check_outputs,
@@ -33,6 +34,7 @@ from toolkit.runs.process import run_stage
 from toolkit.runs.stage import collect_stage, say, train_stage
 from toolkit.runs.take_over import take_over
 from toolkit.spec.recipe import Recipe
+from toolkit.trainers.self_checks import check_dataset
 
 
 def _run_prerequisites(
@@ -58,12 +60,13 @@ def _run_prerequisites(
             processes.by_main(lambda: check_stages(recipe, {stage, *needs}, handed_over=handed_over).raise_problems())
     processes.by_main(lambda: check_outputs(recipe.folder, (earlier for earlier in needs if earlier not in missing)))
     for earlier in missing:
-        processes.by_main(partial(claim, recipe, earlier, wanted=stage, **way))
         # In a process of its own: its memory is given back, and accelerate's state takes one precision a process.
         command = [sys.executable, "-m", "toolkit", earlier, str(recipe.folder / RECIPE_FILE)]
         command += ["--run", recipe.run, "--runs-dir", str(recipe.runs_dir), "--name", recipe.name]
-        with processes.agreed():
-            run_stage(command + (["--resume"] if way.get("resume") else []), earlier, stage)
+        with _result_comes_back(recipe, earlier, **way):  # that process finds it unfinished, and could not put it back
+            processes.by_main(partial(claim, recipe, earlier, wanted=stage, **way))
+            with processes.agreed():
+                run_stage(command + (["--resume"] if way.get("resume") else []), earlier, stage)
 
 
 @contextmanager
@@ -118,12 +121,16 @@ def prepared(
     `given` comes before what the recipe says: `reward`, `judge` and `train_dataset` of ppo.
     """
     given = {name: value for name, value in (given or {}).items() if value is not None}
+    recipe = replace(recipe)  # its rows are read anew: a file may have been mended since an earlier trainer
     with _kept_whole(recipe, stage, **way):
         if way.get("resume") and processes.by_main(lambda: finished(recipe, stage)) is not None:
             wrong = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
             longer = f"A larger {stage}.max_steps makes it longer."
             raise RecipeError(wrong, remedy=f"{longer} Else name a new run ($run), or give $overwrite to repeat it.")
         processes.by_main(lambda: _check_way(recipe, stage, resume=False))
+        if "train_dataset" in given:  # its mistakes, too, are found before a stage has run for an hour
+            given["train_dataset"] = recipe.task.prompts_of(given["train_dataset"])
+            check_dataset(given["train_dataset"], trainer_config(recipe, stage).rollout_batch_size)
         handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
         with _result_comes_back(recipe, stage, **way):
@@ -155,7 +162,7 @@ def run(
         ToolkitError: whatever a user can mend.
     """
     way: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
-    recipe.plan.needs(stage)
+    processes.by_main(lambda: recipe.plan.needs(stage))  # an error of all is told once
     with _kept_whole(recipe, stage, **way) as wanted:
         done = None if overwrite else processes.by_main(lambda: finished(recipe, stage))
         if done is not None:

@@ -11,7 +11,7 @@ from toolkit.spec.sources import SharedWith
 # The stage that alone can read a section: without the stage it would have no effect.
 _READ_BY = {
     "sft_data": "sft", "reward_data": "reward", "q_data": "q", "value_model": "ppo", "reward_model": "reward",
-    "adapters.q": "q",
+    "adapters.q": "q", "value_head": "ppo", "reward_head": "reward",
 }  # fmt: skip
 JUDGED = ("ppo", "q")  # stages that measure held-out responses
 _OF_VALUE = ("adapters.value", "start.value", "value_head", "value_model")

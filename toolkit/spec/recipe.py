@@ -128,6 +128,10 @@ class Recipe:
     def _tasks(self) -> dict[str, Task]:
         return {}
 
+    def tasks_of(self, stage: str) -> dict[str, Task]:
+        """By section the data sets that a stage reads: its own first, and of q the prompts that it is measured with."""
+        return {self.data_section(one): self.task_of(one) for one in ((stage, "ppo") if stage == "q" else (stage,))}
+
     def task_of(self, stage: str) -> Task:
         """The data sets of a stage."""
         section = self.data_section(stage)

@@ -39,6 +39,11 @@ OF_NO_RECIPE = {
     "restore_callback_states_from_checkpoint": Problem("it has no effect: a run that goes on restores them."),
 }
 
+# transformers reads the old name, which remedies and plans give, only where the new one is not there.
+_OTHER_NAMES = {
+    "activation_checkpointing": Problem("has another name here.", remedy="Write gradient_checkpointing.")
+}
+
 # Fields of TRL's PPOConfig that our loop reads, but for those that ours declares: TRL's own, and transformers'.
 _READ_BY_PPO = {
     *(vars(PPOFields)["__annotations__"].keys() - declared(PPOConfig).keys()),
@@ -164,7 +169,7 @@ def check_stage(
     """
     if not isinstance(values, dict):
         return check_keys(stage, values, STAGE_CLASSES[stage])
-    refused = {**OF_NO_RECIPE, **(_NOT_OFFERED if stage == "ppo" else {})}
+    refused = {**OF_NO_RECIPE, **(_NOT_OFFERED if stage == "ppo" else _OTHER_NAMES)}
     if not (stage == "ppo" and values.get("loop") == "trl"):
         reasons = WITHOUT_EFFECT.get(stage, {})
         refused |= {name: Problem(f"would have no effect: {reason}.") for name, reason in reasons.items()}

@@ -21,6 +21,7 @@ from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import PPOConfig
 
 _STEPS = 100  # of a schedule, after its warm-up
+_WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class _Layer(nn.Linear):
@@ -64,6 +65,9 @@ def check_training(config: TrainingArguments) -> None:
     schedule, arguments = config.lr_scheduler_type, config.lr_scheduler_kwargs
     if arguments and schedule in (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP):
         raise ConfigError(f"would have no effect: {schedule.value} has none.", field="lr_scheduler_kwargs")
+    if schedule in _WITHOUT_WARMUP and config.get_warmup_steps(_STEPS):
+        remedy = "Set it to 0, or take constant_with_warmup."
+        raise ConfigError(f"would have no effect: {schedule.value} has none.", field="warmup_steps", remedy=remedy)
     with _refusals("lr_scheduler_type", f"the schedule {schedule.value} (with lr_scheduler_kwargs {arguments or {}})"):
         steps = config.get_warmup_steps(_STEPS) + _STEPS
         made = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)

@@ -140,8 +140,8 @@ class SamplingTrainer(RoleTrainer):
         in_place_of_progress(self, callbacks)
         self.roles, self.reward, self.metrics, self.base_name = roles, reward, metrics, base_name
         self.judge = judge
-        autocast = self.compute_loss_context_manager
-        self.rollouts: Any = self.rollouts_type(args, processing_class, roles, autocast)
+        # Not the trainer's own region: a notebook's `del trainer` has to be all that holds it.
+        self.rollouts: Any = self.rollouts_type(args, processing_class, roles, precision(args, roles))
 
     @property
     def _known_reward(self) -> Reward:

@@ -141,8 +141,8 @@ def _cut_that_pays(numbers: Mapping[str, Any]) -> float | None:
 
 def _judge_against_score(numbers: Mapping[str, Any]) -> float | None:
     """How far the judge is below its best evaluation, in standard errors, where the score is above what it was then."""
-    if "judge_best" not in numbers or numbers["score"] <= numbers["score_best"]:
-        return None
+    if "judge_best" not in numbers or numbers["score"] <= numbers["score_best"] or numbers["rows"] < 2:
+        return None  # one response has no error
     fall, error = numbers["judge_best"] - numbers["judge"], math.hypot(numbers["judge_se"], numbers["judge_se_best"])
     return fall / max(error, fall / 1000) if fall > 0 else 0.0  # without noise 1000
 
@@ -258,7 +258,7 @@ class Watch:
         first = self.first.setdefault(asked, {"metrics": dict(metrics), "responses": list(responses)})
         if "judge" in metrics and (asked not in self.best or metrics["judge"] > self.best[asked]["judge"]):
             self.best[asked] = {**metrics, "step": float(step)}
-        numbers: dict[str, Any] = {**metrics, **since_first(responses, first["responses"])}
+        numbers: dict[str, Any] = {**metrics, "rows": len(responses), **since_first(responses, first["responses"])}
         for moment, held in (("first", first["metrics"]), ("best", self.best.get(asked, {}))):
             numbers |= {f"{name}_{moment}": value for name, value in held.items()}
         return self._new(EVALUATION_GUARDS, step, numbers)

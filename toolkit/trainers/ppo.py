@@ -93,6 +93,7 @@ class PPOTrainer(PPOLoop):
         """
         scores = score_with(self._known_reward, responses)
         self._parts = dict(getattr(self.reward, "last_parts", {}))  # an evaluation scores others
+        self._parts_of = scores
         return scores
 
     # ------------------------------------------------------------------ one update
@@ -111,8 +112,8 @@ class PPOTrainer(PPOLoop):
             )
             over += f"a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. Raise max_steps, or end the loop."
             warnings.warn(over, stacklevel=2)
+        parts = self._parts if scores is self._parts_of else {}
         scores = check_scores(scores, responses)
-        parts = {name: part for name, part in self._parts.items() if len(part) == len(responses)}
         learning_rate = self.lr_scheduler.get_last_lr()[0]
         shortest = self.args.min_response_length if self.args.drop_short_responses else 0
         kept = [row for row, length in enumerate(responses.lengths) if length >= shortest]
@@ -162,7 +163,7 @@ class PPOTrainer(PPOLoop):
         """One number that is not finite would be in every advantage of the update, and in all of its steps."""
         for name in ("old_logprobs", "ref_logprobs", "old_values", "kl", "rewards", "advantages", "returns"):
             if not getattr(experience, name).isfinite().all():
-                tensors = experience._asdict()
+                tensors, self._in_scoring = experience._asdict(), experience.rollout
                 self._in_hand = {key: tensor for key, tensor in tensors.items() if torch.is_tensor(tensor)}
                 remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not help."
                 raise NotFiniteError(f"what is read of the responses is not finite ({name}).", remedy=remedy)

@@ -30,8 +30,11 @@ GREEDY_ROLLOUTS = Problem(
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 _NOT_IN_TRL_LOOP = (
     *("stop_token_id", "num_sample_generations", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
+    *("data_seed", "full_determinism", "batch_size", "mini_batch_size", "num_total_batches"),
+    *("sft_model_path", "reward_model_path", "push_to_hub"),
 )
-"""Fields of TRL's class to which `stock_ppo.trl_config` gives a value of its own: TRL's loop evaluates nothing."""
+"""Fields of TRL's class that its loop does not read, or to which it or `stock_ppo.trl_config` gives a value: nothing is
+evaluated, and of `push_to_hub` an empty repository would come."""
 _LEAST_WHITENED_BY_TRL = 8
 
 
@@ -205,9 +208,12 @@ class PPOConfig(TRLPPOConfig):
             yield Problem("steers by multiplying kl_coef, which starts at 0 and would stay there.", "kl_target")
         if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
             yield Problem("would have no effect without kl_target.", "kl_horizon")
-        if self.update_kl_limit is not None and self.num_ppo_epochs * self.num_mini_batches == 1:
-            wrong = "would have no effect: an update has one optimizer step, which is always taken."
-            yield Problem(wrong, "update_kl_limit")
+        if self.num_ppo_epochs * self.num_mini_batches == 1:
+            one = "would have no effect: an update has one optimizer step, "
+            if self.update_kl_limit is not None:
+                yield Problem(f"{one}which is always taken.", "update_kl_limit")
+            if self.old_policy_kl_coef:
+                yield Problem(f"{one}taken where the policy is still the one that sampled.", "old_policy_kl_coef")
         if self.kl_target is not None and 5 * self.kl_horizon <= self.update_batch_size:
             wrong = f"with {self.kl_horizon} the {self.update_batch_size} responses of one update"
             yield Problem(

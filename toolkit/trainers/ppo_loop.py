@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from toolkit.data import Rollout, concatenate
 from toolkit.errors import NotFiniteError, PeerError, RewardError, ToolkitError
 from toolkit.functional import Moments
 from toolkit.reports import ROLLOUTS_FILE, WARNINGS_FILE, append_jsonl, keep_until, write_jsonl
-from toolkit.rewards import concatenate_scores, state_of, total_scores
+from toolkit.rewards import Scores, concatenate_scores, state_of, total_scores
 from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
@@ -31,6 +32,7 @@ class PPOLoop(SharedBaseTrainer):
     """A trainer that runs `total_updates` updates, which a subclass makes by `generate`, `score` and `step`."""
 
     _counted = "updates"
+    sees_end_of_pass = True
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -43,10 +45,12 @@ class PPOLoop(SharedBaseTrainer):
         """Prompts of updates that were passed over."""
         self._parts: dict[str, Tensor] = {}
         """Of the scores of what is learnt from, not of an evaluation's."""
+        self._parts_of: Scores | None = None
         self._last_metrics: dict[str, float] = {}
         self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
         self._evaluation_due = False  # one that failed: a resumed run makes up for it
+        self._end_due = False  # that of the pass; a run that was saved after its last update makes up for it
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> dict[str, float]:
         """The metrics of the last of `total_updates` updates; empty if a checkpoint had all of them behind it."""
@@ -73,11 +77,14 @@ class PPOLoop(SharedBaseTrainer):
             # What it was saved with does not know of the evaluation, which may be the best, or one too many.
             self.control.should_evaluate = self.control.should_save = True
             self._act()
+        if self._end_due and state.global_step >= self.total_updates and not over:
+            self._end_pass()
         while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)
             while not self.dataloader.pass_is_over:
                 self.control = self.callback_handler.on_step_begin(args, state, self.control)
                 self._last_metrics = self._guarded_step()
+                self._end_due = True
                 self.control = self.callback_handler.on_step_end(args, state, self.control)
                 self._act()
                 if state.global_step >= self.total_updates or self.control.should_training_stop:
@@ -87,14 +94,17 @@ class PPOLoop(SharedBaseTrainer):
                     break
             if self._request.met and state.global_step < self.total_updates:
                 break  # in the middle of a pass, whose end a resumed run will see
-            self.dataloader.pass_is_over = False
-            self.control = self.callback_handler.on_epoch_end(args, state, self.control)
-            self._act()
+            self._end_pass()
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self.load_best()
         self.is_in_train = False
         self.control = self.callback_handler.on_train_end(args, state, self.control)
         return self._last_metrics if state.global_step > began else {}
+
+    def _end_pass(self) -> None:
+        self._end_due = self.dataloader.pass_is_over = False
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._act()
 
     def _place(self) -> dict[str, Any]:
         """What moves on in an update before its first optimizer step, where weights and counts are still the last's."""
@@ -119,6 +129,16 @@ class PPOLoop(SharedBaseTrainer):
             if self._evaluation_due or self._goes_on_from is not None or self._saved_at != step:
                 self.save_checkpoint()
             error.add_remedy(f"All up to update {step} is saved in {self._folder_of(step)}: then go on with $resume.")
+
+    @contextmanager
+    def saved_if_the_reward_fails(self) -> Iterator[None]:
+        """Inside, an error of what measures the weights that the last update has left does not cost that update."""
+        try:
+            yield
+        except (RewardError, PeerError) as error:
+            if self._kind(error) in _OF_REWARDS:
+                self._save_before(error)
+            raise
 
     def _guarded_step(self) -> dict[str, float]:
         """An update, with what its metrics warn of; nothing is learnt from one whose scores are not finite."""
@@ -210,6 +230,7 @@ class PPOLoop(SharedBaseTrainer):
             for i, score in enumerate(total_scores(scores)[:_ROWS_SHOWN].tolist())
         ]
         self._parts = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        self._parts_of = scores
         started = time.perf_counter()
         with phases.phase("update", self.args.num_ppo_epochs * self.args.num_mini_batches):
             metrics = self.step({}, rollout, scores)
@@ -236,13 +257,9 @@ class PPOLoop(SharedBaseTrainer):
         best = False
         if self.control.should_evaluate:
             self.control.should_evaluate, self._evaluation_due = False, True
-            try:
+            with self.saved_if_the_reward_fails():
                 best = self.is_best(self.evaluate())
                 self._evaluation_due = False
-            except (RewardError, PeerError) as error:
-                if self._kind(error) in _OF_REWARDS:
-                    self._save_before(error)
-                raise
         if self.control.should_save or (best and self.args.save_strategy == "best"):
             self.control.should_save = False
             self.save_checkpoint()
@@ -266,6 +283,7 @@ class PPOLoop(SharedBaseTrainer):
             "kl_coef": self.kl_coef,
             "kl_coef_begun_with": self.args.kl_coef,
             "evaluation_due": self._evaluation_due,
+            "end_due": self._end_due,
             "passed_over": self._passed_over,
             "scores": self.score_shaper.moments._asdict(),
             "metrics": self._last_metrics,
@@ -288,5 +306,5 @@ class PPOLoop(SharedBaseTrainer):
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
-        self._shown = state.get("shown", [])  # not in checkpoints of before
+        self._shown, self._end_due = state.get("shown", []), state.get("end_due", False)  # not in checkpoints of before
         self.watch = Watch(**{name: value for name, value in state["watch"].items() if value is not None})

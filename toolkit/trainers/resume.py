@@ -15,22 +15,23 @@ from accelerate import Accelerator
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, TrainOutput
 
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, DataError, RunInterrupted, SelfCheckError, ToolkitError
 from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.reports import MetricsFile, Progress
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
-from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, identity
+from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, frozen_digests, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 
 class _AtStepEnd(TrainerCallback):
     """Gives memory back, and ends training where somebody asked for it, with a checkpoint."""
 
-    def __init__(self, request: checkpoints.StopRequest, freed: FreedMemory):
-        self.request, self.freed = request, freed
+    def __init__(self, request: checkpoints.StopRequest, freed: FreedMemory, *, may_hold: bool):
+        self.request, self.freed, self.may_hold = request, freed, may_hold
+        self.held = False  # a checkpoint that is due, until the pass has ended
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.freed.after_step()
@@ -39,10 +40,18 @@ class _AtStepEnd(TrainerCallback):
         if asked is not None:
             self.request.received = asked
             control.should_save = control.should_training_stop = self.request.met = True
+        elif self.may_hold and control.should_save and self._is_over(state):
+            due = IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
+            control.should_save, self.held = not due, due
+
+    @staticmethod
+    def _is_over(state: TrainerState) -> bool:
+        """Whether the run, or the pass, really is over: no later step would do what is due at its end."""
+        return state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer()
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.request.met and (state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer()):
-            # The run, or the pass, really is over: no later step would do what is due here.
+        control.should_save, self.held = control.should_save or self.held, False
+        if self.request.met and self._is_over(state):
             control.should_save = control.should_save or control.should_evaluate
         elif self.request.met:
             control.should_log = control.should_evaluate = control.should_save = False
@@ -79,6 +88,10 @@ class ResumableTrainer(GuardedSteps):
     resumed_at: tuple[int, ...] = ()
     """Steps at which this run was resumed."""
 
+    sees_end_of_pass = False
+    """Whether a run that goes on from the last step of a pass comes to that pass's end; transformers goes on behind it,
+    so that what is due there, an evaluation or a line of metrics, has to come before the checkpoint."""
+
     state: Any  # set by transformers' Trainer
     roles: Any = None  # the shared base, where a role of one is trained
     _request = checkpoints.StopRequest()
@@ -109,12 +122,16 @@ class ResumableTrainer(GuardedSteps):
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
                 self.load_saved(Path(best) if best else checkpoint)
                 self._count_resumption(checkpoint)
+                self.load_progress(checkpoint)
                 return TrainOutput(state.global_step, 0.0, {})
         guard = SkipNotFinite(self.skipped, self.skip, lambda: loss_scale(self.accelerator))
         self.add_callback(guard)
+        evaluates_first = self.args.eval_on_start
+        self.args.eval_on_start = evaluates_first and checkpoint is None  # transformers would at each resumption, too
         try:
             return super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **arguments)
         finally:
+            self.args.eval_on_start = evaluates_first
             self.remove_callback(guard)
 
     def _check_not_past(self, checkpoint: Path, step: int, max_steps: int) -> None:
@@ -150,12 +167,15 @@ class ResumableTrainer(GuardedSteps):
         keep_freed_memory()  # also for a model of its own, where there is no shared base
         check_undivided(self.accelerator)
         check_batch(self.args, len(self.train_dataset))
-        check_alike(self._identity)
+        frozen = {} if self.roles is None or processes.count() == 1 else {"adapters": frozen_digests(self.roles)}
+        check_alike(self._identity | frozen)
         asked = resume_from_checkpoint
+        if asked in (None, False) and self._saved_at is None and not self.state.global_step:
+            self._begin_anew()
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
         with checkpoints.stop_requests(self._meets) as request:
             self._request = request
-            callback = _AtStepEnd(request, self.freed_memory)
+            callback = _AtStepEnd(request, self.freed_memory, may_hold=not self.sees_end_of_pass)
             self.add_callback(callback)
             self._began = time.perf_counter()
             try:
@@ -308,7 +328,17 @@ class ResumableTrainer(GuardedSteps):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return identity(self.train_dataset, self.model, self.roles, getattr(self, "reward", None))
+        measures = (getattr(self, name, None) for name in ("reward", "judge"))
+        return identity(self.train_dataset, self.model, self.roles, *measures)
+
+    def _begin_anew(self) -> None:
+        """Checkpoints of an earlier try in this folder are of another course than those to come."""
+        output = self.args.output_dir
+        if earlier := processes.by_main(lambda: [folder.name for folder in checkpoints.checkpoint_folders(output)]):
+            self._goes_on_from = self._folder_of(0)
+            wrong = f"{output} holds {earlier[-1]} of an earlier try, and training begins anew: with the first "
+            wrong += "checkpoint of this one its own become abandoned-checkpoint-N."
+            warnings.warn(f"{wrong} To go on from it: train(resume_from_checkpoint=True).", stacklevel=3)
 
     def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is, in whichever process."""

@@ -27,7 +27,9 @@ _OF_OPTIMIZER = {
 }
 
 
-def identity(dataset: Dataset, model: nn.Module, roles: SharedBase | None, reward: Any = None) -> dict[str, Any]:
+def identity(
+    dataset: Dataset, model: nn.Module, roles: SharedBase | None, reward: Any = None, judge: Any = None
+) -> dict[str, Any]:
     """What a checkpoint keeps to know its run by; the base where a role of one is trained."""
     data = {"rows": len(dataset), "sha256": data_digest(dataset)}
     dtype = str(getattr(model if roles is None else roles.causal_lm, "dtype", None)).removeprefix("torch.")
@@ -36,7 +38,8 @@ def identity(dataset: Dataset, model: nn.Module, roles: SharedBase | None, rewar
         base = base_digest(roles)
     elif isinstance(model, PeftModel):
         base = frozen_digest(model.base_model)
-    return {"data": data, "base": base, "dtype": dtype, "versions": versions(), "reward": code_digests(reward)}
+    texts = code_digests(reward) | {f"{name} (judge)": text for name, text in code_digests(judge).items()}
+    return {"data": data, "base": base, "dtype": dtype, "versions": versions(), "reward": texts}
 
 
 def frozen_digests(base: SharedBase) -> dict[str, str]:
@@ -93,8 +96,8 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         )
     texts = then.get("reward", {})  # an older checkpoint has none
     if edited := [name for name, text in now["reward"].items() if texts.get(name, text) != text]:
-        wrong = f"{checkpoint} was written with another text of {', '.join(edited)}, which the reward is in: if that "
-        warnings.warn(f"{wrong}scores otherwise, the figures before and after are of two rewards.", stacklevel=3)
+        wrong = f"{checkpoint} was written with another text of {', '.join(edited)}, by which responses are scored: if "
+        warnings.warn(f"{wrong}that scores otherwise, the figures before and after are of two rewards.", stacklevel=3)
     pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
     changed = [f"{name} {before} → {after}" for name, before, after in pairs if before != after]
     if changed:

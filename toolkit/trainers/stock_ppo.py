@@ -1,6 +1,8 @@
 """The unmodified PPOTrainer of TRL 1.12 on the shared base: parity oracle, and for those who want exactly TRL."""
 
+import weakref
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from toolkit.data import PromptCollator
 from toolkit.errors import ConfigError, Problem
-from toolkit.models import PolicyView, SharedBase, TokenScoreView, save_role
+from toolkit.models import ROLE_FILE, PolicyView, SharedBase, TokenScoreView, save_role
 from toolkit.trainers.common import in_place_of_progress, precision
 from toolkit.trainers.model_card import write_model_card
 from toolkit.trainers.ppo_config import PPOConfig
@@ -60,8 +62,9 @@ def stock_rollouts(trainer: TRLPPOTrainer) -> Rollouts:
     return Rollouts(args, trainer.processing_class, roles, precision(args, roles))
 
 
-def save_stock_roles(trainer: TRLPPOTrainer, folder: Path, *, base_name: str) -> None:
+def save_stock_roles(trainer: TRLPPOTrainer, output_dir: str | None = None, *, base_name: str) -> None:
     """Save what TRL's loop has trained as our trainer would: a PEFT folder a role, and the model card."""
+    folder = Path(output_dir or trainer.args.output_dir)
     roles, pad_token_id = stock_rollouts(trainer).roles, trainer.processing_class.pad_token_id
     for role in roles.trained_roles:
         save_role(roles, role, folder / role, pad_token_id=pad_token_id, base_name=base_name)
@@ -83,7 +86,10 @@ class _InOurNames(TrainerCallback):
     """What TRL's loop logs has our names too, by which it is shown and drawn. It comes before those that write it."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        logs |= {ours: logs[theirs] for theirs, ours in _OUR_NAMES.items() if theirs in logs}
+        found = {ours: logs[theirs] for theirs, ours in _OUR_NAMES.items() if theirs in logs}
+        if args.missing_eos_penalty and "score" in found:  # TRL takes it from the scores before it logs them
+            found["shaped_score"] = found.pop("score")
+        logs |= found
 
 
 def stock_ppo_trainer(
@@ -92,9 +98,10 @@ def stock_ppo_trainer(
     roles: SharedBase,
     train_dataset: Dataset,
     *,
+    base_name: str = "",
     callbacks: list[TrainerCallback] | None = None,
 ) -> TRLPPOTrainer:
-    """TRL's PPOTrainer with a view for each role of one base.
+    """TRL's PPOTrainer with a view for each role of one base; its `save_model` saves a PEFT folder a role.
 
     Args:
         roles: carries policy, value, reward and reference.
@@ -121,5 +128,9 @@ def stock_ppo_trainer(
         callbacks=[_InOurNames(), *(callbacks or ())],
     )
     trainer.toolkit_args = args
+    # TRL's own would write the base and all of its adapters into one file, or fail at tied weights. By a proxy: whoever
+    # deletes the trainer has the base's memory back.
+    trainer.save_model = partial(save_stock_roles, weakref.proxy(trainer), base_name=base_name)
+    trainer.last_saved = [f"{role}/{ROLE_FILE}" for role in roles.trained_roles]
     in_place_of_progress(trainer, callbacks)
     return trainer
