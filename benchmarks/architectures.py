@@ -82,6 +82,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "hrm_text": {"initializer_range": 0.02},  # it goes round and round, and rounding grows
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "diffllama": {"attention_dropout": 0.0},  # it refuses another
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},

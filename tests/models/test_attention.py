@@ -112,6 +112,14 @@ def test_torch_s_transforms_of_functions_take_its_gradient_too():
     assert torch.equal(torch.func.grad(through)(given[0].detach()), expected)
 
 
+def test_a_mask_of_numbers_may_be_of_a_whole_line_and_its_rows_are_not_kept_apart():
+    mask = torch.zeros(1, 1, 45, 45)
+    with pytest.raises(NotImplementedError, match="under a mask of True and False alone"):
+        attention_by_rows(MODULE, *heads(1, 45), mask, row_lengths=[40, 5])
+    found, _ = attention_by_rows(MODULE, *heads(1, 45), mask == 0, row_lengths=[40, 5])
+    assert found.shape == (1, 45, 4, 16)
+
+
 def test_what_a_paged_cache_is_given_has_the_model_s_precision(monkeypatch):
     """It is written to in the precision that it has."""
     got = []

@@ -1,12 +1,14 @@
 """What is relied on of a base holds for it, or the base is refused with the reason. The oracle is transformers."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import BdLoraConfig, KasaConfig, LoraConfig, MontecloraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils.quantization_config import QuantizationMethod
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import SPECIAL, lora, randomize, tiny_model
@@ -266,6 +268,16 @@ def test_a_base_in_8_bits_is_refused(tmp_path):
         ModelError, match="^quantization: a base in 8 bits gives a token other numbers in another batch"
     ):
         SharedBase(load_base(str(tmp_path), quantization=BitsAndBytesConfig(load_in_8bit=True)))
+
+
+@pytest.mark.parametrize("said", [False, lambda: False], ids=["property", "method"])
+def test_a_base_in_bits_without_gradients_is_refused(said):
+    model = tiny_model()
+    model.hf_quantizer = SimpleNamespace(
+        is_trainable=said, quantization_config=SimpleNamespace(quant_method=QuantizationMethod.MXFP4)
+    )
+    with pytest.raises(ModelError, match="^quantization: transformers' kernels for weights in mxfp4 have no gradients"):
+        SharedBase(model)
 
 
 def test_a_quantised_lm_head(tmp_path):

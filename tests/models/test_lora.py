@@ -2,14 +2,17 @@
 
 from importlib.metadata import version
 
+import pytest
 import torch
 from peft import get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
+from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import lora, tiny_model
 from tests.trainers.helpers import own_classifier
-from toolkit.models import add_lora
+from toolkit.models import SharedBase, add_lora, load_role, save_role
 from toolkit.models.lora import activate, adapted_layers, adapter_parameters, trained_copy
 
 READ_IN = "0.21"
@@ -68,3 +71,30 @@ def test_the_copy_of_a_head_that_trains():
     assert not head.original_module.weight.requires_grad
     plain = torch.nn.Linear(2, 2)
     assert trained_copy(plain) is plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [("qwen3_next", ("shared_expert",)), ("deepseek_v3", ("mlp", "shared_experts")), ("mixtral", ())],
+)
+def test_layers_beside_experts_that_peft_passes_over_are_told_once(kind, beside, caplog, tmp_path):
+    """The names that are told give them adapters, which are saved and loaded."""
+    base = SharedBase(tiny_architecture(kind))
+    base.add_role("policy", lora())
+    base.add_role("value", lora())
+    told = [text for text in caplog.messages if "PEFT puts no adapter" in text]
+    assert len(told) == bool(beside)
+    if beside:
+        assert "and 5 others, linear layers called as the experts beside them" in told[0]
+        names = told[0].partition("target_parameters: [")[2].rstrip("].").split(", ")
+        parts = ("down_proj", "gate_proj", "up_proj")
+        assert names == [f"{one}.{part}.weight" for one in beside for part in parts]
+        base, again = (SharedBase(tiny_architecture(kind)) for _ in range(2))
+        base.add_role("reward", lora(target_parameters=names))
+        layers = [m for n, m in base.causal_lm.named_modules() if n.endswith(f"{beside[-1]}.up_proj")]
+        assert layers and all(isinstance(layer, LoraLayer) for layer in layers)
+        save_role(base, "reward", tmp_path, pad_token_id=0, base_name="")
+        load_role(again, "reward", tmp_path)
+        ours, theirs = (x.parameters_of("reward") for x in (base, again))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert [text for text in caplog.messages if "PEFT puts no adapter" in text] == told

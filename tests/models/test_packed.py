@@ -7,6 +7,7 @@ from transformers import CONFIG_MAPPING
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import shared_base
 from toolkit.data import pad_rows
+from toolkit.errors import ModelError
 from toolkit.models import Sequences, SharedBase, response_logprobs, sequence_logits, value_after_response
 
 PROMPTS = [[1, 4, 9], [1, 30, 31, 32, 33], [8], [5, 6]]
@@ -37,14 +38,24 @@ def test_rows_are_packed_where_it_is_asked_for():
     assert sequences.input_ids.shape == (1, 768)  # a multiple of 32, the power of two up to a sixteenth
 
 
-# Full attention, windows shorter than a row, both in turn, learned positions.
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen3", "gpt2", "opt"])
+_WINDOWS = {"mistral": {"sliding_window": 4}, "gemma3_text": {"sliding_window": 4}, "doge": {"keep_window_size": 12}}
+
+
+# Full attention, windows shorter than a row, both in turn, learned positions. Doge keeps so many keys of a whole line,
+# by a mask of numbers: it would keep all of the trial's few tokens, and not all of these rows.
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen3", "gpt2", "opt", "doge"])
 def test_packed_rows_say_what_they_say_alone(kind):
-    base = SharedBase(tiny_architecture(kind, **({"sliding_window": 4} if kind in ("mistral", "gemma3_text") else {})))
+    try:
+        base = SharedBase(tiny_architecture(kind, **_WINDOWS.get(kind, {})))
+    except ModelError:
+        if kind != "doge":
+            raise
+        pytest.skip(f"with this transformers and torch {kind} reads both ways by SDPA")
     base.add_role("reference")
-    assert base.packs_rows
+    assert base.packs_rows == (kind != "doge")
+    sequences = packed() if base.packs_rows else Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
     with torch.no_grad(), base.role("reference"):
-        found = response_logprobs(base, packed())
+        found = response_logprobs(base, sequences)
         for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
             logits = base(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
             expected = logits.float().log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 
+from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.models.test_q_values import PROMPTS, logits, q_base
-from tests.tiny_models import ARCHITECTURES, VOCABULARY
+from tests.tiny_models import ARCHITECTURES, VOCABULARY, randomize
 from toolkit.data import doubling
-from toolkit.models import QBound
+from toolkit.models import QBound, SharedBase, add_q_roles
 from toolkit.sampling import Sampler
 
 
@@ -30,6 +32,19 @@ def test_greedy_decoding_takes_the_largest_q_of_whole_forward_passes(architectur
             expected.append(int(logits(base, "q", prompt, expected)[-1].argmax()))
         assert row[: len(expected)] == expected and not any(row[len(expected) :])
     assert base.active_role is None
+
+
+def test_a_base_without_attention_reads_whole_rows_again():
+    """Mamba's cache is of another kind. At so low a temperature a sample is the token with the largest Q."""
+    base = SharedBase(tiny_architecture("mamba"))
+    base.add_role("reference")
+    add_q_roles(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["in_proj", "x_proj"]))
+    randomize(base, "q")
+    for prompt, row in zip(PROMPTS, decode(base, temperature=1e-4).tolist(), strict=True):
+        expected = []
+        while len(expected) < 6 and 2 not in expected:
+            expected.append(int(logits(base, "q", prompt, expected)[-1].argmax()))
+        assert row[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt"])

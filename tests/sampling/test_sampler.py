@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
+from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import SPECIAL, lora, shared_base, tiny_model
 from tests.tiny_runs import llama2_tokenizer
 from tests.trainers.helpers import PROMPTS
@@ -36,6 +37,16 @@ def test_a_response_ends_at_its_length_or_with_its_prompt_at_the_maximum():
         respond(sampler(max_length=6))
 
 
+def test_a_prompt_with_a_token_that_the_base_does_not_know_is_an_error():
+    made = sampler()
+    made.tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    row = {**ROWS[1], "input_ids": made.tokenizer.encode("<image_soft_token>")}
+    with pytest.raises(
+        DataError, match='the token "<image_soft_token>" of id 42, and .* embeddings for 0 to 41. Leave'
+    ):
+        made(made.collator([ROWS[0], row]))
+
+
 def test_the_positions_of_the_base_limit_a_response_too():
     made = sampler(response_length=100)  # 64 positions; prompts of 3 to 6 tokens
     for row, ids in zip(ROWS, respond(made).response_ids, strict=True):
@@ -44,13 +55,29 @@ def test_the_positions_of_the_base_limit_a_response_too():
         made(made.collator([{**ROWS[0], "input_ids": [3] * 64}]))
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
+# The last ones have a table of attention by width, padding included.
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama", "gpt_neo", "openai-gpt", "mpt"])
 def test_a_long_prompt_beside_a_short_one_does_not_run_past_the_positions(architecture):
-    made = Sampler(shared_base(architecture=architecture), doubling.tokenizer(), response_length=40)
+    base = SharedBase(tiny_architecture(architecture))
+    base.add_role("reference")
+    made = Sampler(base, doubling.tokenizer(), role="reference", response_length=40)
     rows = [{"input_ids": [1, *[11] * 61]}, {"input_ids": [1, *[12] * 9]}]  # of 64
     both = made(made.collator(rows), keys=torch.tensor([1, 2]))
     (alone,) = made(made.collator(rows[1:]), keys=torch.tensor([2])).response_ids
     assert len(both.response_ids[0]) <= 2 < len(alone) and both.response_ids[1] == alone
+
+
+def test_positions_of_longrope_are_those_with_one_set_of_angles():
+    """Past them a pass has other angles for all of its rows once the longest is there."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    base = SharedBase(tiny_architecture("phi3", original_max_position_embeddings=16, rope_parameters=rope))
+    base.add_role("reference")
+    made = Sampler(base, doubling.tokenizer(), role="reference", response_length=40)
+    found = made(made.collator(ROWS), keys=torch.arange(4)).response_ids
+    assert base.positions == (16, "the base") and all(
+        len(p) + len(r) <= 16 for p, r in zip(PROMPTS, found, strict=True)
+    )
 
 
 def test_the_positions_of_a_value_model_limit_a_response_as_well():

@@ -192,9 +192,23 @@ def test_a_tokenizer_of_another_checkpoint_is_noticed():
         self_checks.check_tokenizer(tokenizer, base)
     base.checkpoint_stops = (2, 8)
     self_checks.check_tokenizer(tokenizer, base)
-    tokenizer.add_tokens(["新"])
+    with_one_more = doubling.tokenizer()
+    with_one_more.add_tokens(["新"])
     with pytest.raises(SelfCheckError, match="43 tokens and the base 42 embeddings"):
-        self_checks.check_tokenizer(tokenizer, base)
+        self_checks.check_tokenizer(with_one_more, base)
     tokenizer.pad_token = None
     with pytest.raises(SelfCheckError, match="pad_token_id is None"):
+        self_checks.check_tokenizer(tokenizer, base)
+
+
+def test_a_special_token_that_no_text_becomes_needs_no_embedding():
+    """As that for images of text-only Gemma 3, which is one id beyond its embeddings."""
+    base, tokenizer = shared_base(), doubling.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    self_checks.check_tokenizer(tokenizer, base)
+    tokenizer.chat_template = "{{ '<image_soft_token>' }}"
+    with pytest.raises(SelfCheckError, match="43 tokens and the base 42 embeddings"):
+        self_checks.check_tokenizer(tokenizer, base)
+    tokenizer.chat_template, tokenizer.eos_token = None, "<image_soft_token>"
+    with pytest.raises(SelfCheckError, match="eos_token_id is 42; the base has embeddings for 0 to 41"):
         self_checks.check_tokenizer(tokenizer, base)

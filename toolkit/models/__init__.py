@@ -58,7 +58,7 @@ from toolkit.models.precision import (
     resolved,
     slow_here,
 )
-from toolkit.models.pretrained import check_same_tokenizer, load_tokenizer, weight_file_problems
+from toolkit.models.pretrained import check_same_tokenizer, embeddings_needed, load_tokenizer, weight_file_problems
 from toolkit.models.q_values import (
     LargestQ,
     WeightedByQ,

@@ -43,7 +43,13 @@ def attention_by_rows(
     down to its attention needs nothing else; whether it does, `base_checks` tries.
 
     In bfloat16 on a CPU whole rows are computed in float32, which is faster there and nearer to the exact result.
+
+    Raises:
+        NotImplementedError: with `row_lengths`, a mask of numbers. A model's own may depend on the whole line: Doge
+            keeps so many keys of all that stand there.
     """
+    if row_lengths is not None and attention_mask is not None and attention_mask.dtype is not torch.bool:
+        raise NotImplementedError("rows in a line are kept apart under a mask of True and False alone")
     given = (query, key, value)
     if named.get("cache") is not None or not _whole_in_bfloat16(query, key):
         attend = sdpa_attention_forward

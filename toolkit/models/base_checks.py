@@ -174,6 +174,20 @@ def check_bits(quantization: Any) -> None:
         )
 
 
+def _check_gradients_of_bits(model: PreTrainedModel) -> None:
+    """transformers' trainers ask for the same of a model itself; those here have a module around it."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    trainable = getattr(quantizer, "is_trainable", True)
+    if not (trainable() if callable(trainable) else trainable):  # FP-Quant's is a method
+        method = quantizer.quantization_config.quant_method
+        raise ModelError(
+            f"transformers' kernels for weights in {getattr(method, 'value', method)} have no gradients, so that "
+            "adapters on a base in it would be trained by wrong ones.",
+            field="quantization",
+            remedy="Name a checkpoint in 16 bits, and quantise it to 4 bits here.",
+        )
+
+
 def check_adapter(model: PreTrainedModel, hidden_states: Callable[..., Tensor], states: Tensor, role: Any) -> None:
     """Nothing, if an adapter can be read in its role and leaves the base as it is; else an `AdapterError`.
 
@@ -241,6 +255,7 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
 
     Switches the model's dropout off.
     """
+    _check_gradients_of_bits(model)
     # What is tried is what runs. Without `row_lengths` it is what it was, but for whole rows in bfloat16 on a CPU.
     AttentionInterface.register("sdpa", attention_by_rows)
     name = type(model).__name__

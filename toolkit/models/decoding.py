@@ -26,9 +26,28 @@ _LIVING = 0.75  # of the rows computed; at or below it the others leave. Each ti
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:
-    """The longest sequence that a model takes, where its configuration says so."""
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    """The longest sequence that a model takes, where its configuration says so.
+
+    LongRoPE (Phi-3.5, Phi-4-mini) has other angles for a whole pass once its longest row is past the positions that
+    there were before: what a row says would depend on those beside it. So the first ones are all that is taken.
+    """
+    config = config.get_text_config()
+    positions: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for of_layers in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        if of_layers.get("rope_type") == "longrope":
+            positions = of_layers.get("original_max_position_embeddings", positions)
     return positions
+
+
+def padding_takes_positions(model: PreTrainedModel) -> bool:
+    """Whether tokens before a row count towards the positions of a model: it has a table of attention by width, a mask
+    (GPT-Neo, the first GPT) or a bias (MPT)."""
+    positions = positions_of(model.config)
+    tables = (x for name, x in model.named_buffers() if name.endswith((".attn.bias", ".attention.bias")))
+    return hasattr(model.base_model, "build_mpt_alibi_tensor") or any(
+        table.ndim == 4 and table.shape[-1] == positions for table in tables
+    )
 
 
 class RowProcessor(LogitsProcessor):

@@ -27,7 +27,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError, did_you_mean
 from toolkit.models.precision import AUTO, default_device, resolved
-from toolkit.models.pretrained import check_same_tokenizer, check_there, not_loaded, weights_outline
+from toolkit.models.pretrained import check_same_tokenizer, check_there, embeddings_needed, not_loaded, weights_outline
 
 Kind = Literal["causal_lm", "sequence_classifier"]
 _OWNERS = {"causal_lm": AutoModelForCausalLM, "sequence_classifier": AutoModelForSequenceClassification}
@@ -310,8 +310,8 @@ def _check_classifier(config: PreTrainedConfig, spec: ModelSpec, tokenizer: PreT
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not spec.trust_remote_code:
         wrong = f"transformers has no sequence classifier for models of type {config.model_type}."
         raise ModelError(wrong, field=field, remedy="Use a type that has one, such as Llama, OPT, GPT-2 or BERT.")
-    if tokenizer is not None and size < len(tokenizer):
-        wrong = f"the model has {size} tokens and the tokenizer of base {len(tokenizer)}."
+    if tokenizer is not None and size < (tokens := embeddings_needed(tokenizer)):
+        wrong = f"the model has {size} tokens and the tokenizer of base {tokens}."
         raise ModelError(wrong, field=field, remedy="Name a model that knows them all.")
 
 

@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import Any
 
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import AdapterError, did_you_mean
+from toolkit.phases import tell
 from toolkit.time_limit import time_limit
 
 # The others (PiSSA, OLoRA, CorDA, LoftQ) subtract from the base's weights, or replace them; EVA looks at data first.
@@ -56,6 +58,7 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
     _check_patterns(model, config)
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
+    linear, meant = _linear_layers(model), deepcopy(config)
     experts = [name.replace(".base_layer", "") for name, p in model.named_parameters() if p.dim() == 3]
     with warnings.catch_warnings(), peft_errors():
         # PEFT notes for each Conv1D that it sets fan_in_fan_out itself, and that a second adapter is added.
@@ -70,6 +73,36 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
         named = bool(config.target_parameters)
         warnings.filterwarnings("error" if named else "ignore", message=".*no parameter was matched")
         yield
+    if set(config.target_parameters or ()) != set(meant.target_parameters or ()):
+        _tell_of_layers_beside_experts(model, linear, meant, config)
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """The names of those that "all-linear" means."""
+    inner: Any = model.base_model.model if isinstance(model, PeftModel) else model
+    heads = [getattr(one, "base_layer", one) for one in (inner.get_output_embeddings(), getattr(inner, "score", None))]
+    layers = (name for name, module in inner.named_modules() if isinstance(module, nn.Linear) and module not in heads)
+    return [name.removesuffix(".base_layer") for name in layers if ".lora_" not in name]
+
+
+def _tell_of_layers_beside_experts(model: nn.Module, linear: list[str], meant: LoraConfig, put: LoraConfig) -> None:
+    """PEFT takes the names that a mixture's experts have in its files for those alone, and moves them to the tensors in
+    which the experts stand: layers beside them that have the same names, of a shared expert, get no adapter."""
+    others = (one for one in getattr(model, "peft_config", {}).values() if one is not put)
+    alike = any(one.target_modules == put.target_modules for one in others)  # of which it was told
+    if alike or next(model.parameters()).is_meta:
+        return
+    if meant.target_modules == "all-linear":
+        meant.target_modules = set(linear)
+    weights = tuple(f".{name}" for name in put.target_parameters or ())
+    left = [name for name in linear if check_target_module_exists(meant, name)]
+    left = [x for x in left if not check_target_module_exists(put, x) and not f".{x}.weight".endswith(weights)]
+    if left:
+        names = ", ".join(sorted({".".join(name.split(".")[-2:]) + ".weight" for name in left}))
+        tell(
+            f"PEFT puts no adapter on {left[0]}{f' and {len(left) - 1} others' * (len(left) > 1)}, linear layers "
+            f"called as the experts beside them. To have some there, give every role's target_parameters: [{names}]."
+        )
 
 
 def _check_patterns(model: nn.Module, config: LoraConfig) -> None:

@@ -33,6 +33,18 @@ def load_tokenizer(
     return tokenizer
 
 
+def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many a model has that reads what a tokenizer makes of text: one more than the largest id that counts.
+
+    Those of further special tokens do not: text-only Gemma 3 has one for images beyond its embeddings, as CodeLlama 34B
+    has for filling in (transformers#37011). In a chat template they do.
+    """
+    own, template = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id), tokenizer.chat_template
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in own}
+    further = {i for i in special if tokenizer.convert_ids_to_tokens(i) not in str(template)}
+    return max({*tokenizer.get_vocab().values()} - further, default=-1) + 1
+
+
 def check_same_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, **code: Any) -> None:
     """Nothing, if the checkpoint has a tokenizer that gives the ids of `tokenizer`, the policy's; else a `ModelError`.
 

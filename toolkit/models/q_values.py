@@ -4,6 +4,7 @@ Both are adapters on the one base whose logits are read as Q. The target costs a
 """
 
 import copy
+import inspect
 from functools import partial
 from typing import NamedTuple
 
@@ -122,26 +123,30 @@ class LargestQ(RowProcessor):
 class WeightedByQ(RowProcessor):
     """log π with π ∝ π_ref · exp(Q/τ), from the logits of the reference: see `toolkit.functional.q_policy_logprobs`.
 
-    Each token costs a second forward pass, in the role "q", with a cache of its own. `attention_mask` is (B, P) of the
-    left-padded prompts, 1 at real tokens; `temperature` is τ.
+    Each token costs a second forward pass, in the role "q", with a cache of its own; of whole rows for a base without
+    attention (Mamba), whose cache is of another kind. `attention_mask` is (B, P) of the left-padded prompts, 1 at real
+    tokens; `temperature` is τ.
     """
 
     def __init__(self, base: SharedBase, attention_mask: Tensor, *, temperature: float):
         self.base, self.mask, self.temperature = base, attention_mask.long(), temperature
-        self.cache = DynamicCache(config=base.config)
+        takes_it = "past_key_values" in inspect.signature(base.causal_lm.base_model.forward).parameters
+        self.cache = DynamicCache(config=base.config) if takes_it else None
 
     def keep(self, rows: Tensor) -> None:
         self.mask = self.mask[rows]
-        self.cache.reorder_cache(rows)
+        if self.cache is not None:
+            self.cache.reorder_cache(rows)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        unread = input_ids[:, self.cache.get_seq_length() :]
+        unread = input_ids if self.cache is None else input_ids[:, self.cache.get_seq_length() :]
         self.mask = torch.nn.functional.pad(self.mask, (0, input_ids.shape[1] - self.mask.shape[1]), value=1)
         # Both a padded and an unpadded row get the positions that an unpadded one has.
         positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)[:, -unread.shape[1] :]
         if (learnt := positions_of(self.base.config)) is not None:  # of rows that have ended, and wait for others
             positions = positions.clamp(max=learnt - 1)
+        cache = {} if self.cache is None else {"past_key_values": self.cache}
         with self.base.role("q"):
-            states = self.base.hidden_states(unread, self.mask, position_ids=positions, past_key_values=self.cache)
+            states = self.base.hidden_states(unread, self.mask, position_ids=positions, **cache)
         q = _q_of_states(self.base, "q", states[:, -1])
         return q_policy_logprobs(q, scores.log_softmax(dim=-1), temperature=self.temperature)

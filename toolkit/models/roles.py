@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base_checks import check_adapter, check_checkpointing
 from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
-from toolkit.models.decoding import positions_of
+from toolkit.models.decoding import padding_takes_positions, positions_of
 from toolkit.models.frozen_lm import FrozenLM
 from toolkit.models.fused_lora import fuse
 from toolkit.models.heads import HeadInit, ScoreHead
@@ -106,6 +106,11 @@ class SharedBase(FrozenLM):
         if own is not None and (of_base is None or own < of_base):
             return own, "the value model"
         return of_base, "the base"
+
+    @property
+    def padding_takes_positions(self) -> bool:
+        """Whether padding before a prompt counts towards the positions of the base."""
+        return padding_takes_positions(self.causal_lm)
 
     def adapter_config(self, role: str) -> LoraConfig:
         """The LoRA configuration of a role's own adapter, or of the one that it shares."""

@@ -81,29 +81,39 @@ class Sampler:
             streamer: shows the response to a single prompt as it comes.
 
         Raises:
-            DataError: `max_length`, or the base's positions, leave a prompt no room for a response.
+            DataError: `max_length`, or the base's positions, leave a prompt no room for a response; or the base has no
+                embedding for a token of one.
             ToolkitError: the role's logits are not finite.
         """
+        self._check_ids(batch["prompt_ids"])
         limits = self._limits([len(ids) for ids in batch["prompt_ids"]])
         stops = self.roles.stop_token_ids(self.tokenizer)
         uniform = None
         if self.temperature is not None:
             uniform = uniforms(torch.randint(2**63 - 1, (len(limits),)) if keys is None else keys, max(limits))
-        config = GenerationConfig(
-            max_new_tokens=max(limits), do_sample=False, eos_token_id=stops, pad_token_id=self.tokenizer.pad_token_id
-        )
+        alone = self._unpadded(batch["input_ids"].shape[1] + max(limits))
 
         def attempt(size: int) -> dict[int, _Row]:
             generated: dict[int, _Row] = {}
             with processes.agreed():
                 own = processes.own([1.0] * len(limits))
+                size = 1 if alone else size
                 for rows in (own[start : start + size] for start in range(0, len(own), size)):
-                    ids, mask = (batch[name][rows].to(self.roles.device) for name in ("input_ids", "attention_mask"))
+                    first = batch["input_ids"].shape[1] - len(batch["prompt_ids"][rows[0]]) if alone else 0
+                    config = GenerationConfig(
+                        max_new_tokens=limits[rows[0]] if alone else max(limits),
+                        do_sample=False,
+                        eos_token_id=stops,
+                        pad_token_id=self.tokenizer.pad_token_id,
+                    )
+                    ids, mask = (
+                        batch[name][rows, first:].to(self.roles.device) for name in ("input_ids", "attention_mask")
+                    )
                     drawn = None if uniform is None else uniform[rows].to(ids.device)
                     generated |= dict(zip(rows, self._generate(ids, mask, drawn, config, streamer), strict=True))
             return generated
 
-        generated = self.portion(attempt, most=len(limits))
+        generated = self.portion(attempt, most=-(-len(limits) // processes.count()))
         of_all = {row: made for of_process in processes.gather(generated) for row, made in of_process.items()}
         output, logprobs = zip(*(of_all[row] for row in range(len(limits))), strict=True)
         rollout = rollout_of(batch, output, tokenizer=self.tokenizer, stop_token_ids=stops, limits=limits)
@@ -141,6 +151,23 @@ class Sampler:
             return "q", None, LogitsProcessorList([LargestQ(self.roles)])
         weighted = WeightedByQ(self.roles, mask, temperature=self.temperature)
         return "reference", 1.0, LogitsProcessorList([weighted])
+
+    def _check_ids(self, prompts: Iterable[Sequence[int]]) -> None:
+        """On a card the lookup of a token that the base does not know ends the process, and all that follows fails."""
+        rows = self.roles.causal_lm.get_input_embeddings().weight.shape[0]
+        largest = max((token for ids in prompts for token in ids), default=0)
+        if largest >= rows:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            wrong = (
+                f'a prompt has the token "{token}" of id {largest}, and the base has embeddings for 0 to {rows - 1}.'
+            )
+            raise DataError(wrong, remedy="Leave that text out of the prompts.")
+
+    def _unpadded(self, width: int) -> bool:
+        """Whether each prompt has to be read without padding, by itself, since that would take up positions that its
+        response needs where a batch comes to this width."""
+        positions, _ = self.roles.positions
+        return positions is not None and width > positions and self.roles.padding_takes_positions
 
     def _limits(self, prompt_lengths: list[int]) -> list[int]:
         check_room(prompt_lengths, self.max_length)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from toolkit.errors import ConfigError, DataError, SelfCheckError
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, embeddings_needed
 
 # How far from 1 the ratio may be before the first update, as the mean of |log ratio|. Old and new
 # log-probabilities come from the same kind of forward pass, but the rows of a batch differ, and with them
@@ -36,7 +36,7 @@ def check_dataset(dataset: Dataset, batch_size: int) -> None:
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> None:
     """Tokenizer and model know the same tokens."""
-    rows, tokens = base.causal_lm.get_input_embeddings().weight.shape[0], len(tokenizer)
+    rows, tokens = base.causal_lm.get_input_embeddings().weight.shape[0], embeddings_needed(tokenizer)
     for name in ("eos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name)
         if token is None or not 0 <= token < rows:
