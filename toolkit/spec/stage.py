@@ -40,9 +40,7 @@ OF_NO_RECIPE = {
 }
 
 # transformers reads the old name, which remedies and plans give, only where the new one is not there.
-_OTHER_NAMES = {
-    "activation_checkpointing": Problem("has another name here.", remedy="Write gradient_checkpointing.")
-}
+_OTHER_NAMES = {"activation_checkpointing": Problem("has another name here.", remedy="Write gradient_checkpointing.")}
 
 # Fields of TRL's PPOConfig that our loop reads, but for those that ours declares: TRL's own, and transformers'.
 _READ_BY_PPO = {
