@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import (
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
@@ -517,6 +519,25 @@ def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(los
     assert float(loss - gradients_of(4, coefficient=0.25)[0]) == pytest.approx(1.5 if balanced else 0.0, abs=0.05)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mixture_without_experts_has_no_balance(tmp_path):
+    """As Granite's dense models, which TRL takes for mixtures."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "shared_intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 0,
+        "vocab_size": 64,
+        "mamba_n_heads": 4,
+    }
+    model = GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(**sizes, logits_scaling=2.0, layer_types=["full_attention"])
+    )
+    rows = Dataset.from_dict({"input_ids": [[1, 5, 6, 2]] * 2, "labels": [[1, 5, 6, 2]] * 2})
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None)
+    ours = sft_trainer(args, doubling.tokenizer(), model, rows, rows, callbacks=[])
+    assert ours.evaluate()["eval_loss"] > 0
 
 
 def logged(ours):

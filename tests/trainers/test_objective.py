@@ -100,7 +100,7 @@ def assert_gradient_of_the_formula(ours, experience, terms):
 SETTINGS = {
     "none": {},
     "entropy": {"entropy_coef": 0.7},
-    "old": {"old_policy_kl_coef": 0.4, "num_ppo_epochs": 2},
+    "old": {"old_policy_kl_coef": 0.4},
     **{name: {"kl_penalty_in": "loss", "kl_estimator": name} for name in ("k2", "k3", "abs", "full")},
     "full and entropy": {"kl_penalty_in": "loss", "kl_estimator": "full", "entropy_coef": 0.7},
 }

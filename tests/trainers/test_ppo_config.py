@@ -46,11 +46,6 @@ def test_the_words_are_those_of_the_maths():
             {"update_kl_limit": 0.1, "num_ppo_epochs": 1, "num_mini_batches": 1},
             "update_kl_limit — would have no effect: an update has one optimizer step, which is always taken.",
         ),
-        (
-            {"old_policy_kl_coef": 0.1, "num_ppo_epochs": 1, "num_mini_batches": 1},
-            "old_policy_kl_coef — would have no effect: an update has one optimizer step, taken where the policy is "
-            "still the one that sampled.",
-        ),
         ({"loop": "mine"}, "loop — 'toolkit' or 'trl' is needed, got 'mine'."),
         ({"value": "none"}, "value — 'separate' or 'shared' is needed, got 'none'."),
         ({"kl_coef": "high"}, "kl_coef — a number is needed, got 'high'."),

@@ -202,6 +202,20 @@ def test_a_signal_finishes_the_step_saves_and_says_where(stage, number, tmp_path
     assert logged == [row for row in metrics(tmp_path / "whole") if "train_loss" not in row]
 
 
+def test_a_line_of_metrics_is_of_its_pass_where_a_signal_came_in_the_last_step_of_one(tmp_path):
+    def made(name):
+        return make(sft_policy, tmp_path / name, save_strategy="no", logging_strategy="epoch")
+
+    made("whole").train()
+    cut = made("cut")
+    cut.add_callback(Ask("on_step_begin", 2))
+    with pytest.raises(RunInterrupted, match="after step 3 of 6"):
+        cut.train()
+    made("cut").train(resume_from_checkpoint=True)
+    rows = [[row for row in metrics(tmp_path / name) if "train_loss" not in row] for name in ("whole", "cut")]
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [3, 6]
+
+
 @pytest.mark.parametrize("stage", [sft_policy, ppo])
 def test_a_signal_after_the_last_step_stops_what_would_come_next_where_all_is_saved(stage, tmp_path):
     made = make(stage, tmp_path / "saved")
@@ -876,13 +890,12 @@ def test_an_evaluation_that_failed_at_the_end_of_a_pass_that_was_saved_is_made_u
     assert [row["step"] for row in metrics(tmp_path) if "eval_score" in row] == [4]
 
 
-@pytest.mark.parametrize(("stage", "steps"), [(sft_policy, 4), (ppo, 5)], ids=["sft", "ppo"])
-def test_an_evaluation_in_which_a_run_was_killed_at_the_end_of_a_pass_comes_again(stage, steps, tmp_path):
+def test_an_evaluation_in_which_ppo_was_killed_at_the_end_of_a_pass_comes_again(tmp_path):
     """Of the first pass, and of the run, which ends a step after it; at both a checkpoint is due, too."""
-    killed_at = []
+    killed_at, steps = [], 5
 
     def run(folder, *, killed, **arguments):
-        made = make(stage, folder, max_steps=steps, eval_strategy="epoch")
+        made = make(ppo, folder, max_steps=steps, eval_strategy="epoch")
         evaluate = made.evaluate
 
         def may_be_killed(*given, **named):

@@ -184,7 +184,10 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None, "held_out": held_out}
         kept[APART] = _evaluated_apart(recipe, stage, trainer)
         processes.by_main(partial(reports.write_json, path, kept))
-    elif kept.get("held_out", held_out) != held_out:
+    elif APART not in kept:  # of an earlier version
+        kept[APART] = _evaluated_apart(recipe, stage, trainer)
+        processes.by_main(partial(reports.write_json, path, kept))
+    if kept.get("held_out", held_out) != held_out:
         wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."
         raise CheckpointError(wrong, remedy="Give those rows back, or begin anew with $overwrite.")
     return kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
@@ -192,8 +195,8 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
 
 def _evaluated_apart(recipe: Recipe, stage: str, trainer: Any) -> bool:
     """Whether evaluations on the way are of other prompts than those before and after: not to be held against them."""
-    if stage not in ("ppo", "q") or trainer.eval_dataset is None:
-        return False
+    if stage not in ("ppo", "q") or trainer.eval_dataset is None or recipe.values[stage].get("loop") == "trl":
+        return False  # TRL's loop evaluates nothing
     return data_digest(recipe.task.prompts("test")) != data_digest(trainer.eval_dataset)
 
 

@@ -109,7 +109,10 @@ class PPOConfig(TRLPPOConfig):
         "is 0 on average, and refused.",
     )
     old_policy_kl_coef: float = setting(
-        0.0, "Weight of KL(policy that sampled, policy being trained) in the policy's loss.", NOT_NEGATIVE
+        0.0,
+        "Weight of KL(policy that sampled, policy being trained) in the policy's loss; of an update with one optimizer "
+        "step it is 0 but for dropout.",
+        NOT_NEGATIVE,
     )
     update_kl_limit: float | None = setting(
         None, "KL of an update (approx_kl, a token) over which its remaining optimizer steps are left out.", POSITIVE
@@ -208,12 +211,9 @@ class PPOConfig(TRLPPOConfig):
             yield Problem("steers by multiplying kl_coef, which starts at 0 and would stay there.", "kl_target")
         if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
             yield Problem("would have no effect without kl_target.", "kl_horizon")
-        if self.num_ppo_epochs * self.num_mini_batches == 1:
-            one = "would have no effect: an update has one optimizer step, "
-            if self.update_kl_limit is not None:
-                yield Problem(f"{one}which is always taken.", "update_kl_limit")
-            if self.old_policy_kl_coef:
-                yield Problem(f"{one}taken where the policy is still the one that sampled.", "old_policy_kl_coef")
+        if self.update_kl_limit is not None and self.num_ppo_epochs * self.num_mini_batches == 1:
+            wrong = "would have no effect: an update has one optimizer step, which is always taken."
+            yield Problem(wrong, "update_kl_limit")
         if self.kl_target is not None and 5 * self.kl_horizon <= self.update_batch_size:
             wrong = f"with {self.kl_horizon} the {self.update_batch_size} responses of one update"
             yield Problem(

@@ -32,7 +32,6 @@ class PPOLoop(SharedBaseTrainer):
     """A trainer that runs `total_updates` updates, which a subclass makes by `generate`, `score` and `step`."""
 
     _counted = "updates"
-    sees_end_of_pass = True
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, DataError, RunInterrupted, SelfCheckError, ToolkitError
@@ -29,9 +29,8 @@ from toolkit.trainers.trainer_internals import take_rates_of_schedule
 class _AtStepEnd(TrainerCallback):
     """Gives memory back, and ends training where somebody asked for it, with a checkpoint."""
 
-    def __init__(self, request: checkpoints.StopRequest, freed: FreedMemory, *, may_hold: bool):
-        self.request, self.freed, self.may_hold = request, freed, may_hold
-        self.held = False  # a checkpoint that is due, until the pass has ended
+    def __init__(self, request: checkpoints.StopRequest, freed: FreedMemory):
+        self.request, self.freed = request, freed
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.freed.after_step()
@@ -40,19 +39,11 @@ class _AtStepEnd(TrainerCallback):
         if asked is not None:
             self.request.received = asked
             control.should_save = control.should_training_stop = self.request.met = True
-        elif self.may_hold and control.should_save and self._is_over(state):
-            due = IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
-            control.should_save, self.held = not due, due
-
-    @staticmethod
-    def _is_over(state: TrainerState) -> bool:
-        """Whether the run, or the pass, really is over: no later step would do what is due at its end."""
-        return state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer()
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        control.should_save, self.held = control.should_save or self.held, False
-        if self.request.met and self._is_over(state):
-            control.should_save = control.should_save or control.should_evaluate
+        if self.request.met and (state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer()):
+            # The run, or the pass, really is over: no later step would do what is due here.
+            control.should_save = control.should_save or control.should_evaluate or control.should_log
         elif self.request.met:
             control.should_log = control.should_evaluate = control.should_save = False
 
@@ -87,10 +78,6 @@ class ResumableTrainer(GuardedSteps):
     """Seconds that were spent on training before the checkpoint from which it went on."""
     resumed_at: tuple[int, ...] = ()
     """Steps at which this run was resumed."""
-
-    sees_end_of_pass = False
-    """Whether a run that goes on from the last step of a pass comes to that pass's end; transformers goes on behind it,
-    so that what is due there, an evaluation or a line of metrics, has to come before the checkpoint."""
 
     state: Any  # set by transformers' Trainer
     roles: Any = None  # the shared base, where a role of one is trained
@@ -175,7 +162,7 @@ class ResumableTrainer(GuardedSteps):
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
         with checkpoints.stop_requests(self._meets) as request:
             self._request = request
-            callback = _AtStepEnd(request, self.freed_memory, may_hold=not self.sees_end_of_pass)
+            callback = _AtStepEnd(request, self.freed_memory)
             self.add_callback(callback)
             self._began = time.perf_counter()
             try:

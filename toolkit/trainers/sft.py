@@ -145,6 +145,8 @@ def sft_trainer(
             wrong = f"TRL takes {args.loss_type} of logits without the scale that a {type(whole).__name__} has."
             raise ConfigError(wrong, field="loss_type", remedy="Take nll.")
         args = replace(args, loss_type="nll")
+    if getattr(whole.config.get_text_config(), "num_local_experts", None) == 0:  # a dense Granite 4, a mixture to TRL
+        args = replace(args, router_aux_loss_coef=0.0)
     trained = model if roles is None else roles.model
     # Where it packs TRL keeps rows of which the cut leaves no token of the loss.
     cut = args.packing_strategy == "bfd" and "labels" in train_dataset.column_names

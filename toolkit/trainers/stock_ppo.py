@@ -62,7 +62,9 @@ def stock_rollouts(trainer: TRLPPOTrainer) -> Rollouts:
     return Rollouts(args, trainer.processing_class, roles, precision(args, roles))
 
 
-def save_stock_roles(trainer: TRLPPOTrainer, output_dir: str | None = None, *, base_name: str) -> None:
+def save_stock_roles(
+    trainer: TRLPPOTrainer, output_dir: str | None = None, _internal_call: bool = False, *, base_name: str
+) -> None:
     """Save what TRL's loop has trained as our trainer would: a PEFT folder a role, and the model card."""
     folder = Path(output_dir or trainer.args.output_dir)
     roles, pad_token_id = stock_rollouts(trainer).roles, trainer.processing_class.pad_token_id
