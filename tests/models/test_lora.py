@@ -4,14 +4,16 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from transformers import AutoModelForSequenceClassification
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import lora, tiny_model
 from tests.trainers.helpers import own_classifier
+from toolkit.errors import AdapterError
 from toolkit.models import SharedBase, add_lora, load_role, save_role
 from toolkit.models.lora import activate, adapted_layers, adapter_parameters, trained_copy
 
@@ -63,6 +65,21 @@ def test_parameters_are_found_by_the_name_of_their_adapter():
         own = adapter_parameters(model, adapter)
         assert len(own) == 2 * 14 and not any(adapter in name for name in own), MOVED
     assert adapter_parameters(model, "polic") == {}
+
+
+def test_layers_beside_experts_of_a_reward_model_are_told_of(caplog):
+    config = tiny_architecture("qwen3_next").config
+    add_lora(AutoModelForSequenceClassification.from_config(config), lora())
+    assert sum("PEFT puts no adapter on" in text for text in caplog.messages) == 1
+
+
+def test_a_pattern_that_peft_would_widen_on_a_mixture_is_refused():
+    pattern = r".*layers\.0\.self_attn\.q_proj"
+    dense = SharedBase(tiny_model())
+    dense.add_role("policy", LoraConfig(target_modules=pattern))
+    assert len(dense.parameters_of("policy")) == 2
+    with pytest.raises(AdapterError, match=r"PEFT would put this adapter on .*layers\.1\.self_attn\.q_proj, too"):
+        SharedBase(tiny_architecture("qwen3_moe")).add_role("policy", LoraConfig(target_modules=pattern))
 
 
 def test_the_copy_of_a_head_that_trains():

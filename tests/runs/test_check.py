@@ -308,7 +308,7 @@ def problems_of(tmp_path, checkpoint, *overrides, **sections):
         (["data.max_prompt_length=1"], "data.train — no row can be used ("),
         (["ppo.per_device_train_batch_size=500"], "ppo — 24 prompts are fewer than one batch of 1000"),
         (["ppo.max_length=8"], "ppo.max_length — a prompt has"),
-        (["ppo.response_length=500"], "and the base has positions for 512 (max_position_embeddings). Shorten the"),
+        (["ppo.response_length=500"], "and the base has positions for 512. Shorten the"),
         (["base.dtype=float16"], "reward — float16 training needs a GPU, and none is here."),
         (["base.attn_implementation=no_such"], "transformers cannot build this model: "),
         (

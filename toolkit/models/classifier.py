@@ -58,9 +58,9 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     Raises:
         AdapterError: none fits, or it is more than an adapter.
     """
+    config = copy.deepcopy(config)
     with fitting(model, config):
         switch_off_dropout(model)
-        config = copy.deepcopy(config)
         config.task_type, config.modules_to_save = "SEQ_CLS", [head_name(model)]
         return get_peft_model(model, config)
 

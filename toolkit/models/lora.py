@@ -59,6 +59,7 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
     linear, meant = _linear_layers(model), deepcopy(config)
+    _check_not_widened(model, linear, config)
     experts = [name.replace(".base_layer", "") for name, p in model.named_parameters() if p.dim() == 3]
     with warnings.catch_warnings(), peft_errors():
         # PEFT notes for each Conv1D that it sets fan_in_fan_out itself, and that a second adapter is added.
@@ -75,6 +76,21 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
         yield
     if set(config.target_parameters or ()) != set(meant.target_parameters or ()):
         _tell_of_layers_beside_experts(model, linear, meant, config)
+
+
+def _check_not_widened(model: nn.Module, linear: list[str], config: LoraConfig) -> None:
+    """On some mixtures PEFT takes but the last parts of the names that a pattern finds, and so those of all layers."""
+    if not isinstance(config.target_modules, str) or config.target_modules == "all-linear":
+        return
+    put = deepcopy(config)
+    with peft_errors():
+        convert_peft_config_for_transformers(put, model, None)
+    more = [x for x in linear if check_target_module_exists(put, x) and not check_target_module_exists(config, x)]
+    if more:
+        wrong = (
+            f"PEFT would put this adapter on {more[0]}, too, which the pattern {config.target_modules!r} is not for."
+        )
+        raise AdapterError(wrong, field="target_modules", remedy="List names, and limit them by layers_to_transform.")
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
@@ -99,10 +115,11 @@ def _tell_of_layers_beside_experts(model: nn.Module, linear: list[str], meant: L
     left = [x for x in left if not check_target_module_exists(put, x) and not f".{x}.weight".endswith(weights)]
     if left:
         names = ", ".join(sorted({".".join(name.split(".")[-2:]) + ".weight" for name in left}))
-        tell(
-            f"PEFT puts no adapter on {left[0]}{f' and {len(left) - 1} others' * (len(left) > 1)}, linear layers "
-            f"called as the experts beside them. To have some there, give every role's target_parameters: [{names}]."
-        )
+        way = f"To have some there, give every role's target_parameters: [{names}]."
+        if any(isinstance(module, Linear4bit) for module in model.modules()):
+            way = "In 4 bits it has no way to give them those of more than one role."
+        others = f" and {len(left) - 1} others" * (len(left) > 1)
+        tell(f"PEFT puts no adapter on {left[0]}{others}, linear layers called as the experts beside them. {way}")
 
 
 def _check_patterns(model: nn.Module, config: LoraConfig) -> None:

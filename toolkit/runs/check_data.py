@@ -177,7 +177,7 @@ class DataCheck:
             if stage in ("ppo", "collect"):
                 limit = f"{stage}.response_length"
                 what, limits = f"the longest prompt with {limit}", f"{limits} or {limit}"
-            have = f"{whose} has positions for {positions} (max_position_embeddings)"
+            have = f"{whose} has positions for {positions}"
             self.findings.note(Problem(f"{what} comes to {longest} tokens, and {have}.", stage, f"Shorten {limits}."))
 
     def lines(self) -> Iterator[str]:
