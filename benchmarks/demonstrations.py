@@ -142,6 +142,7 @@ DEMONSTRATIONS = {
                 {"value": "separate", "value_learning_rate": 1e-4, "vf_coef": 1.0},
                 {"adapters": {"value": _ATTENTION_LORA}},
             ),
+            "lion": Arm("Lion, a third of the learning rate", {"optim": "lion_8bit", "learning_rate": 3e-5}),
         },
         seeds=(0, 1, 2),
         updates=25,

@@ -118,8 +118,8 @@ def _tell_of_layers_beside_experts(model: nn.Module, linear: list[str], meant: L
         way = f"To have some there, give every role's target_parameters: [{names}]."
         if any(isinstance(module, Linear4bit) for module in model.modules()):
             way = "In 4 bits it has no way to give them those of more than one role."
-        others = f" and {len(left) - 1} others" * (len(left) > 1)
-        tell(f"PEFT puts no adapter on {left[0]}{others}, linear layers called as the experts beside them. {way}")
+        more = f" and {len(left) - 1} others" * (len(left) > 1)
+        tell(f"PEFT puts no adapter on {left[0]}{more}, linear layers called as the experts beside them. {way}")
 
 
 def _check_patterns(model: nn.Module, config: LoraConfig) -> None:
