@@ -35,6 +35,7 @@ from toolkit.trainers.guards import EVALUATION_GUARDS, GUARDS, Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, SkipNotFinite, Skipped
 from toolkit.trainers.reward import RewardTrainer
 from toolkit.trainers.sft import sft_trainer
+from toolkit.trainers.trl_compat import BALANCE_BY_PARTS
 
 HEALTHY = {
     "kl": 2.9, "length": 5.5, "entropy": 0.1, "distinct_share": 1.0, "tied_share": 0.2, "explained_variance": 0.002,
@@ -486,7 +487,12 @@ def test_memory_that_runs_out_in_sft_halves_the_micro_batch_and_no_gradient(tmp_
 
 @pytest.mark.parametrize(
     ("loss_type", "kind", "balanced"),
-    [("chunked_nll", "mixtral", True), ("nll", "mixtral", True), ("dft", "mixtral", False), ("nll", "granite", True)],
+    [
+        ("chunked_nll", "mixtral", True),
+        ("nll", "mixtral", True),
+        ("dft", "mixtral", BALANCE_BY_PARTS),
+        ("nll", "granite", False),
+    ],
 )
 def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(loss_type, kind, balanced, tmp_path):
     """Of equal rows: a part of them has the balance of all."""

@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from trl import SFTTrainer as TRLSFTTrainer
 from toolkit.errors import ConfigError
 from toolkit.models import Sequences, SharedBase, check_checkpointing, scales_logits
 from toolkit.trainers.common import SupervisedTrainer, in_place_of_progress
+from toolkit.trainers.trl_compat import BALANCE_BY_PARTS
 
 
 class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
@@ -35,11 +35,14 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
         if self._packs and "position_ids" not in inputs:
             inputs, padding = _packed(inputs)
         added = self.aux_loss_enabled and self.args.loss_type != "dft"  # which TRL takes of the logits alone
-        balanced = added and self.share < 1 and num_items_in_batch is not None
-        loss = super().compute_loss(model, inputs, return_outputs or balanced, num_items_in_batch)
-        if balanced:  # a mixture's term of the micro-batch, which its parts would each add whole
+        whole = added and not BALANCE_BY_PARTS and self.share < 1 and num_items_in_batch is not None
+        loss = super().compute_loss(model, inputs, return_outputs or whole, num_items_in_batch)
+        if whole:  # a mixture's term of the micro-batch, which its parts would each add
             loss, outputs = loss
-            loss = loss - (1 - self.share) * self.args.router_aux_loss_coef * outputs.aux_loss
+            coefficient = getattr(
+                self, "router_aux_loss_coef", self.args.router_aux_loss_coef
+            )  # TRL 1.14's can be None
+            loss = loss - (1 - self.share) * coefficient * outputs.aux_loss
             loss = (loss, outputs) if return_outputs else loss
         if padding and self.model.training:  # TRL counts what the mask lets through
             self.tokens_read -= padding
@@ -103,11 +106,9 @@ def with_loss(dataset: Dataset, args: SFTConfig) -> Dataset:
     return dataset.filter(lambda labels: any(label != -100 for label in labels[kept]), input_columns="labels")
 
 
-def _loss_of_own_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, balance: float) -> Tensor:
-    """The mean over tokens that transformers' models give with labels, of the logits as the model gives them, and a
-    mixture's balancing term by its coefficient."""
-    loss = ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch=num_items_in_batch)
-    return loss if (term := outputs.get("aux_loss")) is None else loss + balance * term
+def _loss_of_own_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The mean over tokens that transformers' models give with labels, of the logits as the model gives them."""
+    return ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch=num_items_in_batch)
 
 
 def sft_trainer(
@@ -145,7 +146,9 @@ def sft_trainer(
             wrong = f"TRL takes {args.loss_type} of logits without the scale that a {type(whole).__name__} has."
             raise ConfigError(wrong, field="loss_type", remedy="Take nll.")
         args = replace(args, loss_type="nll")
-    if getattr(whole.config.get_text_config(), "num_local_experts", None) == 0:  # a dense Granite 4, a mixture to TRL
+    text = whole.config.get_text_config()
+    if hasattr(text, "output_router_logits") and (own_loss or getattr(text, "num_local_experts", None) == 0):
+        # TRL's term has no part in a loss of ours; and it takes dense Granite 4 for a mixture, and breaks off.
         args = replace(args, router_aux_loss_coef=0.0)
     trained = model if roles is None else roles.model
     # Where it packs TRL keeps rows of which the cut leaves no token of the loss.
@@ -158,9 +161,9 @@ def sft_trainer(
     trainer.roles, trainer.base_name = roles, base_name
     trainer.divide_by_tokens_of_the_loss()
     if own_loss:
-        trainer.compute_loss_func = partial(_loss_of_own_logits, balance=args.router_aux_loss_coef)
+        trainer.compute_loss_func = _loss_of_own_logits
     if hasattr(whole, "router_aux_loss_coef"):  # TRL sets that of the config, which some models have read by then
-        whole.router_aux_loss_coef = args.router_aux_loss_coef
+        whole.router_aux_loss_coef = text.router_aux_loss_coef
     if roles is not None:
         # On a quantised base TRL casts what it trains to bfloat16, where AdamW's small steps round to nothing.
         for parameter in roles.parameters_of("policy"):

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Literal
 
+from packaging.version import Version
 from transformers import Trainer, TrainingArguments
 
 from toolkit.errors import Problem
@@ -45,6 +46,8 @@ class PPOFields(TrainingArguments):
 
 
 HAS_PPO = find_spec("trl.experimental.ppo") is not None
+BALANCE_BY_PARTS = Version(version("trl")) >= Version("1.15")
+"""Whether sft adds the term that balances a mixture's experts by a micro-batch's share of the step, as all else."""
 NO_TRL_LOOP = Problem(
     f"trl is the loop of TRL 1.12, the last release that has one, and {version('trl')} is installed.",
     "loop",
