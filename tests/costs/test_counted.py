@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.tiny_models import lora, shared_base
 from toolkit.costs import (
+    CARDS,
     Counted,
     CountedUpdate,
     Device,
@@ -190,6 +191,7 @@ def test_parameters_are_replaced_wherever_they_are_held():
 def test_cards_and_sizes():
     assert named("24GB") == 24 * 10**9 and named("80 GiB") == 80 * 2**30
     assert named("4090").name == "RTX 4090" and named("rtx-3090").name == "RTX 3090"
+    assert all(named(card.name) is card for card in CARDS.values())
     assert named("H100").name == "H100 SXM" and named("a100-80gb").name == "A100 80 GB"
     assert named("A100").name == named("A100-40").name == "A100 40 GB"
     for other in ("B300", "A11", "40", "9", "RTX"):  # no part of a name is a card

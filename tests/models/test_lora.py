@@ -78,8 +78,17 @@ def test_a_pattern_that_peft_would_widen_on_a_mixture_is_refused():
     dense = SharedBase(tiny_model())
     dense.add_role("policy", LoraConfig(target_modules=pattern))
     assert len(dense.parameters_of("policy")) == 2
-    with pytest.raises(AdapterError, match=r"PEFT would put this adapter on .*layers\.1\.self_attn\.q_proj, too"):
-        SharedBase(tiny_architecture("qwen3_moe")).add_role("policy", LoraConfig(target_modules=pattern))
+    base = SharedBase(tiny_architecture("qwen3_moe"))
+    base.add_role("policy", LoraConfig(target_modules=["q_proj"]))
+    for one in (pattern, pattern.replace(".*layers", r"model\.layers")):
+        with pytest.raises(AdapterError, match=r"PEFT would put this adapter on .*layers\.1\.self_attn\.q_proj, too"):
+            base.add_role("value", LoraConfig(target_modules=one))
+    of_experts = {"target_modules": r".*layers\.0\.mlp\.experts\.(gate_proj|up_proj|down_proj)"}
+    for arguments in (of_experts, {"target_modules": ["gate_proj", "up_proj"], "layers_to_transform": [0]}):
+        with pytest.raises(
+            AdapterError, match="PEFT would put this adapter on the .*gate_up_proj of the experts of all"
+        ):
+            base.add_role("value", LoraConfig(**arguments))
 
 
 def test_the_copy_of_a_head_that_trains():

@@ -22,6 +22,7 @@ from toolkit.models import SharedBase, load_base, save_role
 from toolkit.runs.check import check
 from toolkit.runs.check_data import counted_rows
 from toolkit.runs.check_report import Findings
+from toolkit.runs.plan import plan
 from toolkit.runs.stages import run
 from toolkit.trainers.sft import cut_rows, packs, sft_trainer
 
@@ -271,6 +272,8 @@ def test_a_reward_stage_that_nothing_needs(checkpoint, tmp_path):
     report = check(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}", **elsewhere))
     problem = 'reward_data.train — "nobody/pairs" is no file, and the hub did not give it'
     assert texts(report) == () and f"note       reward could not run: {problem}" in str(report)
+    planned = plan(chat_recipe(tmp_path, checkpoint, f"start.reward={folder / 'reward'}", **elsewhere), "4090")
+    assert not any("reward" in phase.phase for phase in planned.memory)
     needed = check(chat_recipe(tmp_path, checkpoint, **elsewhere))
     assert texts(needed)[0].startswith(problem) and "Name files in its place." in texts(needed)[0]
     assert needed.notes == ()

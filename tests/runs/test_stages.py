@@ -418,6 +418,9 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
     with pytest.raises(DataError, match="batch"):
         chat_recipe(tmp_path, checkpoint).ppo_trainer(train_dataset=["Why?"])
     assert began == ["sft"]
+    monkeypatch.setitem(stages.MAKERS, "ppo", lambda recipe, train_dataset, callbacks: train_dataset)
+    many = chat_recipe(tmp_path, checkpoint, "ppo.per_device_train_batch_size=20", name="many")  # of 24 prompts
+    assert len(many.ppo_trainer(train_dataset=[f"Why {i}?" for i in range(40)])) == 40 and began == ["sft", "reward"]
 
 
 def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):

@@ -1,6 +1,7 @@
 """Signs that a run goes wrong, and what is passed over."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,6 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     MixtralConfig,
@@ -26,7 +25,7 @@ from tests.trainers.resumable import TIMING
 from tests.trainers.test_ppo import gradients
 from toolkit import processes
 from toolkit.data import doubling
-from toolkit.errors import NotFiniteError, RewardError, SelfCheckError
+from toolkit.errors import ConfigError, NotFiniteError, RewardError, SelfCheckError
 from toolkit.models import SharedBase
 from toolkit.reports import read_jsonl
 from toolkit.rewards import RewardAdapter, adapter, score_with
@@ -485,16 +484,8 @@ def test_memory_that_runs_out_in_sft_halves_the_micro_batch_and_no_gradient(tmp_
     assert sum("per_device_train_batch_size is 2" in text for text in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "kind", "balanced"),
-    [
-        ("chunked_nll", "mixtral", True),
-        ("nll", "mixtral", True),
-        ("dft", "mixtral", BALANCE_BY_PARTS),
-        ("nll", "granite", False),
-    ],
-)
-def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(loss_type, kind, balanced, tmp_path):
+@pytest.mark.parametrize(("loss_type", "balanced"), [("chunked_nll", True), ("nll", True), ("dft", BALANCE_BY_PARTS)])
+def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(loss_type, balanced, tmp_path):
     """Of equal rows: a part of them has the balance of all."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "router_aux_loss_coef": 0.5}
@@ -507,10 +498,7 @@ def test_a_mixtures_balance_counts_once_however_many_parts_a_micro_batch_has(los
             output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=1, loss_type=loss_type,
             router_aux_loss_coef=coefficient, gradient_checkpointing=False, **settings,
         )  # fmt: skip
-        if kind == "granite":
-            model = GraniteMoeForCausalLM(GraniteMoeConfig(**sizes, logits_scaling=2.0))
-        else:
-            model = MixtralForCausalLM(MixtralConfig(**sizes))
+        model = MixtralForCausalLM(MixtralConfig(**sizes))
         rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
         ours = sft_trainer(args, doubling.tokenizer(), model, rows, callbacks=[])
         ours.micro_batch.lower(rows_at_a_time)
@@ -544,6 +532,8 @@ def test_a_mixture_without_experts_has_no_balance(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None)
     ours = sft_trainer(args, doubling.tokenizer(), model, rows, rows, callbacks=[])
     assert ours.evaluate()["eval_loss"] > 0
+    with pytest.raises(ConfigError, match="router_aux_loss_coef: would have no effect: the loss of a GraniteMoeHybrid"):
+        sft_trainer(replace(args, router_aux_loss_coef=0.5), doubling.tokenizer(), model, rows, callbacks=[])
 
 
 def logged(ours):

@@ -169,12 +169,17 @@ def named(text: str) -> Device | int:
     size = _SIZE.fullmatch(text.strip())
     if size and 0 < float(size[1]) < _MOST_GB:
         return int(float(size[1]) * (_GB if size[2].upper() == "GB" else 2**30))
-    asked = "" if size else re.sub(r"[\s_-]", "", text).upper()
-    found = [card for name, card in CARDS.items() if asked in _names_of(name)]  # A10 is another card than A100
+    asked = "" if size else _bare(text)
+    # A10 is another card than A100.
+    found = [card for name, card in CARDS.items() if asked in {*_names_of(name), _bare(card.name)}]
     if not found:
         remedy = f"Name one of {', '.join(CARDS)}, or its memory as 24GB."
         raise ToolkitError(f"{text[:60]!r} is no card that is known, and no size of memory.", remedy=remedy)
     return found[0]
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).upper()
 
 
 def _names_of(card: str) -> set[str]:

@@ -1,6 +1,7 @@
 """One update of PPO, phase by phase, by the code that does it: what is counted is what runs."""
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -158,10 +159,10 @@ class CountedUpdate:
         roles.train_roles("policy", "value")
         roles.eval()
 
-    def _rollout(self, rows: int) -> Rollout:
+    def _rollout(self, rows: int, *, ended: bool = True) -> Rollout:
         lengths, texts = self.lengths, [""] * rows
         ids = [[_TOKEN] * lengths.prompt] * rows, [[_TOKEN] * lengths.response] * rows
-        return Rollout(texts, texts, *ids, ended=[True] * rows)
+        return Rollout(texts, texts, *ids, ended=[ended] * rows)
 
     # ------------------------------------------------------------------ the phases
 
@@ -212,16 +213,18 @@ class CountedUpdate:
         self, lengths: Lengths, rows: int, *, merged: bool = False
     ) -> tuple[Costs, tuple[Costs, Costs], tuple[Costs, Costs]]:
         """Prompts of so many rows, the first token after them and the last one; and these two by the base alone."""
-        cache = _Cache(self.counted, self.roles.config)
+        cache, most, (positions, _) = _Cache(self.counted, self.roles.config), math.inf, self.roles.positions
+        if positions is not None and self.roles.padding_takes_positions:
+            lengths, most = lengths.of_a_row, positions - 2  # a table, of which two tokens at the end need a place each
         with ExitStack() as held, self.roles.role("policy"), self.autocast():
             held.enter_context(self.roles.weights_kept())
             if merged or self.on_cpu:
                 with self.counted.phase(leaves="copied weights"):
                     held.enter_context(self.roles.unpacked(merged=merged, on_cpu=self.on_cpu))
             with self.counted.phase() as prefill:
-                self._forward(rows, lengths.prompt, cache)
+                self._forward(rows, int(min(lengths.prompt, most - 2)), cache)
             first, first_alone = self._tokens(rows, cache)
-            if (missing := lengths.prompt + lengths.response - 1 - cache.tokens) > 0:
+            if (missing := int(min(lengths.prompt + lengths.response - 1, most)) - cache.tokens) > 0:
                 with self.counted.phase():  # of all tokens but the last there are keys and values
                     self._forward(rows, missing, cache)
             last, last_alone = self._tokens(rows, cache)
@@ -261,6 +264,8 @@ class CountedUpdate:
         with unpacked(self.counted, self.roles, on_cpu=self.on_cpu), self.counted.phase() as costs:
             rollouts = Rollouts(args, self.tokenizer, self.roles, self.autocast)
             rollouts.read(self._rollout(rows), full_kl=args.kl_estimator == "full")
+            if args.truncated_as == "bootstrap":
+                rollouts.values_after(self._rollout(rows, ended=False))
         return costs
 
     def _learning(self, rows: int, *, further: bool) -> Costs:

@@ -79,12 +79,19 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
 
 
 def _check_not_widened(model: nn.Module, linear: list[str], config: LoraConfig) -> None:
-    """On some mixtures PEFT takes but the last parts of the names that a pattern finds, and so those of all layers."""
-    if not isinstance(config.target_modules, str) or config.target_modules == "all-linear":
-        return
+    """On some mixtures PEFT takes but the last parts of the names that a pattern finds, and so those of all layers; and
+    it puts adapters on the experts of all layers or none."""
     put = deepcopy(config)
     with peft_errors():
-        convert_peft_config_for_transformers(put, model, None)
+        convert_peft_config_for_transformers(put, _inner(model), None)
+    experts = sorted(set(put.target_parameters or ()) - set(config.target_parameters or ()))
+    pattern = isinstance(config.target_modules, str) and config.target_modules != "all-linear"
+    if experts and (pattern or config.layers_to_transform is not None):
+        wrong = f"PEFT would put this adapter on the {' and '.join(experts)} of the experts of all layers, whatever "
+        wrong += "a pattern or layers_to_transform says."
+        raise AdapterError(wrong, field="target_modules", remedy="List names without those of experts, or for all.")
+    if not pattern:
+        return
     more = [x for x in linear if check_target_module_exists(put, x) and not check_target_module_exists(config, x)]
     if more:
         wrong = (
@@ -93,9 +100,13 @@ def _check_not_widened(model: nn.Module, linear: list[str], config: LoraConfig) 
         raise AdapterError(wrong, field="target_modules", remedy="List names, and limit them by layers_to_transform.")
 
 
+def _inner(model: nn.Module) -> Any:
+    return model.base_model.model if isinstance(model, PeftModel) else model
+
+
 def _linear_layers(model: nn.Module) -> list[str]:
     """The names of those that "all-linear" means."""
-    inner: Any = model.base_model.model if isinstance(model, PeftModel) else model
+    inner = _inner(model)
     heads = [getattr(one, "base_layer", one) for one in (inner.get_output_embeddings(), getattr(inner, "score", None))]
     layers = (name for name, module in inner.named_modules() if isinstance(module, nn.Linear) and module not in heads)
     return [name.removesuffix(".base_layer") for name in layers if ".lora_" not in name]

@@ -32,7 +32,8 @@ def check(recipe: Recipe) -> Report:
 def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collection[str] = ()) -> Report:
     """As `check`, of what some stages need.
 
-    A scorer or judge that Python has handed over may have no name by which it could be found: it is not looked for.
+    A scorer or judge that Python has handed over may have no name by which it could be found: it is not looked for; and
+    a `train_dataset` is trained on in place of the recipe's prompts.
     """
     findings = Findings()
     plans = [recipe.plan.stages[name] for name in STAGES if name in recipe.plan.stages and name in wanted]
@@ -45,7 +46,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
     alone = "collect" in wanted and "q" not in recipe.plan.stages
     read = {*STAGE_CLASSES, *(["collect"] if alone else [])}
     names = [plan.stage for plan in plans if plan.stage in read and roles.tokenizer]
-    data = DataCheck(recipe, names, findings, roles)
+    data = DataCheck(recipe, names, findings, roles, handed_over)
     facts = data.facts()
     _check_scorers(recipe, roles, data.prompts_read, findings, handed_over)
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []

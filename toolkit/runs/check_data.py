@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -66,8 +66,16 @@ def batch_figures(stage: str, config: Any, rows: int) -> dict[str, Any]:
 class DataCheck:
     """The data of some stages of a recipe."""
 
-    def __init__(self, recipe: Recipe, stages: Sequence[str], findings: Findings, roles: RolesCheck):
+    def __init__(
+        self,
+        recipe: Recipe,
+        stages: Sequence[str],
+        findings: Findings,
+        roles: RolesCheck,
+        handed_over: Collection[str] = (),
+    ):
         self.recipe, self.stages, self.findings, self.roles = recipe, stages, findings, roles
+        self.prompts_handed_over = "train_dataset" in handed_over  # and looked at, where they were
         self.prompts_read = False
 
     def facts(self) -> tuple[StageFacts, ...]:
@@ -90,7 +98,8 @@ class DataCheck:
         state = self._state(stage)
         with self.findings.at(key=section):
             train, held_out = (build.stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
-            longest = max(longest_row(train), longest_row(held_out))
+            others = stage == "ppo" and self.prompts_handed_over
+            longest = max(0 if others else longest_row(train), longest_row(held_out))
             with self.findings.at(key=stage):
                 config = build.trainer_config(recipe, stage)
                 prepared = counted_rows(train, config) if stage == "sft" else train
@@ -166,7 +175,8 @@ class DataCheck:
             with problems.at("ppo"):
                 check_trl_loop(config, self.recipe.tokenizer, roles)
         with problems.at("ppo"):
-            check_dataset(prompts, config.rollout_batch_size)
+            if not self.prompts_handed_over:
+                check_dataset(prompts, config.rollout_batch_size)
         with problems.at("ppo"):
             check_room([longest], config.max_length)
 

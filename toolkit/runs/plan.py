@@ -141,7 +141,8 @@ class _Planner:
 
     def report(self, *, notes: bool = True) -> PlanReport:
         phases = self.update.phases(*(name for name in PHASES if name != "score" or "reward" in self.roles.roles))
-        stages = {stage: self.recipe.plan.stages[stage] for stage in SUPERVISED if stage in self.recipe.plan.stages}
+        needed = self.recipe.plan.stages["ppo"].needs  # another one of the recipe is not run for PPO
+        stages = {stage: self.recipe.plan.stages[stage] for stage in SUPERVISED if stage in needed}
         supervised = {stage: self._supervised(stage) for stage, planned in stages.items() if planned.roles}
         memory = (*(phase for memory, _ in supervised.values() for phase in memory), *self._memory(phases))
         times = tuple(self._times(phases, self.device)) if self.device is not None else ()
@@ -178,6 +179,8 @@ class _Planner:
         limits = [data.get(key) for key in ("max_prompt_length", "max_response_length")]
         longest = sum(limits) if all(limits) else longest_row(stage_dataset(self.recipe, stage, kind, split))
         longest = max(1, longest)  # where nothing is held out
+        if (positions := self.roles.positions[0]) is not None:  # to which limits need not come down
+            longest = min(longest, positions)
         return args.max_length if getattr(args, "packing", False) else min(longest, args.max_length or longest)
 
     def _step(self, stage: str, step: Phase) -> Problem:
@@ -297,12 +300,14 @@ class _Planner:
             for parts in _divisors(rows):
                 changed = {"per_device_train_batch_size": rows // parts, "gradient_accumulation_steps": steps * parts}
                 yield {**checkpointing, **changed}
-        for parts in _divisors(rows * steps) if phase == "rollout" else ():
-            of_steps = math.gcd(steps, parts)
-            changed = {"gradient_accumulation_steps": steps // of_steps}
-            if of_steps < parts:
-                changed["per_device_train_batch_size"] = rows // (parts // of_steps)
-            yield {**changed, "rollouts_per_update": args.rollouts_per_update * parts}
+        eager = [{"generation": "eager"}] if args.generation == "merged" else []
+        for also in [{}, *eager] if phase == "rollout" else ():
+            for parts in _divisors(rows * steps):
+                of_steps = math.gcd(steps, parts)
+                changed = {**also, "gradient_accumulation_steps": steps // of_steps}
+                if of_steps < parts:
+                    changed["per_device_train_batch_size"] = rows // (parts // of_steps)
+                yield {**changed, "rollouts_per_update": args.rollouts_per_update * parts}
 
     def _with(self, changes: dict[str, Any], phase: str) -> PhaseMemory:
         if (stage := _stage_of(phase)) in SUPERVISED:

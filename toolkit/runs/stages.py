@@ -33,6 +33,7 @@ from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage
 from toolkit.runs.stage import collect_stage, say, train_stage
 from toolkit.runs.take_over import take_over
+from toolkit.sampling import check_room
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.self_checks import check_dataset
 
@@ -130,8 +131,10 @@ def prepared(
         processes.by_main(lambda: _check_way(recipe, stage, resume=False))
         if "train_dataset" in given:  # its mistakes, too, are found before a stage has run for an hour
             given["train_dataset"] = recipe.task.prompts_of(given["train_dataset"])
-            check_dataset(given["train_dataset"], trainer_config(recipe, stage).rollout_batch_size)
-        handed_over = {section for section, name in (("scorer", "reward"), ("judge", "judge")) if name in given}
+            config = trainer_config(recipe, stage)
+            check_dataset(given["train_dataset"], config.rollout_batch_size)
+            check_room(map(len, given["train_dataset"]["input_ids"]), config.max_length)
+        handed_over = {{"reward": "scorer"}.get(name, name) for name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
         with _result_comes_back(recipe, stage, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))

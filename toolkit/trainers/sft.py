@@ -111,6 +111,23 @@ def _loss_of_own_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = 
     return ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch=num_items_in_batch)
 
 
+def _fitting(args: SFTConfig, model: PreTrainedModel, *, own_loss: bool) -> SFTConfig:
+    """The settings as TRL can follow them on a model. It makes logits itself, and leaves out Granite's scale."""
+    text, name = model.config.get_text_config(), type(model).__name__
+    if own_loss:
+        if args.loss_type not in ("nll", "chunked_nll"):
+            wrong = f"TRL takes {args.loss_type} of logits without the scale that a {name} has."
+            raise ConfigError(wrong, field="loss_type", remedy="Take nll.")
+        if args.router_aux_loss_coef not in (0, SFTConfig.router_aux_loss_coef):
+            wrong = f"would have no effect: the loss of a {name} has no term that balances experts."
+            raise ConfigError(wrong, field="router_aux_loss_coef", remedy="Leave it out.")
+        args = replace(args, loss_type="nll")
+    if hasattr(text, "output_router_logits") and (own_loss or getattr(text, "num_local_experts", None) == 0):
+        # TRL's term has no part in a loss of ours; and it takes dense Granite 4 for a mixture, and breaks off.
+        args = replace(args, router_aux_loss_coef=0.0)
+    return args
+
+
 def sft_trainer(
     args: SFTConfig,
     processing_class: PreTrainedTokenizerBase,
@@ -141,15 +158,7 @@ def sft_trainer(
         roles.train_roles("policy")
     given: dict[str, Any] = {"processing_class": processing_class, "callbacks": callbacks}
     own_loss = scales_logits(whole)
-    if own_loss:  # TRL makes logits itself, and leaves out Granite's scale
-        if args.loss_type not in ("nll", "chunked_nll"):
-            wrong = f"TRL takes {args.loss_type} of logits without the scale that a {type(whole).__name__} has."
-            raise ConfigError(wrong, field="loss_type", remedy="Take nll.")
-        args = replace(args, loss_type="nll")
-    text = whole.config.get_text_config()
-    if hasattr(text, "output_router_logits") and (own_loss or getattr(text, "num_local_experts", None) == 0):
-        # TRL's term has no part in a loss of ours; and it takes dense Granite 4 for a mixture, and breaks off.
-        args = replace(args, router_aux_loss_coef=0.0)
+    args = _fitting(args, whole, own_loss=own_loss)
     trained = model if roles is None else roles.model
     # Where it packs TRL keeps rows of which the cut leaves no token of the loss.
     cut = args.packing_strategy == "bfd" and "labels" in train_dataset.column_names
@@ -163,7 +172,7 @@ def sft_trainer(
     if own_loss:
         trainer.compute_loss_func = _loss_of_own_logits
     if hasattr(whole, "router_aux_loss_coef"):  # TRL sets that of the config, which some models have read by then
-        whole.router_aux_loss_coef = text.router_aux_loss_coef
+        whole.router_aux_loss_coef = whole.config.get_text_config().router_aux_loss_coef
     if roles is not None:
         # On a quantised base TRL casts what it trains to bfloat16, where AdamW's small steps round to nothing.
         for parameter in roles.parameters_of("policy"):
