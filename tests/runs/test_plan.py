@@ -17,6 +17,7 @@ from toolkit import recipes
 from toolkit.costs import CARDS, Lengths, named
 from toolkit.errors import ModelError, RecipeError, ToolkitError
 from toolkit.runs.plan import _Planner, plan
+from toolkit.trainers.trl_compat import HAS_PPO
 
 
 def phases(report):
@@ -134,7 +135,8 @@ def test_a_step_on_a_card_has_a_copy_of_its_gradients_and_its_outputs_in_float32
     monkeypatch.setattr("toolkit.costs.supervised.convert_outputs_to_fp32", lambda forward: forward)
     rows, tokens, vocabulary = 3, 16, chat_recipe(tmp_path, checkpoint).tokenizer.vocab_size
     without = planned("4090", "reward.gradient_accumulation_steps=2")
-    assert found["sft"].total - without["sft"].total >= 4 * rows * tokens * vocabulary
+    if HAS_PPO:  # later TRL makes no logits of whole rows
+        assert found["sft"].total - without["sft"].total >= 4 * rows * tokens * vocabulary
 
 
 def test_a_plan_leaves_nothing_in_the_process(checkpoint, tmp_path):
@@ -371,7 +373,10 @@ def test_stages_that_evaluate_as_they_train_are_planned(stage, checkpoint, tmp_p
 
 
 def test_settings_of_which_trl_makes_no_trainer_are_an_error_of_their_stage(checkpoint, tmp_path):
-    with pytest.raises(RecipeError, match="^sft: TRL makes no trainer of these settings: Invalid `loss_type` foo"):
+    by_its_type = "sft.loss_type — nll or dft or chunked_nll is needed, got 'foo'"  # where TRL says which there are
+    with pytest.raises(
+        RecipeError, match=f"^sft: TRL makes no trainer of these settings: Invalid `loss_type` foo|{by_its_type}"
+    ):
         plan(chat_recipe(tmp_path, checkpoint, sft={**SFT, "loss_type": "foo"}), "4090")
 
 
