@@ -39,9 +39,8 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
         loss = super().compute_loss(model, inputs, return_outputs or whole, num_items_in_batch)
         if whole:  # a mixture's term of the micro-batch, which its parts would each add
             loss, outputs = loss
-            coefficient = getattr(
-                self, "router_aux_loss_coef", self.args.router_aux_loss_coef
-            )  # TRL 1.14's can be None
+            # The argument of TRL 1.14 may be None.
+            coefficient = getattr(self, "router_aux_loss_coef", self.args.router_aux_loss_coef)
             loss = loss - (1 - self.share) * coefficient * outputs.aux_loss
             loss = (loss, outputs) if return_outputs else loss
         if padding and self.model.training:  # TRL counts what the mask lets through
