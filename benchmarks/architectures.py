@@ -74,8 +74,10 @@ _TINY: dict[str, Any] = {
 }
 # What cannot be known by name. Multi-head latent attention has keys for every head.
 _MLA = {"num_key_value_heads": 4, "head_dim": None}
+_INDEXED = {**_MLA, "index_head_dim": 8, "index_n_heads": 2}
 _CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite", "axk1", "minicpm3"), _MLA),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2"), _INDEXED),
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
@@ -93,7 +95,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 NOISE = 0.2
 _LARGEST = 3_000_000
-_LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
+# Layers that never give an adapter a gradient, with which it is refused.
+_INDEXER = ["weights_proj", "wk", "wq_b"]
+_LEFT_OUT = {
+    **dict.fromkeys(("hy_v4", "deepseek_v32", "glm_moe_dsa", "axk2"), _INDEXER),
+    "jamba": ["dt_proj"],
+}
 PROMPTS, RESPONSES = [[3, 14, 9], [3, 30, 31, 32, 33]], [[12, 13, 5], [20, 21, 22, 23]]
 _WEIGHTS = torch.linspace(0.5, 2.0, 8).view(2, 4)
 
@@ -180,7 +187,7 @@ def with_roles(model: PreTrainedModel) -> SharedBase:
     """A base with adapters and heads of random weights."""
     base = SharedBase(model)
     for role in ("policy", "value", "reward"):
-        base.add_role(role, copy.deepcopy(_LORA))
+        base.add_role(role, _lora(model))
     base.add_role("reference")
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -189,6 +196,11 @@ def with_roles(model: PreTrainedModel) -> SharedBase:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=noise))
     base.train_roles("policy", "value")
     return base
+
+
+def _lora(model: PreTrainedModel) -> LoraConfig:
+    named: dict[str, Any] = {"exclude_modules": _LEFT_OUT.get(model.config.model_type)}
+    return LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", **named)
 
 
 def _compared(base: SharedBase, alone: PreTrainedModel) -> Iterator[tuple[str, float]]:
@@ -215,7 +227,7 @@ def stock(base: SharedBase, alone: PreTrainedModel, role: str) -> PeftModel:
     """The stock model with an adapter of PEFT's own, of the role's weights."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-        model = get_peft_model(copy.deepcopy(alone), copy.deepcopy(_LORA), adapter_name=role).eval()
+        model = get_peft_model(copy.deepcopy(alone), _lora(alone), adapter_name=role).eval()
     for mine, theirs in zip(adapter_of(model, role), adapter_of(base, role), strict=True):
         mine.data.copy_(theirs.data)
     return model
@@ -270,14 +282,12 @@ def _gradients_apart(base: SharedBase, alone: PreTrainedModel) -> float:
         with base.role(role):
             (_WEIGHTS * read(base, sequences)).sum().backward()
         base.eval()
-        both = zip(adapter_of(base, role), adapter_of(own, role), strict=True)
-        apart = max(apart, _apart([tuple(_gradient(p) for p in pair) for pair in both]))  # type: ignore[misc]
+        both = [(p.grad, q.grad) for p, q in zip(adapter_of(base, role), adapter_of(own, role), strict=True)]
+        pairs = [(p, q) for p, q in both if p is not None and q is not None]
+        # What has no gradient is not trained, whether the stock model has one or not.
+        apart = max(apart, _apart(pairs) if len(pairs) == len(both) else float("inf"))
         base.zero_grad()
     return apart
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 @torch.no_grad()

@@ -1,11 +1,13 @@
 import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from toolkit import disk
-from toolkit.disk import check_file, unfinished_in, write_whole
+from toolkit.disk import check_file, unfinished_in, write_output, write_whole
+from toolkit.errors import ToolkitError
 
 
 def test_what_is_written_whole_touches_no_file_beside_it(tmp_path):
@@ -32,6 +34,30 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(error, tmp_path
         write_whole(tmp_path / "page.html", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert (tmp_path / "page.html").read_text() == "old"
+
+
+@pytest.mark.parametrize("step", ["open", "replace"])
+def test_a_user_s_file_that_nothing_may_stand_beside_or_replace_is_written_in_place(step, tmp_path, monkeypatch):
+    file, plain, number = tmp_path / "page.html", getattr(Path, step), errno.EACCES
+
+    def refuses(path, *arguments, **named):
+        if path.name.endswith(".partial"):
+            raise OSError(number, os.strerror(number))
+        return plain(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, step, refuses)
+    with pytest.raises(ToolkitError, match="page.html: cannot be written"):
+        write_output(file, "new")
+    file.write_text("old")
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_whole(file, "new")  # a file of a run, which is never half of one
+    assert file.read_text() == "old"
+    write_output(file, "é\n")
+    assert file.read_text(encoding="utf-8") == "é\n" and list(tmp_path.iterdir()) == [file]
+    number = errno.ENOSPC
+    with pytest.raises(ToolkitError, match="page.html: cannot be written"):
+        write_output(file, "new")
+    assert file.read_text(encoding="utf-8") == "é\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -18,6 +18,7 @@ from toolkit.errors import ToolkitError
 MANIFEST = "manifest.json"
 RESULT_FILE = "result.json"  # of a finished stage
 ASIDE = ".partial"
+_KEPT_SHUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _UNFINISHED = re.compile(rf"\.toolkit-[0-9a-f]{{16}}{ASIDE}")
 
@@ -71,6 +72,23 @@ def write_whole(path: Path, text: str) -> Path:
         raise
     sync(path.parent)
     return path
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a user's file whole; in place where `check_file` finds that it can be written and the folder lets nothing
+    be put beside it or in its place: one that is kept shut, or a file that is a mount of its own.
+
+    Raises:
+        ToolkitError: it cannot be written.
+    """
+    with writing(path):
+        target = path.resolve()  # what a link leads to
+        try:
+            write_whole(target, text)
+        except OSError as error:
+            if error.errno not in _KEPT_SHUT or not target.is_file():
+                raise
+            target.write_text(text, encoding="utf-8")
 
 
 def is_unfinished(path: Path) -> bool:

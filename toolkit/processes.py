@@ -183,6 +183,12 @@ def count() -> int:
     return dist.get_world_size() if together else 1
 
 
+def count_here() -> int:
+    """Those of them that are on this machine, as launchers say; all where none does."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(count(), int(number)) if number.isdecimal() and int(number) else count()
+
+
 def rank() -> int:
     """Which of them this is, from 0, which is the main one: it alone writes files and speaks to the user."""
     return dist.get_rank() if count() > 1 else 0

@@ -63,6 +63,28 @@ def test_what_fails_leaves_the_earlier_ones(tmp_path):
     assert newest_whole(tmp_path, say=silent) == old
 
 
+def test_those_of_another_course_stay_where_no_new_one_can_be_written(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        write(tmp_path, step, "old")
+
+    def full(*given, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def go_on():
+        with whole_folder(tmp_path / "checkpoint-2", goes_on_from=1) as aside:
+            (aside / "state").write_text("new")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "seal", full)
+        with pytest.raises(CheckpointError, match="Earlier ones are untouched"):
+            go_on()
+    assert len(checkpoint_folders(tmp_path)) == 3
+    go_on()
+    names = ["abandoned-checkpoint-2", "abandoned-checkpoint-3", "checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (tmp_path / "abandoned-checkpoint-2" / "state").read_text() == "oldold"
+
+
 class Killed(BaseException):
     """What no handler catches, as SIGKILL."""
 

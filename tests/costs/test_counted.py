@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.architectures import tiny_config
 from tests.tiny_models import lora, shared_base
 from toolkit.costs import (
     CARDS,
@@ -31,7 +33,7 @@ from toolkit.costs.counted import as_on_a_card
 from toolkit.costs.devices import here, this_cpu
 from toolkit.costs.outline import alike
 from toolkit.data import doubling
-from toolkit.errors import ToolkitError
+from toolkit.errors import ModelError, ToolkitError
 from toolkit.models import SharedBase, quantize_outline
 from toolkit.trainers.ppo_config import PPOConfig
 
@@ -170,6 +172,40 @@ def test_a_4_bit_layer_has_its_constants_and_is_unpacked_for_a_product(double):
     (kernel,) = [kernel for kernel in costs.kernels if kernel.flops]
     assert kernel.flops == 2 * ROWS * layer.in_features * layer.out_features
     assert costs.of_peak["unpacked layer"] == 4 * layer.in_features * layer.out_features
+
+
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+def outline(kind, *roles, quantization=None, **named):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(kind))
+        quantize_outline(model, quantization)
+        base = SharedBase(model)
+        for role in roles:
+            base.add_role(role, LoraConfig(task_type="CAUSAL_LM", r=4, **named))
+    return base
+
+
+def test_a_base_in_4_bits_has_the_layers_called_that_loading_would_have_called():
+    """Jamba reads the weight of one itself where it is not packed."""
+    take_shape(outline("jamba", "policy", quantization=NF4, target_modules=["dt_proj"]))
+
+
+@pytest.mark.parametrize(("kind", "quantization"), [("llama4_text", None), ("mamba", NF4)])
+def test_what_loading_refuses_is_refused_without_numbers_too(kind, quantization):
+    with pytest.raises(ModelError, match=r"^a (Llama4|Mamba)ForCausalLM cannot be read as a decoder, tried on 6"):
+        take_shape(outline(kind, quantization=quantization))
+
+
+def test_a_token_costs_a_token_where_a_model_calls_its_cache_otherwise(tmp_path):
+    roles = outline("mamba", "policy", "value", target_modules=["in_proj", "x_proj"])
+    roles.add_role("reference")
+    take_shape(roles)
+    args = PPOConfig(str(tmp_path), use_cpu=True, bf16=False, response_length=8)
+    phases = CountedUpdate(Counted(99), roles, args, Lengths(48, 8)).phases("rollout")
+    prompts, *tokens = [sum(k.flops * number for k, number in phase.costs.kernels.items()) for phase in phases]
+    assert len(tokens) == 4 and 0 < max(tokens) < prompts / 20
 
 
 def test_parameters_are_replaced_wherever_they_are_held():

@@ -38,6 +38,8 @@ SAME_PAIR = [
         "chosen": {"from": "gpt", "value": "Paris."},
         "rejected": {"from": "gpt", "value": "Rome."},
     },
+    {"prompt": HH, "chosen": ASKED + said("Paris."), "rejected": ASKED + said("Rome.")},
+    {"chosen": f"{HH} Paris.".strip(), "rejected": f"{HH} Rome.".strip()},
 ]
 
 
@@ -79,6 +81,9 @@ def test_forms_of_text():
     assert read_pair("x", implicit) == Pair("It is 1 + 1 =", " 22 ok", " 23 ok")
     longer = {"chosen": "a b c", "rejected": "a b"}
     assert read_pair("x", longer) == Pair("a", " b c", " b")
+    # Not every text with "Human: " is a dialogue.
+    no_turn = {"chosen": "Human: a\n\nb c", "rejected": "Human: a\n\nb d"}
+    assert read_pair("x", no_turn) == Pair("Human: a\n\nb", " c", " d")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,7 @@ def test_forms_of_text():
         ({"chosen": "Paris.", "rejected": "Rome."}, "texts that begin with no common words, and no column prompt"),
         ({"chosen": "a", "rejected": said("b")}, "one of chosen and rejected is text, the other messages"),
         ({"chosen": [], "rejected": said("b")}, "an empty response"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "an empty response"),
         ({"chosen": ASKED + said(" "), "rejected": ASKED + said("b")}, "an empty response"),
         ({"chosen": ASKED + said("a"), "rejected": ASKED + said("a")}, "chosen and rejected are equal"),
         ({"chosen": said("a"), "rejected": said("b")}, "an empty prompt"),
@@ -151,6 +157,18 @@ def test_pairs_that_cannot_be_used(row, reason):
             r'line 2: there is no column "prompt", and "instruction" beside chosen and rejected is not read. Name it',
         ),
         (
+            {"problem": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
+            r'"problem" beside chosen and rejected is not read. Name it \(prompt: problem\)',
+        ),
+        (
+            {"Prompt": "Capital?", "chosen": "It is Paris.", "rejected": "It is Rome."},
+            r'"Prompt" beside chosen and rejected is not read. Name it \(prompt: Prompt\)',
+        ),
+        (
+            {"system": "Be brief.", "input": "Hello", "instruction": "To French.", "chosen": "Bonjour", "rejected": ""},
+            r'"instruction", "input", "system" beside .* are not read. Write them into one and name it \(prompt: instr',
+        ),
+        (
             {"prompt": 1, "chosen": "a", "rejected": "b"},
             r'line 2: column "prompt" is neither text nor .*, but a number',
         ),
@@ -160,6 +178,33 @@ def test_columns_of_another_kind_name_the_line(row, message, tmp_path):
     path = write(tmp_path / "x.jsonl", [SAME_PAIR[0], row])
     with pytest.raises(DataError, match=message):
         Preferences(byte_tokenizer(), path, path).pairs("train")
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "unread"),
+    [
+        ({"instruction": "To French.", "input": "Hello"}, {"prompt": "instruction"}, "input"),
+        ({"question": "Who?", "context": {"title": ["a"]}}, {"prompt": "question"}, "context"),
+        ({"prompt": "Who?", "context": "a"}, None, None),  # may be anything
+        ({"question": "Hello: to French.", "input": "Hello "}, {"prompt": "question"}, None),  # which has it already
+        ({"instruction": "To French.", "input": ""}, {"prompt": "instruction"}, None),
+        ({"prompt": "a", "System": "Be brief."}, None, "System"),
+        ({"prompt": "a", "system": "Be kind."}, None, None),  # as data.system
+        ({"prompt": "a", "system": 4}, None, None),
+        ({"prompt": [{"role": "system", "content": "Be brief."}, *ASKED], "system": "Be brief."}, None, None),
+        ({"prompt": "a", "history": [["b", "c"]]}, None, "history"),
+        ({"prompt": [*ASKED, *said("b"), *ASKED], "history": [["Capital?", "b"]]}, None, None),
+    ],
+)
+def test_a_part_of_the_prompt_in_a_column_that_is_not_read(row, columns, unread, tmp_path):
+    reason = f'a column "{unread}", which is not read: write it into the prompt, or take it out'
+    good = {**dict.fromkeys(row), next(iter(row)): "a"}
+    rows = [{**one, "chosen": "b", "rejected": "c", "completion": "b"} for one in (good, row)]
+    path = write(tmp_path / "x.jsonl", rows)
+    pairs = Preferences(byte_tokenizer(), path, path, columns=columns, system="Be kind.")
+    tasks = [pairs] if columns else [pairs, Demonstrations(byte_tokenizer(), path, path, system="Be kind.")]
+    for task in tasks:
+        assert task.left_out["train"] == ({reason: 1} if unread else {})
 
 
 def test_every_form_is_tokenised_alike_and_margins_come_along(tmp_path):
@@ -317,18 +362,21 @@ def test_demonstrations_in_every_form():
 def test_demonstrations_that_cannot_be_used(tmp_path):
     rows = [
         {"messages": ASKED}, {"messages": said("a")}, {"messages": "a"}, {"prompt": "a", "completion": " "},
+        {"prompt": "a", "completion": None}, {"prompt": None, "completion": "a"}, {"messages": None}, {"text": None},
         {"text": " "}, {"text": 1}, {"text": "good"}, {"prompt": "a", "completion": "b", "tools": [{"name": "c"}]},
         *({"messages": [*ASKED, {**said("a")[0], key: "Hm."}]} for key in THOUGHTS),
         {"messages": [*ASKED, {**said("good")[0], "reasoning_content": "", "tool_calls": []}]},
         {"messages": [{**said("earlier")[0], "thinking": "Hm."}, *ASKED, *said("good")]},
+        {"messages": [*ASKED, *said("a")], "system": "Be brief."}, {"text": "good", "system": "good"},
     ]  # fmt: skip
     path = write(tmp_path / "x.jsonl", rows)
     task = Demonstrations(byte_tokenizer(), path, path)
-    assert len(task.demonstrations("train")) == 3
+    assert len(task.demonstrations("train")) == 4
     assert task.left_out["train"] == {
-        "its last turn is not the assistant's": 1, "an empty prompt": 1, "messages that are no list": 1,
-        "an empty response": 1, "an empty text": 1, "a text that is no text": 1, "tools, which are not read": 1,
+        "its last turn is not the assistant's": 1, "an empty prompt": 2, "messages that are no list": 1,
+        "an empty response": 3, "an empty text": 2, "a text that is no text": 1, "tools, which are not read": 1,
         "a response with a thought beside its content, which is not learnt": 3,
+        'a column "system", which is not read: write it into the prompt, or take it out': 1,
     }  # fmt: skip
     path = write(tmp_path / "y.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match=r"line 1: a demonstration is in the column messages, .*; present: prompt"):
@@ -337,6 +385,13 @@ def test_demonstrations_that_cannot_be_used(tmp_path):
         Demonstrations(byte_tokenizer(), path).demonstrations("train")
     with pytest.raises(DataError, match="has no chat template"):
         Demonstrations(doubling.tokenizer(), path, path)
+
+
+def test_a_completion_may_repeat_its_prompt_as_the_sides_of_a_pair_may(tmp_path):
+    said_of_it = ["Paris.", f"{HH} Paris.", "\n\nAssistant: Paris.", ASKED + said("Paris."), said("Paris.")[0]]
+    path = write(tmp_path / "x.jsonl", [{"prompt": HH, "completion": one} for one in said_of_it])
+    rows = Demonstrations(byte_tokenizer(), path, path).demonstrations("train").to_list()
+    assert rows == rows[:1] * 5 and byte_tokenizer().decode(rows[0]["input_ids"]) == "<s>Capital?</s><s>Paris.</s>"
 
 
 @pytest.mark.parametrize("said_with_end", ["b", "b</s>"])

@@ -77,7 +77,7 @@ def test_the_first_row_decides_in_a_fixed_order(tmp_path, chat_tokenizer):
     for column, text in (("input_ids", "1"), ("messages", "_:3=x:"), ("prompt", "_:2=x:"), ("query", "_:1=x:")):
         assert task_of(tmp_path, chat_tokenizer, [row]).prompts("train")["prompt"][0] == text
         del row[column]
-    # A later row has a column of higher rank, which is passed on as any other.
+    # A later row has a column of higher rank, which is not its prompt.
     task = task_of(tmp_path, chat_tokenizer, [{"query": "1"}, {"query": "2", "messages": [user("3")]}])
     assert task.prompts("train")["prompt"][:] == ["_:1=x:", "_:2=x:"]
     with pytest.raises(
@@ -148,6 +148,17 @@ def test_other_columns_are_passed_on(tmp_path, chat_tokenizer):
     }
     with pytest.raises(DataError, match='^train: .*x.jsonl: column "score" does not hold values of one type .*Mend'):
         task_of(tmp_path, chat_tokenizer, [*rows, {"query": "3", "score": "high"}]).prompts("train")
+
+
+def test_an_answered_conversation_beside_its_prompt_is_not_passed_on(tmp_path, tokenizer):
+    """A reward model would read it as the prompt."""
+    row = {"prompt": "1", "messages": [user("1"), {"role": "assistant", "content": "2"}], "topic": "a"}
+    task = task_of(tmp_path, tokenizer, [row], chat=False, columns={"prompt": "prompt"})
+    assert task.prompts("train")[0] == {"input_ids": ids("1"), "prompt": "1", "topic": "a"}
+    assert "messages" not in task.prompts_of([row]).column_names and "messages" not in task.prompt_of("x", row)[1]
+    # Of token ids they are the only conversation that there is.
+    row = {"input_ids": ids("1"), "messages": [user("1")]}
+    assert task_of(tmp_path, tokenizer, [row]).prompts("train")["messages"][0] == row["messages"]
 
 
 def test_tables_do_not_add_keys_to_messages(tmp_path, tokenizer):

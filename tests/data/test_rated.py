@@ -60,6 +60,8 @@ def test_a_reward_in_csv_is_a_number(tmp_path, tokenizer):
         ({"rewards": [None, 1e300, None]}, "rewards that are not finite"),  # as float32
         ({"rewards": None}, "no reward"),
         ({"response_ids": []}, "an empty response"),
+        ({"response_ids": None}, "an empty response"),
+        ({"response_ids": None, "response": None, "rewards": 1}, "an empty response"),
         ({"response_ids": None, "response": " ", "rewards": 1}, "an empty response"),
         ({"response_ids": [7, "8", 2]}, "response_ids that are no list of whole numbers"),
         ({"response_ids": [7, 8000, 2]}, "ids that are not in the vocabulary"),
@@ -74,6 +76,16 @@ def test_what_cannot_be_used_is_left_out_with_file_line_and_reason(tmp_path, tok
     assert len(task.rated("train")) == 1
     assert task.left_out_rows() == [{"split": "train", "place": f"{tmp_path}/x.jsonl, line 2", "reason": reason}]
     assert task.report() == f"train: 1 rated responses; 1 left out: 1 × {reason} (first: {tmp_path}/x.jsonl, line 2)"
+
+
+def test_so_is_a_text_with_a_part_of_its_prompt_elsewhere(tmp_path, tokenizer):
+    row = {"prompt": "S2", "response": "45", "rewards": 1}
+    task = rated(tmp_path, tokenizer, [row, {**row, "system": "In French."}, {**row, "tools": [{"name": "clock"}]}])
+    assert len(task.rated("train")) == 1
+    reasons = [left["reason"] for left in task.left_out_rows()]
+    assert reasons[0].startswith('a column "system", which is not read') and reasons[1] == "tools, which are not read"
+    ids = [{**ROW, "system": "of the ids, too"}]  # which are all of a prompt
+    assert len(rated(tmp_path, tokenizer, ids).rated("train")) == 1
 
 
 def test_rewards_a_token_need_the_tokens(tmp_path, tokenizer):

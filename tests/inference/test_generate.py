@@ -1,19 +1,24 @@
 """Responses to prompts of all kinds, by the command line and from Python."""
 
 import contextlib
+import errno
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import TextStreamer
 
 from tests.tiny_runs import command_here
-from toolkit import recipes
-from toolkit.errors import DataError, ToolkitError, printable
+from toolkit import processes, recipes
+from toolkit.errors import DataError, SelfCheckError, ToolkitError, printable
+from toolkit.inference import evaluate as evaluation
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, prompts_of, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
-from toolkit.sampling import Sampler
+from toolkit.models import SharedBase
+from toolkit.sampling import Sampler, best_of
 
 
 def test_the_best_of_several_responses(trained, tmp_path):
@@ -33,6 +38,36 @@ def test_the_best_of_several_responses(trained, tmp_path):
     assert f"{sum(means) / 2:.4f}" in done.stdout and f"{sum(row['score'] for row in rows) / 2:.4f}" in done.stdout
     refused = command_here("generate", "chat", "Hello", "--num-samples", "4", "--compare", cwd=folder)
     assert refused.returncode == 1 and "leave out --compare" in refused.stderr
+
+
+def test_the_best_of_several_may_be_longer_than_training_allowed(trained, monkeypatch):
+    folder, recipe = trained
+    lengths, few = [], len(recipe.task.prompt_ids([{"role": "user", "content": "Hi"}])) + 3
+
+    def noted(*arguments, **named):
+        sampled = best_of(*arguments, **named)
+        lengths.extend(sampled.candidates.lengths)
+        return sampled
+
+    monkeypatch.chdir(folder)  # where its reward is found
+    monkeypatch.setattr("toolkit.inference.generate.best_of", noted)
+    monkeypatch.setattr(SharedBase, "stop_token_ids", lambda self, tokenizer: [len(tokenizer)])  # nothing ends
+    generate_best(open_run("chat", f"ppo.max_length={few}", "ppo.response_length=8"), num_samples=2, texts=["Hi"])
+    assert lengths == [8, 8]
+
+
+def test_answers_are_on_the_disk_before_they_are_shown(trained, tmp_path, monkeypatch):
+    """And in a file that nothing can replace, as one that is a mount of its own."""
+    (output := tmp_path / "out.jsonl").touch()
+
+    def fails(error):
+        raise error
+
+    monkeypatch.setattr("toolkit.inference.generate.Output.print", lambda *_: fails(BrokenPipeError()))
+    monkeypatch.setattr(Path, "replace", lambda *_: fails(OSError(errno.EBUSY, "Device or resource busy")))
+    with pytest.raises(BrokenPipeError):  # as by a pager that is quit
+        generate(trained[1], number=2, output=output)
+    assert len(output.read_text().splitlines()) == 2
 
 
 def test_generate_shows_and_writes_both(trained, tmp_path):
@@ -68,6 +103,30 @@ def test_several_processes_answer_and_measure_as_one(trained, two, tmp_path):
         assert found == rows and [row["policy"] for row in found_best] == [row["policy"] for row in best]
         assert measured == pytest.approx(figures, rel=1e-3, abs=1e-3)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
+
+
+def measured_by_another(folder):
+    """What a process says of a policy that is another one on the second machine."""
+    load = evaluation.load_weights
+
+    def of_this_machine(roles, role, path):
+        load(roles, role, path)
+        if processes.rank():
+            with torch.no_grad():
+                roles.parameters_of(role)[0].mul_(1.5)
+
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "load_weights", of_this_machine)
+        try:
+            evaluation.measured(open_run("chat"))
+        except SelfCheckError as error:
+            return str(error)
+
+
+def test_several_processes_measure_the_same_policy(trained, two):
+    folder, _ = trained
+    said = "the processes do not begin with the same adapters. Give all machines the same checkpoint"
+    assert all(one is not None and said in one for one in two(measured_by_another, folder))
 
 
 def open_nowhere(runs):
@@ -249,10 +308,16 @@ def test_a_conversation_ends_with_the_input(trained):
     converse(trained[1], trained_sampler(trained[1]), read=closed, write=lambda _: None)
 
 
-def test_a_line_that_is_too_long_is_no_end_of_a_conversation(trained):
-    lines, shown = iter(["x" * 600, " ", "/quit"]), []
+def test_a_line_that_is_too_long_is_no_end_of_a_conversation(trained, monkeypatch):
+    lines, shown = iter(["x" * 600, " ", "Hi", "/quit"]), []
+
+    def too_small(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Sampler, "_generate", too_small)
     converse(trained[1], trained_sampler(trained[1]), read=lambda _: next(lines), write=shown.append)
     assert any("and the base has positions for 512. Shorten" in one for one in shown)
+    assert shown[-1] == "the card's memory does not suffice for this conversation; /reset makes room"
 
 
 def test_a_prompt_that_the_data_cannot_take_is_an_error_not_an_end(trained):

@@ -1,5 +1,6 @@
 """A trained run, opened again."""
 
+import json
 import shutil
 import weakref
 from dataclasses import replace
@@ -10,13 +11,13 @@ import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.tiny_runs import chat_recipe, command_here
 from toolkit.errors import AdapterError, RecipeError, ToolkitError
 from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
-from toolkit.inference.generate import generate, generate_best, respond
+from toolkit.inference.generate import converse, generate, generate_best, respond
 from toolkit.inference.saved_run import export_adapter, export_merged, open_run, policy_folder, trained_sampler
 from toolkit.models import load_base, merge_adapter
 from toolkit.runs import stages
@@ -131,8 +132,17 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     assert again.returncode == 1 and "is not empty. Name a new folder." in again.stderr
 
 
-def test_a_base_that_a_card_does_not_hold_whole_is_merged_on_the_cpu(trained, tmp_path, monkeypatch):
-    """And it is gone before the one in 4 bits is loaded."""
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "on the quantised base, at"),
+        (AdapterError("there is no folder warm"), "base says is not known: there is no folder warm"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "base says is not known: the card's memory does not suffice"),
+    ],
+    ids=["held", "no adapter", "no memory"],
+)
+def test_a_base_that_a_card_does_not_hold_whole_is_merged_on_the_cpu(error, said, trained, tmp_path, monkeypatch):
+    """And it is gone before the one in 4 bits is loaded, without which the checkpoint is as good."""
     recipe, held, load, open_trained = trained[1], [], saved_run.load_base, saved_run.trained_sampler
 
     def too_small(model, *, device, **settings):
@@ -141,15 +151,38 @@ def test_a_base_that_a_card_does_not_hold_whole_is_merged_on_the_cpu(trained, tm
         held.append(weakref.ref(made := load(model, device=device, **settings)))
         return made
 
-    def beside(recipe):
+    def beside(recipe, **settings):
         assert held[0]() is None
-        return open_trained(recipe)
+        if error is not None:
+            raise error
+        return open_trained(recipe, **settings)
 
     monkeypatch.setattr(saved_run, "load_base", too_small)
     monkeypatch.setattr(saved_run, "trained_sampler", beside)
     monkeypatch.setattr("toolkit.spec.recipe.Recipe.quantization", lambda recipe: "not None")
     folder, told = export_merged(recipe, tmp_path / "out")
-    assert (folder / "model.safetensors").is_file() and "on the quantised base, at" in told
+    assert (folder / "model.safetensors").is_file() and said in told
+
+
+def test_a_merged_checkpoint_has_the_generation_settings_of_its_base(trained, tmp_path, monkeypatch):
+    """Where transformers refuses to save them, too; and no more of the text is read than the base has positions for."""
+    folder, recipe = trained
+    shutil.copytree(recipe.base_path, tmp_path / "base")
+    (settings := tmp_path / "base" / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    save = GenerationConfig.save_pretrained
+
+    def strict(self, *arguments, **named):  # as in transformers 5.17
+        self.validate(strict=True)
+        save(self, *arguments, **named)
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", strict)
+    monkeypatch.setattr("toolkit.inference.saved_run.positions_of", lambda config: 20)
+    opened = open_run("chat", f"base.model={settings.parent}", "base.quantization=null", runs_dir=folder / "runs")
+    merged, told = export_merged(opened, tmp_path / "out")
+    assert "over 20 tokens of held-out prompts" in told
+    saved = json.loads((merged / "generation_config.json").read_text())
+    saved.pop("transformers_version")
+    assert saved == json.loads(settings.read_text())
 
 
 def test_nothing_is_merged_into_four_bits(trained):
@@ -248,16 +281,30 @@ def test_a_run_is_used_where_what_training_needed_is_not(trained, tmp_path, monk
     shutil.copytree(recipe.folder, tmp_path / "runs" / "chat")
     path = tmp_path / "runs" / "chat" / "recipe.yaml"
     values = yaml.safe_load(path.read_text())
-    values["ppo"] |= {"report_to": ["wandb"], "tf32": True}
+    values["ppo"] |= {"report_to": ["wandb"], "tf32": True, "optim": "schedule_free_adamw", "optim_args": "r=0.5"}
+    values["base"]["attn_implementation"] = "flash_attention_2"
+    values["reward"] = {"save_only_model": True, "max_steps": 1}  # which a stage of an earlier version took
     path.write_text(yaml.safe_dump(values))
     monkeypatch.setattr("toolkit.spec.stage.get_available_reporting_integrations", lambda: [])
     for module in ("transformers.training_args", "toolkit.inference.saved_run"):  # as on an older card
         monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: False)
+    monkeypatch.setattr("toolkit.inference.saved_run.torch.cuda.is_available", lambda: False)
     monkeypatch.chdir(folder)  # where its reward is found
     assert "changed" not in evaluate(open_run("chat", runs_dir=tmp_path / "runs"))
     values["data"]["train"] = values["data"]["validation"] = str(tmp_path / "gone.jsonl")
+    values["start"] = {"policy": str(tmp_path / "warm")}  # which the reference is, and nothing else
     path.write_text(yaml.safe_dump(values))
     opened = open_run("chat", runs_dir=tmp_path / "runs")
     merged, told = export_merged(opened, tmp_path / "merged")
     assert (merged / "model.safetensors").is_file()
     assert "over 64 tokens of the vocabulary, since the data cannot be read here, the logits differ" in told
+    assert "on the quantised base, at" in told
+    assert len(generate(opened, texts=["Hi"])) == 1
+    lines, shown = iter(["/compare", "Hi", "/quit"]), []
+    sampler = trained_sampler(opened, max_new_tokens=1, compare=False)
+    converse(opened, sampler, read=lambda _: next(lines), write=shown.append)
+    assert any("there is no folder" in one for one in shown) and "[reference]" not in shown
+    policy_folder(opened).rename(tmp_path / "warm")
+    lines = iter(["/compare", "Hi", "/quit"])
+    converse(opened, sampler, read=lambda _: next(lines), write=shown.append)
+    assert shown.count("[reference]") == 1

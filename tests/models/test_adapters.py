@@ -63,6 +63,17 @@ def test_round_trip(role, value, tmp_path):
         assert torch.equal(ours, theirs)
 
 
+def test_a_value_role_of_another_form_takes_the_place_of_an_earlier_one(tmp_path):
+    for value in ("shared", "separate", "shared"):
+        base, other = shared_base(value=value), bare()
+        save_role(base, "value", tmp_path, **SAVE)
+        other.add_role("policy", lora())
+        load_role(other, "value", tmp_path)
+        assert other.shares_value is (value == "shared")
+        for ours, theirs in zip(other.parameters_of("value"), base.parameters_of("value"), strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def test_what_held_out_responses_scored_stays_with_the_adapter(tmp_path):
     folder = save_role(shared_base(), "reward", tmp_path / "reward", **SAVE)
     save_high_score(folder, [9.0] * 99)  # too few

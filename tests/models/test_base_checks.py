@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import BdLoraConfig, KasaConfig, LoraConfig, MontecloraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationMethod
 
 from benchmarks.architectures import tiny_model as tiny_architecture
@@ -372,11 +373,79 @@ def test_an_adapter_that_training_passes_by_is_refused():
     """Gemma 3n clamps the weights of a layer in training, and leaves the layer out."""
     base = SharedBase(tiny_architecture("gemma3n_text"))
     with pytest.raises(
-        AdapterError, match="^target_modules: in training a Gemma3n.* does not call correction_coefs, but"
+        AdapterError, match="^target_modules: in training a Gemma3n.* gives an adapter on correction_coefs no gradient"
     ):
         base.add_role("policy", lora())
     assert base.roles == () and not base.causal_lm.training
     base.add_role("policy", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("jamba", "dt_proj"), ("hy_v4", "weights_proj, wk, wq_b")],
+    ids=["weights read", "without gradients"],
+)
+def test_an_adapter_that_never_gets_a_gradient_is_refused_in_the_words_that_leave_it_out(kind, layers):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    base = SharedBase(tiny_architecture(kind))
+    said = rf"gives an adapter on {layers} no gradient: .* Leave it out: exclude_modules: \[{layers}\]\.$"
+    with pytest.raises(AdapterError, match=said):
+        base.add_role("policy", lora())
+    assert base.roles == () and not base.causal_lm.training
+    base.add_role("policy", lora(exclude_modules=layers.split(", ")))
+    assert not any(p.requires_grad for p in base.parameters())
+    base.train_roles("policy")
+    with base.role("policy"):
+        base.hidden_states(IDS, MASK).sum().backward()
+    assert all(p.grad is not None for p in base.parameters_of("policy"))
+
+
+def test_a_saved_adapter_may_have_had_no_gradient_in_places(tmp_path):
+    plain = get_peft_model(tiny_architecture("jamba"), lora())
+    plain.save_pretrained(tmp_path)
+    base = SharedBase(tiny_architecture("jamba"))
+    load_role(base, "reference", tmp_path)
+    with torch.no_grad(), base.role("reference"):
+        torch.testing.assert_close(base(input_ids=IDS).logits, plain.eval()(input_ids=IDS).logits)
+
+
+def test_the_trial_holds_no_copies_of_a_mixture_s_experts(monkeypatch):
+    """Each adapter on the experts of a layer adds itself to a copy of all of them."""
+    held = []
+
+    def kept(forward, self, *given, **named):
+        if torch.is_grad_enabled():
+            held.append(self.disable_adapters)
+        return forward(self, *given, **named)
+
+    monkeypatch.setattr(
+        ParamWrapper, "forward", lambda self, *a, _plain=ParamWrapper.forward, **k: kept(_plain, self, *a, **k)
+    )
+    base = SharedBase(tiny_architecture("qwen3_moe"))
+    base.add_role("policy", lora())
+    assert held and all(held)
+    with base.role("policy"):
+        base.hidden_states(IDS, MASK)
+    assert not held[-1]
+
+
+def test_a_layer_beside_others_of_its_name_is_left_out_by_more_of_it(monkeypatch):
+    """lm_head, which the trial does not read, has no gradient either, and may have an adapter."""
+    model = tiny_model()
+    mlp = model.model.layers[1].mlp
+
+    def forward(x):
+        with torch.no_grad():
+            up = mlp.up_proj(x)
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * up)
+
+    monkeypatch.setattr(mlp, "forward", forward)
+    base, named = SharedBase(model), {"task_type": "CAUSAL_LM", "target_modules": ["up_proj", "lm_head"]}
+    with pytest.raises(AdapterError, match=r"exclude_modules: \[1\.mlp\.up_proj\]\.$"):
+        base.add_role("policy", LoraConfig(**named))
+    base.add_role("policy", LoraConfig(**named, exclude_modules=["1.mlp.up_proj"]))
+    base.add_role("q", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
 
 
 def test_an_adapter_on_a_layer_that_is_no_plain_one_is_refused_in_a_sentence():

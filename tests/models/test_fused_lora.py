@@ -12,6 +12,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig
 
 from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import FP32
+from toolkit import processes
 from toolkit.models import SharedBase, copies, load_base
 from toolkit.models.fused_lora import is_plain
 
@@ -351,10 +352,14 @@ def test_4_bit_weights_stay_unpacked_for_passes_with_gradients_of_the_same_bits(
 def test_4_bit_weights_are_unpacked_again_where_memory_has_no_room_for_all(tmp_path, monkeypatch):
     base, layers = of_4_bits(tmp_path, torch.float32)
     needed = 2 * 4 * sum(layer.in_features * layer.out_features for layer in layers)
-    for free, ready in ((needed - 1, False), (needed, True)):
-        monkeypatch.setattr(copies.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+    cases = (needed - 1, 1, False), (needed, 1, True), (4 * needed - 1, 4, False), (4 * needed, 4, True)
+    for free, number, ready in cases:  # of all processes of a machine
+        monkeypatch.setattr(processes, "count", lambda number=number: number)
+        monkeypatch.setattr(copies.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free, total=0))
         with base.unpacked_for_gradients():
             assert all(("unpacked_weight" in vars(layer)) == ready for layer in layers)
+        with base.unpacked():  # to decode
+            assert all(("forward" in vars(layer)) == ready for layer in layers)
     with base.unpacked_for_gradients(on_cpu=False):
         assert not any("unpacked_weight" in vars(layer) for layer in layers)
 

@@ -38,13 +38,19 @@ def test_rows_are_packed_where_it_is_asked_for():
     assert sequences.input_ids.shape == (1, 768)  # a multiple of 32, the power of two up to a sixteenth
 
 
-_WINDOWS = {"mistral": {"sliding_window": 4}, "gemma3_text": {"sliding_window": 4}, "doge": {"keep_window_size": 12}}
+_WINDOWS = {
+    "mistral": {"sliding_window": 4}, "gemma3_text": {"sliding_window": 4}, "doge": {"keep_window_size": 12},
+    "deepseek_v32": {"index_topk": 12},
+}  # fmt: skip
 
 
 # Full attention, windows shorter than a row, both in turn, learned positions. Doge keeps so many keys of a whole line,
-# by a mask of numbers: it would keep all of the trial's few tokens, and not all of these rows.
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen3", "gpt2", "opt", "doge"])
+# by a mask of numbers, and DeepSeek-V3.2 by one of True and False: they would keep all of the trial's few tokens, and
+# not all of these rows.
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen3", "gpt2", "opt", "doge", "deepseek_v32"])
 def test_packed_rows_say_what_they_say_alone(kind):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
     try:
         base = SharedBase(tiny_architecture(kind, **_WINDOWS.get(kind, {})))
     except ModelError:
@@ -52,7 +58,7 @@ def test_packed_rows_say_what_they_say_alone(kind):
             raise
         pytest.skip(f"with this transformers and torch {kind} reads both ways by SDPA")
     base.add_role("reference")
-    assert base.packs_rows == (kind != "doge")
+    assert base.packs_rows == (kind not in ("doge", "deepseek_v32"))
     sequences = packed() if base.packs_rows else Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
     with torch.no_grad(), base.role("reference"):
         found = response_logprobs(base, sequences)

@@ -29,6 +29,15 @@ def test_tokenizer_without_eos_is_refused(tmp_path, tokenizer):
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_of_mistral_common_has_a_method_in_place_of_its_added_tokens(tokenizer):
+    class OfMistral(type(tokenizer)):
+        def added_tokens_decoder(self):
+            raise NotImplementedError
+
+    tokenizer.__class__ = OfMistral
+    assert pretrained.embeddings_needed(tokenizer) == max(tokenizer.get_vocab().values()) + 1
+
+
 @pytest.fixture
 def silent(monkeypatch):
     """A hub at a port at which nobody listens."""

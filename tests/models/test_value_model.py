@@ -192,6 +192,7 @@ def test_a_bias_of_the_value_head_is_kept(value, tmp_path):
     with torch.no_grad():
         base.head("value").bias.fill_(3.0)
     save_role(base, "value", tmp_path, pad_token_id=0, base_name="tiny")
+    assert json.loads((tmp_path / "role.json").read_text())["head_bias"] is True  # which PEFT would leave out
     other = SharedBase(tiny_model())
     other.add_role("policy", lora())
     load_role(other, "value", tmp_path)

@@ -29,6 +29,9 @@ def test_a_score_is_the_sum_of_its_parts():
     both = concatenate_scores([some, torch.tensor([7.0])])
     assert total_scores(both).tolist() == [4.0, 2.5, 7.0]
     assert concatenate_scores([torch.tensor([7.0]), torch.tensor([8.0])]).tolist() == [7.0, 8.0]
+    none = DenseScores(tokens=TOKENS).checked(rollout(RESPONSES))
+    assert both.at_end and concatenate_scores([none, found]).at_end
+    assert not concatenate_scores([none, select_scores(none, [0])]).at_end
 
 
 @pytest.mark.parametrize("text", ["naïve – 長い語 yes", "plain words"])

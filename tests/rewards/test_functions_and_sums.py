@@ -11,7 +11,7 @@ import torch
 from tests.tolerances import EXACT
 from tests.trainers.helpers import Counting, rollout
 from toolkit.errors import RewardError
-from toolkit.rewards import DenseScores, WeightedSum, load_function, score_with
+from toolkit.rewards import DenseScores, RemoteReward, WeightedSum, load_function, score_with
 from toolkit.rewards.function import beside, check_function
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7]]
@@ -81,6 +81,22 @@ def test_a_changed_file_is_read_anew(tmp_path):
     for value in (1, 22):
         path.write_text(f"def rule(rollout):\n    return [{value}] * len(rollout)\n")
         assert score_with(load_function(f"{path}:rule"), rollout(RESPONSES)).tolist() == [value] * 4
+
+
+def test_so_is_a_changed_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for value in (1, 22):
+        (tmp_path / "rule_of_a_test.py").write_text(f"def rule(rollout):\n    return [{value}] * len(rollout)\n")
+        assert score_with(load_function("rule_of_a_test:rule"), rollout(RESPONSES)).tolist() == [value] * 4
+    import rule_of_a_test
+
+    rule_of_a_test.rule.mark = "kept"  # run once as long as its text stays
+    assert load_function("rule_of_a_test:rule").mark == "kept"
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "rule", rule_of_a_test.rule, raising=False)
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "rule_of_a_test.py"), raising=False)
+    monkeypatch.setattr(main, "__text_read__", b"before", raising=False)  # nothing can run a script's text again
+    assert load_function("__main__:rule").mark == "kept"
 
 
 @pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"# coding: latin-1\n# \xe9\n"], ids=["mark", "coding"])
@@ -173,6 +189,22 @@ def test_an_async_reward_in_a_running_loop():
     assert asyncio.run(cell()) == LENGTHS and threading.current_thread() not in slow.threads
 
 
+def test_an_async_reward_may_call_others():
+    """Which cannot be waited for in the loop that it runs in itself."""
+    inner, found = WeightedSum({"slow": Slow(), "length": lambda r: r.lengths}), []
+
+    async def middle(batch):
+        return inner(batch)
+
+    async def outer(batch):
+        return score_with(middle, batch) + 1
+
+    asked = threading.Thread(target=lambda: found.append(score_with(outer, rollout(RESPONSES))), daemon=True)
+    asked.start()
+    asked.join(timeout=20)
+    assert found and found[0].tolist() == [2 * n + 1 for n in LENGTHS]
+
+
 def test_an_async_function_of_a_file_that_fails(tmp_path):
     path = tmp_path / "judge.py"
     path.write_text("import asyncio\n\nasync def judge(rollout):\n    await asyncio.sleep(0)\n    return 1 / 0\n")
@@ -255,6 +287,9 @@ def test_a_weighted_sum_by_hand():
         "length": LENGTHS, "ended": [1, 0, 1, 0], "seen": [1, 2, 3, 4],
     }  # fmt: skip
     assert WeightedSum({"a": lambda r: r.lengths})(rollout(RESPONSES)).tolist() == LENGTHS
+    served = RemoteReward("http://127.0.0.1:9/score", weight=0.0)
+    assert WeightedSum({"a": ended, "b": served}).weights == {"a": 1.0, "b": 0.0}
+    assert WeightedSum({"b": served}, {"b": 2}).weights == {"b": 2.0}
 
 
 def test_a_part_without_a_weight_makes_no_sum_dense():

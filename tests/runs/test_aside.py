@@ -12,6 +12,7 @@ from toolkit.checkpoints import whole_folder
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import aside, owned
+from toolkit.runs.listing import all_runs
 
 STAGE = {"metrics.jsonl": "metrics", "policy/adapter_model.safetensors": "weights"}
 
@@ -101,6 +102,13 @@ def test_what_is_replaced_comes_back_as_it_was(run):
     assert not (run / "eval").exists() and content(run)[".replaced/eval/result.json"] == "old result"
     aside.put_back(run, keep=False)
     assert content(run) == before and sorted(os.listdir(run)) == ["eval", "notes.md", "ppo", "recipe.yaml", "sft"]
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
+    """Which may have a bin by the name under which the toolkit deletes."""
+    write(tmp_path / "photos", {".deleted/a.jpg": "mine"})
+    assert [*all_runs(tmp_path)] == [] and not aside.settle(tmp_path / "photos")
+    assert content(tmp_path) == {"photos/.deleted/a.jpg": "mine"}
 
 
 def test_what_has_finished_lets_what_it_replaces_go(run):

@@ -1,6 +1,7 @@
 """What a check finds, against numbers worked by hand, published sizes, and models that are really loaded."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -11,6 +12,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, LlamaConfig
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from trl import SFTConfig
 
 from tests.tiny_models import lora, needs_trl_loop, tiny_model
@@ -19,7 +21,7 @@ from toolkit import recipes
 from toolkit.data import doubling
 from toolkit.errors import DataError, ModelError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
-from toolkit.runs.check import check
+from toolkit.runs.check import check, check_stages
 from toolkit.runs.check_data import counted_rows
 from toolkit.runs.check_report import Findings
 from toolkit.runs.plan import plan
@@ -112,6 +114,28 @@ def test_the_estimate_is_what_a_quantised_base_takes(double, checkpoint, tmp_pat
         taken += state.absmax.nbytes + state.code.nbytes
         taken += state.state2.absmax.nbytes + state.state2.code.nbytes + state.offset.nbytes if double else 0
     assert check(recipe).base.gigabytes == taken / 1e9
+
+
+def test_bits_that_are_not_bitsandbytes_are_said_or_refused_before_loading(checkpoint, tmp_path, monkeypatch):
+    folder = tmp_path / "quantised"
+    shutil.copytree(checkpoint, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+
+    def recipe_of(method, **settings):
+        quantised = {**config, "quantization_config": {"quant_method": method, **settings}}
+        path.write_text(json.dumps(quantised))
+        return chat_recipe(tmp_path, folder, "base.quantization=null", "base.dtype=bfloat16")
+
+    recipe = recipe_of("gptq", bits=4)
+    report, said = check(recipe), "base.model — its weights are quantised by gptq, and counted as in bfloat16: as they"
+    assert texts(report) == () and any(str(note).startswith(said) for note in report.notes)
+    assert any(str(note).startswith(said) for note in plan(recipe, "4090").notes)
+    monkeypatch.setattr(Mxfp4HfQuantizer, "validate_environment", lambda *_, **__: None)  # as with kernels for it
+    recipe, said = recipe_of("mxfp4"), "quantization.* kernels for weights in mxfp4 have no gradients"
+    assert re.match(rf"base\.{said}", texts(check(recipe))[0])
+    with pytest.raises(ModelError, match=said):
+        plan(recipe, "4090", notes=False)
 
 
 def test_pairs_on_a_checkpoint(checkpoint, tmp_path, capfd):
@@ -532,6 +556,24 @@ def test_a_recipe_that_only_collects_has_its_prompts_checked(checkpoint, tmp_pat
     by_column = {**COLLECTS_ALONE, "scorer": {"kind": "rules", "column": "rules"}}
     (found,) = problems_of(tmp_path, checkpoint, **by_column)
     assert found.startswith("scorer.column — the prompts have no column")
+
+
+@pytest.mark.parametrize(("wanted", "sections", "problem"), [
+    ("q", {"q_data": {"task": "rated", "train": "none.jsonl"}}, "q_data.train — none.jsonl: there is no such file"),
+    (
+        "collect",
+        {"collect": COLLECTS_ALONE["collect"], "scorer": {"kind": "rules", "column": "ruls"}},
+        "scorer.column — the prompts have no column",
+    ),
+])  # fmt: skip
+def test_the_stage_that_is_asked_for_is_checked_before_what_it_needs(wanted, sections, problem, checkpoint, tmp_path):
+    """In a recipe whose ppo does not need it, and whose q would read what is collected."""
+    adapters = {name: {"r": 4, "target_modules": "all-linear"} for name in ("policy", "value", "q")}
+    others = {"sft": {"max_steps": 2}, "q": {"max_steps": 2}, "reward": None, "scorer": COLLECTS_ALONE["scorer"]}
+    recipe = chat_recipe(tmp_path, checkpoint, **{**others, "adapters": adapters, **sections})
+    assert recipe.plan.needs(wanted) == ["sft"]
+    with pytest.raises(RecipeError, match=problem):
+        check_stages(recipe, {wanted, "sft"}).raise_problems()
 
 
 def test_rows_that_collect_cannot_use_are_said(checkpoint, tmp_path, capsys):

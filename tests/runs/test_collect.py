@@ -1,22 +1,27 @@
-"""A collection whose disk fails between the responses of a batch and the state of its reward."""
+"""What a collection finds before its first batch, and a disk that fails between a batch and the reward's state."""
 
 import errno
+import json
 
 import pytest
 
 from tests.tiny_runs import chat_recipe
 from tests.trainers.helpers import Counting
-from toolkit.errors import ToolkitError
+from toolkit.errors import DataError, ToolkitError
 from toolkit.reports import read_jsonl
 from toolkit.runs import collect
 
-RULE = {"kind": "function", "function": "toolkit.rewards.rules:plain_words"}
+ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
+BY_RULE = {
+    "scorer": {"kind": "function", "function": "toolkit.rewards.rules:plain_words"},
+    "reward": None,
+    "adapters": ADAPTERS,
+}
 
 
 def test_a_reward_has_no_state_of_a_batch_that_is_not_written(tmp_path, checkpoint, monkeypatch):
-    adapters = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
     few = {"response_length": 4, "batch_size": 2, "max_prompts": 6}
-    recipe = chat_recipe(tmp_path, checkpoint, collect=few, scorer=RULE, reward=None, adapters=adapters)
+    recipe = chat_recipe(tmp_path, checkpoint, collect=few, **BY_RULE)
     path, written = tmp_path / "responses.jsonl", []
     monkeypatch.setattr(collect.build, "make_reward", lambda *_: Counting())
 
@@ -32,3 +37,16 @@ def test_a_reward_has_no_state_of_a_batch_that_is_not_written(tmp_path, checkpoi
         collect.collect(recipe, path)
     assert collect.collect(recipe, path)["responses"] == 6
     assert [row["rewards"][-1] for row in read_jsonl(path)] == [1, 1, 2, 2, 3, 3]  # its calls, as it counts them
+
+
+def test_a_prompt_that_fills_the_positions_is_found_before_the_first_batch(tmp_path, checkpoint):
+    prompts, path = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "a" * length}) + "\n" for length in (3, 4, 5, 6, 600)))
+    data = {"task": "prompts", "train": str(prompts), "validation": str(prompts), "chat": False}
+    sections = {**BY_RULE, "data": {**data, "max_prompt_length": 2000}}
+    few = {"response_length": 4, "batch_size": 2}
+    with pytest.raises(DataError, match="a prompt has 600 tokens, and the base has positions for 512. Shorten"):
+        collect.collect(chat_recipe(tmp_path, checkpoint, collect=few, **sections), path)
+    assert read_jsonl(tmp_path / "responses.jsonl.partial") == []
+    asked = chat_recipe(tmp_path, checkpoint, "collect.max_prompts=4", collect=few, **sections)
+    assert collect.collect(asked, path)["responses"] == 4

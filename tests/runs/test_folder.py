@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.tiny_runs import PAIRS, chat_recipe
 from toolkit import recipes
+from toolkit.checkpoints import whole_folder
 from toolkit.disk import sealed_files
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import owned, stages
@@ -132,6 +133,13 @@ def test_a_stage_stands_unless_it_or_one_before_it_reads_what_changed(change, ou
     assert (conflict(other) is None) == (not outdated)
 
 
+def test_an_empty_section_is_no_key_beside_those_that_another_has(tmp_path, checkpoint):
+    finish(chat_recipe(tmp_path, checkpoint, reward={}), "reward")
+    for change, stands in {"logging_steps": True, "max_steps": False}.items():
+        other = chat_recipe(tmp_path, checkpoint, f"reward.{change}=3", reward={})
+        assert (finished(other, "reward") is not None) is stands
+
+
 def test_a_base_that_sft_makes_is_read_by_all(tmp_path):
     doubling = recipes.load("doubling", runs_dir=tmp_path)
     finish(doubling, "sft", "reward", "ppo")
@@ -214,6 +222,7 @@ def test_a_stage_goes_on_with_settings_that_change_nothing_of_its_past(changes, 
     claim(recipe, "ppo")
     saved = recipe.stage_folder("ppo") / "checkpoint-2"
     saved.mkdir()
+    (saved / "trainer_state.json").touch()
     other = chat_recipe(tmp_path, checkpoint, *changes)
     with pytest.raises(RecipeError, match="other settings"):
         claim(other, "ppo")
@@ -380,7 +389,8 @@ def test_a_stage_that_this_run_has_begun_is_not_replaced(tmp_path, checkpoint):
     finish(chat_recipe(tmp_path, checkpoint), "reward")
     second = chat_recipe(tmp_path, checkpoint, name="second")
     claim(second, "reward")
-    (second.stage_folder("reward") / "checkpoint-1").mkdir()
+    with whole_folder(second.stage_folder("reward") / "checkpoint-1") as new:
+        (new / "trainer_state.json").touch()
     with pytest.raises(RecipeError, match="reward stage that was not finished, saved up to step 1"):
         take_over(second, "chat", ["reward"])
     assert take_over(second, "chat", ["reward"], resume=True) == ["reward goes on here."]

@@ -170,6 +170,23 @@ def test_a_run_that_has_not_finished_is_seen_as_far_as_it_is(runs, tmp_path):
     assert '<td>judge</td><td class="n">– → 3.0000</td><td class="n">– → –</td>' in text
 
 
+@pytest.mark.parametrize(
+    ("evaluated", "section", "loss"),
+    [
+        ({"eval_accuracy": 0.75, "eval_loss": 0.1}, {}, None),
+        ({"eval_loss": 0.1}, {}, "0.7000 → 0.1000"),  # of classes
+        ({"eval_loss": 0.1}, {"label_smoothing_factor": 0.2}, None),
+    ],
+)
+def test_the_loss_that_a_reward_is_trained_by_is_not_held_against_a_plain_one(evaluated, section, loss, tmp_path):
+    for name in ("a", "b"):
+        recipe(tmp_path / name, reward={"max_steps": 9, **section})
+        stage(tmp_path / name / "reward", metrics=[{"step": 2, **evaluated}])
+        (tmp_path / name / "reward" / "before.json").write_text('{"metrics": {"loss": 0.7, "accuracy": 0.5}}')
+    text = compare(["a", "b"], tmp_path / "page.html", runs_dir=tmp_path, stage="reward").read_text()
+    assert f'<td>loss</td><td class="n">{loss or "0.7000 → –"}</td>' in text
+
+
 def test_runs_are_completed_where_they_are(runs):
     context = SimpleNamespace(params={"runs_dir": str(runs)})
     assert complete_run(context, "") == ["a", "b", "c"] and complete_run(context, "b") == ["b"]

@@ -16,7 +16,7 @@ from toolkit.runs import stage as stage_module
 from toolkit.runs import stages
 from toolkit.runs.aside import REPLACED, UNFINISHED
 from toolkit.runs.comparison import compare
-from toolkit.runs.folder import claim, finish
+from toolkit.runs.folder import claim, finish, way_on
 from toolkit.runs.listing import all_runs
 from toolkit.runs.lock import at_work
 from toolkit.runs.owned import begin
@@ -122,6 +122,8 @@ def test_what_was_begun_outlives_an_overwrite_that_fails_at_once(tmp_path, check
     finished(recipe, "ppo")
     other = recipe_of(tmp_path, checkpoint, "ppo.kl_coef=0.3")
     cut_short(other, "ppo", 1, overwrite=True)
+    (recipe.stage_folder("ppo") / "checkpoint-9").mkdir()  # whose files were deleted, but for
+    (recipe.stage_folder("ppo") / "checkpoint-9" / "notes.md").write_text("mine")
     before = content(recipe.folder)
     assert f"{UNFINISHED}/ppo/checkpoint-1/state.json" in before
     with pytest.raises((ToolkitError, ImportError)):
@@ -133,6 +135,19 @@ def test_what_was_begun_outlives_an_overwrite_that_fails_at_once(tmp_path, check
     assert (recipe.folder / UNFINISHED / "ppo" / "checkpoint-2").is_dir()
     assert stages.run(third, "ppo", resume=True)["resumed_at"] == [2]
     assert sorted(path.name for path in recipe.folder.iterdir()) == ["eval", "ppo", "recipe.yaml"]
+
+
+def test_a_later_stage_goes_on_with_what_it_stands_on(tmp_path, checkpoint, monkeypatch):
+    """And not with what was begun in the place of that, in between, and stopped."""
+    reward = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1}
+    recipe = recipe_of(tmp_path, checkpoint, reward=reward)
+    done = stages.run(recipe, "reward")
+    cut_short(recipe, "reward", 1, overwrite=True)
+    cut_short(recipe, "ppo", 1)
+    assert way_on(recipe, "ppo") == "resume"
+    monkeypatch.setattr(stages, "run_stage", lambda *_: pytest.fail("reward is trained again"))
+    assert stages.run(recipe, "ppo", resume=True)["resumed_at"] == [1]
+    assert stages.finished(recipe, "reward") == done
 
 
 def test_what_was_replaced_is_not_given_up_for_what_was_begun_before(tmp_path, checkpoint, monkeypatch):

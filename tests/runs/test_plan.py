@@ -12,7 +12,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForSequenceClassi
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.tiny_models import shared_base
-from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here
+from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llama
 from toolkit import recipes
 from toolkit.costs import CARDS, Lengths, named
 from toolkit.errors import ModelError, RecipeError, ToolkitError
@@ -236,6 +236,15 @@ def test_no_row_is_longer_than_the_base_has_positions_for(checkpoint, tmp_path):
     assert report.lengths.both == config["max_position_embeddings"]
     row = report.lengths.of_a_row
     assert row.prompt + row.response == report.lengths.both
+
+
+def test_rows_of_other_stages_have_all_positions_of_the_base(checkpoint, tmp_path):
+    """Not those of a value model alone, nor the first ones that rollouts of LongRoPE keep to."""
+    small = save_llama(tmp_path / "small", byte_tokenizer(), max_position_embeddings=32)
+    value = {"model": str(small), "dtype": "float32"}
+    keys = ("data.max_prompt_length=24", "data.max_response_length=24")
+    report = plan(chat_recipe(tmp_path, checkpoint, *keys, value_model=value), "4090")
+    assert "reward has 2 pairs of 2 × 48 tokens" in str(report) and report.lengths.both == 32
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "mixtral", "openai-gpt"])

@@ -20,7 +20,7 @@ from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
 from toolkit.reports import Progress, read_jsonl, write_jsonl
-from toolkit.rewards import DenseScores
+from toolkit.rewards import DenseScores, WeightedSum
 from toolkit.runs import collect, stages
 from toolkit.runs.folder import work_of
 from toolkit.sampling import SIGNS, Sampler
@@ -86,7 +86,8 @@ def test_a_finished_run_can_be_measured_and_says_what_it_is_not(run):
     again = json.loads((folder / "runs/doubling_q/eval/result.json").read_text())
     assert again["before"] == first["before"] and again["after"] == first["after"]
     assert (folder / "runs/doubling_q/q/metrics.jsonl").read_text()
-    for command in (["export", "doubling_q", "out"], ["generate", "doubling_q", "--num-samples", "2"]):
+    sampled = ["generate", "doubling_q", "--num-samples", "2", "--temperature", "0.7"]
+    for command in (["export", "doubling_q", "out"], sampled):
         done = command_here(*command, cwd=folder)
         assert done.returncode == 1 and "has Q-values and no policy of its own" in done.stderr, command
 
@@ -368,6 +369,20 @@ def _problems(recipe):
     return texts(recipes.check(recipe))
 
 
+@pytest.mark.parametrize(("changed", "longest", "shorter"), [
+    ("q.response_length", "prompt with q.response_length", "data or q.response_length"),
+    ("collect.response_length", "prompt with collect.response_length", "data or collect.response_length"),
+    ("q_data", "row", "q_data"),
+])  # fmt: skip
+def test_what_makes_a_row_too_long_is_named(changed, longest, shorter, tmp_path, checkpoint):
+    own = {"collect": None, "q_data": {"task": "rated", "train": str(tmp_path / "mine.jsonl")}}
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "Hello", "response": "a" * 511, "rewards": 0}))
+    recipe = made(tmp_path, checkpoint, **own) if changed == "q_data" else made(tmp_path, checkpoint, f"{changed}=512")
+    (found,) = _problems(recipe)
+    assert found.startswith(f"q — the longest {longest} comes to ")
+    assert found.endswith(f"the base has positions for 512. Shorten the limits of the section {shorter}.")
+
+
 def test_rewards_at_tokens_and_spans_are_collected_where_they_were_given():
     batch = rollout([[12, 13, 2], [9, 9], [5, 2]], PROMPTS[:3])
     given = {"tokens": [[0.5, 0.0, 0.25], [], []], "spans": [[], [(0, 1, -1.0)], [(0, 1, -2.0)]]}
@@ -378,6 +393,15 @@ def test_rewards_at_tokens_and_spans_are_collected_where_they_were_given():
     spans = [[(0, 1, 0.0)], [(0, 1, 1.0), (0, 1, -1.0)], []]
     graded = DenseScores([0.0, 2.0, 1.0], spans=spans).checked(batch)
     assert list(collect._rewards(batch, graded, doubling.tokenizer())) == [[0.0, None, 0.0], [0.0, 2.0], [None, 1.0]]
+    # Without a number for the whole response nothing is given at the end, also in a sum.
+    spans_alone = WeightedSum({"words": lambda _: DenseScores(spans=[[], [(0, 1, -1.0)], []])}, {"words": 2.0})
+    for whole, last in ((None, None), ([0.0] * 3, 0.0)):
+        both = DenseScores(whole, spans=[[], [(0, 1, -1.0)], []]).checked(batch)
+        assert list(collect._rewards(batch, both, doubling.tokenizer())) == [
+            [None, None, last], [-1.0, last], [None, last]
+        ]  # fmt: skip
+    found = list(collect._rewards(batch, spans_alone(batch), doubling.tokenizer()))
+    assert found == [[None, None, None], [-2.0, None], [None, None]]
 
 
 def test_each_batch_draws_its_own_numbers(run, tmp_path, monkeypatch):

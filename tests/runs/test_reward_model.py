@@ -57,6 +57,13 @@ SMALL = (
         ({"reward_model": BERT, "reward": None}, "reward_model — would have no effect: there is no section reward"),
         ({"reward_model": {"model": "m"}}, "scorer.kind — adapter reads the reward role, and the reward stage trains"),
         (
+            {
+                "reward_model": {"model": "m"},
+                "scorer": {"kind": "sum", "parts": {"a": OWN, "b": {"kind": "adapter"}}},
+            },
+            "scorer.kind — adapter reads the reward role, and the reward stage trains",
+        ),
+        (
             {"reward_model": {"model": "m"}, "scorer": {**OWN, "dtype": "float32"}},
             "scorer.dtype — would have no effect: no model is named, and the section reward_model describes",
         ),

@@ -6,7 +6,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tests.tiny_models import shared_base
 from tests.tiny_runs import chat_recipe
-from toolkit.runs.stage import _how_it_ended, banner
+from toolkit.runs.stage import ReportAtEvaluations, _how_it_ended, banner
 
 
 def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
@@ -48,3 +48,19 @@ def test_how_training_ended_is_said(step, best, waited, said, capsys):
     found = _how_it_ended(SimpleNamespace(args=args, state=state, callback_handler=handler))
     assert found == ({} if said is None else {"ended": said})
     assert capsys.readouterr().out.split() == (said or "").split()
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "smoothing", "held"),
+    [
+        ({"eval_accuracy": 0.75, "eval_loss": 0.1, "eval_margin": 2.0}, 0.0, {"accuracy": 0.75, "margin": 2.0}),
+        ({"eval_loss": 0.1}, 0.0, {"loss": 0.1}),  # of classes
+        ({"eval_loss": 0.1}, 0.2, {}),
+    ],
+)
+def test_a_loss_that_is_trained_is_not_held_against_a_plain_one(evaluated, smoothing, held):
+    """As of `loss: token_level`, or with margins."""
+    before = {"accuracy": 0.5, "loss": 0.7, "margin": 0.0, "rows": 4}
+    trainer = SimpleNamespace(args=SimpleNamespace(label_smoothing_factor=smoothing))
+    so_far = ReportAtEvaluations(None, "reward", 0.0, before, trainer, None)
+    assert so_far._of_evaluation({"step": 2, **evaluated}) == held

@@ -19,7 +19,7 @@ from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
 from toolkit.models import adapters as saved_roles
 from toolkit.reports import Progress, append_jsonl, read_jsonl, write_jsonl
-from toolkit.runs import stages
+from toolkit.runs import build, stages
 from toolkit.runs.lock import owner_of
 from toolkit.runs.stage import ReportAtEvaluations, say_shares
 from toolkit.sampling import SIGNS
@@ -42,6 +42,20 @@ def doubling_run(tmp_path_factory):
 
 
 @pytest.mark.smoke
+def test_the_precision_of_products_is_that_of_a_stage(tmp_path, monkeypatch):
+    for module in ("transformers.training_args", "toolkit.runs.build"):
+        monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr(build, "_OF_THE_PROCESS", [])
+    recipe = recipes.load("doubling", "sft.tf32=true", runs_dir=tmp_path)
+    before = torch.backends.fp32_precision
+    build.trainer_config(recipe, "sft")  # as a check reads it
+    assert torch.backends.fp32_precision == before
+    build._for_training(recipe, "sft")
+    assert torch.backends.fp32_precision == "tf32"
+    build._for_training(recipe, "ppo")
+    assert torch.backends.fp32_precision == before
+
+
 def test_one_command_runs_all_stages_and_leaves_what_it_says(doubling_run):
     folder, done = doubling_run
     run = folder / "runs" / "doubling"

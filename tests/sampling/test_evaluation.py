@@ -105,6 +105,8 @@ def test_the_highest_score_is_kept_and_of_equals_the_first():
     for i, scores in enumerate(sampled.scores.tolist()):
         assert sampled.best.response_ids[i] == sampled.candidates.response_ids[6 * i + scores.index(max(scores))]
     assert float(sampled.scores.max()) > 0.0
+    reward = Counting()
+    assert best(2, reward=reward).scores.flatten().tolist() == [1.0] * 5 + [2.0] * 3 and reward.calls == 0
     same = best(3, reward=lambda rollout: [1.0] * len(rollout))
     assert same.best.response_ids == [same.candidates.response_ids[3 * i] for i in range(4)]
 

@@ -78,6 +78,7 @@ def test_positions_of_longrope_are_those_with_one_set_of_angles():
     assert base.positions == (16, "the base") and all(
         len(p) + len(r) <= 16 for p, r in zip(PROMPTS, found, strict=True)
     )
+    assert base.padding_takes_positions  # transformers drops the cache of a batch that is as wide
 
 
 def test_the_positions_of_a_value_model_limit_a_response_as_well():

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import TrainingArguments
+from transformers import GraniteConfig, GraniteForCausalLM, TrainingArguments
 from typer.testing import CliRunner
 
 from toolkit import recipes
@@ -16,6 +16,7 @@ from toolkit.rewards.function import in_no_file
 from toolkit.runs.take_over import take_over
 from toolkit.spec.load import recipe_folder
 from toolkit.spec.stage import check_stage
+from toolkit.trainers.sft import _fitting
 from toolkit.trainers.trl_compat import HAS_PPO
 
 MINIMAL = {
@@ -78,6 +79,16 @@ def test_what_yaml_would_take_for_a_comment_is_refused(value, left_out):
 def test_an_override_without_a_value_is_refused(override):
     with pytest.raises(RecipeError, match='override ".*= ?" has no value. Give one: .* null takes a stage.s key away'):
         recipes.load("doubling", override)
+    with pytest.raises(RecipeError) as refused:
+        recipes.load("doubling", "data.system=")  # as the shell leaves data.system=''
+    assert """an empty text is "data.system=''" on the command line""" in str(refused.value)
+
+
+def test_a_seed_that_no_recipe_names_can_be_inserted():
+    doubling = recipes.load("doubling").values
+    values = {key: value for key, value in doubling.items() if key != "seed"}
+    values["data"] = {**doubling["data"], "seed": "${seed}"}
+    assert recipes.load(values, run="x").values["data"]["seed"] == recipes.load(values, run="x").seed == 0
 
 
 def test_nf4_with_double_quantisation_is_the_real_config():
@@ -381,16 +392,21 @@ _FLAGS = {"bfloat16": (True, False), "float16": (False, True), "float32": (False
         ("float32", {}, (False, False)),
         ("float32", {"bf16": True}, (True, False)),
         ("bfloat16", {"bf16": False}, (False, False)),
+        ("float32", {"fp16": False}, (False, False)),
+        ("float32", {"bf16": None}, (False, False)),
+        ("float16", {"bf16": True}, (True, False)),
         (None, {}, _FLAGS[fast_precision().dtype]),
         ("auto", {}, _FLAGS[fast_precision().dtype]),
     ],
 )
-def test_precision_follows_the_base(dtype, given, expected, tmp_path):
+def test_precision_follows_the_base(dtype, given, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # as its launcher sets it
     base = {"model": "some/checkpoint", **({} if dtype is None else {"dtype": dtype})}
     recipe = load_changed(tmp_path, base=base, ppo={"max_steps": 1, **given}, reward={"max_steps": 1, **given})
     for stage in ("reward", "ppo"):
         config = recipe.stage_config(stage)
         assert (config.bf16, config.fp16) == expected
+        assert config.mixed_precision == {(True, False): "bf16", (False, True): "fp16"}.get(expected, "no")
 
 
 @pytest.mark.parametrize("fast", ["float16", "float32"])
@@ -475,6 +491,12 @@ def test_one_card_is_used_where_several_are_in_sight(tmp_path, monkeypatch):
     for stage in ("sft", "reward", "ppo"):
         config = recipe.stage_config(stage)
         assert config.n_gpu == 1 and config.train_batch_size == config.per_device_train_batch_size
+    # As TRL can follow it on Granite, whose loss is ours.
+    sft, granite = recipe.stage_config("sft"), GraniteConfig(num_hidden_layers=1)
+    with torch.device("meta"):
+        fitting = _fitting(sft, GraniteForCausalLM(granite), own_loss=True)
+    assert fitting.loss_type == "nll" != sft.loss_type
+    assert fitting.n_gpu == 1 and fitting.mixed_precision == sft.mixed_precision
 
 
 NO_NAMES = ("..", ".", "", "../x", "../../x", "a/../../b", "a/b", "/tmp/x", "a\\b", "C:x", "C:\\x", ".hidden",

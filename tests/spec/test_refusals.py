@@ -100,6 +100,8 @@ def test_what_transformers_would_do_to_what_trains_is_refused(stage):
     }.items():
         (problem,) = check_stage(stage, {name: True})
         assert problem.text().startswith(f"{stage}.{name} — would have no effect: {reason}")
+    (problem,) = check_stage(stage, {"accelerator_config": {"use_seedable_sampler": False}})
+    assert problem.field == f"{stage}.accelerator_config" and "an order that a run which goes on" in problem.wrong
     if not hasattr(TrainingArguments, "activation_checkpointing"):
         return  # an older transformers
     assert check_stage(stage, {"activation_checkpointing_kwargs": {"every_n_layers": 2}}) == []
@@ -114,6 +116,9 @@ def test_packing_that_would_read_or_keep_other_tokens_is_refused():
     (problem,) = check_stage("sft", {"packing": True, "truncation_mode": "keep_end"})
     assert problem.text().startswith("sft.truncation_mode — keep_end would have no effect with packing")
     assert check_stage("sft", {"packing": True, "eval_packing": False}) == []
+    (problem,) = check_stage("sft", {"padding_free": True})
+    assert problem.text().startswith("sft.padding_free — true without packing holds no row to max_length. Add packing")
+    assert check_stage("sft", {"padding_free": True, "max_length": None}) == []
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,7 @@ def test_an_optimizer_without_what_the_value_role_names():
         ),
         ({"ppo": BEST}, "ppo.metric_for_best_model — 'loss' is nothing that is measured"),  # transformers' default
         ({"ppo": {**BEST, "metric_for_best_model": "exact_mach"}}, "Did you mean exact_match?"),
+        ({"ppo": {**BEST, "metric_for_best_model": "judge"}}, "Name one in the section judge, which one that Python"),
         (
             {"reward": {**BEST, "metric_for_best_model": "accuracy"}, "reward_head": {"num_labels": 3}},
             "reward.metric_for_best_model — 'accuracy' is nothing that is measured",

@@ -1,6 +1,7 @@
 from dataclasses import fields
 
 import pytest
+import torch
 
 from toolkit.settings import declared
 from toolkit.spec.sections import STAGE_CLASSES
@@ -41,6 +42,26 @@ def test_trls_dead_fields_are_refused_each_with_a_reason():
     if HAS_PPO:
         of_trl = {p.field for p in check_stage("ppo", {**values, "loop": "trl", "data_seed": 3})}
         assert of_trl == {f"ppo.{name}" for name in ("sft_model_path", "batch_size", "push_to_hub", "data_seed")}
+
+
+@pytest.mark.parametrize("stage", STAGE_CLASSES)
+@pytest.mark.parametrize("wanted", [None, ["none", "all"]])
+def test_what_transformers_would_report_to_nobody_with(stage, wanted):
+    (problem,) = check_stage(stage, {"report_to": wanted})
+    assert problem.field == f"{stage}.report_to" and "Write none, or list what" in problem.remedy
+
+
+@pytest.mark.parametrize("stage", STAGE_CLASSES)
+@pytest.mark.parametrize("name", ["save_only_model", "ignore_data_skip", "enable_jit_checkpoint"])
+def test_what_would_break_stopping_or_going_on_is_refused(stage, name):
+    (problem,) = check_stage(stage, {name: True})
+    assert problem.field == f"{stage}.{name}"
+
+
+def test_to_read_a_recipe_leaves_the_precision_of_products(monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    before = torch.backends.fp32_precision
+    assert check_stage("ppo", {"tf32": True}) == [] and torch.backends.fp32_precision == before
 
 
 @pytest.mark.parametrize("stage", STAGE_CLASSES)

@@ -14,6 +14,7 @@ from toolkit import phases
 from toolkit.errors import NotFiniteError, RewardError, SelfCheckError, ToolkitError
 from toolkit.reports import Progress, read_jsonl
 from toolkit.rewards import WeightedSum, score_with
+from toolkit.trainers import self_checks
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
 SCORES = torch.tensor([1.0, -1.0, 0.5, 2.0])
@@ -68,19 +69,24 @@ def test_steps_are_taken_though_another_trainer_stopped_while_it_accumulated(tmp
     assert stats["optimizer_steps"] == 2 and not same(before, weights(ours))
 
 
-@pytest.mark.parametrize("limit", [0.0, 1.0])
-def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path, monkeypatch):
-    """Later than in the first step, whose gradients are looked at one by one."""
-    ours = made(tmp_path, max_grad_norm=limit, max_steps=4)
-    ours.step({}, rollout(RESPONSES), SCORES)
-    before, backward = weights(ours), ours._backward_micro_batch
+def overflowing(ours, patch):
+    """Each micro-batch gives the policy a gradient that is no number."""
+    backward = ours._backward_micro_batch
 
     def overflows(*arguments):
         metrics = backward(*arguments)
         ours.roles.parameters_of("policy")[0].grad[0, 0] = float("nan")
         return metrics
 
-    monkeypatch.setattr(ours, "_backward_micro_batch", overflows)
+    patch.setattr(ours, "_backward_micro_batch", overflows)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path, monkeypatch):
+    ours = made(tmp_path, max_grad_norm=limit, max_steps=4)
+    ours.step({}, rollout(RESPONSES), SCORES)
+    before = weights(ours)
+    overflowing(ours, monkeypatch)
     stats = ours.step({}, rollout(RESPONSES), SCORES)  # its two optimizer steps are passed over
     assert same(before, weights(ours)) and stats["optimizer_steps"] == 0 and stats["skipped_steps"] == 2
     ours.step({}, rollout(RESPONSES), SCORES)  # of other rows
@@ -91,6 +97,28 @@ def test_a_gradient_that_is_no_number_does_not_reach_the_weights(limit, tmp_path
     rows = read_jsonl(tmp_path / "not_finite.jsonl")
     assert [row["response_ids"] for row in rows] == RESPONSES
     assert load_file(tmp_path / "not_finite.safetensors")["scores"].tolist() == SCORES.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first update of all has no step
+@pytest.mark.parametrize("resumed", [False, True])
+def test_nor_does_one_of_the_first_step_after_which_gradients_are_looked_at(resumed, tmp_path, monkeypatch):
+    """Of a new run as of one that is resumed; the roles are looked at in the next step that is taken."""
+    ours = made(tmp_path, max_steps=4)
+    if resumed:
+        ours.step({}, rollout(RESPONSES), SCORES)
+        folder = ours.save_checkpoint()
+        ours = made(tmp_path, max_steps=4)
+        ours.load_checkpoint(folder)
+    before, check, looked = weights(ours), self_checks.check_gradients, []
+    monkeypatch.setattr(
+        self_checks, "check_gradients", lambda base, roles: looked.append(set(roles)) or check(base, roles)
+    )
+    with monkeypatch.context() as patch:
+        overflowing(ours, patch)
+        stats = ours.step({}, rollout(RESPONSES), SCORES)
+    assert same(before, weights(ours)) and stats["optimizer_steps"] == 0 and stats["skipped_steps"] == 2
+    assert looked == [] and ours.step({}, rollout(RESPONSES), SCORES)["optimizer_steps"] == 2
+    assert looked == [{"policy", "value"}]
 
 
 def test_texts_and_numbers_that_are_kept_are_of_the_same_rows(tmp_path, monkeypatch):

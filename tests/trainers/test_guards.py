@@ -86,6 +86,17 @@ def test_each_sign_is_told_once_after_so_many_updates(name):
     assert again.seen(300, broken) == [] and names(again) == [name]
 
 
+def test_scores_that_are_now_and_then_all_equal_are_at_a_bound():
+    watch = Watch()
+    for step in range(30):
+        watch.seen(step, {**HEALTHY, "tied_share": (0.95, 1.0)[step % 2]})
+    assert names(watch) == ["scores_at_bound"]
+    together = Watch()
+    for step in range(30):
+        together.seen(step, {**HEALTHY, "tied_share": 0.95 if step < 7 else 1.0})  # both in the tenth
+    assert names(together) == ["scores_equal"]
+
+
 def test_of_one_response_no_judge_can_fall():
     watch, one = Watch(), {**MEASURED, "score_se": 0.0, "judge_se": 0.0}
     watch.evaluated(0, one, ANSWERS[:1], PROMPTS)

@@ -14,6 +14,7 @@ from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollo
 from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import ConfigError, DataError
 from toolkit.models import FreedMemory, Sequences, SharedBase, sequences
+from toolkit.reports import MetricsFile, read_jsonl
 from toolkit.sampling import SIGNS
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.trainer_internals import trainers_kept
@@ -258,7 +259,7 @@ def test_evaluation_has_its_metrics_and_leaves_the_random_state_alone(tmp_path):
 
 
 def test_evaluated_kl_by_hand(tmp_path):
-    ours = trainer(tmp_path)
+    ours = trainer(tmp_path, kl_estimator="k3")  # of training alone
     metrics, responses, *_ = ours.evaluate_rollout(dataset(1))
     total = 0.0
     for prompt, response in zip(responses.prompt_ids, responses.response_ids, strict=True):
@@ -301,6 +302,7 @@ def test_what_the_policy_says_can_be_read_while_it_trains(tmp_path):
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     ours = trainer(tmp_path, reward=count_reward(7), max_steps=3, save_strategy="steps", save_steps=1)
+    ours.add_callback(MetricsFile(tmp_path / "metrics.jsonl"))
     score, scored = ours.score, []
     ours.score = lambda batch, responses: scored.append((responses, score(batch, responses))) or scored[-1][1]
     ours.train()
@@ -316,9 +318,10 @@ def test_what_the_policy_says_can_be_read_while_it_trains(tmp_path):
     again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
     assert read() == rows
     anew = trainer(tmp_path, reward=count_reward(7), max_steps=1, save_strategy="steps", save_steps=1)
+    anew.add_callback(MetricsFile(tmp_path / "metrics.jsonl"))
     with pytest.warns(UserWarning, match="holds checkpoint-3 of an earlier try, and training begins anew"):
         anew.train()
-    assert read() == rows[:4]
+    assert read() == rows[:4] and [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
     # What it saves is the newest there is.
     saved = sorted(path.name for path in tmp_path.glob("*checkpoint*"))
     assert saved == [*(f"abandoned-checkpoint-{step}" for step in (1, 2, 3)), "checkpoint-1"]
@@ -330,6 +333,10 @@ def test_saved_roles_load_with_plain_peft(tmp_path):
     ours.train()
     ours.roles.config._commit_hash = "abc"  # as of a base from the hub
     ours.save_model(str(tmp_path / "out"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    ours.save_model(tmp_path / "mine")
+    assert (tmp_path / "mine" / "README.md").read_text() == "mine"
     plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "out" / "policy"))
     ids = torch.tensor([[1, 4, 9]])
     with torch.no_grad(), ours.roles.role("policy"):
@@ -340,7 +347,11 @@ def test_saved_roles_load_with_plain_peft(tmp_path):
         "trained with PPO" in card
         and f"- peft {peft.__version__}" in card
         and card.count('from_pretrained("folder/of/the/base", revision="abc")') == 2
+        and "`value/` the critic's;" in card
     )
+    trainer(tmp_path / "shared", value="shared").save_model(tmp_path / "out")  # over a card of ours
+    assert "`value/` the critic's head, `value_head.safetensors`" in (tmp_path / "out" / "README.md").read_text()
+    assert not (tmp_path / "out" / "value" / "adapter_model.safetensors").exists()
 
 
 def test_learning_rate_schedule_is_over_updates(tmp_path):

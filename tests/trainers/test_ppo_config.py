@@ -66,6 +66,11 @@ def test_the_words_are_those_of_the_maths():
             {"drop_short_responses": True, "min_response_length": 2, "short_response_penalty": 1.0},
             "short_response_penalty — would have no effect with drop_short_responses. Give one.",
         ),
+        (
+            {"response_length": 4, "min_response_length": 5, "drop_short_responses": True},
+            "min_response_length — 5 is more than the 4 tokens of response_length: each response would be punished or "
+            "dropped. Lower it.",
+        ),
         ({"value_learning_rate": -1.0}, "value_learning_rate — must be 0 or more or null, got -1.0."),
         ({"score_clip": 0.0}, "score_clip — must be positive or null, got 0.0."),
         ({"cliprange": 0.0}, "cliprange — must be positive or null, got 0.0."),

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -115,6 +116,51 @@ def test_a_signal_while_a_pass_ends_is_met_by_the_next_step(tmp_path):
     made.add_callback(Ask("on_evaluate", 4))  # after the last of the first pass, whose own end has been looked at
     with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 5 of 6"):
         made.train()
+
+
+@pytest.mark.parametrize("stage", [sft_policy, reward_pairs], ids=lambda stage: stage.__name__)
+def test_a_cell_that_is_run_again_trains_another_course(stage, tmp_path):
+    """Of transformers' trainers, which forget their step; PPO's own goes on."""
+    made = make(stage, tmp_path)
+    for asked, last in ((3, 4), (1, 2)):
+        stop = Ask("on_step_begin", asked)
+        made.add_callback(stop)
+        again = pytest.warns(UserWarning, match="holds checkpoint-4 of an earlier try") if asked == 1 else nullcontext()
+        with again, pytest.raises(RunInterrupted, match=f"checkpoint-{last}"):
+            made.train()
+        made.remove_callback(stop)
+    assert newest_whole(tmp_path, say=pytest.fail).name == "checkpoint-2"
+    assert [row["step"] for row in metrics(tmp_path) if "train_loss" not in row] == [2]
+
+
+class BreaksOff(TrainerCallback):
+    def on_log(self, args, state, control, **kwargs):
+        1 / 0  # noqa: B018
+
+
+def test_a_course_that_was_begun_by_mistake_takes_no_line_of_the_one_that_goes_on(tmp_path):
+    make(sft_policy, tmp_path, max_steps=3).train()
+    logged = metrics(tmp_path)
+    made = make(sft_policy, tmp_path, max_steps=6, save_steps=6)  # what breaks it off comes before its first checkpoint
+    made.add_callback(BreaksOff())
+    with pytest.warns(UserWarning, match="of an earlier try"), pytest.raises(ZeroDivisionError):
+        made.train()
+    assert len(metrics(tmp_path)) > len(logged)
+    made = make(sft_policy, tmp_path, max_steps=6)
+    made.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert metrics(tmp_path)[:1] == logged[:1] and [row["step"] for row in metrics(tmp_path)][:2] == [2, 4]
+
+
+def test_a_course_that_was_left_is_gone_on_with(tmp_path):
+    """By its new name; and from a checkpoint that lies in another folder."""
+    make(ppo, tmp_path / "a", max_steps=3).train()
+    make(ppo, tmp_path / "a", max_steps=2).train(resume_from_checkpoint=tmp_path / "a" / "checkpoint-1")
+    make(ppo, tmp_path / "a", max_steps=4).train(resume_from_checkpoint=tmp_path / "a" / "abandoned-checkpoint-3")
+    assert [path.name for path in checkpoint_folders(tmp_path / "a")] == [f"checkpoint-{step}" for step in (1, 2, 4)]
+    (tmp_path / "a" / "checkpoint-1").rename(tmp_path / "copy")
+    made = make(ppo, tmp_path / "a", max_steps=2)
+    made.train(resume_from_checkpoint=tmp_path / "copy")
+    assert [path.name for path in checkpoint_folders(tmp_path / "a")] == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize(("save_strategy", "still_due"), [("steps", [2, 3]), ("epoch", [3])])
@@ -513,7 +559,7 @@ class Combined:
         return [0.0] * len(rollout)
 
 
-@pytest.mark.parametrize("parts", [[len], {"length": 0.5}, 3, {}])
+@pytest.mark.parametrize("parts", [[len], {"length": 0.5}, {"length": len}, 3, {}])
 def test_a_reward_may_call_anything_its_parts(parts):
     assert code_digests(Combined(parts)).keys() == {"test_resume.py"}
 
@@ -622,14 +668,16 @@ def test_a_run_that_stopped_early_stays_stopped(tmp_path):
     """No evaluation is better than the first, of a constant score; after two of them training ends."""
     settings = {
         "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score", "load_best_model_at_end": True,
-        "early_stopping_patience": 2, "reward": lambda rollout: [0.0] * len(rollout),
+        "early_stopping_patience": 2, "reward": lambda rollout: [0.0] * len(rollout), "logging_strategy": "epoch",
     }  # fmt: skip
     whole = make(ppo, tmp_path, **settings)
     whole.train()
     assert whole.state.global_step == 3 and whole.state.best_global_step == 1
+    logged = metrics(tmp_path)
+    assert any(row["step"] == 3 and "policy_loss" in row for row in logged)  # what is due as the pass breaks off
     again = make(ppo, tmp_path, **settings)
     again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 3 and again.resumed_at == (3,)
+    assert again.state.global_step == 3 and again.resumed_at == (3,) and metrics(tmp_path) == logged
     assert_same(weights(whole), weights(again))
 
 

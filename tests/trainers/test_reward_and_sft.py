@@ -14,6 +14,7 @@ from tests.models.test_load import NF4
 from tests.tiny_models import lora, randomize, tiny_model
 from tests.tolerances import EXACT, FP32
 from tests.trainers import resumable
+from tests.trainers.helpers import own_classifier
 from toolkit.data import doubling
 from toolkit.errors import DataError
 from toolkit.models import SharedBase, load_base, load_role, sequence_logits
@@ -80,6 +81,26 @@ def test_an_adapter_keeps_its_own_dropout_in_the_reward_stage(tmp_path):
 def measured(metrics):
     """What a recipe may name as `metric_for_best_model`."""
     return {name.removeprefix("eval_") for name in metrics} - {"epoch", "model_preparation_time"}
+
+
+def test_an_evaluation_is_of_rows_however_they_stand_in_batches(tmp_path):
+    """Of four pairs that are judged wrongly and a fifth that is judged rightly, in batches of four."""
+    base, tokenizer = randomize(reward_base(), "reward"), doubling.tokenizer()
+    rows, judged = [], judge_pairs(base, pairs(5), tokenizer, batch_size=8)
+    for number, (row, pair) in enumerate(zip(pairs(5), judged, strict=True)):
+        right, sides = pair["chosen_score"] > pair["rejected_score"], [row["chosen_ids"], row["rejected_ids"]]
+        rows.append(sides if right == (number == 4) else sides[::-1])
+    held_out = Dataset.from_dict({"chosen_ids": [c for c, _ in rows], "rejected_ids": [r for _, r in rows]})
+    args = RewardConfig(output_dir=str(tmp_path), max_length=None, **{**COMMON, "per_device_eval_batch_size": 4})
+    trainer = reward_trainer(args, tokenizer, base, pairs(8), held_out, callbacks=[])
+    judged = judge_pairs(base, held_out, tokenizer, batch_size=8)
+    scores = [pair[f"{side}_score"] for pair in judged for side in ("chosen", "rejected")]
+    expected = {name: pair_figures(judged)[name] for name in ("accuracy", "loss", "margin")}
+    assert expected["accuracy"] == 0.2
+    expected |= {"min_reward": min(scores), "mean_reward": sum(scores) / 10, "max_reward": max(scores)}
+    trainer.predict(held_out)  # which logs nothing
+    found = trainer.evaluate()
+    assert {name: found[f"eval_{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_view_trains_as_a_plain_sequence_classifier_would(tmp_path):
@@ -310,6 +331,39 @@ def sequences(n=64):
     return Dataset.from_dict({"input_ids": [[1, 5, 6, 7, 8, 2]] * n, "labels": [[-100, -100, 6, 7, 8, 2]] * n})
 
 
+def test_an_evaluation_has_all_rows_where_training_drops_a_batch_that_is_not_full(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), dataloader_drop_last=True, **COMMON)
+    trainer = sft_trainer(args, doubling.tokenizer(), tiny_model("gpt2"), sequences(12), sequences(5), callbacks=[])
+    losses = [trainer.evaluate()["eval_loss"], trainer.predict(trainer.eval_dataset).metrics["test_loss"]]
+    assert len(trainer.get_train_dataloader()) == 1
+    trainer.args.dataloader_drop_last = False
+    assert losses == [trainer.evaluate()["eval_loss"]] * 2
+    assert trainer.evaluate(trainer.eval_dataset.to_iterable_dataset())["eval_loss"] == pytest.approx(losses[0])
+
+
+def test_a_row_past_the_positions_of_the_model_is_refused(tmp_path):
+    """In the data to measure on, too; of RoBERTa's positions one is passed over, and one is that of padding."""
+    long, made = [1, *[5] * 63, 2], {"output_dir": str(tmp_path), **COMMON, "gradient_checkpointing": False}
+    rows = Dataset.from_dict({"input_ids": [[1, 5, 2], long], "labels": [[1, 5, 2], long]})
+    both = Dataset.from_dict({"chosen_ids": [[1, 5, 2]] * 2, "rejected_ids": [[1, 6, 2], long[:64]]})
+    tokenizer, gpt2 = doubling.tokenizer(), tiny_model("gpt2")
+    with pytest.raises(DataError, match=r"^row 1 of the held-out rows has 65 tokens, and the model has positions for "
+                       r"64\. Set max_length of sft to 64, or leave longer rows out\.$"):  # fmt: skip
+        sft_trainer(SFTConfig(max_length=None, **made), tokenizer, gpt2, sequences(2), rows)
+    packed = {"max_length": 64, "packing": True}
+    for cut in ({"max_length": 64}, {**packed, "packing_strategy": "wrapped"}):
+        sft_trainer(SFTConfig(**{**made, **cut}), tokenizer, gpt2, rows, rows)
+    with pytest.raises(DataError, match="^row 0 of the training rows has 66 tokens"):  # positions go on over the rows
+        wrapped = {**packed, "packing_strategy": "wrapped", "max_length": 66}
+        sft_trainer(SFTConfig(**{**made, **wrapped}), tokenizer, gpt2, rows)
+    llama = tiny_model()  # whose rotary positions are no table: longer rows are trained
+    llama.config.max_position_embeddings = 64
+    sft_trainer(SFTConfig(max_length=None, **made), tokenizer, llama, rows)
+    roberta = own_classifier("bert", model_type="roberta")
+    with pytest.raises(DataError, match=r"^row 1 of the training rows has 64 tokens, .* 63\. Shorten the limits of"):
+        reward_trainer(RewardConfig(max_length=None, **made), tokenizer, roberta, both)
+
+
 def test_pretraining_trains_all_weights_and_saves_a_checkpoint(tmp_path):
     model = tiny_model("gpt2").requires_grad_(True)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -341,6 +395,7 @@ def test_sft_of_an_adapter_trains_the_policy_alone(checkpointing, tmp_path):
     trainer.train()
     last = trainer.evaluate()["eval_loss"]
     assert last < 0.5 * first
+    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(last)
     assert all(torch.equal(p, frozen[n]) for n, p in base.named_parameters() if n in frozen)
     trainer.save_model(str(tmp_path))
     plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "policy"))

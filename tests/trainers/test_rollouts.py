@@ -14,10 +14,12 @@ from transformers import set_seed
 
 from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
+from toolkit import processes
 from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import ConfigError, DataError
 from toolkit.models import SharedBase, load_base
 from toolkit.rewards import WeightedSum
+from toolkit.trainers import self_checks
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
 
@@ -274,6 +276,14 @@ def test_merged_generation_needs_layers_and_memory(tmp_path, monkeypatch):
         ConfigError, match=r"generation: merged needs .* GB for a copy .* 1e-06 GB are free\. Take eager"
     ):
         trainer(tmp_path, generation="merged").train()
+    base = shared_base()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1.5 * base.merged_bytes, total=0))
+    self_checks.check_room_to_merge(base)
+    monkeypatch.setattr(processes, "count", lambda: 4)
+    with pytest.raises(ConfigError, match=r"for a copy of the weights in each of 4 processes, and"):
+        self_checks.check_room_to_merge(base)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of four machines
+    self_checks.check_room_to_merge(base)
 
 
 def test_draws_cannot_be_weighed_where_nothing_is_drawn(tmp_path):

@@ -105,16 +105,12 @@ def test_a_role_without_gradient_is_noticed(tmp_path, monkeypatch):
         ours.step({}, rollout([[5, 2]] * 4), torch.tensor([1.0, 0.0, 2.0, 3.0]))
 
 
-def test_gradients_that_are_zero_or_not_finite_are_noticed():
+def test_gradients_that_are_zero_or_missing_are_noticed():
     base = shared_base()
     for p in base.parameters_of("policy"):
         p.grad = torch.zeros_like(p)
     with pytest.raises(SelfCheckError, match="zero everywhere"):
         self_checks.check_gradients(base, ["policy"])
-    base.parameters_of("policy")[0].grad.fill_(float("nan"))
-    with pytest.raises(SelfCheckError, match="not finite"):
-        self_checks.check_gradients(base, ["policy"])
-    self_checks.check_gradients(base, ["policy"], scaled=True)  # float16's scaler deals with it
     base.parameters_of("policy")[0].grad = None
     with pytest.raises(SelfCheckError, match="got no gradient"):
         self_checks.check_gradients(base, ["policy"])

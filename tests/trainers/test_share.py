@@ -380,9 +380,9 @@ def fails_to_save(folder):
     whole, written = resume.checkpoints.whole_folder, []
 
     @contextmanager
-    def full(path):
+    def full(path, **settings):
         written.append(path)
-        with whole(path) as aside:
+        with whole(path, **settings) as aside:
             yield aside
             if len(written) == 2:
                 raise OSError(errno.ENOSPC, "No space left on device")

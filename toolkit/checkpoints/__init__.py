@@ -7,10 +7,10 @@ without pickle and gathers every generator that a run draws from, `stop.py` note
 from toolkit.checkpoints.folders import (
     CHECKPOINT,
     checkpoint_folders,
+    checkpoints_in,
     newest_whole,
     problem_of,
     rotate,
-    set_aside_later,
     step_of,
     whole_folder,
 )

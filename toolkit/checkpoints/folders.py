@@ -35,11 +35,19 @@ def checkpoint_folders(output: str | Path, suffix: str = "") -> list[Path]:
     return sorted((path for path in folders if named.fullmatch(path.name)), key=step_of)
 
 
+def checkpoints_in(output: str | Path) -> list[Path]:
+    """The same, but for those of which only a user's own files are left."""
+    names = (MANIFEST, "trainer_state.json")  # TRAINER_STATE_NAME of transformers.trainer, which is slow to import
+    return [path for path in checkpoint_folders(output) if any((path / name).is_file() for name in names)]
+
+
 @contextmanager
-def whole_folder(folder: str | Path) -> Iterator[Path]:
+def whole_folder(folder: str | Path, *, goes_on_from: int | None = None) -> Iterator[Path]:
     """Write the checkpoint `…/checkpoint-N`: gives a folder to fill, which afterwards appears under its name, whole.
 
-    A folder of that name is replaced, and stays until then. Raises: CheckpointError: the disk cannot be written.
+    A folder of that name is replaced, and stays until then. Where a run goes on from an earlier step, those of later
+    ones are of another course: they are set aside once the new one is on the disk.
+    Raises: CheckpointError: the disk cannot be written.
     """
     folder = Path(folder)
     aside = folder.with_name(folder.name + ASIDE)
@@ -48,6 +56,8 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         aside.mkdir(parents=True)
         yield aside
         seal(aside, [path for path in aside.rglob("*") if path.is_file() and path.name != MANIFEST])
+        if goes_on_from is not None:
+            _set_aside_later(folder.parent, goes_on_from)
         _give_name(aside)
     except (OSError, SafetensorError) as error:
         if not (aside / MANIFEST).is_file():  # what is sealed may be the only one
@@ -103,15 +113,11 @@ def newest_whole(output: str | Path, *, say: Callable[[str], None]) -> Path | No
     return None
 
 
-def set_aside_later(output: str | Path, checkpoint: Path) -> None:
-    """Give later checkpoints another name, where a run goes on from an earlier one of its folder.
-
-    They would be taken for the newest of that run, and its own new ones be deleted before them.
-    """
-    if checkpoint.resolve().parent != Path(output).resolve():
-        return
-    for folder in checkpoint_folders(output):
-        if step_of(folder) > step_of(checkpoint):
+def _set_aside_later(output: Path, step: int) -> None:
+    """Give checkpoints of later steps another name: they would be taken for the newest of the run that goes on from
+    this one, and its own new ones be deleted before them."""
+    for folder in checkpoints_in(output):
+        if step_of(folder) > step:
             aside, number = folder.with_name(f"abandoned-{folder.name}"), 2
             while aside.exists():
                 aside, number = folder.with_name(f"abandoned-{number}-{folder.name}"), number + 1

@@ -136,10 +136,12 @@ def _errors(debug: bool, *, resumable: bool, divided: bool, of_recipe: bool) -> 
         print(f"{type(error).__name__}: {error.text(IN_SHELL)}{hint}", file=sys.stderr)
         raise typer.Exit(1) from error
     except (MemoryError, RuntimeError) as error:
-        if debug or not (isinstance(error, MemoryError) or "can't allocate memory" in str(error)):
+        of_card = type(error).__name__ == "OutOfMemoryError"  # torch's, which is imported by those who need it
+        if debug or not (of_card or isinstance(error, MemoryError) or "can't allocate memory" in str(error)):
             raise
-        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error))
-        wrong = f"ToolkitError: this machine's memory does not suffice{f' for {asked[1]} at once' if asked else ''}."
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        whose = "the card's" if of_card else "this machine's"
+        wrong = f"ToolkitError: {whose} memory does not suffice{f' for {asked[1]} at once' if asked else ''}."
         print(f"{wrong} Ask for less: shorter responses, fewer rows at a time, a smaller base.", file=sys.stderr)
         raise typer.Exit(1) from error
     except OSError as error:  # of what nobody has asked first: standard output, a name too long, a folder kept shut

@@ -64,6 +64,8 @@ def generate(
         raise RecipeError("--num-samples samples from the policy alone: leave out --compare, and --temperature=0.")
     changes = {"temperature": temperature, "response_length": max_new_tokens}
     overrides = [f"ppo.{key}={value}" for key, value in changes.items() if value is not None]
+    if max_new_tokens is not None:  # which may be below a minimum that is for training alone
+        overrides += ["ppo.min_response_length=1", "ppo.drop_short_responses=false", "ppo.short_response_penalty=null"]
     generate.generate_best(open_run(run, *overrides, runs_dir=runs_dir), num_samples=num_samples, **asked)
 
 
@@ -90,7 +92,7 @@ def chat(
     from toolkit.inference.saved_run import open_run, trained_sampler
 
     recipe = open_run(run, runs_dir=runs_dir, by_q=True)
-    sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature)
+    sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature, compare=compare)
     set_seed(seed)
     converse(recipe, sampler, compare=compare)
 

@@ -11,13 +11,17 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 
 from toolkit.costs.counted import Weightless
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, tried
 
 _OF_SCALES = 256  # scales that share a scale of theirs, where quantisation is double
 
 
 def take_shape(roles: SharedBase) -> None:
-    """Give all parameters and buffers the form that loading would give them, without numbers: 4-bit layers packed."""
+    """Give all parameters and buffers the form that loading would give them, without numbers: 4-bit layers packed.
+
+    Raises:
+        ModelError: the base cannot be read as a decoder, as loading would find.
+    """
 
     def form(tensor: Tensor) -> Tensor:
         return Weightless.like(tensor) if tensor.is_floating_point() else torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -27,7 +31,8 @@ def take_shape(roles: SharedBase) -> None:
     for module, weight in packed.items():
         module.weight = _packed(module, weight)
         module.support_avx512bf16_for_cpu = False  # as in loading
-    roles.fuse_layers()
+    with tried(roles.causal_lm):
+        roles.fuse_layers()
 
 
 def pack(model: nn.Module) -> None:

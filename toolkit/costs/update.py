@@ -247,8 +247,12 @@ class CountedUpdate:
             torch.ones(rows, tokens if cache.is_used else cache.tokens).long(),
             torch.ones(rows, cache.tokens).long(),
         )
-        output = self.roles(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **last_alone)
-        cache.is_used = getattr(output, "past_key_values", None) is not None  # openai-gpt has none
+        name = "cache_params" if "cache_params" in known else "past_key_values"
+        given: dict[str, Any] = {name: cache, "attention_mask": mask}
+        if name == "cache_params" and tokens < cache.tokens:  # Mamba reads no mask after the prompts
+            given["attention_mask"] = None
+        output = self.roles(input_ids=ids, use_cache=True, **given, **last_alone)
+        cache.is_used = getattr(output, name, None) is not None  # openai-gpt has none
         uniform = torch.zeros(rows, dtype=torch.float64)
         inverse_cdf(output.logits[:, -1, :].to(torch.float32, copy=True), uniform)
 

@@ -12,7 +12,10 @@ Messages = list[dict[str, Any]]
 
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where templates look for one
-_TURN = re.compile(r"\r?\n\r?\n(?:(Human): |Assistant:)")
+SYSTEM = ("system", "system_prompt")
+_PARTS = (*SYSTEM, "history")  # what other tools keep beside a prompt
+# The first turn may have lost the lines before it.
+_TURN = re.compile(r"(?:\A\s*(?=Human: )|\r?\n\r?\n)(?:(Human): |Assistant:)")
 
 
 def as_messages(value: Any) -> Any:
@@ -117,6 +120,24 @@ def refuse_tools(row: dict[str, Any]) -> None:
         raise Unusable("tools, which are not read")
 
 
+def refuse_parts(
+    row: dict[str, Any], prompt: Messages | str, system: str | None = None, others: Sequence[str] = ()
+) -> None:
+    """Raises `Unusable` for a row with a part of its prompt in a column of its own, or in one of the `others`, which
+    are not read. The prompt, or the `system` message before it, may hold that part itself."""
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    read = "\n".join([*texts, system or ""])
+    for name, value in row.items():
+        if not value or name.lower() not in (*_PARTS, *others):
+            continue
+        if isinstance(value, str):
+            there = value.strip() in read
+        else:  # earlier turns, as lists or messages; a number is no part of a prompt
+            there = len(texts) > 1 or not isinstance(value, (list, dict))
+        if not there:
+            raise Unusable(f'a column "{name}", which is not read: write it into the prompt, or take it out')
+
+
 def read_response(value: Messages | str) -> str:
     """What the assistant says to a prompt: text, or one message; raises `Unusable` for others."""
     if isinstance(value, str):
@@ -130,7 +151,10 @@ def read_response(value: Messages | str) -> str:
 def is_dialogue(text: str) -> bool:
     """Whether a text begins with a turn of hh-rlhf's form."""
     mark = _TURN.search(text)
-    return mark is not None and not text[: mark.start()].strip()
+    if mark is None or text[: mark.start()].strip():
+        return False
+    # Other texts may begin with "Human: ", too.
+    return mark.group().count("\n") > 1 or any(turn.group(1) is None for turn in _TURN.finditer(text))
 
 
 def dialogue_turns(text: str, *, answered: bool) -> Messages:

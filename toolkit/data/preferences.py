@@ -25,12 +25,14 @@ from datasets import Dataset
 
 from toolkit.data.encoder import within_limit
 from toolkit.data.messages import (
+    SYSTEM,
     Messages,
     checked_messages,
     dialogue_turns,
     is_dialogue,
     read_prompt,
     read_response,
+    refuse_parts,
     refuse_tools,
     text_or_messages,
 )
@@ -83,7 +85,10 @@ class Preferences(SplitTask):
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         """The encoded prompt with `chosen_ids` and `rejected_ids`, and `margin` where the row has its column."""
-        pair = read_pair(place, renamed(place, row, self.columns, optional="margin"))
+        named = renamed(place, row, self.columns, optional="margin")
+        pair = read_pair(place, named)
+        mapped = (self.columns or {}).get("prompt", "prompt") != "prompt"
+        refuse_parts(named, pair.prompt, self.system, _BESIDE_AN_INSTRUCTION if mapped else ())
         prompt = self._encoder.prompt(pair.prompt, self.max_prompt_length)
         chosen, rejected = (self._encoder.response(text, prompt) for text in (pair.chosen, pair.rejected))
         if chosen == rejected:
@@ -197,24 +202,17 @@ class Pair:
 def read_pair(place: str, row: dict[str, Any]) -> Pair:
     """The pair of a row; raises DataError, with the place, if a column is missing or of a kind that no form has."""
     refuse_tools(row)
+    if any(row.get(column, "") is None for column in ("chosen", "rejected")):
+        raise Unusable("an empty response")
     sides = [text_or_messages(place, row, column) for column in ("chosen", "rejected")]
     if isinstance(sides[0], str) != isinstance(sides[1], str):
         raise Unusable("one of chosen and rejected is text, the other messages")
     given = None if row.get("prompt") is None else text_or_messages(place, row, "prompt")
-    other = next((column for column in _OTHER_PROMPTS if row.get(column)), None)
     whole = [is_dialogue(side) if isinstance(side, str) else len(side) > 1 for side in sides]
-    if given is None and other is not None and not any(whole):
+    if given is None and not any(whole) and (others := _beside(row, _OTHER_PROMPTS)):
         # What both responses begin with would be taken for the prompt.
-        wrong = f'{place}: there is no column "prompt", and "{other}" beside chosen and rejected is not read.'
-        remedy = f"Name it (prompt: {other}), or take it out if the responses hold their prompts themselves."
-        raise DataError(wrong, field="columns", remedy=remedy)
-    dialogues = [side for side in sides if isinstance(side, str) and is_dialogue(side)]
-    if given is not None and len(dialogues) == len(sides):
-        given, sides = read_prompt(given), [dialogue_turns(side, answered=True) for side in dialogues]
-    if given is None or _repeats(given, *sides):
-        prompt, chosen, rejected = _implicit(*sides)
-    else:
-        prompt, chosen, rejected = read_prompt(given), *map(read_response, sides)
+        raise _not_named(place, [*others, *_beside(row, SYSTEM)])
+    prompt, chosen, rejected = read_sides(given, *sides)
     if not chosen.strip() or not rejected.strip():
         raise Unusable("an empty response")
     if chosen == rejected:
@@ -222,8 +220,39 @@ def read_pair(place: str, row: dict[str, Any]) -> Pair:
     return Pair(prompt, chosen, rejected, _margin(row.get("margin")))
 
 
-# What other tools call a prompt, or a part of one.
-_OTHER_PROMPTS = ("question", "query", "instruction", "input", "context", "messages", "conversations", "conversation")
+# What other tools call a prompt, or a part of one; first what is a whole one as a rule.
+_OTHER_PROMPTS = (
+    "prompt", "question", "query", "problem", "instruction", "post", "messages", "conversations", "conversation",
+    "input", "inputs", "context", "text", "history",
+)  # fmt: skip
+_BESIDE_AN_INSTRUCTION = ("input", "context")
+
+
+def _beside(row: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """The columns of a row that hold something and have one of the names, in any letters, in the order of these."""
+    return [column for name in names for column in row if column.lower() == name and row[column]]
+
+
+def _not_named(place: str, columns: Sequence[str]) -> DataError:
+    """That of a pair without a prompt, beside which stand columns that may be one."""
+    one = len(columns) == 1
+    there = ", ".join(f'"{column}"' for column in columns) + f" beside chosen and rejected {'is' if one else 'are'}"
+    named = f"{'Name it' if one else 'Write them into one and name it'} (prompt: {columns[0]})"
+    remedy = f"{named}, or take {'it' if one else 'them'} out if the responses hold their prompts themselves."
+    return DataError(f'{place}: there is no column "prompt", and {there} not read.', field="columns", remedy=remedy)
+
+
+def read_sides(given: Messages | str | None, *sides: Messages | str) -> tuple[Messages | str, str, str]:
+    """The prompt and the two responses, which may repeat it; without one it is what both begin with."""
+    dialogues = [side for side in sides if isinstance(side, str) and is_dialogue(side)]
+    if given is not None and len(dialogues) == len(sides):
+        given, sides = read_prompt(given), tuple(dialogue_turns(side, answered=True) for side in dialogues)
+    elif isinstance(given, str):
+        given = read_prompt(given)  # of a dialogue the messages, which both may repeat
+    if given is None or _repeats(given, *sides):
+        return _implicit(*sides)
+    prompt, chosen, rejected = read_prompt(given), *map(read_response, sides)
+    return prompt, chosen, rejected
 
 
 def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:

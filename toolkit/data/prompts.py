@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 from datasets import Dataset
 
 from toolkit.data.files import listed
-from toolkit.data.messages import checked_messages, read_prompt, read_response, refuse_tools, text_or_messages
+from toolkit.data.messages import Messages, checked_messages, refuse_parts, refuse_tools, text_or_messages
+from toolkit.data.preferences import read_sides
 from toolkit.data.rows import Split, Unusable, as_dataset, present
 from toolkit.data.source_task import SplitTask
 from toolkit.data.sources import Source, names_of
@@ -29,6 +30,7 @@ class Prompts(SplitTask):
             dialogue, the `Assistant:` that asks for the response.
         columns: where the prompt is, if the source has other names: `prompt`, `messages` or `input_ids` to the
             source's column. Columns that it does not name are then no prompts.
+        on_long: whether a prompt over its limit is left out, or cut: its last tokens stay.
         max_prompt_length: tokens of a prompt; longer ones are left out.
     """
 
@@ -65,8 +67,11 @@ class Prompts(SplitTask):
 class Demonstrations(SplitTask):
     """Responses to imitate, for the sft stage.
 
-    A row is `messages` that end with the assistant's, or `prompt` with `completion`, or `text`. Of the first two the
-    last response alone is part of the loss, of a text all.
+    A row is `messages` that end with the assistant's, or `prompt` with `completion`, which may repeat it, or `text`. Of
+    the first two the last response alone is part of the loss, of a text all.
+
+    Args:
+        on_long: no row is over a limit here, so that cut is refused: the sft stage cuts rows by its max_length.
     """
 
     task: ClassVar[str] = "demonstrations"
@@ -76,10 +81,11 @@ class Demonstrations(SplitTask):
         refuse_tools(row)
         if row.get("messages") is not None:
             messages = checked_messages(row["messages"], answered=True)
-            prompt, response = self._encoder.prompt(checked_messages(messages[:-1])), str(messages[-1]["content"])
+            asked: Messages | str = checked_messages(messages[:-1])
+            response = str(messages[-1]["content"])
         elif row.get("prompt") is not None and row.get("completion") is not None:
-            prompt = self._encoder.prompt(read_prompt(text_or_messages(place, row, "prompt")))
-            response = read_response(row["completion"])
+            given, said = (text_or_messages(place, row, column) for column in ("prompt", "completion"))
+            asked, response, _ = read_sides(given, said, said)
         elif row.get("text") is not None:
             if not isinstance(row["text"], str):
                 raise Unusable("a text that is no text")
@@ -89,15 +95,26 @@ class Demonstrations(SplitTask):
             ids = ids if ids[-1] == self.tokenizer.eos_token_id else [*ids, self.tokenizer.eos_token_id]
             return {"input_ids": ids, "labels": list(ids)}
         else:
-            columns = "in the column messages, in prompt and completion, or in text"
-            raise DataError(f"{place}: a demonstration is {columns}; {present(row)}", remedy="Rename the columns.")
+            raise _nothing_read(place, row)
+        refuse_parts(row, asked, self.system)
+        prompt = self._encoder.prompt(asked)
         if not response.strip():
             raise Unusable("an empty response")
-        asked, ids = prompt["input_ids"], self._encoder.response(response, prompt)
-        return {"input_ids": asked + ids, "labels": [-100] * len(asked) + ids}
+        start, ids = prompt["input_ids"], self._encoder.response(response, prompt)
+        return {"input_ids": start + ids, "labels": [-100] * len(start) + ids}
 
     def _prompts_of(self, rows: Any) -> list[tuple[int, ...]]:
         return [tuple(row["input_ids"][: row["labels"].count(-100) or None]) for row in rows]
 
     def demonstrations(self, split: str) -> Dataset:
         return Dataset.from_list(self._splits[split].rows)
+
+
+def _nothing_read(place: str, row: dict[str, Any]) -> Exception:
+    """Why no column of a demonstration is read: it is null, or there is none."""
+    if row.keys() >= {"prompt", "completion"}:
+        return Unusable(f"an empty {'prompt' if row['prompt'] is None else 'response'}")
+    if "messages" in row or "text" in row:
+        return Unusable("an empty response" if "messages" in row else "an empty text")
+    columns = "in the column messages, in prompt and completion, or in text"
+    return DataError(f"{place}: a demonstration is {columns}; {present(row)}", remedy="Rename the columns.")

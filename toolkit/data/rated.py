@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from toolkit.data.encoder import PROMPT_COLUMNS, within_limit
 from toolkit.data.files import listed
+from toolkit.data.messages import refuse_parts, refuse_tools
 from toolkit.data.rows import Unusable, as_number, present
 from toolkit.data.source_task import SourceTask
 from toolkit.errors import DataError
@@ -30,6 +31,8 @@ class RatedResponses(SourceTask):
     Args:
         tokenizer: of the base.
         chat: a prompt of text becomes a message of the user in the tokenizer's chat template. False takes it as it is.
+        on_long: whether a row with a prompt over its limit is left out, or the prompt cut: its last tokens stay. One
+            with a response over its limit is left out in any case.
         max_prompt_length: tokens of a prompt; longer ones are left out.
         max_response_length: tokens of a response, its end included; likewise.
     """
@@ -47,6 +50,9 @@ class RatedResponses(SourceTask):
         columns = {**PROMPT_COLUMNS, "input_ids": "prompt_ids"}
         remedy = "Rename the column of the prompt."
         _, prompt = self._encoder.row(place, row, first, columns, self.max_prompt_length, remedy=remedy)
+        if "prompt" in prompt:  # and no ids, which are all of it
+            refuse_tools(row)
+            refuse_parts(row, prompt.get("messages", prompt["prompt"]), self.system)
         ids, ended = self._response(place, row, prompt)
         within_limit(ids, "response", self.max_response_length)
         rewards = _rewards(place, row, len(ids))
@@ -63,6 +69,8 @@ class RatedResponses(SourceTask):
         elif isinstance(row.get("response"), str):
             text = row["response"] if row["response"].strip() else ""
             ids = self._encoder.response(text, prompt, ended=ended is not False) if text else []
+        elif row.get("response") is None and not row.keys().isdisjoint(("response", "response_ids")):
+            ids = []
         else:
             wrong = f'{place}: a response is in the column "response_ids" or, as text, "response"; {present(row)}'
             raise DataError(wrong)

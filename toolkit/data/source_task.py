@@ -32,6 +32,15 @@ def _check_positive(field: str, number: int | None) -> None:
         raise DataError(f"a number from 1 is needed, got {number}.", field=field)
 
 
+def _others(row: Mapping[str, Any], column: str, prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's columns beside that of its encoded prompt.
+
+    `messages` beside a text are not passed on: they may hold the response, and a reward would take them for the prompt.
+    """
+    taken = {column, "messages"} if "prompt" in prompt else {column}
+    return {name: item for name, item in row.items() if name not in taken}
+
+
 @dataclass(frozen=True)
 class SourceTask(Task):
     """Rows of a source for training.
@@ -104,9 +113,10 @@ class SourceTask(Task):
     ) -> dict[str, Any]:
         """A row whose prompt is encoded; its other columns stay."""
         column, prompt = self._encoder.row(place, row, first, columns, getattr(self, "max_prompt_length", 512))
+        others = _others(row, column, prompt)
         if "prompt" not in prompt:
             prompt["prompt"] = str(self.tokenizer.decode(prompt["input_ids"]))
-        return {name: item for name, item in row.items() if name != column} | prompt
+        return others | prompt
 
     @staticmethod
     def _prompt_columns(rows: Any) -> dict[str, list[Any]]:
@@ -167,7 +177,7 @@ class SourceTask(Task):
             raise DataError(f"{place}: {reason}.", remedy="Mend or remove the row.") from reason
         decoded = prompt.get("prompt") or str(self.tokenizer.decode(prompt["input_ids"]))
         text = prompt["messages"][-1]["content"] if "messages" in prompt else decoded
-        return text, {name: item for name, item in row.items() if name != column} | {"prompt": decoded} | prompt
+        return text, _others(row, column, prompt) | {"prompt": decoded} | prompt
 
 
 @dataclass(frozen=True)

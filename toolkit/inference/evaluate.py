@@ -11,7 +11,7 @@ from toolkit import processes
 from toolkit.data import data_digest
 from toolkit.errors import DataError
 from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
-from toolkit.models import load_weights
+from toolkit.models import base_digest, load_weights
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
 from toolkit.runs import build, stage
@@ -39,39 +39,38 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
                 refuse_others(folder)
                 begin(folder)
         result, samples = measured(recipe)
-        result |= _trained_on(recipe)
+        trained_on, told = _trained_on(recipe)
+        result |= trained_on
         processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
         processes.by_main(lambda: write_result(folder, result))
+    for sentence in told:  # now that all is written: standard output may be closed
+        stage.say(sentence)
     stage.show_result(result, samples)
     stage.say(f"result: {folder / 'result.json'}")
     return result
 
 
-def _trained_on(recipe: Recipe) -> dict[str, Any]:
-    """How many prompts of changed data the run was trained on, by PPO or by Q-learning: a larger split reaches into
-    what the run did not hold out. Nothing where the data are those of the run."""
+def _trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+    """How many prompts of changed data the run was trained on, by PPO or by Q-learning, for `result.json` and in words:
+    a larger split reaches into what the run did not hold out. Nothing where the data are those of the run."""
     beyond = [f"{key}={value}" for key, value in not_here(recipe.folder).items()]
     run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
     by = "q" if responds_by_q(recipe) else "ppo"
     if run.values["data"] == recipe.values["data"]:
         held_out = (read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}).get("held_out")
         if held_out in (None, data_digest(recipe.task.prompts("test"))):
-            return {}
-        stage.say(
-            "data: these are not the prompts that the run held out: its data have changed since then, and it may have "
-            "been trained on some of these."
-        )
-        return {"other_prompts": True}
+            return {}, []
+        told = "data: these are not the prompts that the run held out: its data have changed since then, and it may "
+        return {"other_prompts": True}, [f"{told}have been trained on some of these."]
     try:
         asked = build.rated_dataset(run)["prompt_ids"] if by == "q" else run.task.prompts("train")["input_ids"]
     except DataError as error:  # they may be gone
-        stage.say(f"data: which of these are training prompts of the run is not known: {error}")
-        return {}
+        return {}, [f"data: which of these are training prompts of the run is not known: {error}"]
     prompts = recipe.task.prompts("test")["input_ids"]
     trained = set(map(tuple, asked))
     number = sum(tuple(ids) in trained for ids in prompts)
-    stage.say(f"data: {number:,} of these {len(prompts):,} prompts are training prompts of the run's {by} stage.")
-    return {"trained_on": number}
+    told = f"data: {number:,} of these {len(prompts):,} prompts are training prompts of the run's {by} stage."
+    return {"trained_on": number}, [told]
 
 
 def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -101,9 +100,11 @@ def _evaluated(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation
         roles, pad_tokens = build.placed_roles(recipe, name, trained=trained)
         rollouts = build.make_rollouts(recipe, roles, name)
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)
+    check_alike({"base": base_digest(roles)}, roles)
     with phase("answers before"):
         before = rollouts.evaluator(**measures, **({"by_q": False} if by_q else {}))(prompts)
     with phase("answers after"):
         if not by_q:
             load_weights(roles, "policy", policy_folder(recipe))
+            check_alike({}, roles)
         return before, rollouts.evaluator(**measures)(prompts)

@@ -1,19 +1,23 @@
 """Responses of a trained run: to prompts, with the reference's beside them or the best of several; or as a chat."""
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 from transformers import TextStreamer, set_seed
 
 from toolkit import processes
 from toolkit.data import read_rows
+from toolkit.disk import write_output
 from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
-from toolkit.inference.saved_run import policy_folder, trained_sampler
-from toolkit.reports import Output, texts_table, write_jsonl
+from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler
+from toolkit.reports import Output, texts_table
 from toolkit.runs import build
 from toolkit.runs.owned import check_output
 from toolkit.sampling import Sampler, batches, best_of
@@ -58,6 +62,10 @@ def _check_output(recipe: Recipe, output: Path | None, file: Path | None) -> Non
         raise ToolkitError(wrong, field="output", remedy="Name another one.")
 
 
+def _write(output: Path, rows: Sequence[dict[str, Any]]) -> None:
+    write_output(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
 class _Streamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(printable(text), stream_end)
@@ -86,16 +94,17 @@ def generate(
     """
     processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
-        sampler = trained_sampler(recipe, max_new_tokens=max_new_tokens, temperature=temperature, of_policy=0.0)
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "compare": compare}
+        sampler = trained_sampler(recipe, of_policy=0.0, **settings)
         set_seed(seed)
         prompts, asked = prompts_of(recipe, texts, file, number)
     columns = {"prompt": prompts, "policy": respond(sampler, asked)}
     if compare:
         columns["reference"] = respond(sampler.reference, asked)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if output is not None:  # before they are shown: a pager that is quit closes standard output
+        processes.by_main(partial(_write, output, rows))
     Output().print(texts_table(rows, list(columns)))
-    if output is not None:
-        processes.by_main(partial(write_jsonl, output, rows))
     return rows
 
 
@@ -112,7 +121,7 @@ def generate_best(
     """Sample several responses to each prompt, score all by the run's reward, and show the best.
 
     Below them stands how the mean score grows with the number of samples, beside the KL that it costs at most. Samples
-    at the temperature of the recipe's ppo stage; other arguments as for `generate`.
+    at the temperature of the recipe's ppo stage and without its `max_length`; other arguments as for `generate`.
 
     Returns:
         A row a prompt: `prompt`, `policy` (the best response), `score`, and `candidates`: all, with their scores.
@@ -128,7 +137,8 @@ def generate_best(
         set_seed(seed)
         prompts, asked = prompts_of(recipe, texts, file, number)
     size = rollouts.args.per_device_eval_batch_size
-    sampled = best_of(asked, num_samples, sampler=rollouts.sampler(), reward=reward, batch_size=size)
+    sampler = replace(rollouts.sampler(), max_length=None)  # which is of training: see `generate`
+    sampled = best_of(asked, num_samples, sampler=sampler, reward=reward, batch_size=size)
     rows, shown, means = [], [], sampled.scores.mean(dim=1).tolist()
     for i, (prompt, best) in enumerate(zip(prompts, sampled.best.responses, strict=True)):
         responses = sampled.candidates.responses[i * num_samples : (i + 1) * num_samples]
@@ -137,7 +147,7 @@ def generate_best(
         rows.append({"prompt": prompt, "policy": best, "score": max(scores), "candidates": scored})
         shown.append({**rows[-1], "score: best, mean": f"{max(scores):.3f}, {means[i]:.3f}"})
     if output is not None:
-        processes.by_main(partial(write_jsonl, output, rows))
+        processes.by_main(partial(_write, output, rows))
     title = f"the best of {num_samples}"
     Output().print(texts_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
     growth = Table(title=f"mean score of the best of N, over {len(rows)} prompts")
@@ -161,7 +171,8 @@ def converse(
     """A conversation with a `trained_sampler` on the terminal, until `read` raises EOFError.
 
     Lines that begin with a slash are commands, which it names. The policy's responses go on as the conversation, their
-    tokens streamed to standard output; `write` shows what is around them.
+    tokens streamed to standard output; `write` shows what is around them. The sampler need not have its reference until
+    that is compared.
     """
     write("/reset forgets, /compare shows the reference or hides it, /quit ends (so does Ctrl-D).")
     if not recipe.task.converses:
@@ -180,7 +191,7 @@ def converse(
         if line == "/reset":
             messages = []
         elif line == "/compare":
-            compare = not compare
+            compare = not compare and _can_compare(recipe, sampler, write)
             write(f"the reference is {'shown' if compare else 'hidden'}")
         elif line.startswith("/"):
             write(f"no command {line}; there are /reset, /compare and /quit")
@@ -190,6 +201,18 @@ def converse(
                 messages = _exchange(recipe, samplers, messages if recipe.task.converses else [], line, write)
             except DataError as error:  # of a line that cannot be a prompt, or a conversation that is too long
                 write(f"{error}")
+            except torch.OutOfMemoryError:
+                write("the card's memory does not suffice for this conversation; /reset makes room")
+
+
+def _can_compare(recipe: Recipe, sampler: Sampler, write: Callable[[str], None]) -> bool:
+    """Whether the reference can be had, and, by `write`, why not: a run may have been copied without it."""
+    try:
+        place_reference(recipe, sampler)
+    except ToolkitError as error:
+        write(f"{error}")
+        return False
+    return True
 
 
 def _exchange(

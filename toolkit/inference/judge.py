@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit import processes
-from toolkit.disk import write_whole, writing
+from toolkit.disk import write_output
 from toolkit.errors import RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import measured
 from toolkit.inference.saved_run import open_run, responds_by_q
-from toolkit.reports import ComparedRun, Output, comparison_page, read_result, write_json
+from toolkit.reports import ComparedRun, Output, comparison_page, read_result
 from toolkit.runs.comparison import differing, labels_of
 from toolkit.runs.owned import check_output
 
@@ -63,9 +63,8 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
     about += f" What the recipes had otherwise: {changed}." if changed else ""
 
     def write() -> None:
-        with writing(output):
-            write_whole(output.resolve(), comparison_page("judge", runs, differing(folders), about=about))
-        write_json(figures_file, figures)
+        write_output(output, comparison_page("judge", runs, differing(folders), about=about))
+        write_output(figures_file, json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
 
     processes.by_main(write)
     Output().print(_table(figures))

@@ -3,17 +3,27 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_flash_attn_4_available,
+    is_kernels_available,
+    is_liger_kernel_available,
+    is_torch_tf32_available,
+)
 
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
 from toolkit.disk import writing
-from toolkit.errors import DataError, RecipeError, ToolkitError
-from toolkit.models import Merged, load_base, merge_adapter, read_tensors, resolved
+from toolkit.errors import DataError, RecipeError, ToolkitError, within
+from toolkit.models import Merged, load_base, merge_adapter, positions_of, read_tensors, resolved
 from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
@@ -24,8 +34,16 @@ from toolkit.spec.load import load
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import STAGE_CLASSES
+from toolkit.spec.stage import BREAKS_GOING_ON
 
-_POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared
+_POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared, at most
+_FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+    "flash_attention_4": is_flash_attn_4_available,
+}
+_NO_OPTIMIZER = {"optim": "adamw_torch", "optim_args": "null"}  # none that needs a package
+_OF_TRAINING_ALONE = (*BREAKS_GOING_ON, "assistant_only_loss", "disable_dropout")  # which earlier versions took
 
 
 def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False) -> Recipe:
@@ -45,11 +63,11 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
         processes.by_main(lambda: recover(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
-        recipe = load(folder / RECIPE_FILE, *beyond, *overrides, run=folder.name, runs_dir=folder.parent)
-        last = "q" if responds_by_q(recipe) else "ppo"
-        if last == "q" and not by_q:
+        last = "q" if _responds_by_q(folder) else "ppo"
+        if last == "q" and not by_q:  # before the overrides, of a section that such a run may not have
             wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
             raise RecipeError(wrong, remedy="Its responses are shown by generate and chat, and measured by eval.")
+        recipe = load(folder / RECIPE_FILE, *beyond, *overrides, run=folder.name, runs_dir=folder.parent)
         if read_result(recipe.stage_folder(last)) is None:
             by_policy = "ppo" in recipe.values or "q" not in recipe.values
             last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")
@@ -71,10 +89,15 @@ def not_here(folder: Path) -> dict[str, str]:
     """What takes the place of what the stages of a run had, and this machine may not have, by its key: nothing is
     trained here."""
     found, values = {}, recorded(folder)
+    for model in ("base", "value_model", "reward_model"):
+        if not _attention_here(str(section(values, model).get("attn_implementation"))):
+            found[f"{model}.attn_implementation"] = "null"
     for stage in STAGE_CLASSES:
         given = section(values, stage)
         if "report_to" in given:
             found[f"{stage}.report_to"] = "none"
+        found |= {f"{stage}.{name}": other for name, other in _NO_OPTIMIZER.items() if name in given}
+        found |= {f"{stage}.{name}": "null" for name in _OF_TRAINING_ALONE if given.get(name) is not None}
         if given.get("use_liger_kernel") and not is_liger_kernel_available():
             found[f"{stage}.use_liger_kernel"] = "false"
         if given.get("tf32") and not is_torch_tf32_available():
@@ -82,9 +105,21 @@ def not_here(folder: Path) -> dict[str, str]:
     return found
 
 
+def _attention_here(implementation: str) -> bool:
+    """False for flash attention where there is no GPU, or neither its package nor transformers' way to its kernels."""
+    if "flash" not in implementation:
+        return True
+    packaged = _FLASH_ATTENTION.get(implementation, is_kernels_available)
+    return torch.cuda.is_available() and (packaged() or is_kernels_available())
+
+
 def responds_by_q(recipe: Recipe) -> bool:
     """Whether what the run has trained are Q-values, and no policy."""
-    return [stage for stage in ("ppo", "q") if read_result(recipe.stage_folder(stage)) is not None] == ["q"]
+    return _responds_by_q(recipe.folder)
+
+
+def _responds_by_q(run: Path) -> bool:
+    return [stage for stage in ("ppo", "q") if read_result(run / stage) is not None] == ["q"]
 
 
 def policy_folder(recipe: Recipe) -> Path:
@@ -93,7 +128,12 @@ def policy_folder(recipe: Recipe) -> Path:
 
 
 def trained_sampler(
-    recipe: Recipe, *, max_new_tokens: int | None = None, temperature: float | None = None, of_policy: float = 1.0
+    recipe: Recipe,
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    of_policy: float = 1.0,
+    compare: bool = True,
 ) -> Sampler:
     """The policy of a run, or what Q defines; `reference` of it is what it was held to.
 
@@ -103,14 +143,30 @@ def trained_sampler(
         temperature: of sampling, for Q the τ of exp((Q − V) / τ); 0 decodes greedily. None decodes by Q as the recipe
             does.
         of_policy: the temperature where it is None, and a policy responds.
+        compare: whether the reference is wanted. Without it what a policy was held to need not be here; Q reads it.
     """
     stage, role = ("q", "q") if responds_by_q(recipe) else ("ppo", "policy")
-    roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, scores=False)
+    wanted = (role, "reference") if compare or role == "q" else (role,)
+    roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, wanted=wanted)
     config = recipe.stage_config(stage)
     length = max_new_tokens or int(config.response_length)
     if temperature is None:
         temperature = config.temperature if stage == "q" else of_policy
     return Sampler(roles, recipe.tokenizer, role=role, response_length=length, temperature=temperature or None)
+
+
+def place_reference(recipe: Recipe, sampler: Sampler) -> None:
+    """Put what a policy was held to on the base of its `trained_sampler`, if it is not there yet.
+
+    Raises:
+        AdapterError: it is not here.
+    """
+    if "reference" in sampler.roles.roles:
+        return
+    for source in recipe.plan.stages["ppo"].roles:
+        if source.role == "reference":
+            with within(source.key):
+                source.place(sampler.roles, build.site(recipe))
 
 
 def _empty(output: Path) -> Path:
@@ -139,7 +195,7 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
 
     Returns:
         The folder, and a sentence on how far the merged logits are from those of base and adapter apart, and of the
-        policy on the quantised base on which it was trained.
+        policy on the quantised base on which it was trained, if that can be had here.
 
     Raises:
         AdapterError: merged, the adapter gives another model.
@@ -159,9 +215,10 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     if merged is None:
         merged = _merged(recipe, policy, dtype, probe, device=torch.device("cpu"))
     with writing(folder):
-        merged.model.save_pretrained(folder)
+        _save(merged.model, folder)
         recipe.tokenizer.save_pretrained(folder)
     likeliest = merged.logits.argmax(-1).cpu()
+    probe = probe[: likeliest.shape[1]]
     told = (
         f"merged in {dtype}: over {len(probe)} {of} the logits differ from those of base and "
         f"adapter apart by at most {merged.largest:.3g} (the largest logit is {merged.scale:.3g}), and the most likely "
@@ -169,12 +226,33 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
     )
     del merged  # before the base comes in 4 bits
     if recipe.quantization() is not None:
-        roles = trained_sampler(recipe).roles
-        ids = torch.tensor([probe], device=roles.device)
-        with roles.role("policy"), roles.autocast(), torch.no_grad():
-            same = roles(input_ids=ids).logits.argmax(-1).cpu() == likeliest
-        told += f"; it is that of the policy as trained, on the quantised base, at {same.float().mean():.1%}"
+        try:
+            agreement = f"{_agreement_on_quantised(recipe, probe, likeliest):.1%}"
+            told += f"; it is that of the policy as trained, on the quantised base, at {agreement}"
+        except (ToolkitError, torch.OutOfMemoryError) as error:  # the checkpoint is written, and whole
+            reason = str(error) if isinstance(error, ToolkitError) else "the card's memory does not suffice for it"
+            told += f"; what the policy on the quantised base says is not known: {reason}"
     return folder, told
+
+
+def _agreement_on_quantised(recipe: Recipe, probe: list[int], likeliest: torch.Tensor) -> float:
+    """The share of the tokens of `probe` at which the policy as trained has the same likeliest one, int64 (1, L)."""
+    roles = trained_sampler(recipe, compare=False).roles
+    ids = torch.tensor([probe], device=roles.device)
+    with roles.role("policy"), roles.autocast(), torch.no_grad():
+        same = roles(input_ids=ids).logits.argmax(-1).cpu() == likeliest
+    return float(same.float().mean())
+
+
+def _save(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model with its generation settings as they came: transformers 5.17 loads some, as a temperature
+    without `do_sample`, that it refuses to save."""
+    own = model.generation_config
+    if own is not None:
+        model.generation_config = GenerationConfig()
+    model.save_pretrained(folder)
+    if own is not None:
+        own.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def _merged(
@@ -182,4 +260,5 @@ def _merged(
 ) -> Merged:
     named = {"revision": recipe.base.revision, "trust_remote_code": recipe.base.trust_remote_code}
     model = load_base(recipe.base_path, device=device, dtype=dtype, **named)
-    return merge_adapter(model, policy, torch.tensor([probe], device=model.device))
+    ids = torch.tensor([probe[: positions_of(model.config)]], device=model.device)
+    return merge_adapter(model, policy, ids)

@@ -21,9 +21,10 @@ from toolkit.models.classifier import (
     load_classifier_weights,
     positions_passed_over,
     save_model,
+    table_of_positions,
     train_in_float32,
 )
-from toolkit.models.decoding import RowProcessor, positions_of
+from toolkit.models.decoding import RowProcessor, all_positions_of, positions_of
 from toolkit.models.folders import read_tensors
 from toolkit.models.forward import (
     PolicyReading,
@@ -39,6 +40,7 @@ from toolkit.models.load import (
     META,
     MOST_LAYERS,
     ModelSpec,
+    about_other_bits,
     load_base,
     load_model,
     model_config,
@@ -70,6 +72,7 @@ from toolkit.models.q_values import (
 )
 from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
 from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences
+from toolkit.models.trials import tried
 from toolkit.models.value_model import ValueModel, load_value_model
 from toolkit.models.views import PolicyView, SequenceClassifierView, TokenScoreView
 from toolkit.models.weights import Merged, base_digest, frozen_digest, merge_adapter, tensors_digest

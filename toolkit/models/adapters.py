@@ -3,8 +3,9 @@
 A policy or reference folder is what `PeftModel.from_pretrained` loads. A value or reward folder holds its
 head as `score` beside the LoRA weights, as `trl.RewardTrainer` and PEFT save it, so that
 `AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=…)` loads it. `role.json` beside
-them says which role it is and where the head is read. A value head on the policy's adapter is saved alone,
-as `value_head.safetensors`; a value model all of whose weights are trained is a whole checkpoint. A Q role is a plain
+them says which role it is and where the head is read, and has `head_bias` where the head has a bias: PEFT builds
+`score` without one, and leaves it out without a word. A value head on the policy's adapter is saved alone, as
+`value_head.safetensors`; a value model all of whose weights are trained is a whole checkpoint. A Q role is a plain
 adapter; what bounds its Q-values is beside it in `q_bound.safetensors`.
 """
 
@@ -47,7 +48,10 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
     if head is not None:
         reads = "every response token" if role == "value" else "the last token that is not pad_token_id"
         about |= {"num_labels": head.out_features, "pad_token_id": pad_token_id, "head_reads": reads}
-    if head is not None and role == "value" and base.shares_value:
+        about |= {} if head.bias is None else {"head_bias": True}
+    shared = head is not None and role == "value" and base.shares_value
+    if shared:
+        assert head is not None
         _write(head.state_dict(), folder / SHARED_HEAD_FILE)
     elif role == "value" and base.value_model is not None and base.value_model.adapted is None:
         base.value_model.classifier.save_pretrained(folder)
@@ -62,6 +66,9 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         config.save_pretrained(folder)
         own = {} if head is None else head.state_dict(prefix="base_model.model.score.")
         _write(adapter_state(_adapted(base, role), role) | own, folder / SAFETENSORS_WEIGHTS_NAME)
+    if role == "value":  # of an earlier one
+        for name in (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME) if shared else (SHARED_HEAD_FILE,):
+            (folder / name).unlink(missing_ok=True)
     if role in Q_ROLES:
         (folder / Q_BOUND_FILE).unlink(missing_ok=True)  # of an earlier one
         if role in base.heads:
@@ -113,7 +120,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     bound = _bound(folder) if role in Q_ROLES and (folder / Q_BOUND_FILE).is_file() else None
     shape: Any = {} if head is None else {"num_labels": head["weight"].shape[0], "head_bias": "bias" in head}
     try:
-        base.add_role(role, config, head=bound, **shape)
+        base.add_role(role, config, head=bound, saved=True, **shape)
     except AdapterError as error:  # of the file, which is no section of a recipe
         problem = error.problems[0]
         of = f" {problem.field}:" if problem.field else ""

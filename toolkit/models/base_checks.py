@@ -5,13 +5,14 @@ neither on what comes after it nor, once dropout is off, on the mode of training
 one after left padding get the logits of a whole pass. Else it is refused with what does not hold.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -116,7 +117,8 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
     Args:
         states: those that `check_states` gave.
     """
-    if states.is_meta:
+    # A token that keeps so many keys of all that stand in its line (DeepSeek-V3.2) keeps all of the trial's few.
+    if states.is_meta or hasattr(model.config.get_text_config(), "index_topk"):
         return False
     lengths = [4, 5]
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths]).unsqueeze(0)
@@ -174,9 +176,11 @@ def check_bits(quantization: Any) -> None:
         )
 
 
-def _check_gradients_of_bits(model: PreTrainedModel) -> None:
-    """transformers' trainers ask for the same of a model itself; those here have a module around it."""
-    quantizer: Any = getattr(model, "hf_quantizer", None)
+def check_gradients_of_bits(quantizer: Any) -> None:
+    """Nothing, if a base may be in the bits of a quantizer of transformers, or has none; else a `ModelError`.
+
+    transformers' trainers ask for the same of a model itself; those here have a module around it.
+    """
     trainable = getattr(quantizer, "is_trainable", True)
     if not (trainable() if callable(trainable) else trainable):  # FP-Quant's is a method
         method = quantizer.quantization_config.quant_method
@@ -188,12 +192,15 @@ def _check_gradients_of_bits(model: PreTrainedModel) -> None:
         )
 
 
-def check_adapter(model: PreTrainedModel, hidden_states: Callable[..., Tensor], states: Tensor, role: Any) -> None:
+def check_adapter(
+    model: PreTrainedModel, hidden_states: Callable[..., Tensor], states: Tensor, role: Any, *, to_train: bool
+) -> None:
     """Nothing, if an adapter can be read in its role and leaves the base as it is; else an `AdapterError`.
 
     Args:
         states: those that `check_states` gave.
         role: a context manager in which the adapter is active, as none is outside.
+        to_train: whether it has to get a gradient everywhere. One that is read as it was saved need not.
     """
     if states.is_meta:
         return
@@ -205,31 +212,79 @@ def check_adapter(model: PreTrainedModel, hidden_states: Callable[..., Tensor], 
     was_training, read = model.training, partial(hidden_states, *probe(model))
     try:
         with tried(model), role:
-            called = _adapters_called(model, read)
-            model.train()
-            missed = called - _adapters_called(model, read)
+            missed = _untrained(model, read) if to_train else []
+            if not to_train:
+                read()
     except ModelError as error:
         wrong = f"with this adapter {error.problems[0].wrong}"
         raise AdapterError(wrong, field="target_modules", remedy="Name plain linear layers.") from error
     finally:
         model.train(was_training)
     if missed:
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in missed}))
-        wrong = f"in training a {type(model).__name__} does not call {names}, but reads the weights: an adapter on it "
-        raise AdapterError(f"{wrong}would not be trained.", field="target_modules", remedy="Name other layers.")
+        names = ", ".join(missed)
+        wrong = f"in training a {type(model).__name__} gives an adapter on {names} no gradient: it takes the weights "
+        wrong += "without calling the layer, or calls it without gradients."
+        raise AdapterError(wrong, field="target_modules", remedy=f"Leave it out: exclude_modules: [{names}].")
 
 
-def _adapters_called(model: nn.Module, run: Callable[[], Any]) -> set[str]:
-    called: set[str] = set()
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-    layers = [(name, module) for name, module in layers if not module.lora_A.keys().isdisjoint(module.active_adapters)]
-    hooks = [module.register_forward_hook(lambda *_, name=name: called.add(name)) for name, module in layers]
+def _untrained(model: nn.Module, read: Callable[[], Tensor]) -> list[str]:
+    """Ends of the names of layers whose active adapter gets no gradient in training, in which the model then is, though
+    they are called, or what they are part of.
+
+    Experts that no token came to are not among them, nor is what the pass has no use for.
+    """
+    # Adapters on a mixture's experts get theirs from whatever token comes to them, and are left out: each makes a copy
+    # of all experts of its layer, which the pass would hold for every layer at once.
+    experts = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
+    }
+    factors = {
+        name: module.lora_B[adapter].weight
+        for name, module in layers.items()
+        for adapter in module.active_adapters
+        if adapter in module.lora_B
+    }
+    called = set[str]()
+    watched = {*factors, *map(_owner, factors)}
+    hooks = [model.get_submodule(x).register_forward_hook(lambda *_, name=x: called.add(name)) for x in watched]
+    were_trained = [factor.requires_grad for factor in factors.values()]
+    were_off = [one._disable_adapters for one in experts]
     try:
-        run()
+        read()  # some layers are called in this mode alone
+        model.train()
+        for one in experts:
+            one._disable_adapters = True
+        with torch.enable_grad():
+            for factor in factors.values():
+                factor.requires_grad_()
+            states = read()
+            found: Sequence[Tensor | None] = [None] * len(factors)
+            if states.requires_grad:
+                found = torch.autograd.grad(states.sum(), list(factors.values()), allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
-    return called
+        for one, was_off in zip(experts, were_off, strict=True):
+            one._disable_adapters = was_off
+        for factor, was_trained in zip(factors.values(), were_trained, strict=True):
+            factor.requires_grad_(was_trained)
+    pairs = zip(factors, found, strict=True)
+    missed = {name for name, gradient in pairs if gradient is None and not called.isdisjoint((name, _owner(name)))}
+    return sorted({_end(name, factors.keys() - missed) for name in missed})
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _end(name: str, others: Collection[str]) -> str:
+    """As much of the end of a module's name as tells it from others."""
+    parts = name.split(".")
+    ends = (".".join(parts[first:]) for first in range(len(parts) - 1, 0, -1))
+    return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), name)
 
 
 def check_checkpointing(model: nn.Module) -> None:
@@ -255,7 +310,7 @@ def check_states(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -
 
     Switches the model's dropout off.
     """
-    _check_gradients_of_bits(model)
+    check_gradients_of_bits(getattr(model, "hf_quantizer", None))
     # What is tried is what runs. Without `row_lengths` it is what it was, but for whole rows in bfloat16 on a CPU.
     AttentionInterface.register("sdpa", attention_by_rows)
     name = type(model).__name__

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.errors import ModelError
 from toolkit.models.base_checks import switch_off_dropout
+from toolkit.models.decoding import all_positions_of
 from toolkit.models.folders import load_whole, put_adapter, read_tensors
 from toolkit.models.lora import fitting, trained_copy
 
@@ -103,6 +104,15 @@ def load_classifier_weights(model: Classifier, folder: str | Path) -> None:
 
 def _inner(model: Classifier) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def table_of_positions(model: nn.Module) -> int | None:
+    """The longest sequence for which a model has positions in a table, beyond which it breaks off; None where it has no
+    table, as with rotary positions."""
+    named = ((name.rpartition(".")[2], module) for name, module in model.named_modules())
+    tables = [one for name, one in named if isinstance(one, nn.Embedding) and ("pos" in name or name == "wpe")]
+    positions = all_positions_of(model.config)
+    return None if positions is None or not tables else positions - positions_passed_over(model)
 
 
 def positions_passed_over(model: nn.Module) -> int:

@@ -16,6 +16,7 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from toolkit import processes
 from toolkit.models.fused_lora import Fused, active_adapters, computed_in, in_autocast, is_plain, weight_of
 
 _ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
@@ -33,6 +34,12 @@ def _copied_to(layer: Any) -> torch.dtype:
         return _dtype(layer)
     weight = layer.base_layer.weight
     return torch.get_autocast_dtype(weight.device.type) if in_autocast(weight) else _dtype(layer.base_layer)
+
+
+def have_room(layers: Iterable[Any]) -> bool:
+    """Whether half of the free memory beside a CPU holds such copies of all processes of this run here, each of which
+    looks before the others have theirs."""
+    return psutil.virtual_memory().available >= 2 * processes.count_here() * bytes_of(layers)
 
 
 @contextmanager
@@ -84,7 +91,7 @@ def unpacked_weights(layers: Iterable[nn.Module]) -> Iterator[None]:
         for layer in layers
         if type(layer) is Linear4bit and "forward" not in vars(layer) and _computes_as_unpacked(layer)
     ]
-    if psutil.virtual_memory().available < 2 * bytes_of(packed):
+    if not have_room(packed):
         packed = []
     try:
         for layer in packed:
@@ -205,7 +212,7 @@ def to_merge(layers: Iterable[Any], adapter: str, *, asked: bool, on_cpu: bool) 
     else those in float32 on a CPU.
 
     It rounds in another way: so unasked, whether there is room for it is a question of the machine's whole memory, not
-    of what is left at the moment, on which a run's numbers shall not depend.
+    of what is left at the moment nor of how many processes have a copy each, on which a run's numbers shall not depend.
     """
 
     def is_known(layer: Any) -> bool:

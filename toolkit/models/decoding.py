@@ -25,24 +25,35 @@ _FEW = 4  # rows for which transformers' kernels of few tokens are taken: of a m
 _LIVING = 0.75  # of the rows computed; at or below it the others leave. Each time costs a copy of the cache
 
 
+def all_positions_of(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a model takes at all, where its configuration says so."""
+    config = config.get_text_config()
+    positions: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    return positions
+
+
 def positions_of(config: PreTrainedConfig) -> int | None:
-    """The longest sequence that a model takes, where its configuration says so.
+    """The longest sequence that a model takes among others, where its configuration says so.
 
     LongRoPE (Phi-3.5, Phi-4-mini) has other angles for a whole pass once its longest row is past the positions that
     there were before: what a row says would depend on those beside it. So the first ones are all that is taken.
     """
-    config = config.get_text_config()
-    positions: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for of_layers in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
-        if of_layers.get("rope_type") == "longrope":
-            positions = of_layers.get("original_max_position_embeddings", positions)
-    return positions
+    return _positions_of_longrope(config) or all_positions_of(config)
+
+
+def _positions_of_longrope(config: PreTrainedConfig) -> int | None:
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
+    firsts = (kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope")
+    return next((first for first in firsts if first), None)
 
 
 def padding_takes_positions(model: PreTrainedModel) -> bool:
     """Whether tokens before a row count towards the positions of a model: it has a table of attention by width, a mask
-    (GPT-Neo, the first GPT) or a bias (MPT)."""
+    (GPT-Neo, the first GPT) or a bias (MPT), or LongRoPE, where transformers drops the cache once a batch is as wide
+    (and in 5.17 all tokens but the last with it)."""
+    if _positions_of_longrope(model.config) is not None:
+        return True
     positions = positions_of(model.config)
     tables = (x for name, x in model.named_buffers() if name.endswith((".attn.bias", ".attention.bias")))
     return hasattr(model.base_model, "build_mpt_alibi_tensor") or any(

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from toolkit.errors import ModelError
 from toolkit.models.base_checks import check_base
-from toolkit.models.copies import bytes_of, copied, unpackable
+from toolkit.models.copies import copied, have_room, unpackable
 from toolkit.models.decoding import decode
 from toolkit.models.freed_memory import keep_freed_memory
 from toolkit.models.fused_lora import Fused
@@ -160,7 +159,7 @@ class FrozenLM(nn.Module):
         """
         on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
         layers = unpackable(self.causal_lm, besides=besides, on_cpu=on_cpu) if on_cpu or merged else []
-        if not merged and psutil.virtual_memory().available < 2 * bytes_of(layers):
+        if not (merged or have_room(layers)):
             layers = []
         with copied(layers, self._fused if on_cpu else ()):
             yield

@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError, did_you_mean
+from toolkit.models.base_checks import check_gradients_of_bits
 from toolkit.models.precision import AUTO, default_device, resolved
 from toolkit.models.pretrained import check_same_tokenizer, check_there, embeddings_needed, not_loaded, weights_outline
 
@@ -78,6 +79,9 @@ def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | 
     model.hf_quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     model.hf_quantizer.preprocess_model(model, device_map=None)
     model.is_loaded_in_4bit = quantization.load_in_4bit
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True  # where Jamba calls a layer of which it else reads the weight
 
 
 def own_quantization(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
@@ -85,6 +89,27 @@ def own_quantization(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
     saved = getattr(config, "quantization_config", None)
     ours = isinstance(saved, dict) and saved.get("quant_method") == "bitsandbytes"
     return BitsAndBytesConfig.from_dict(saved) if ours else None
+
+
+def about_other_bits(model: PreTrainedModel) -> str:
+    """A sentence on the outline of a checkpoint that is quantised already, and not by bitsandbytes; "" of any other.
+
+    Raises:
+        ModelError: transformers has no gradients for it on this machine.
+    """
+    saved: Any = getattr(model.config, "quantization_config", None)
+    method = saved.get("quant_method") if isinstance(saved, dict) else None
+    if method in (None, "bitsandbytes"):
+        return ""
+    quantizer: Any = None
+    with suppress(Exception), _quiet():  # of a method or a package that is not there: loading says which
+        made: Any = AutoHfQuantizer.from_config(dict(saved), pre_quantized=True)
+        made.validate_environment(device_map={"": default_device()})
+        unpacked = getattr(made.quantization_config, "dequantize", False)  # as MXFP4 is without kernels for it
+        quantizer = None if unpacked else made
+    check_gradients_of_bits(quantizer)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"its weights are quantised by {method}, and counted as in {dtype}: as they are they take less."
 
 
 def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:

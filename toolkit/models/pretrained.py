@@ -1,7 +1,7 @@
 """A checkpoint before its model is loaded: its tokenizer, the files of its weights, and why it cannot be loaded."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
     has for filling in (transformers#37011). In a chat template they do.
     """
     own, template = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id), tokenizer.chat_template
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in own}
+    added = tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method, which has none
+    added = added if isinstance(added, Mapping) else {}
+    special = {i for i, token in added.items() if token.special and i not in own}
     further = {i for i in special if tokenizer.convert_ids_to_tokens(i) not in str(template)}
     return max({*tokenizer.get_vocab().values()} - further, default=-1) + 1
 

@@ -152,12 +152,14 @@ class SharedBase(FrozenLM):
         head_init: HeadInit = "normal",
         head_bias: bool = False,
         head: nn.Module | None = None,
+        saved: bool = False,
     ) -> None:
         """Add a role with a fresh adapter, and a fresh `ScoreHead` where the role has one.
 
         Args:
             config: None gives the reference the base itself, and the value role the policy's adapter.
             head: what a Q role reads its logits with, whose parameters are the role's own; None for nothing.
+            saved: whether the adapter is made for weights that are there, which may have had no gradient in places.
 
         Raises:
             AdapterError: an unknown or second role, or a configuration that would change the shared base.
@@ -192,7 +194,7 @@ class SharedBase(FrozenLM):
                 with self.in_eval_mode(), InRole(self, None):
                     if not self._states.is_meta:
                         self.fuse_layers()
-                    check_adapter(self.causal_lm, self.hidden_states, self._states, self.role(role))
+                    check_adapter(self.causal_lm, self.hidden_states, self._states, self.role(role), to_train=not saved)
                 if role in HEAD_ROLES and role in getattr(self.lm_head, "scaling", ()):
                     wrong = f"the {role} role has a head of its own, so that an adapter on lm_head would do nothing."
                     raise AdapterError(wrong, field="target_modules", remedy="Leave that module out.")

@@ -98,17 +98,29 @@ class MetricsFile(TrainerCallback, ExportableState):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        self.lines = len(whole_lines(path))
+        self.lines = self._found = len(whole_lines(path))
+        self.earlier = 0  # lines of another course, which go once this one has a checkpoint
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"args": {"path": str(self.path)}, "attributes": {"lines": self.lines}}
+        return {"args": {"path": str(self.path)}, "attributes": {"lines": self.lines - self.earlier}}
 
     def cut(self) -> None:
         """Drop what was written after the checkpoint that its number of lines is from."""
         kept = whole_lines(self.path)[: self.lines]
         write_lines(self.path, kept)
         self.lines = len(kept)  # a power cut may have left fewer
+
+    def begin_anew(self, *, logged_itself: bool) -> None:
+        """What there was when this was made, or what it `logged_itself` in training, is of another course."""
+        self.earlier = self.lines if logged_itself else self._found
+
+    def drop_earlier(self) -> None:
+        """Drop the lines of another course."""
+        if self.earlier:
+            kept = whole_lines(self.path)[self.earlier :]
+            write_lines(self.path, kept)
+            self.lines, self.earlier, self._found = len(kept), 0, 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.cut()

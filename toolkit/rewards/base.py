@@ -50,6 +50,11 @@ class Reward(Protocol):
     def __call__(self, rollout: Rollout) -> ScoreLike | Awaitable[ScoreLike]: ...
 
 
+def of_a_library(file: str) -> bool:
+    """Whether a file is an installed one's, Python's or the toolkit's, and none of the user's own."""
+    return _OF_A_LIBRARY.search(file) is not None
+
+
 def state_of(reward: Any) -> Any:
     """The reward, if it has a state. The weights of a network that scores are none: they stay as they are."""
     has = hasattr(reward, "state_dict") and hasattr(reward, "load_state_dict") and not isinstance(reward, nn.Module)
@@ -111,7 +116,7 @@ def place_of(error: BaseException, called: Any = None) -> str:
     """The file and line that an error comes from: the last of the user's own, above those of libraries; where it has
     none, as of a function that is not to be called so, where what was called is defined."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _OF_A_LIBRARY.search(frame.filename)]
+    own = [frame for frame in frames if not of_a_library(frame.filename)]
     if not own and (place := _definition(called)):
         return place
     frame = (own or frames)[-1]
@@ -142,14 +147,14 @@ def _file_of(part: Any) -> Path | None:
     """The user's own file that a reward is written in: that of its class, where its `__call__` is a library's."""
     code, module = _code_of(part), sys.modules.get(type(_without_partial(part)).__module__)
     names = (getattr(code, "co_filename", None), getattr(module, "__file__", None))
-    own = (Path(name) for name in names if name and not _OF_A_LIBRARY.search(name))
+    own = (Path(name) for name in names if name and not of_a_library(name))
     return next((path for path in own if path.is_file()), None)
 
 
 def code_digests(reward: Any) -> dict[str, str]:
     """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in."""
     own = getattr(reward, "parts", None)  # of a `WeightedSum`; one of a user's can be anything
-    parts = [*own.values()] if isinstance(own, dict) and own and all(map(callable, own.values())) else [reward]
+    parts = [reward, *(own.values() if isinstance(own, dict) and all(map(callable, own.values())) else ())]
     files = sorted({path for path in map(_file_of, parts) if path is not None})
     shared = {name for name, number in Counter(path.name for path in files).items() if number > 1}
     return {
@@ -190,12 +195,15 @@ def _loop(name: str) -> asyncio.AbstractEventLoop:
 
 
 def wait_for(awaitable: Awaitable[Any], *, loop: str) -> Any:
-    """What an awaitable comes to in a loop of ours, called from outside of what runs in that loop."""
+    """What an awaitable comes to in a loop of ours; called from within that one, as by an async reward that calls
+    another, in a further one, since a loop cannot wait for itself."""
 
     async def result() -> Any:
         with torch.no_grad():  # holds for the thread that enters it
             return await awaitable
 
+    if (here := threading.current_thread().name).startswith(loop):
+        loop = f"{here}, called by one"
     future = asyncio.run_coroutine_threadsafe(result(), _loop(loop))
     try:
         return future.result()

@@ -4,7 +4,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, takewhile
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ class DenseScores:
         tokens: for each response one number a token, stop token included, or nothing; None for nothing everywhere.
         spans: for each response any number of `(start, end, score)`: characters `start` to `end` − 1 of its text, as
             `rollout.responses` has it. The score is given at the token with which the span is complete.
+        at_end: of checked scores, set by `checked`: False where `scores` was None, whose zeros nobody gave.
 
     Example:
         >>> DenseScores(tokens=[[0.5, 0.0, 0.5], []], spans=[[], [(0, 4, 2.0)]]).checked(
@@ -44,6 +45,8 @@ class DenseScores:
     scores: Tensor | Sequence[float] | None = None
     tokens: Sequence[Tensor | Sequence[float]] | None = None
     spans: Sequence[Sequence[Span]] | None = None
+    _: KW_ONLY
+    at_end: bool = True
 
     def checked(self, rollout: Rollout) -> "DenseScores":
         """The same, as float32 on the CPU with an entry for each response.
@@ -82,7 +85,7 @@ class DenseScores:
             if not sum(map(abs, given)) <= LARGEST_SCORE:
                 gave = next((score for score in given if not math.isfinite(score)), "scores that overflow float32")
                 raise NotFiniteError(f"the reward gave {gave} to the response {said}; scores are finite.")
-        return DenseScores(scores, tokens, spans)
+        return DenseScores(scores, tokens, spans, at_end=self.at_end and self.scores is not None)
 
     # What follows is of scores that were checked.
 
@@ -119,14 +122,17 @@ def select_scores(scores: Scores, rows: Sequence[int]) -> Scores:
     if isinstance(scores, Tensor):
         return scores[list(rows)]
     ends, tokens, spans = _parts(scores)
-    return DenseScores(ends[list(rows)], [tokens[i] for i in rows], [spans[i] for i in rows])
+    some = ends[list(rows)], [tokens[i] for i in rows], [spans[i] for i in rows]
+    return DenseScores(*some, at_end=scores.at_end)
 
 
 def concatenate_scores(scores: Sequence[Scores]) -> Scores:
     """Those of several rollouts, one after the other; dense if any are."""
     ends, tokens, spans = zip(*map(_parts, scores), strict=True)
     whole = torch.cat(ends)
-    return DenseScores(whole, [*chain(*tokens)], [*chain(*spans)]) if _any_dense(scores) else whole
+    if not _any_dense(scores):
+        return whole
+    return DenseScores(whole, [*chain(*tokens)], [*chain(*spans)], at_end=_any_at_end(scores))
 
 
 def weighted_scores(scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
@@ -143,7 +149,7 @@ def weighted_scores(scores: Sequence[Scores], weights: Sequence[float]) -> Score
         given = [weight * of_tokens[row] for weight, _, of_tokens, _ in parts if len(of_tokens[row])]
         tokens.append(torch.stack(given).sum(dim=0) if given else torch.zeros(0))
         spans.append([(a, b, weight * score) for weight, *_, of_spans in parts for a, b, score in of_spans[row]])
-    return DenseScores(ends, tokens, spans)
+    return DenseScores(ends, tokens, spans, at_end=_any_at_end([part for _, part in paid]))
 
 
 def _parts(scores: Scores) -> tuple[Tensor, Any, Any]:
@@ -155,6 +161,10 @@ def _parts(scores: Scores) -> tuple[Tensor, Any, Any]:
 
 def _any_dense(scores: Sequence[Scores]) -> bool:
     return any(isinstance(part, DenseScores) for part in scores)
+
+
+def _any_at_end(scores: Sequence[Scores]) -> bool:
+    return any(isinstance(part, Tensor) or part.at_end for part in scores)
 
 
 def _read(part: Any, numbers: Callable[[Any], T], *, absent: T) -> T:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from toolkit.errors import Problem, RewardError, words_of
-from toolkit.rewards.base import Reward, check_reward, place_of, state_of
+from toolkit.rewards.base import Reward, check_reward, of_a_library, place_of, state_of
 from toolkit.rewards.kept import process_kept
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import setting
@@ -41,6 +41,7 @@ def load_function(function: str) -> Reward:
     return reward
 
 
+_TEXT = "__text_read__"  # in a module of a user's: what its file had in it when it was run
 _GIVEN = "__rewards_given__"  # in a module: the rewards with a state that runs have got from it, by name
 
 
@@ -56,7 +57,10 @@ def _loaded(function: str, *, anew: bool = False) -> tuple[ModuleType, Reward]:
                 module = _run(path, anew=anew)
             else:
                 module = importlib.import_module(place)
-                module = importlib.reload(module) if anew else module
+                text = _own_text(module)
+                changed = module.__name__ != "__main__" and vars(module).get(_TEXT, text) != text
+                module = importlib.reload(module) if anew or changed else module
+                vars(module)[_TEXT] = text
     except ModuleNotFoundError as error:
         where = f"from {here} and " if path is None else ""
         raise _wrong(f'no module "{error.name}", looked for {where}in the environment.') from error
@@ -73,6 +77,12 @@ def _loaded(function: str, *, anew: bool = False) -> tuple[ModuleType, Reward]:
         raise _wrong(f'{place} has no function "{name}".', remedy)
     check_reward(reward, "function")
     return module, reward
+
+
+def _own_text(module: ModuleType) -> bytes | None:
+    """What the file of a user's module has in it; None of a library's, and of one without a file."""
+    path = Path(getattr(module, "__file__", None) or "")
+    return path.read_bytes() if path.suffix == ".py" and path.is_file() and not of_a_library(str(path)) else None
 
 
 def check_function(function: str) -> None:
@@ -137,7 +147,7 @@ def _run(path: Path, *, anew: bool = False) -> ModuleType:
     It is run once, whatever is taken from it, as long as its text stays: it may load a model. Or else `anew`."""
     name, text = f"reward_file_{abs(hash(path.resolve()))}", path.read_bytes()
     there = sys.modules.get(name)
-    if getattr(there, "__text_read__", None) == text and not anew:
+    if getattr(there, _TEXT, None) == text and not anew:
         assert there is not None
         return there
     spec = importlib.util.spec_from_file_location(name, path)
@@ -145,7 +155,7 @@ def _run(path: Path, *, anew: bool = False) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     spec.loader.exec_module(module)
-    module.__dict__["__text_read__"] = text  # not of one that failed
+    vars(module)[_TEXT] = text  # not of one that failed
     return module
 
 

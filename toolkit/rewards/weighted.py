@@ -21,7 +21,8 @@ _NO_PARTS = "a sum needs at least one part."
 class WeightedSum:
     """Scores with Σᵢ weightᵢ · scoreᵢ over its parts.
 
-    A weight is 1.0 where none is given; 0 logs a part and leaves it out. Where a part with a weight gives scores at
+    A weight that is not given is the part's own, where that is a scorer such as `RemoteReward`, and 1.0 of any other; 0
+    logs a part and leaves it out. Where a part with a weight gives scores at
     tokens or spans, so does the sum. After each call `last_parts` holds the scores of every part by name, float32 (B,),
     before the weights: the PPO trainer logs their means as `score/<name>`. What parts have as a state is the sum's.
     Raises: RewardError: no parts, or a weight for a part that is not there.
@@ -39,7 +40,8 @@ class WeightedSum:
             raise RewardError(_NO_PARTS, field="parts")
         if unknown := [name for name in weights if name not in parts]:
             raise RewardError(f"a sum has no part {', '.join(unknown)}; it has {', '.join(parts)}.", field="weights")
-        self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
+        own = {name: part.weight if isinstance(part, Scorer) else 1.0 for name, part in parts.items()}
+        self.weights = {name: float(weights.get(name, own[name])) for name in parts}
         self.last_parts: dict[str, Tensor] = {}
 
     on_every_process = True

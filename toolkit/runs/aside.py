@@ -32,8 +32,9 @@ _DELETED, _MOVES = ".deleted", ".moves.json"
 
 
 def is_open(run: Path) -> bool:
-    """Whether something was moved aside and has not been forgotten."""
-    return any((run / name).exists() for name in (_MOVES, _DELETED, REPLACED))
+    """Whether something was moved aside and has not been forgotten. What is no run may have a folder by such a name."""
+    moved = any((run / name).is_file() for name in (_MOVES, f"{REPLACED}/{_MOVES}"))
+    return moved or ((run / _DELETED).exists() and (run / RECIPE_FILE).is_file())
 
 
 def changing(run: Path, stored: str) -> list[str]:
@@ -99,8 +100,9 @@ def place(run: Path, source: Path, name: str) -> None:
 def settle(run: Path) -> bool:
     """Carry on with what a kill has broken off; whether stages are replaced and the new ones are not finished."""
     with writing(run):
-        _carry_out(run)
-        _forget(run / _DELETED)
+        if is_open(run):
+            _carry_out(run)
+            _forget(run / _DELETED)
         for path in unfinished_in(run):
             path.unlink()
         state = _moves_in(run / REPLACED)

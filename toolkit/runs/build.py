@@ -1,16 +1,17 @@
 """From a recipe to a trainer: base, roles, data and configuration put together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, set_seed
+from transformers.utils import is_torch_tf32_available
 
 from toolkit import phases, processes
 from toolkit.data import Kind, RatedResponses, Task
 from toolkit.errors import RecipeError, RewardError, within
-from toolkit.models import HEAD_ROLES, SharedBase, fast_precision, load_model, slow_here
+from toolkit.models import SharedBase, fast_precision, load_model, slow_here
 from toolkit.reports import METRICS_FILE, MetricsFile
 from toolkit.rewards import Prompts, Reward, ScorerContext
 from toolkit.spec.recipe import Recipe
@@ -82,9 +83,30 @@ def trainer_config(recipe: Recipe, stage: str) -> Any:
     return config
 
 
+_OF_THE_PROCESS: list[str] = []  # the precision of products in float32 before a stage set its own
+
+
+def _for_training(recipe: Recipe, stage: str) -> Any:
+    """Its settings, with the precision of products in float32 as they say, which torch keeps for the whole process:
+    where they say nothing, as it was before another stage's did."""
+    config = trainer_config(recipe, stage)
+    if _OF_THE_PROCESS:
+        torch.backends.fp32_precision = _OF_THE_PROCESS.pop()  # type: ignore[attr-defined]
+    if is_torch_tf32_available() and (tf32 := _tf32(config)) is not None:
+        _OF_THE_PROCESS.append(torch.backends.fp32_precision)  # type: ignore[attr-defined]
+        torch.backends.fp32_precision = "tf32" if tf32 else "ieee"  # type: ignore[attr-defined]
+    return config
+
+
+def _tf32(config: Any) -> bool | None:
+    """As transformers has it of the arguments, whose own function for it does nothing when called a second time."""
+    compiled = config.torch_compile and (config.bf16 or not config.fp16)
+    return True if config.tf32 is None and compiled else config.tf32
+
+
 def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: Any, callbacks: Callbacks) -> Any:
     kind = recipe.plan.stages[stage].rows
-    config = trainer_config(recipe, stage)
+    config = _for_training(recipe, stage)
     train, held_out = (stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
     with made_by_trl(stage):
         return trainer(config, recipe.tokenizer, model, train, held_out, **_named(recipe, stage, callbacks))
@@ -118,12 +140,12 @@ PadTokens = dict[str, int]
 
 
 def placed_roles(
-    recipe: Recipe, stage: str, *, trained: Path | None = None, scores: bool = True
+    recipe: Recipe, stage: str, *, trained: Path | None = None, wanted: Container[str] | None = None
 ) -> tuple[SharedBase, PadTokens]:
     """The shared base with the roles of a stage, and the pad tokens of reward and judge.
 
-    With `trained`, the folder of what the stage has trained, in place of what it starts with; without `scores` those
-    roles alone that sample.
+    With `trained`, the folder of what the stage has trained, in place of what it starts with; of all its roles those
+    alone that are `wanted`, if that is given.
     """
     with within("base"):
         base = load_model(recipe.base.model_spec(model=recipe.base_path)).requires_grad_(False)
@@ -131,7 +153,7 @@ def placed_roles(
     for source in recipe.plan.stages[stage].roles:
         if source.role in ("policy", "q") and trained is not None:
             source = Saved(source.role, stage, str(trained))
-        if scores or source.role not in HEAD_ROLES:
+        if wanted is None or source.role in wanted:
             with within(source.key):
                 placed = source.place(roles, site(recipe))
             if source.role in pad_tokens:
@@ -202,7 +224,7 @@ def make_ppo_trainer(
 ) -> Any:
     """The ppo stage, by our loop or by TRL's own; reward, judge and rows that are given come before the recipe's."""
     set_seed(recipe.seed)
-    config = trainer_config(recipe, "ppo")
+    config = _for_training(recipe, "ppo")
     roles, pad_tokens = placed_roles(recipe, "ppo")
     prompts = recipe.task.prompts_of(train_dataset) if train_dataset is not None else None
     if prompts is None:
@@ -221,7 +243,7 @@ def make_ppo_trainer(
 
 def make_rollouts(recipe: Recipe, roles: SharedBase, stage: str = "ppo") -> Any:
     """What makes and measures rollouts as the ppo or the q stage does, without a trainer."""
-    config, kind = trainer_config(recipe, stage), QRollouts if stage == "q" else Rollouts
+    config, kind = _for_training(recipe, stage), QRollouts if stage == "q" else Rollouts
     return kind(config, recipe.tokenizer, roles, precision(config, roles))
 
 
@@ -244,7 +266,7 @@ def rated_dataset(recipe: Recipe) -> Any:
 def make_q_trainer(recipe: Recipe, *, callbacks: Callbacks = ()) -> QTrainer:
     """The q stage: rated responses to train on, and the recipe's prompts and scorer to measure responses with."""
     set_seed(recipe.seed)
-    config = trainer_config(recipe, "q")
+    config = _for_training(recipe, "q")
     dataset = rated_dataset(recipe)
     roles, pad_tokens = placed_roles(recipe, "q")
     named = measures(recipe, roles, pad_tokens, config.per_device_eval_batch_size) | _named(recipe, "q", callbacks)

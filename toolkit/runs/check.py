@@ -42,9 +42,9 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
             recipe.plan.needs(plan.stage)
     roles = RolesCheck(recipe, plans, findings)
     # Without a tokenizer each data section would ask the hub for it again.
-    # What is collected for a q stage is checked with that.
-    alone = "collect" in wanted and "q" not in recipe.plan.stages
-    read = {*STAGE_CLASSES, *(["collect"] if alone else [])}
+    # What is collected for a q stage is checked with that, unless it alone is wanted.
+    for_q = any(plan.stage == "q" for plan in plans)
+    read = {*STAGE_CLASSES, *([] if for_q else ["collect"])}
     names = [plan.stage for plan in plans if plan.stage in read and roles.tokenizer]
     data = DataCheck(recipe, names, findings, roles, handed_over)
     facts = data.facts()

@@ -79,7 +79,7 @@ class DataCheck:
         self.prompts_read = False
 
     def facts(self) -> tuple[StageFacts, ...]:
-        """The stages whose data could be read. What is wrong with those of a stage that PPO does not need, is noted."""
+        """The stages whose data could be read. Beside PPO what is wrong with one that it does not need is a note."""
         found, problems = [], self.findings.problems
         for stage in self.stages:
             so_far = len(problems)
@@ -115,7 +115,7 @@ class DataCheck:
                     # Positions go on over the rows that are wrapped into one.
                     wrapped = config.packing and config.packing_strategy == "wrapped"
                     longest = longest_row(prepared) if wrapped else min(longest, config.max_length or longest)
-                self._check_length(stage, longest)
+                self._check_length(stage, longest, "ppo.response_length" if stage == "ppo" else None)
                 return StageFacts(stage, state, len(train), len(held_out), longest, **facts)
         return None
 
@@ -129,7 +129,7 @@ class DataCheck:
             longest = max(longest_row(held_out), longest_row(recipe.task.prompts("test")))
             with self.findings.at("q"):
                 config = build.trainer_config(recipe, "q")
-                longest += config.response_length
+                lengths: dict[str | None, int] = {"q.response_length": longest + config.response_length}
                 if "q_data" in recipe.values or finished(recipe, "collect") is not None:
                     rated = None
                     with self.findings.at("q_data" if "q_data" in recipe.values else "q"):
@@ -139,14 +139,15 @@ class DataCheck:
                         return None
                     check_returns(rated, config)
                     rows = len(rated)
-                    longest = max(longest, *(len(p) + len(r) for p, r in zip(
-                        rated["prompt_ids"], rated["response_ids"], strict=True)))  # fmt: skip
+                    both = zip(rated["prompt_ids"], rated["response_ids"], strict=True)
+                    lengths[None] = max(len(prompt) + len(response) for prompt, response in both)
                 else:
                     settings = recipe.collect
                     used = min(len(prompts), settings.max_prompts or len(prompts))
                     rows = used * settings.samples_per_prompt
-                    longest = max(longest, longest_row(prompts) + settings.response_length)
-                self._check_length("q", longest)
+                    lengths["collect.response_length"] = longest_row(prompts) + settings.response_length
+                limit, longest = max(lengths.items(), key=lambda length: length[1])
+                self._check_length("q", longest, limit)
                 return StageFacts("q", state, rows, len(held_out), longest, **batch_figures("q", config, rows))
         return None
 
@@ -156,7 +157,8 @@ class DataCheck:
         with self.findings.at(key=recipe.data_section("collect")):
             prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
             self.prompts_read = True
-            self._check_length("collect", longest_row(prompts) + recipe.collect.response_length)
+            longest = longest_row(prompts) + recipe.collect.response_length
+            self._check_length("collect", longest, "collect.response_length")
 
     def _state(self, stage: str) -> str:
         """Whether the stage is finished, and which come before it."""
@@ -164,7 +166,8 @@ class DataCheck:
             return f"finished in {self.recipe.stage_folder(stage)}"
         plans = self.recipe.plan.stages
         first = [earlier for earlier in plans[stage].needs if finished(self.recipe, earlier) is None]
-        if stage != "ppo" and "ppo" in plans and stage not in plans["ppo"].needs:
+        # Where PPO is not checked, the stages are those that a command for another one is about to run.
+        if stage != "ppo" and "ppo" in self.stages and stage not in plans["ppo"].needs:
             return _NOT_NEEDED
         return f"to be run, after {' and '.join(first)}" if first else "to be run"
 
@@ -180,13 +183,13 @@ class DataCheck:
         with problems.at("ppo"):
             check_room([longest], config.max_length)
 
-    def _check_length(self, stage: str, longest: int) -> None:
+    def _check_length(self, stage: str, longest: int, limit: str | None) -> None:
+        """`limit` is the key of what a prompt of section data is to have as a response; None where rows are whole."""
         positions, whose = self.roles.positions(stage)
         if positions is not None and longest > positions:
-            what, limits = "the longest row", "the limits of the data section"
-            if stage in ("ppo", "collect"):
-                limit = f"{stage}.response_length"
-                what, limits = f"the longest prompt with {limit}", f"{limits} or {limit}"
+            what, limits = "the longest row", f"the limits of the section {self.recipe.data_section(stage)}"
+            if limit is not None:
+                what, limits = f"the longest prompt with {limit}", f"the limits of the section data or {limit}"
             have = f"{whose} has positions for {positions}"
             self.findings.note(Problem(f"{what} comes to {longest} tokens, and {have}.", stage, f"Shorten {limits}."))
 

@@ -16,7 +16,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from toolkit import models
 from toolkit.costs import pack, weight_bytes_of
 from toolkit.errors import Problem
-from toolkit.models import META, SharedBase, check_reads_tokens, head_name, load_model, positions_of
+from toolkit.models import (
+    META,
+    SharedBase,
+    about_other_bits,
+    check_reads_tokens,
+    head_name,
+    load_model,
+    positions_of,
+)
 from toolkit.runs import build
 from toolkit.runs.check_report import BaseFacts, Findings, RoleFacts
 from toolkit.runs.folder import finished
@@ -85,6 +93,8 @@ class RolesCheck:
             self.roles = SharedBase(drawn)
             quantization = recipe.quantization() or models.own_quantization(config)
             models.check_bits(quantization)
+            if about := about_other_bits(drawn):
+                self.findings.notes.append(Problem(about, f"base.{place}"))
             precision: str = base.dtype
             if quantization is not None:
                 models.quantize_outline(counted, quantization)

@@ -62,6 +62,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
 
     Raises:
         RunInterrupted: a signal asked to stop; what was collected is saved.
+        DataError: a prompt is too long for the base, or has a token that it does not know.
         RewardError: the reward raised, or did not return one finite number each.
         CheckpointError: a partial file has responses to other prompts, of another base or adapter, or the state of the
             reward that goes with it is gone.
@@ -83,19 +84,21 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
             if done < len(starts):
                 with phases.phase("load"), processes.agreed():
                     roles, pad_tokens = build.placed_roles(recipe, "collect")
+                    sampler = Sampler(
+                        roles,
+                        recipe.tokenizer,
+                        role="reference",
+                        response_length=settings.response_length,
+                        temperature=settings.temperature,
+                    )
+                    # Found in a later batch, it would end the collection, which could not go on with shorter prompts.
+                    sampler.limits(prompts["input_ids"][: number // settings.samples_per_prompt])
                     reward = build.make_reward(recipe, roles, pad_tokens, settings.batch_size)
                 now = {**identity(prompts, roles.causal_lm, roles, reward), "frozen": frozen_digests(roles)}
                 check_alike(now)
                 processes.by_main(partial(_begun_with, now, unfinished, anew=not done))
                 if (changing := state_of(reward)) is not None:
                     done = min(done, _to_its_state(changing, unfinished, settings.batch_size, done))
-                sampler = Sampler(
-                    roles,
-                    recipe.tokenizer,
-                    role="reference",
-                    response_length=settings.response_length,
-                    temperature=settings.temperature,
-                )
             progress.steps(done, len(starts), "batch")
             for batch in range(done, len(starts)):
                 rows = range(starts[batch], min(starts[batch] + settings.batch_size, number))
@@ -192,7 +195,7 @@ def _rows(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _rewards(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[float | None]]:
-    """An entry a token, None where no reward was given; the response's own score stands at its last one."""
+    """An entry a token, None where no reward was given; a score of the whole response stands at its last."""
     if not isinstance(scores, DenseScores):
         for length, score in zip(rollout.lengths, scores.tolist(), strict=True):
             yield [None] * (length - 1) + [score]
@@ -205,7 +208,7 @@ def _rewards(rollout: Rollout, scores: Scores, tokenizer: PreTrainedTokenizerBas
         every = len(tokens[i]) > 0
         pairs = zip(at_tokens[i][:length], marks[i], strict=False)
         row = [reward if every or marked else None for reward, marked in pairs]
-        yield [*row[:-1], (row[-1] or 0.0) + at_end[i]]
+        yield [*row[:-1], (row[-1] or 0.0) + at_end[i] if scores.at_end else row[-1]]
 
 
 def _marks(spans: Any) -> list[list[tuple[int, int, float]]]:

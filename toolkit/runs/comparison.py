@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.disk import write_whole, writing
+from toolkit.disk import write_output
 from toolkit.errors import RecipeError
 from toolkit.reports import (
     APART,
@@ -21,6 +21,7 @@ from toolkit.reports import (
 from toolkit.runs.differences import ABSENT, leaves, recorded, shown
 from toolkit.runs.folder import find_run
 from toolkit.runs.owned import BEFORE_FILE, SAMPLES_FILE, check_output
+from toolkit.spec.plan import at
 
 COMPARED = ("ppo", "q", "reward", "sft")
 """The stage that is compared is the first of these that all runs have begun."""
@@ -51,8 +52,7 @@ def compare(names: Sequence[str], output: Path, *, runs_dir: Path, stage: str | 
         raise RecipeError(f"{', '.join(names)} have no stage in common that has begun.")
     wanted = stage or shared[0]
     runs = [_run(label, folder / wanted) for label, folder in zip(labels_of(folders), folders, strict=True)]
-    with writing(output):
-        write_whole(output.resolve(), comparison_page(wanted, runs, differing(folders)))
+    write_output(output, comparison_page(wanted, runs, differing(folders)))
     return output
 
 
@@ -81,6 +81,9 @@ def _run(label: str, folder: Path) -> ComparedRun:
         if result[APART]:
             result["before"] = _last_evaluation([at_start(metrics)])[0]
         result["after"], step = _last_evaluation(metrics)
+        smoothed = at(recorded(folder.parent), "reward.label_smoothing_factor")
+        if folder.name == "reward" and ("accuracy" in result["after"] or smoothed):
+            result["after"].pop("loss", None)  # the one that is trained, and before stands a plain one
         label += f" (step {step}, not finished)" if metrics else " (not finished)"
         result["warnings"] = read_jsonl(warned) if warned.is_file() else []
     result |= {side: result.get(side) if isinstance(result.get(side), dict) else {} for side in ("before", "after")}

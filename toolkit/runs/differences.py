@@ -67,7 +67,10 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
     shown_by = {f"{other}.{name}" for other in STAGE_CLASSES for name in _SHOWN_BY}
     read = [key for key in {**there, **here} if plan is None or (plan.reads_key(key) and key not in shown_by)]
     pairs = {key: (there.get(key, ABSENT), here.get(key, ABSENT)) for key in read}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    # An empty section of one is no key beside those that the other has in it.
+    below = {**there, **here}
+    filled = {key for key, pair in pairs.items() if {} in pair and any(one.startswith(f"{key}.") for one in below)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in filled}
 
 
 def may_change(recipe: Recipe, stage: str, folder: Path) -> set[str]:

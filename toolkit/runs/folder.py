@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints import checkpoint_folders, step_of
+from toolkit.checkpoints import checkpoint_folders, checkpoints_in, step_of
 from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, damage, write_whole, writing
 from toolkit.errors import Problem, RecipeError, ToolkitError
 from toolkit.reports import METRICS_FILE, REPORT_FILE, ROLLOUTS_FILE, WARNINGS_FILE, read_result, write_result
@@ -76,7 +76,7 @@ def work_of(folder: Path) -> Problem | None:
         return Problem(wrong, remedy=_GO_ON_OR_DELETE)
     # And a checkpoint that a kill has kept from its name: it is whole once it is sealed.
     sealed = (path for path in checkpoint_folders(folder, ASIDE) if (path / MANIFEST).is_file())
-    if saved := checkpoint_folders(folder) or [*sealed]:
+    if saved := checkpoints_in(folder) or [*sealed]:
         wrong = f"{folder} holds a {stage} stage that was not finished, saved up to step {step_of(saved[-1])}."
         return Problem(wrong, remedy=_GO_ON_OR_DELETE)
     if has_weights(folder):
@@ -156,7 +156,7 @@ def claim(
         raise RecipeError(problem.wrong, remedy=problem.remedy + own)
     if work is not None and not (overwrite or resume):
         raise RecipeError(work.wrong, remedy=work.remedy)
-    if work is not None and resume and work.remedy == _RENAME_OR_DELETE and not checkpoint_folders(folder):
+    if work is not None and resume and work.remedy == _RENAME_OR_DELETE and not checkpoints_in(folder):
         wrong = f"{folder} holds a {stage} stage and no checkpoint of it to go on from."
         raise RecipeError(wrong, remedy=_RENAME_OR_DELETE)
     goes_on = resume and work is not None
@@ -216,7 +216,7 @@ def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool 
     if aside.changing(run, aside.UNFINISHED):
         done = [name for name in before if (there / name / RESULT_FILE).is_file()]
         replaces = overwrite and any(not changes(recipe, name, there) for name in done)
-        if replaces or (resume and _agrees(recipe, stage, there)):
+        if replaces or (resume and _goes_on_there(recipe, stage)):
             aside.take_up(run)
             return ""
     return said
@@ -236,8 +236,12 @@ def restore(run: Path) -> str:
     return f"{run} has its earlier {listed(back)} again.{more if begun else ''}"
 
 
-def _agrees(recipe: Recipe, stage: str, unfinished: Path) -> bool:
-    """Whether what was begun in a stage's place can go on under these settings."""
+def _goes_on_there(recipe: Recipe, stage: str) -> bool:
+    """Whether a stage goes on, under these settings, with what was begun in place of it or of stages before it: not
+    where it has work of its own, which stands on those that were to be replaced."""
+    run, unfinished = recipe.folder, recipe.folder / aside.UNFINISHED
+    if stage not in aside.changing(run, aside.UNFINISHED) and work_of(run / stage) is not None:
+        return False
     return not (changes(recipe, stage, unfinished).keys() - may_change(recipe, stage, unfinished))
 
 
@@ -245,7 +249,7 @@ def way_on(recipe: Recipe, stage: str) -> str:
     """How a stage that was broken off, or one before it, is gone on with: "resume"; "overwrite" where it has left what
     cannot be; "" where it has left nothing."""
     run, unfinished = recipe.folder, recipe.folder / aside.UNFINISHED
-    if aside.changing(run, aside.UNFINISHED) and _agrees(recipe, stage, unfinished):
+    if aside.changing(run, aside.UNFINISHED) and _goes_on_there(recipe, stage):
         return "overwrite" if leads_nowhere(unfinished / stage, recipe.values) else "resume"
     if not (run / RECIPE_FILE).is_file() or conflict(recipe, resumed=stage) is not None or finished(recipe, stage):
         return ""

@@ -32,7 +32,7 @@ from toolkit.costs import (
     weight_bytes_of,
 )
 from toolkit.errors import Problem, RecipeError, within
-from toolkit.models import META, Precision, SharedBase, on_another_machine, outlined
+from toolkit.models import META, Precision, SharedBase, about_other_bits, all_positions_of, on_another_machine, outlined
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
 from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, seconds_of, size_of
@@ -102,6 +102,8 @@ class _Planner:
         self.context = card.context if isinstance(card, Device) else next(iter(CARDS.values())).context
         self.args = recipe.stage_config("ppo")
         self.roles = _without_numbers(recipe, "ppo")
+        with within("base"):
+            self.other_bits = about_other_bits(self.roles.causal_lm)
         self.lengths, self.evaluated = self._lengths("train"), self._lengths("validation", "test")
         self.counted = Counted(self.roles.config.get_text_config().vocab_size)
         self.update = self._update(self.args)
@@ -179,8 +181,8 @@ class _Planner:
         limits = [data.get(key) for key in ("max_prompt_length", "max_response_length")]
         longest = sum(limits) if all(limits) else longest_row(stage_dataset(self.recipe, stage, kind, split))
         longest = max(1, longest)  # where nothing is held out
-        if (positions := self.roles.positions[0]) is not None:  # to which limits need not come down
-            longest = min(longest, positions)
+        # Limits need not come down to the positions of the base: all it has, where rollouts keep to LongRoPE's first.
+        longest = min(longest, all_positions_of(self.roles.config) or longest)
         return args.max_length if getattr(args, "packing", False) else min(longest, args.max_length or longest)
 
     def _step(self, stage: str, step: Phase) -> Problem:
@@ -235,6 +237,8 @@ class _Planner:
             yield Problem(f"the update {said} gradient checkpointing: {size_of(other.total)}.")
         if not report.fits:
             yield self._way_out(report)
+        if self.other_bits:
+            yield Problem(self.other_bits, "base.model")
         yield Problem(
             self._assumed(self.device) if self.device else "time: not planned, for want of the card's limits."
         )

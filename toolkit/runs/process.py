@@ -55,7 +55,7 @@ def run_in_processes(command: list[str], number: int) -> int:
     shared |= {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
     children = []
     for rank in range(number):
-        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": shared["WORLD_SIZE"]}
         children.append(subprocess.Popen(command, env=environment))
     codes = _ended(children)
     if stop := next((one for one in _STOPS if -one in codes), None):

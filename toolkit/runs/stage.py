@@ -176,7 +176,7 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
     path = recipe.stage_folder(stage) / BEFORE_FILE
     rows = recipe.task.prompts("test") if stage in ("ppo", "q") else trainer.eval_dataset
     held_out = None if rows is None else data_digest(rows)
-    check_alike({"held-out rows": held_out})
+    check_alike({"held-out rows": held_out}, getattr(trainer, "roles", None))
     kept = processes.by_main(lambda: reports.read_json(path))
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
         with phases.phase("answers before" if stage in ("ppo", "q") else "measure before"):
@@ -268,6 +268,10 @@ class ReportAtEvaluations(TrainerCallback):
 
     def _of_evaluation(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         measured = {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")}
+        # It has the loss that is trained, and `before` a plain one: of pairs without their margins, centring or every
+        # token, of classes not smoothed.
+        if self.stage == "reward" and ("accuracy" in measured or self.trainer.args.label_smoothing_factor):
+            measured.pop("loss", None)
         return {name: value for name, value in measured.items() if name in self.before}
 
     @contextmanager

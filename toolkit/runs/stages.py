@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from toolkit import phases, processes
-from toolkit.checkpoints import checkpoint_folders, newest_whole
+from toolkit.checkpoints import checkpoints_in, newest_whole
 from toolkit.errors import CheckpointError, PeerError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
@@ -205,7 +205,7 @@ def _to_resume(recipe: Recipe, stage: str) -> Path | None:
     if checkpoint is not None:
         say(f"{stage} goes on from {checkpoint}.")
         return checkpoint
-    if checkpoint_folders(folder):
+    if checkpoints_in(folder):
         remedy = "Save what you want of them, then begin anew with $overwrite."
         raise CheckpointError(f"{folder}: no checkpoint there is whole.", remedy=remedy)
     say(f"{folder} holds no checkpoint: {stage} begins anew.")
@@ -218,7 +218,7 @@ def _out_of_memory(stage: str, folder: Path) -> ToolkitError:
     elsewhere = {"ppo": "in reading or scoring ppo.local_rollout_forward_batch_size and ppo.logprob_chunk_size",
                  "q": "in the readings of whole rows q.q_chunk_size"}  # fmt: skip
     more = f", {elsewhere[stage]}" if stage in elsewhere else ""
-    then = "go on with $resume." if checkpoint_folders(folder) else "run it again: nothing had been saved yet."
+    then = "go on with $resume." if checkpoints_in(folder) else "run it again: nothing had been saved yet."
     remedy = (
         f"Set {stage}.gradient_checkpointing=true, or halve what is done at a time: in training "
         f"{stage}.per_device_train_batch_size, with {stage}.gradient_accumulation_steps doubled, which changes no "

@@ -139,13 +139,15 @@ class BestOf(NamedTuple):
 
 @torch.no_grad()
 def best_of(prompts: Rows, n: int, *, sampler: Sampler, reward: Reward, batch_size: int) -> BestOf:
-    """Sample n responses to each prompt and keep the one that the reward scores highest; of equals the first."""
+    """Sample n responses to each prompt and keep the one that the reward scores highest; of equals the first. A reward
+    that changes as it goes is left as it was."""
     if n < 1 or len(prompts) == 0:
         raise ValueError(f"best_of needs at least one prompt and one sample; got {len(prompts)} prompts and n = {n}")
     rollouts, scores = [], []
-    for rows in batches([row for row in prompts for _ in range(n)], batch_size * processes.count()):
-        rollouts.append(sampler(sampler.collator(rows)))
-        scores.append(total_scores(score_with(reward, rollouts[-1])))
+    with _unchanged(reward):
+        for rows in batches([row for row in prompts for _ in range(n)], batch_size * processes.count()):
+            rollouts.append(sampler(sampler.collator(rows)))
+            scores.append(total_scores(score_with(reward, rollouts[-1])))
     candidates, by_prompt = concatenate(rollouts), torch.cat(scores).view(len(prompts), n)
     best = by_prompt.argmax(dim=1).tolist()
     return BestOf(candidates, by_prompt, select(candidates, [i * n + j for i, j in enumerate(best)]))

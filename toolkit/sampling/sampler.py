@@ -85,8 +85,7 @@ class Sampler:
                 embedding for a token of one.
             ToolkitError: the role's logits are not finite.
         """
-        self._check_ids(batch["prompt_ids"])
-        limits = self._limits([len(ids) for ids in batch["prompt_ids"]])
+        limits = self.limits(batch["prompt_ids"])
         stops = self.roles.stop_token_ids(self.tokenizer)
         uniform = None
         if self.temperature is not None:
@@ -169,7 +168,11 @@ class Sampler:
         positions, _ = self.roles.positions
         return positions is not None and width > positions and self.roles.padding_takes_positions
 
-    def _limits(self, prompt_lengths: list[int]) -> list[int]:
+    def limits(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens that the response to each prompt may have. Raises: DataError: there is no room for one, or a prompt
+        has a token that the base does not know."""
+        self._check_ids(prompts)
+        prompt_lengths = [len(ids) for ids in prompts]
         check_room(prompt_lengths, self.max_length)
         positions, whose = self.roles.positions
         if positions is not None and (longest := max(prompt_lengths)) >= positions:

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.spec.plan import at
+from toolkit.spec.sections import DEFAULT_SEED
 
 _KEY = re.compile(r"\$\{([\w.-]+)\}")
 
@@ -43,6 +44,7 @@ def with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Proble
     a run keeps.
     """
     problems = []
+    known = {**values, "seed": DEFAULT_SEED if values.get("seed") is None else values["seed"]}
 
     def insert(value: Any, place: str) -> Any:
         if isinstance(value, dict):
@@ -52,8 +54,8 @@ def with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Proble
         if not isinstance(value, str) or "${" not in value:
             return value
         whole = _KEY.fullmatch(value)
-        inserted = at(values, whole[1]) if whole else _KEY.sub(lambda key: str(at(values, key[1])), value)
-        keys = [at(values, key) for key in _KEY.findall(value)]
+        inserted = at(known, whole[1]) if whole else _KEY.sub(lambda key: str(at(known, key[1])), value)
+        keys = [at(known, key) for key in _KEY.findall(value)]
         if any(key is None or isinstance(key, (dict, list)) for key in keys) or "${" in str(inserted):
             problems.append(_no_plain_value(value, place))
         return inserted

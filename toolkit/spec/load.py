@@ -157,7 +157,8 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
         raise RecipeError(f'override "{override}" is not of the form section.key=value.')
     if not value.strip():  # YAML's null, as where a variable of the shell is not set
         wrong = f'override "{override}" has no value.'
-        raise RecipeError(wrong, field=key, remedy="Give one: '' is an empty text, null takes a stage's key away.")
+        empty = f'an empty text is "{key}=\'\'" on the command line, SET="{key}=\\"\'\'\\"" with make'
+        raise RecipeError(wrong, field=key, remedy=f"Give one: {empty}; null takes a stage's key away.")
     try:
         _check_yaml(value)
         change = only_keys(OmegaConf.from_dotlist([override]), f'override "{override}"')

@@ -97,6 +97,11 @@ class _Resolver:
         if labels == 1 and at(self.values, "reward.label_smoothing_factor"):
             wrong = "would have no effect: it is of classes, and reward_head.num_labels says pairs."
             self.problem("reward.label_smoothing_factor", wrong, "Remove one.")
+        if at(self.values, "reward.disable_dropout") is False and (
+            at(self.values, "reward_model") is None or at(self.values, "adapters.reward") is not None
+        ):
+            wrong = "false would have no effect: a base under an adapter has no dropout, and the adapter keeps its own."
+            self.problem("reward.disable_dropout", wrong, "Set adapters.reward.lora_dropout.")
         rows: Kind = "pairs" if labels == 1 else "labelled"
         if self.key("reward_model") is None:
             fresh = self._fresh("reward", "the reward stage trains it")
@@ -186,7 +191,7 @@ class _Resolver:
         if folder:
             return Saved("reward", "start.reward", str(folder))
         self.key("reward")
-        if "reward_model" in self.values and "ppo" in self.values and not self.scores_by_model:
+        if "reward_model" in self.values:
             wrong = "adapter reads the reward role, and the reward stage trains reward_model."
             self.problem("scorer.kind", wrong, "Use kind: model.")
         return self._trained("reward", "reward", num_labels=at(self.values, "reward_head.num_labels") or 1)

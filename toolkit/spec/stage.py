@@ -39,6 +39,13 @@ OF_NO_RECIPE = {
     "restore_callback_states_from_checkpoint": Problem("it has no effect: a run that goes on restores them."),
 }
 
+# What stops and goes on in a way of its own; of PPO nothing reads them.
+BREAKS_GOING_ON = {
+    "save_only_model": "no run could go on from its checkpoints.",
+    "ignore_data_skip": "a run that goes on would train some rows of a pass twice, and others never.",
+    "enable_jit_checkpoint": "it takes SIGTERM for itself, where a run that is asked to stop saves all.",
+}
+
 # transformers reads the old name, which remedies and plans give, only where the new one is not there.
 _OTHER_NAMES = {"activation_checkpointing": Problem("has another name here.", remedy="Write gradient_checkpointing.")}
 
@@ -133,7 +140,10 @@ WITHOUT_EFFECT = {
         **_NO_UPLOADS,
         **_NO_CAST,
         "label_smoothing_factor": "the losses of TRL's trainer have none",
-        **dict.fromkeys(("completion_only_loss", "dataset_text_field"), "the form of the data says what is predicted"),
+        **dict.fromkeys(
+            ("completion_only_loss", "assistant_only_loss", "dataset_text_field"),
+            "the form of the data says what is predicted",
+        ),
         "trust_remote_code": "the base is loaded by base.trust_remote_code",
         "model_init_kwargs": "the base is loaded by base",
         "dataset_kwargs": "rows come tokenised, and its skip_prepare_dataset would skip max_length and packing alone",
@@ -180,6 +190,8 @@ def check_stage(
         best = config.metric_for_best_model
         if measured is not None and best is not None and best.removeprefix("eval_") not in measured:
             remedy = suggestion(best, measured) or f"There are {', '.join(measured)}."
+            if stage in ("ppo", "q") and best.removeprefix("eval_") in ("judge", "judge_se"):
+                remedy = "Name one in the section judge, which one that Python gives then takes the place of."
             raise ConfigError(f"{best!r} is nothing that is measured.", field="metric_for_best_model", remedy=remedy)
 
     problems = check_keys(stage, values, STAGE_CLASSES[stage], refused=refused, build=build)
@@ -189,6 +201,10 @@ def check_stage(
     if stage == "sft" and values.get("packing") and values.get("truncation_mode") == "keep_end":
         wrong = "keep_end would have no effect with packing, which keeps the start."
         problems.append(Problem(wrong, "sft.truncation_mode"))
+    unpacked = values.get("padding_free") and not values.get("packing")
+    if stage == "sft" and unpacked and values.get("max_length", 0) is not None:
+        wrong = "true without packing holds no row to max_length."
+        problems.append(Problem(wrong, "sft.padding_free", "Add packing, or set max_length to null."))
     if stage == "sft" and values.get("eval_packing") and not values.get("packing"):
         wrong = "true needs packing: rows would be read after others, as if they went on."
         problems.append(Problem(wrong, "sft.eval_packing"))
@@ -196,6 +212,8 @@ def check_stage(
         wrong = "is refused: TRL leaves out pairs that are longer, and says nothing."
         remedy = "Limit max_prompt_length and max_response_length of the data."
         problems.append(Problem(wrong, "reward.max_length", remedy))
+    broken = [name for name in BREAKS_GOING_ON if stage != "ppo" and values.get(name)]
+    problems += [Problem(BREAKS_GOING_ON[name], f"{stage}.{name}", "Take it out.") for name in broken]
     return problems + _not_installed(stage, values)
 
 
@@ -214,6 +232,9 @@ def _check_order(config: Any) -> None:
     if order not in _ORDERS:
         wrong = f"{order} draws batches by the lengths of input_ids, in an order that no checkpoint keeps."
         raise ConfigError(wrong, field="train_sampling_strategy", remedy=f"Take {' or '.join(_ORDERS)}.")
+    if not getattr(config.accelerator_config, "use_seedable_sampler", True):
+        wrong = "use_seedable_sampler false draws an order that a run which goes on would not have again."
+        raise ConfigError(wrong, field="accelerator_config", remedy="Leave it out.")
 
 
 def _not_installed(stage: str, values: dict[str, Any]) -> list[Problem]:
@@ -222,6 +243,10 @@ def _not_installed(stage: str, values: dict[str, Any]) -> list[Problem]:
         wrong = "liger-kernel is not installed."
         return [Problem(wrong, f"{stage}.use_liger_kernel", "pip install liger-kernel, or remove it.")]
     wanted = values.get("report_to")
+    both = isinstance(wanted, list) and len(wanted) > 1 and not {"none", "all"}.isdisjoint(map(str, wanted))
+    if both or ("report_to" in values and wanted is None):
+        alone = "transformers takes none and all beside nothing else, and no null."
+        return [Problem(f"got {wanted!r}: {alone}", f"{stage}.report_to", "Write none, or list what to report to.")]
     for name in [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []:
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
             near = suggestion(str(name), list(INTEGRATION_TO_CALLBACK))
@@ -253,19 +278,20 @@ def presets(stage: str, values: dict[str, Any], *, precision: Precision, model: 
     if stage == "reward":
         # TRL would leave out pairs over it without a word.
         ours["max_length"] = Preset(None, "the data section has limits, and reports what they leave out")
-    if not {"bf16", "fp16"} & values.keys():
-        reason = f"{model}.dtype is {precision}"
-        ours["bf16"] = Preset(precision.dtype == "bfloat16", reason)
-        ours["fp16"] = Preset(precision.dtype == "float16", reason)
-    return {name: preset for name, preset in ours.items() if name not in values}
+    reason = f"{model}.dtype is {precision}"
+    ours["bf16"] = Preset(precision.dtype == "bfloat16" and not values.get("fp16"), reason)
+    ours["fp16"] = Preset(precision.dtype == "float16" and not values.get("bf16"), reason)
+    return {name: preset for name, preset in ours.items() if values.get(name) is None}
 
 
 def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: int, precision: Precision) -> Any:
     """A stage's section as an object of its owner's class, with the toolkit's presets where it is silent."""
     ours = {name: preset.value for name, preset in presets(stage, values, precision=precision).items()}
     with trainers_kept():
-        made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **ours, **values)
+        made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **{**values, **ours})
         # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active
         # role, and multiply the batch: the first card is the one (CUDA_VISIBLE_DEVICES chooses another).
         made._n_gpu = min(made.n_gpu, 1)
+        # And where neither is set, it would take what accelerate's launcher has in the environment.
+        made.mixed_precision = "fp16" if made.fp16 else "bf16" if made.bf16 else "no"
     return made

@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from toolkit import phases, processes
 from toolkit.data import PromptCollator, RatedCollator
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.errors import DataError, RecipeError, ToolkitError
 from toolkit.models import (
     LENGTH_MULTIPLE,
     ROLE_FILE,
@@ -25,6 +25,7 @@ from toolkit.models import (
     load_weights,
     save_model,
     save_role,
+    table_of_positions,
 )
 from toolkit.rewards import Reward
 from toolkit.sampling import BestOf, Evaluation, Metrics, Rows, best_of
@@ -94,6 +95,53 @@ class SupervisedTrainer(RoleTrainer):
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         with nullcontext() if self.roles is None else self.roles.unpacked_for_gradients():
             return super()._run(checkpoint, arguments)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As in `Trainer`, with all held-out rows: `dataloader_drop_last` is for batches to train on."""
+        with self._all_rows():
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Likewise, of `predict`."""
+        with self._all_rows():
+            return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _all_rows(self) -> Iterator[None]:
+        drops, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            yield
+        finally:
+            self.args.dataloader_drop_last = drops
+
+    def check_positions(self, model: Any, remedy: str) -> None:
+        """What is trained and measured on fits into a model, which would break off at a longer row, perhaps hours in.
+
+        Args:
+            model: with positions of its own, or those of a shared base.
+            remedy: what can be done about a longer row, with `{}` for the positions.
+
+        Raises:
+            DataError: a row has more tokens than the model has positions.
+        """
+        if (positions := table_of_positions(model)) is None:
+            return
+        for split, rows in (("training", self.train_dataset), ("held-out", self.eval_dataset)):
+            for row, tokens in _lengths(rows):
+                if tokens > positions:
+                    wrong = f"row {row} of the {split} rows has {tokens} tokens, and the model has positions for "
+                    raise DataError(f"{wrong}{positions}.", remedy=remedy.format(positions))
+
+
+def _lengths(dataset: Any) -> Iterator[tuple[int, int]]:
+    """Rows by number, as TRL has prepared them, with the tokens of their longest sequence."""
+    if not isinstance(dataset, Dataset):  # a notebook may give others
+        return
+    if "seq_lengths" in dataset.column_names:  # of rows in which several are packed, each from position 0
+        yield from ((row, max(lengths)) for row, lengths in enumerate(dataset["seq_lengths"]))
+        return
+    for name in (one for one in ("input_ids", "chosen_ids", "rejected_ids") if one in dataset.column_names):
+        yield from ((row, len(ids)) for row, ids in enumerate(dataset[name]))
 
 
 class SamplingTrainer(RoleTrainer):

@@ -30,6 +30,7 @@ class Guard:
         text: what is told, with `value`, `updates` and the metrics.
         remedy: what to try.
         updates: so many in a row, or evaluations.
+        unless: a warning that says more, before it in the table: once that is given, this one is not.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Guard:
     text: str
     remedy: str
     updates: int = 1
+    unless: str = ""
 
 
 def _a_token(name: str) -> Callable[[Metrics], float | None]:
@@ -82,10 +84,11 @@ GUARDS = (
     Guard(
         "scores_at_bound",
         methodcaller("get", "tied_share"),
-        lambda share: 0.9 <= share < 1.0,
+        lambda share: share >= 0.9,
         "{value:.0%} of the scores are one number, as at the bound of a reward: little is left to learn from.",
         "Stop here, give harder prompts or a finer reward, or raise score_clip where it is set.",
         updates=10,
+        unless="scores_equal",
     ),
     Guard(
         "critic_explains_nothing",
@@ -270,7 +273,8 @@ class Watch:
             value = guard.number(numbers)
             there = value is not None and guard.out_of_bounds(value)
             self.in_a_row[guard.name] = self.in_a_row.get(guard.name, 0) + 1 if there else 0
-            if guard.name not in told and self.in_a_row[guard.name] >= guard.updates:
+            if not told & {guard.name, guard.unless} and self.in_a_row[guard.name] >= guard.updates:
+                told.add(guard.name)
                 text = guard.text.format(**{**numbers, "value": value, "updates": guard.updates})
                 about = {"step": step, "name": guard.name, "value": value, "text": text, "remedy": guard.remedy}
                 new.append(about)

@@ -232,14 +232,6 @@ class PPOTrainer(PPOLoop):
         limit = None if first else self.args.update_kl_limit
         if limit is not None and totals["approx_kl"] > limit:
             return None
-        if first:
-            learning = self._unchecked_roles & experience.learning_roles(rows)
-            # An adapter's dropout alone can clip all of a mini-batch of a few tokens.
-            clipped = {"policy": totals["clip_fraction"], "value": totals["value_clip_fraction"]}
-            learning -= {role for role, share in clipped.items() if share > 0.9999}
-            # float16 gradients are scaled up, and may overflow: the scaler then skips the step and lowers the scale.
-            self_checks.check_gradients(self.roles, learning, scaled=self.args.fp16)
-            self._unchecked_roles -= learning
         # A limit of 0 is none. Without one the norm is read all the same: NaN would stay in the weights for good.
         largest = self.args.max_grad_norm or math.inf
         if self.accelerator.scaler is not None:
@@ -247,7 +239,14 @@ class PPOTrainer(PPOLoop):
         norm = float(torch.nn.utils.clip_grad_norm_(self.roles.trained_parameters, largest))
         if math.isfinite(norm):
             totals["grad_norm"] = norm
-        else:
+            if first:
+                learning = self._unchecked_roles & experience.learning_roles(rows)
+                # An adapter's dropout alone can clip all of a mini-batch of a few tokens.
+                clipped = {"policy": totals["clip_fraction"], "value": totals["value_clip_fraction"]}
+                learning -= {role for role, share in clipped.items() if share > 0.9999}
+                self_checks.check_gradients(self.roles, learning)
+                self._unchecked_roles -= learning
+        else:  # a step that is passed over says nothing of the roles: the next one is looked at
             scale = loss_scale(self.accelerator)
             if scale is None or scale <= 1:
                 too_many = self.skipped.add(of_the_same=self._passed_over_steps > 0)

@@ -80,7 +80,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         )
         self.total_updates = args.number_of_updates(len(train_dataset))
         self._ready = self._ratio_checked = self._followed = self._room_checked = False
-        # Those whose gradient has not been looked at.
+        # Those whose gradient has not been looked at, in a step that was taken.
         self._unchecked_roles = {role for role in self.saved_roles if role != "value" or args.vf_coef > 0}
 
     # ------------------------------------------------------------------ set-up and self-checks
@@ -139,7 +139,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         super().save_model(output_dir)
         if not _internal_call and processes.is_main():
             folder = Path(output_dir or self.args.output_dir)
-            write_model_card(folder, base_name=self.base_name, config=self.roles.config)
+            write_model_card(folder, self.roles, base_name=self.base_name)
 
     def save_checkpoint(self) -> Path:
         self._prepare_training()  # in a loop of your own there may be no update yet
@@ -166,7 +166,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     # What remains of TRL's methods reads models that a shared base does not have.
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
-        write_model_card(Path(self.args.output_dir), base_name=self.base_name, config=self.roles.config)
+        write_model_card(Path(self.args.output_dir), self.roles, base_name=self.base_name)
 
     def null_ref_context(self) -> Any:
         """The reference role, as TRL names it."""

@@ -192,6 +192,9 @@ class PPOConfig(TRLPPOConfig):
         if (self.min_response_length > 1) != (punished or dropped):
             wrong = "2 or more, and one of short_response_penalty and drop_short_responses, have an effect together"
             yield Problem(f"{wrong} only.", "min_response_length")
+        elif self.min_response_length > self.response_length:
+            wrong = f"{self.min_response_length} is more than the {self.response_length} tokens of response_length: "
+            yield Problem(f"{wrong}each response would be punished or dropped.", "min_response_length", "Lower it.")
         if punished and dropped:
             yield Problem("would have no effect with drop_short_responses.", "short_response_penalty", "Give one.")
         measured = self.metric_for_best_model is not None and self.eval_strategy != IntervalStrategy.NO

@@ -32,6 +32,7 @@ class PPOLoop(SharedBaseTrainer):
     """A trainer that runs `total_updates` updates, which a subclass makes by `generate`, `score` and `step`."""
 
     _counted = "updates"
+    _trains_on = True
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -76,7 +77,7 @@ class PPOLoop(SharedBaseTrainer):
             # What it was saved with does not know of the evaluation, which may be the best, or one too many.
             self.control.should_evaluate = self.control.should_save = True
             self._act()
-        if self._end_due and state.global_step >= self.total_updates and not over:
+        if self._end_due and (over or self.control.should_training_stop or state.global_step >= self.total_updates):
             self._end_pass()
         while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
             self.control = self.callback_handler.on_epoch_begin(args, state, self.control)

@@ -22,7 +22,7 @@ from toolkit.errors import CheckpointError, DataError, RunInterrupted, SelfCheck
 from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.reports import MetricsFile, Progress
 from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
-from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, frozen_digests, identity
+from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 
@@ -81,10 +81,11 @@ class ResumableTrainer(GuardedSteps):
 
     state: Any  # set by transformers' Trainer
     roles: Any = None  # the shared base, where a role of one is trained
+    _trains_on = False  # whether `train()` called again takes up its own state; transformers' makes a new one
     _request = checkpoints.StopRequest()
     _restoring: dict[str, Any]
     _began: float | None = None
-    _goes_on_from: Path | None = None
+    _goes_on_from: int | None = None  # the step of another course's checkpoint, or 0, until the first one of this
     _saved_at: int | None = None  # the step of what this run has saved, or read, last
     _noted_best: str | None = None  # the best checkpoint as the one from which it went on has it, wherever that was
 
@@ -154,10 +155,10 @@ class ResumableTrainer(GuardedSteps):
         keep_freed_memory()  # also for a model of its own, where there is no shared base
         check_undivided(self.accelerator)
         check_batch(self.args, len(self.train_dataset))
-        frozen = {} if self.roles is None or processes.count() == 1 else {"adapters": frozen_digests(self.roles)}
-        check_alike(self._identity | frozen)
+        check_alike(self._identity, self.roles)
         asked = resume_from_checkpoint
-        if asked in (None, False) and self._saved_at is None and not self.state.global_step:
+        at_work = self._saved_at is not None or self.state.global_step
+        if asked in (None, False) and not (self._trains_on and at_work):
             self._begin_anew()
         checkpoint = None if asked in (None, False) else processes.by_main(lambda: self._whole_checkpoint(asked))
         with checkpoints.stop_requests(self._meets) as request:
@@ -276,13 +277,14 @@ class ResumableTrainer(GuardedSteps):
         state, folder = self.state, self._folder_of(self.state.global_step)
         stateful = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
-        if self._goes_on_from is not None:  # only now is it sure that the run goes another course
-            checkpoints.set_aside_later(self.args.output_dir, self._goes_on_from)
-        with checkpoints.whole_folder(folder) as aside:
+        # Only now is it sure that the run goes another course.
+        with checkpoints.whole_folder(folder, goes_on_from=self._goes_on_from) as aside:
             self.save_model(str(aside), _internal_call=True)
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
             if not self.args.save_only_model:
                 checkpoints.write_state(aside, self._whole_state())
+        for one in self._metrics_files:
+            one.drop_earlier()
         best = self._best()
         keep = {folder, best} if best else {folder}
         checkpoints.rotate(self.args.output_dir, self.args.save_total_limit, keep=keep)
@@ -309,6 +311,10 @@ class ResumableTrainer(GuardedSteps):
             "skipped": vars(self.skipped),
         }
 
+    @property
+    def _metrics_files(self) -> list[MetricsFile]:
+        return [one for one in self.callback_handler.callbacks if isinstance(one, MetricsFile)]
+
     @cached_property
     def freed_memory(self) -> FreedMemory:
         return FreedMemory()
@@ -320,9 +326,11 @@ class ResumableTrainer(GuardedSteps):
 
     def _begin_anew(self) -> None:
         """Checkpoints of an earlier try in this folder are of another course than those to come."""
-        output = self.args.output_dir
-        if earlier := processes.by_main(lambda: [folder.name for folder in checkpoints.checkpoint_folders(output)]):
-            self._goes_on_from = self._folder_of(0)
+        output, self._saved_at = self.args.output_dir, None
+        if earlier := processes.by_main(lambda: [folder.name for folder in checkpoints.checkpoints_in(output)]):
+            self._goes_on_from = 0
+            for one in self._metrics_files:
+                one.begin_anew(logged_itself=self.state.global_step > 0)
             wrong = f"{output} holds {earlier[-1]} of an earlier try, and training begins anew: with the first "
             wrong += "checkpoint of this one its own become abandoned-checkpoint-N."
             warnings.warn(f"{wrong} To go on from it: train(resume_from_checkpoint=True).", stacklevel=3)
@@ -387,7 +395,9 @@ class ResumableTrainer(GuardedSteps):
 
     def load_progress(self, checkpoint: Path) -> None:
         """What `own_state` gave, and then the random states: what comes before may draw random numbers."""
-        self._goes_on_from = checkpoint
+        self._goes_on_from = self.state.global_step
+        for one in self._metrics_files:
+            one.earlier = 0
         self.load_own_state(self._restoring["own"])
         vars(self.skipped).update(self._restoring["skipped"])
         checkpoints.set_random_states(self._restoring["random"])

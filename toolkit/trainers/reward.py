@@ -113,7 +113,7 @@ def reward_trainer(
         base_name: as for `SamplingTrainer`, and so are the callbacks.
 
     Raises:
-        DataError: the columns do not fit the head.
+        DataError: the columns do not fit the head, or a row has more tokens than the model has positions.
         ModelError: a loss at every token, and the model is no decoder.
     """
     roles, pad_token_id = model if isinstance(model, models.SharedBase) else None, processing_class.pad_token_id
@@ -144,6 +144,7 @@ def reward_trainer(
     trainer.scorer, trainer.roles, trainer.base_name = model, roles, base_name
     if roles is None:
         models.train_in_float32(model)  # after TRL, which casts what trains on a quantised base to bfloat16
+    trainer.check_positions(model, "Shorten the limits of the data section, or leave longer rows out.")
     in_place_of_progress(trainer, callbacks)
     return trainer
 

@@ -56,11 +56,13 @@ def check_frozen(then: Mapping[str, str], now: Mapping[str, str]) -> None:
         raise CheckpointError(wrong, remedy="Give it back, or begin the run anew.")
 
 
-def check_alike(identity: Mapping[str, Any]) -> None:
-    """Nothing, if all of several processes, which may be on several machines, begin with the same base and data, else a
-    SelfCheckError."""
+def check_alike(identity: Mapping[str, Any], roles: SharedBase | None = None) -> None:
+    """Nothing, if all of several processes, which may be on several machines, begin with the same base and data, and
+    the same adapters that are not trained, else a SelfCheckError."""
     if processes.count() == 1:
         return
+    if roles is not None:
+        identity = {**identity, "adapters": frozen_digests(roles)}
     of_all = processes.gather(identity)
     differ = sorted(key for key in identity if any(one[key] != of_all[0][key] for one in of_all))
     if differ:

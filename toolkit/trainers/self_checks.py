@@ -15,6 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from toolkit import processes
 from toolkit.errors import ConfigError, DataError, SelfCheckError
 from toolkit.models import SharedBase, embeddings_needed
 
@@ -101,15 +102,17 @@ def check_rollout_uses_policy(
 
 def check_room_to_merge(base: SharedBase) -> None:
     """The policy's adapter can be merged, and there is memory for the copy of the weights that it is merged into."""
-    if not (size := base.merged_bytes):
+    if not (needed := base.merged_bytes):
         wrong = "merged finds no layer that the policy's adapter can be merged into: a plain LoRA on linear layers can."
         raise ConfigError(wrong, field="generation", remedy="Take eager.")
-    free = psutil.virtual_memory().available
+    free, each = psutil.virtual_memory().available, ""
     if base.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(base.device)
         free += torch.cuda.memory_reserved(base.device) - torch.cuda.memory_allocated(base.device)
-    if size > free:
-        wrong = f"merged needs {size / 1e9:.3g} GB for a copy of the weights, and {free / 1e9:.3g} GB are free."
+    elif (number := processes.count_here()) > 1:  # whose copies are made at the same time, in one memory
+        needed, each = number * needed, f" in each of {number} processes"
+    if needed > free:
+        wrong = f"merged needs {needed / 1e9:.3g} GB for a copy of the weights{each}, and {free / 1e9:.3g} GB are free."
         raise ConfigError(wrong, field="generation", remedy="Take eager, or a smaller base.")
 
 
@@ -133,17 +136,16 @@ def check_in_optimizer(base: SharedBase, optimizer: torch.optim.Optimizer) -> No
         raise SelfCheckError(f"the optimizer holds {len(held)} tensors of no trained role.")
 
 
-def check_gradients(base: SharedBase, roles: Iterable[str], *, scaled: bool = False) -> None:
-    """After the first backward passes each of these roles has finite gradients, and not only zeros. (An adapter that
-    was inactive or frozen gets none, in silence.) Those that are scaled up for float16 may overflow."""
+def check_gradients(base: SharedBase, roles: Iterable[str]) -> None:
+    """After the first backward passes each of these roles has gradients, and not only zeros. (An adapter that was
+    inactive or frozen gets none, in silence.) They are finite: of others the step is passed over, and where they are
+    clipped those of every role are 0 or no number."""
     for role in roles:
         parameters = base.parameters_of(role)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if missing := len(parameters) - len(gradients):
             wrong = f'{missing} of {len(parameters)} tensors of the trained role "{role}" got no gradient.'
             raise SelfCheckError(wrong)
-        if not scaled and not all(bool(torch.isfinite(g).all()) for g in gradients):
-            raise SelfCheckError(f'the first gradient of the role "{role}" is not finite.')
         if not any(bool(g.any()) for g in gradients):
             raise SelfCheckError(f'the first gradient of the role "{role}" is zero everywhere.')
 

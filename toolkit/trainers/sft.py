@@ -1,7 +1,7 @@
 """The sft stage on TRL's `SFTTrainer`: pretrain a base from random weights, or train the policy's first adapter."""
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,9 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
         with self._trained_role():
             return super()._run(checkpoint, arguments)
 
-    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:  # of `evaluate` and of `predict`
         with self._trained_role():
-            return super().evaluate(*arguments, **named)
+            return super().evaluation_loop(*arguments, **named)
 
     def _trained_role(self) -> AbstractContextManager:
         return nullcontext() if self.roles is None else self.roles.role("policy")
@@ -113,6 +113,7 @@ def _loss_of_own_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = 
 def _fitting(args: SFTConfig, model: PreTrainedModel, *, own_loss: bool) -> SFTConfig:
     """The settings as TRL can follow them on a model. It makes logits itself, and leaves out Granite's scale."""
     text, name = model.config.get_text_config(), type(model).__name__
+    args = copy.copy(args)  # one that is made anew would ask again for all cards in sight
     if own_loss:
         if args.loss_type not in ("nll", "chunked_nll"):
             wrong = f"TRL takes {args.loss_type} of logits without the scale that a {name} has."
@@ -120,10 +121,10 @@ def _fitting(args: SFTConfig, model: PreTrainedModel, *, own_loss: bool) -> SFTC
         if args.router_aux_loss_coef not in (0, SFTConfig.router_aux_loss_coef):
             wrong = f"would have no effect: the loss of a {name} has no term that balances experts."
             raise ConfigError(wrong, field="router_aux_loss_coef", remedy="Leave it out.")
-        args = replace(args, loss_type="nll")
+        args.loss_type = "nll"
     if hasattr(text, "output_router_logits") and (own_loss or getattr(text, "num_local_experts", None) == 0):
         # TRL's term has no part in a loss of ours; and it takes dense Granite 4 for a mixture, and breaks off.
-        args = replace(args, router_aux_loss_coef=0.0)
+        args.router_aux_loss_coef = 0.0
     return args
 
 
@@ -147,6 +148,7 @@ def sft_trainer(
 
     Raises:
         ConfigError: a loss that TRL does not take of the model's own logits.
+        DataError: a row has more tokens than the model has positions.
         ModelError: gradient checkpointing, and the model has none.
     """
     roles = model if isinstance(model, SharedBase) else None
@@ -167,6 +169,7 @@ def sft_trainer(
         eval_dataset = with_loss(eval_dataset, args)
     trainer = SFTTrainer(trained, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **given)
     trainer.roles, trainer.base_name = roles, base_name
+    trainer.check_positions(whole, "Set max_length of sft to {}, or leave longer rows out.")
     trainer.divide_by_tokens_of_the_loss()
     if own_loss:
         trainer.compute_loss_func = _loss_of_own_logits

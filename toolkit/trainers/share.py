@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from toolkit import processes
 from toolkit.checkpoints import kept_random_states
@@ -263,27 +263,30 @@ class DividedSteps(TrainerHooks):
         return mean, None, None
 
     def evaluation_loop(self, dataloader: DataLoader, *arguments: Any, **named: Any) -> EvalLoopOutput:
-        """As in `Trainer`, where several processes take the batches in turn."""
-        if processes.count() == 1:
+        """As in `Trainer`, where several processes take the batches in turn; TRL's metrics are means over rows, as the
+        loss is, and not over batches, of which the last may be smaller."""
+        together, found = processes.count() > 1, self.measured("eval")
+        if not together and not has_length(dataloader):  # of a notebook's, whose rows nobody has counted
             return super().evaluation_loop(dataloader, *arguments, **named)
         own = _OwnBatches(dataloader)
+        found.clear()  # of what `predict` has left, which logs nothing
         with processes.agreed():
-            output = super().evaluation_loop(cast(DataLoader, own), *arguments, **named)
-        size = self.args.eval_batch_size
-        rows = sum(min(size, self.num_examples(dataloader) - batch * size) for batch in own.numbers)
+            output = super().evaluation_loop(cast(DataLoader, own) if together else dataloader, *arguments, **named)
+        size, number = self.args.eval_batch_size, self.num_examples(dataloader)
+        parts: list[_Part] = [
+            (min(size, number - batch * size), {name: of[at] for name, of in found.items() if at < len(of)})
+            for at, batch in enumerate(own.numbers)
+        ]
+        rows = sum(weight for weight, _ in parts)
         means = {name: value for name, value in output.metrics.items() if name.endswith("_loss")}
-        found = self.measured("eval")
-        own_metrics = {name: list(values) for name, values in found.items()}
-        of_all = processes.gather((rows, means, own_metrics, self.eval_batch.rows))
+        of_all = processes.gather((rows, means, parts, self.eval_batch.rows))
         self.eval_batch.lower(min(rows for *_, rows in of_all))
-        for name in of_all[0][1]:  # the main process has a batch in any case
+        for name in of_all[0][1] if together else ():  # the main process has a batch in any case
             total = sum(rows * means[name] for rows, means, *_ in of_all if rows)
             output.metrics[name] = total / sum(rows for rows, *_ in of_all)
-        for name, values in of_all[0][2].items():
-            if name != "num_tokens":  # of training
-                lists = zip_longest(*(metrics.get(name, []) for *_, metrics, _ in of_all))
-                values = [value for of_round in lists for value in of_round if value is not None]
-            found[name] = values
+        rounds = zip_longest(*(parts for _, _, parts, _ in of_all))
+        found.clear()
+        self._append(found, [part for of_round in rounds for part in of_round if part is not None])
         return output
 
 

@@ -70,7 +70,7 @@ def save_stock_roles(
     roles, pad_token_id = stock_rollouts(trainer).roles, trainer.processing_class.pad_token_id
     for role in roles.trained_roles:
         save_role(roles, role, folder / role, pad_token_id=pad_token_id, base_name=base_name)
-    write_model_card(folder, base_name=base_name, config=roles.config)
+    write_model_card(folder, roles, base_name=base_name)
 
 
 _OUR_NAMES = {

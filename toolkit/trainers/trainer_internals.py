@@ -137,13 +137,16 @@ def trainers_kept() -> Iterator[None]:
     """Inside, training arguments and trainers may be made, after which those that there were go on.
 
     accelerate has one state for all trainers of a process, and transformers clears it with each new TrainingArguments:
-    a notebook's trainer would end in "Please make sure to properly initialize your accelerator".
+    a notebook's trainer would end in "Please make sure to properly initialize your accelerator". The arguments set
+    `tf32` for the whole process, too, when a recipe is but read.
     """
+    products = torch.backends.fp32_precision  # type: ignore[attr-defined]
     states = [state._shared_state for state in (AcceleratorState, PartialState, GradientState)]
     before = [dict(state) for state in states]
     try:
         yield
     finally:
+        torch.backends.fp32_precision = products  # type: ignore[attr-defined]
         if before[0]:
             for state, values in zip(states, before, strict=True):
                 state.clear()
