@@ -495,7 +495,7 @@ def test_one_card_is_used_where_several_are_in_sight(tmp_path, monkeypatch):
     sft, granite = recipe.stage_config("sft"), GraniteConfig(num_hidden_layers=1)
     with torch.device("meta"):
         fitting = _fitting(sft, GraniteForCausalLM(granite), own_loss=True)
-    assert fitting.loss_type == "nll" != sft.loss_type
+    assert fitting is not sft and fitting.loss_type == "nll"
     assert fitting.n_gpu == 1 and fitting.mixed_precision == sft.mixed_precision
 
 

@@ -331,6 +331,7 @@ def sequences(n=64):
     return Dataset.from_dict({"input_ids": [[1, 5, 6, 7, 8, 2]] * n, "labels": [[-100, -100, 6, 7, 8, 2]] * n})
 
 
+@pytest.mark.filterwarnings("ignore:.return_outputs=True.*are deprecated")  # TRL's, of what `predict` asks for
 def test_an_evaluation_has_all_rows_where_training_drops_a_batch_that_is_not_full(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), dataloader_drop_last=True, **COMMON)
     trainer = sft_trainer(args, doubling.tokenizer(), tiny_model("gpt2"), sequences(12), sequences(5), callbacks=[])
@@ -383,6 +384,7 @@ def test_pretraining_trains_all_weights_and_saves_a_checkpoint(tmp_path):
         torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits, **EXACT)
 
 
+@pytest.mark.filterwarnings("ignore:.return_outputs=True.*are deprecated")  # TRL's, of what `predict` asks for
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_sft_of_an_adapter_trains_the_policy_alone(checkpointing, tmp_path):
     torch.manual_seed(0)
