@@ -151,6 +151,13 @@ def test_a_course_that_was_begun_by_mistake_takes_no_line_of_the_one_that_goes_o
     assert metrics(tmp_path)[:1] == logged[:1] and [row["step"] for row in metrics(tmp_path)][:2] == [2, 4]
 
 
+def test_a_cell_that_is_run_again_without_checkpoints_logs_the_last_course(tmp_path):
+    made = make(sft_policy, tmp_path, max_steps=2, save_strategy="no")
+    for _ in range(2):
+        made.train()
+    assert [row["step"] for row in metrics(tmp_path) if "train_loss" not in row] == [2]
+
+
 def test_a_course_that_was_left_is_gone_on_with(tmp_path):
     """By its new name; and from a checkpoint that lies in another folder."""
     make(ppo, tmp_path / "a", max_steps=3).train()

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import RewardTrainer as TRLRewardTrainer
 from trl import SFTConfig
@@ -357,6 +357,11 @@ def test_a_row_past_the_positions_of_the_model_is_refused(tmp_path):
     with pytest.raises(DataError, match="^row 0 of the training rows has 66 tokens"):  # positions go on over the rows
         wrapped = {**packed, "packing_strategy": "wrapped", "max_length": 66}
         sft_trainer(SFTConfig(**{**made, **wrapped}), tokenizer, gpt2, rows)
+    with pytest.raises(DataError, match="has 65 tokens"):  # a table under an adapter
+        adapted = get_peft_model(
+            tiny_model("gpt2"), LoraConfig(target_modules=["wpe", "c_attn"], task_type="CAUSAL_LM")
+        )
+        sft_trainer(SFTConfig(max_length=None, **made), tokenizer, adapted, rows)
     llama = tiny_model()  # whose rotary positions are no table: longer rows are trained
     llama.config.max_position_embeddings = 64
     sft_trainer(SFTConfig(max_length=None, **made), tokenizer, llama, rows)

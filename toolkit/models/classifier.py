@@ -109,7 +109,7 @@ def _inner(model: Classifier) -> PreTrainedModel:
 def table_of_positions(model: nn.Module) -> int | None:
     """The longest sequence for which a model has positions in a table, beyond which it breaks off; None where it has no
     table, as with rotary positions."""
-    named = ((name.rpartition(".")[2], module) for name, module in model.named_modules())
+    named = ((name.removesuffix(".base_layer").rpartition(".")[2], one) for name, one in model.named_modules())
     tables = [one for name, one in named if isinstance(one, nn.Embedding) and ("pos" in name or name == "wpe")]
     positions = all_positions_of(model.config)
     return None if positions is None or not tables else positions - positions_passed_over(model)
@@ -117,7 +117,8 @@ def table_of_positions(model: nn.Module) -> int | None:
 
 def positions_passed_over(model: nn.Module) -> int:
     """Positions that a model never uses: one of RoBERTa's kind counts from after that of padding."""
-    tables = [layer for name, layer in model.named_modules() if name.endswith("position_embeddings")]
+    named = ((name.removesuffix(".base_layer"), layer) for name, layer in model.named_modules())
+    tables = [layer for name, layer in named if name.endswith("position_embeddings")]
     return max(
         (layer.padding_idx + 1 for layer in tables if getattr(layer, "padding_idx", None) is not None), default=0
     )

@@ -334,6 +334,10 @@ class ResumableTrainer(GuardedSteps):
             wrong = f"{output} holds {earlier[-1]} of an earlier try, and training begins anew: with the first "
             wrong += "checkpoint of this one its own become abandoned-checkpoint-N."
             warnings.warn(f"{wrong} To go on from it: train(resume_from_checkpoint=True).", stacklevel=3)
+        elif self.state.global_step:  # of which there is nothing to go back to
+            for one in self._metrics_files:
+                one.begin_anew(logged_itself=True)
+                one.drop_earlier()
 
     def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is, in whichever process."""
