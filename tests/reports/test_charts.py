@@ -11,6 +11,7 @@ from toolkit.reports.charts import bars, curves, histogram, scatter, short, thin
 )  # fmt: skip
 def test_ticks_are_round_and_within(low, high, expected):
     assert ticks(low, high) == pytest.approx(expected)
+    assert len({*ticks(low * 1e-14, high * 1e-14)}) == len(expected)
 
 
 def test_numbers_are_short():

@@ -26,6 +26,7 @@ def stage(folder, *, metrics=(), result=None, checkpoint=None, samples=()):
         (folder / "result.json").write_text(json.dumps(result))
     if checkpoint is not None:
         (folder / f"checkpoint-{checkpoint}").mkdir()
+        (folder / f"checkpoint-{checkpoint}" / "trainer_state.json").touch()
 
 
 def recipe(run, **sections):
@@ -118,6 +119,8 @@ def test_responses_that_were_saved_are_counted(runs):
     with at_work(runs / "c"):
         (state,) = state_of(runs / "c").stages
     assert (state.state, state.where) == ("at work", "1,200 responses saved")
+    (runs / "c" / "collect" / "responses.jsonl.partial").rename(runs / "c" / "collect" / "responses.jsonl")
+    assert [one.where for one in state_of(runs / "c").stages] == ["1,200 responses saved"]  # killed before its result
 
 
 def test_a_folder_that_may_not_be_entered_is_passed_over(runs, monkeypatch):

@@ -41,7 +41,7 @@ def ticks(low: float, high: float) -> list[float]:
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
     first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, first + _TICKS + 3) if i * step <= high + 1e-9 * step]
+    return [float(f"{i * step:.12g}") for i in range(first, first + _TICKS + 3) if i * step <= high + 1e-9 * step]
 
 
 def thinned(points: Sequence[Point]) -> tuple[list[Point], list[Band]]:

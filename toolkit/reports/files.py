@@ -5,6 +5,7 @@ import math
 import platform
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,14 @@ def versions() -> dict[str, str]:
     return ours | {name: version(name) for name in _PACKAGES}
 
 
+def _high_water() -> int | None:
+    """Of this process alone, in kibibytes, where Linux says it: what `getrusage` has goes on from its parent's."""
+    with suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
+    return None
+
+
 def peak_memory_gb() -> dict[str, float]:
     """Peak memory of this process in GB (10⁹ bytes): `resident`, and `gpu` where there is one."""
     if sys.platform == "win32":
@@ -170,7 +179,7 @@ def peak_memory_gb() -> dict[str, float]:
         import resource  # Unix alone has it
 
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        resident = (_high_water() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
     peak = {"resident": resident / 1e9}
     if torch.cuda.is_available():
         peak["gpu"] = torch.cuda.max_memory_allocated() / 1e9

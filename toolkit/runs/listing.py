@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoints import checkpoint_folders, step_of
+from toolkit.checkpoints import checkpoints_in, step_of
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result, whole_lines
@@ -67,7 +67,9 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
     try:
         result, path = read_result(folder), folder / METRICS_FILE
         rows = read_jsonl(path) if path.is_file() else []
-        collected = len(whole_lines(partial)) if (partial := partial_file(folder)).is_file() else None
+        files = (partial := partial_file(folder)), partial.with_suffix("")  # whole, where only the result is missing
+        found = (len(whole_lines(file)) for file in files if result is None and file.is_file())
+        collected = next(found, None)
     except ToolkitError as error:
         return StageState(folder.name, DAMAGED, str(error.problems[0].wrong), "")
     metrics = {name: value for row in rows for name, value in row.items()}  # the newest value of each
@@ -80,7 +82,7 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
         where = f"{collected:,} responses saved"
     elif at_work:
         where = step
-    elif saved := checkpoint_folders(folder):
+    elif saved := checkpoints_in(folder):
         where = f"saved up to step {step_of(saved[-1])}"
     else:
         where = f"{step}, {'weights saved, and no checkpoint' if has_weights(folder) else 'nothing saved'}"
