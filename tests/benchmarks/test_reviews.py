@@ -77,11 +77,21 @@ def test_the_recipe_is_sound_and_its_judge_reads_the_whole_text(tmp_path, monkey
     assert check_recipe(values) == []
 
 
+def test_reward_and_critic_of_their_own_are_models_and_the_policy_alone_has_an_adapter(tmp_path):
+    shared, own = reviews.recipe_of(tmp_path, 3, ()), reviews.recipe_of(tmp_path, 3, (), own=True)
+    assert own["adapters"] == {"policy": shared["adapters"]["policy"]} and "value_head" not in own
+    assert own["reward_model"] == {"model": shared["base"]["model"]} and own["start"] == {"value": "reward"}
+    assert own["scorer"] == {"kind": "model"} and own["ppo"]["value"] == "separate"
+    same = ("base", "data", "sft", "sft_data", "judge", "seed")
+    assert [own[key] for key in same] == [shared[key] for key in same]
+
+
 def nothing(rollout):
     return [0.0] * len(rollout.responses)
 
 
-def test_the_page_holds_what_was_measured(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["reviews", "own_models"])
+def test_the_page_holds_what_was_measured(tmp_path, monkeypatch, name):
     keys = ("score", "judge", "others", "kl", "length", "eos_share", "beyond_share", "distinct_2", "perplexity")
 
     def when(value, said):
@@ -93,10 +103,11 @@ def test_the_page_holds_what_was_measured(tmp_path, monkeypatch):
         return {"reward": {"accuracy": 0.72, "rows": 161}, "curve": curve, "warnings": [], **ends}
 
     about = {"machine": {"processor": "a chip", "cores": 2, "threads": 1, "memory_gb": 8.0}, "versions": {"torch": "2"}}
+    about |= {"kind": name}
     about |= {"date": "2026-01-01", "seeds": {"0": seed(1.0), "1": seed(2.0)}, "others": {"accuracy": 0.7}}
     (tmp_path / "result.json").write_text(json.dumps(about))
     page = tmp_path / "page.md"
-    page.write_text("<!-- reviews: made by benchmarks.reviews -->\n<!-- end of reviews -->\n")
+    page.write_text(f"<!-- {name}: made by benchmarks.reviews -->\n<!-- end of {name} -->\n")
     monkeypatch.setattr(records, "DOCS", tmp_path)
     monkeypatch.setattr(reviews, "PAGE", page)
     reviews.show(tmp_path / "result.json")
@@ -104,4 +115,4 @@ def test_the_page_holds_what_was_measured(tmp_path, monkeypatch):
     assert "| by VADER | 0.50 (0.50–0.50) | 1.50 (1.00–2.00) |" in text
     assert "| different texts, of 9 | 9 | 1 |" in text and "| I &lt;b> " in text
     assert "0.72, 0.72 by the reward, 0.70 by that of other pairs. 2 seed(s)." in text
-    assert "</svg>" in (tmp_path / "figures" / "reviews.svg").read_text()
+    assert "</svg>" in (tmp_path / "figures" / f"{name}.svg").read_text()

@@ -202,6 +202,8 @@ def test_three_mistakes_one_error(tmp_path):
         ({"ppo": None, "start": {"policy": "x"}}, "start.policy — would have no effect: no stage begins with it."),
         ({"scorer": {"kind": "length"}, "start": {"reward": "x"}}, "start.reward — would have no effect: no stage"),
         ({"adapters": {"q": {"r": 4}}}, "adapters.q — would have no effect: there is no section q."),
+        ({"reward": None}, "adapters.reward — would have no effect: there is no section reward. Remove it."),
+        ({"sft": {"eval_steps": 5}}, "sft.eval_steps — would have no effect: nothing is evaluated on the way without"),
         ({"q": {}, "collect": {}}, "adapters.q — is missing: the q stage trains it."),
         ({"q": {}}, "q — has nothing to learn from: give rated responses (q_data), or sample them (collect)."),
         (

@@ -59,6 +59,9 @@ def _without_effect(values: Values, stages: Mapping[str, StagePlan]) -> Iterator
         if at(values, key) is not None and stage not in values:
             remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
             yield Problem(f"would have no effect: there is no section {stage}.", key, remedy)
+    of_none = "reward" not in values and at(values, "start.reward") is None
+    if of_none and at(values, "adapters.reward") is not None:
+        yield Problem("would have no effect: there is no section reward.", "adapters.reward", "Remove it.")
     if "judge" in values and not {*JUDGED} & stages.keys():
         yield Problem("would have no effect: there is no section ppo or q.", "judge")
     if at(values, "start.judge") is not None and not any(plan.reads_key("start.judge") for plan in stages.values()):

@@ -201,6 +201,9 @@ def check_stage(
     if stage == "sft" and values.get("packing") and values.get("truncation_mode") == "keep_end":
         wrong = "keep_end would have no effect with packing, which keeps the start."
         problems.append(Problem(wrong, "sft.truncation_mode"))
+    if values.get("eval_steps") is not None and "eval_strategy" not in values:
+        wrong = "would have no effect: nothing is evaluated on the way without eval_strategy."
+        problems.append(Problem(wrong, f"{stage}.eval_steps", f"Add {stage}.eval_strategy=steps."))
     unpacked = values.get("padding_free") and not values.get("packing")
     if stage == "sft" and unpacked and values.get("max_length", 0) is not None:
         wrong = "true without packing holds no row to max_length."
