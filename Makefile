@@ -24,15 +24,14 @@
 # make docs                                  docs/recipe_reference.md anew from the owners' classes
 
 PYTHON ?= python3
-VERSIONS ?=
-VENV ?= .venv$(VERSIONS:%=-%)
 BIN = $(VENV)/bin
 constraints = constraints$(VERSIONS:%=-%).txt
 limited = RECIPE MODEL SET RUN FROM OVERWRITE RESUME MERGE OUTPUT GPU GPUS PROCESSES CPU AGILERL
-## What a shell exports under such a name is another's: an OVERWRITE of 1 would replace runs.
-exported := $(strip $(foreach name,$(filter-out CPU,$(limited)),$(if $(filter environment,$(origin $(name))),$(name))))
+## What a shell exports under such a name is another's: an OVERWRITE of 1 would replace runs, and clean delete a VENV.
+exported := $(strip $(foreach name,VENV VERSIONS $(filter-out CPU,$(limited)),$(if $(filter environment,$(origin $(name))),$(name))))
 $(if $(exported),$(warning make does not read the exported $(exported): give it after make, as make $(firstword $(exported))=...))
-$(foreach name,$(limited),$(eval $(name) =))
+$(foreach name,VERSIONS $(limited),$(eval $(name) =))
+VENV = .venv$(VERSIONS:%=-%)
 RECIPE = doubling
 OVERWRITE = 0
 RESUME = 0
@@ -70,6 +69,12 @@ $(error VERSIONS is newest or oldest, or not given for the set of constraints.tx
 endif
 ifneq ($(filter-out plain avx2,$(CPU)),)
 $(error CPU is plain or avx2, or not given for what this machine has)
+endif
+version_of = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifneq ($(and $(findstring command,$(origin PYTHON)),$(wildcard $(BIN)/python)),)
+ifneq ($(call version_of,$(BIN)/python),$(call version_of,$(PYTHON)))
+$(error $(VENV) has Python $(call version_of,$(BIN)/python) and $(PYTHON) is $(call version_of,$(PYTHON)): add VENV=folder, or make clean before)
+endif
 endif
 as_on_plain = ATEN_CPU_CAPABILITY=default
 as_on_avx2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2

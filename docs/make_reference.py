@@ -160,7 +160,7 @@ def _scorer_sections() -> Iterator[str]:
     yield from (f"default `{DEFAULT_KIND}`, and the others are that kind's.", "")
     for kind, owner in SCORERS.items():
         yield from (f"### scorer, kind: {kind}", "", summary(owner), "")
-        own_first = sorted(owner_fields(owner), key=lambda name: name not in vars(owner)["__annotations__"])
+        own_first = sorted(owner_fields(owner), key=lambda name: name not in inspect.get_annotations(owner))
         yield from table(owner, [name for name in own_first if name != "weight"])
         yield ""
     yield from ("### scorer.quantization", "", str(_ELSEWHERE["quantization"]), "")

@@ -60,6 +60,16 @@ def test_a_user_s_file_that_nothing_may_stand_beside_or_replace_is_written_in_pl
     assert file.read_text(encoding="utf-8") == "é\n"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_a_user_s_file_stays_as_private_or_as_shared_as_it_was(mode, tmp_path):
+    file = tmp_path / "answers.jsonl"
+    file.write_text("old")
+    file.chmod(mode)
+    write_output(file, "new")
+    assert file.read_text() == "new" and file.stat().st_mode & 0o777 == mode
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_what_a_kill_leaves_of_a_write_is_known(tmp_path, monkeypatch):
     (tmp_path / ".toolkit-notes.partial").write_text("mine")

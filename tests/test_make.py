@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from itertools import product
 
 from tests.test_versions import pins
@@ -73,6 +74,19 @@ def test_what_the_shell_exports_is_another_s():
         found = dry("ppo", **{name: value})
         assert found.stdout == alone.stdout and f"does not read the exported {name}: give it after" in found.stderr
     assert "--overwrite" in dry("ppo", "OVERWRITE=1", OVERWRITE="0").stdout
+    for name, value in {"VENV": "/another", "VERSIONS": "newest"}.items():  # clean would delete it
+        found = dry("clean", **{name: value})
+        assert found.stdout == dry("clean").stdout and f"does not read the exported {name}" in found.stderr
+
+
+def test_an_environment_keeps_its_python(tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    for version, refused in (("3.10", True), (".".join(map(str, sys.version_info[:2])), False)):
+        python.write_text(f"#!/bin/sh\necho {version}\n")
+        python.chmod(0o755)
+        said = dry("test", f"VENV={tmp_path}", f"PYTHON={sys.executable}").stderr
+        assert (f"{tmp_path} has Python 3.10 and {sys.executable} is 3." in said) == refused
 
 
 def test_a_benchmark_says_what_it_needs():

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,11 +60,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file that is the old one or the new one at any moment: aside first, and on the disk before its name."""
+def write_whole(path: Path, text: str, *, mode_of: Path | None = None) -> Path:
+    """Write a file that is the old one or the new one at any moment: aside first, and on the disk before its name.
+
+    Who may read and write it is as with `mode_of`, where that is given and there.
+    """
     aside = path.with_name(f".toolkit-{secrets.token_hex(8)}{ASIDE}")  # no other file's
     try:
         with aside.open("x", encoding="utf-8") as file:
+            if mode_of is not None and mode_of.exists():
+                shutil.copymode(mode_of, aside)
             file.write(text)
         sync(aside)
         aside.replace(path)
@@ -84,7 +90,7 @@ def write_output(path: Path, text: str) -> None:
     with writing(path):
         target = path.resolve()  # what a link leads to
         try:
-            write_whole(target, text)
+            write_whole(target, text, mode_of=target)
         except OSError as error:
             if error.errno not in _KEPT_SHUT or not target.is_file():
                 raise

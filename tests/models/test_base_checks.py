@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import BdLoraConfig, KasaConfig, LoraConfig, MontecloraConfig, get_peft_model
+from peft import BdLoraConfig, KasaConfig, LoraConfig, MontecloraConfig, VeloraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
@@ -319,8 +319,13 @@ def test_adapters_that_are_more_than_their_weights_are_refused(settings, message
 
 @pytest.mark.parametrize(
     "given",
-    [{"kasa_config": KasaConfig()}, {"monteclora_config": MontecloraConfig()}, {"use_bdlora": BdLoraConfig()}],
-    ids=["KaSA", "MonteCLoRA", "BD-LoRA"],
+    [
+        {"kasa_config": KasaConfig()},
+        {"monteclora_config": MontecloraConfig()},
+        {"use_bdlora": BdLoraConfig()},
+        {"velora_config": VeloraConfig(num_groups=4)},
+    ],
+    ids=["KaSA", "MonteCLoRA", "BD-LoRA", "VeLoRA"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_variants_that_would_be_something_else_are_refused_before_peft_has_them(given, dtype):

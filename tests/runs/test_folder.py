@@ -213,7 +213,7 @@ def test_a_stage_that_left_nothing_of_worth_is_tried_again_with_other_settings(t
         (["ppo.learning_rate=1e-3"], False),
         (["ppo.max_steps=9", "ppo.kl_coef=0.3"], False),
         (["ppo.max_steps=1"], False),  # what is done cannot be of a shorter run
-        (["reward.eval_steps=5"], False),  # which is not what goes on
+        (["reward.save_steps=7"], False),  # which is not what goes on
     ],
 )
 def test_a_stage_goes_on_with_settings_that_change_nothing_of_its_past(changes, allowed, tmp_path, checkpoint):
@@ -232,7 +232,7 @@ def test_a_stage_goes_on_with_settings_that_change_nothing_of_its_past(changes, 
     else:
         with pytest.raises(RecipeError, match="other settings"):
             claim(other, "ppo", resume=True)
-    assert saved.is_dir() and there(recipe) >= ({"reward"} if changes[0] != "reward.eval_steps=5" else set())
+    assert saved.is_dir() and there(recipe) >= ({"reward"} if changes[0] != "reward.save_steps=7" else set())
 
 
 @pytest.mark.parametrize("dropped", [False, True])

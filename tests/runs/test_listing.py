@@ -14,6 +14,7 @@ from toolkit.cli.command import complete_run
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import listing
 from toolkit.runs.comparison import compare, differing
+from toolkit.runs.differences import described
 from toolkit.runs.listing import all_runs, state_of
 from toolkit.runs.lock import at_work
 
@@ -153,6 +154,13 @@ def test_settings_that_differ(runs):
     recipe(runs / "b", ppo={"kl_coef": 0.1, "max_steps": 8, "cliprange": None})
     recipe(runs / "a", ppo={"kl_coef": 0.1, "max_steps": 8})
     assert differing([runs / "a", runs / "b"]) == {"ppo.cliprange": ["–", "null"]}
+
+
+def test_long_values_are_told_by_where_they_differ():
+    there, here = (f"/projects{'/checkpoints' * 6}/llama-3.1-8b-v{n}{end}" for n, end in ((1, ""), (2, "/x" * 40)))
+    said = described({"base.model": (there, here)})
+    assert 'llama-3.1-8b-v1" there' in said and "llama-3.1-8b-v2/x" in said and said.endswith("… here")
+    assert len(said) < 160 and described({"a": (1, None)}) == "a is 1 there and null here"
 
 
 def test_the_list_on_the_command_line(runs):

@@ -4,10 +4,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+import toolkit
 from toolkit.errors import RunInterrupted, ToolkitError
 from toolkit.runs import process
 
@@ -103,3 +105,12 @@ def test_a_signal_is_passed_on(number):
     assert [started.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     started.send_signal(number)
     assert started.wait(30) == 143
+
+
+def test_a_file_in_the_current_folder_stands_in_for_no_module(tmp_path, monkeypatch):
+    (tmp_path / "typer.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    said = subprocess.run(process.this_toolkit("--version"), capture_output=True, text=True, check=False)
+    assert said.returncode == 0 and said.stdout.strip()
+    monkeypatch.chdir(Path(toolkit.__file__).parents[1])  # a checkout that is not installed is found by where it is
+    assert process.this_toolkit("--version")[1:] == ["-m", "toolkit", "--version"]

@@ -79,6 +79,13 @@ def test_shares_are_of_equally_many():
     assert since_first(ANSWERS, ANSWERS[:10])["pairs_kept"] == 1.0
 
 
+def test_longer_responses_are_not_less_varied():
+    longer = [f"{text}, and the sum of it is {i}, as it is" for i, text in enumerate(ANSWERS)]
+    assert since_first(longer, ANSWERS)["pairs_kept"] == since_first(ANSWERS, longer)["pairs_kept"] == 1.0
+    assert since_first(ANSWERS, ["No."] * 40)["pairs_kept"] == 1.0  # of which there was no pair
+    assert since_first([f"{text} to" for text in ANSWERS[:1] * 40], ANSWERS)["pairs_kept"] < 0.1
+
+
 def test_short_answers_may_be_alike():
     """Right answers of few words, as in doubling or a class."""
     found = since_first(["yes"] * 20, ANSWERS)

@@ -13,6 +13,7 @@ from toolkit.errors import RecipeError, RewardError
 from toolkit.models import Precision, fast_precision
 from toolkit.rewards import WeightedSum, load_function
 from toolkit.rewards.function import in_no_file
+from toolkit.runs.differences import changes
 from toolkit.runs.take_over import take_over
 from toolkit.spec.load import recipe_folder
 from toolkit.spec.stage import check_stage
@@ -631,3 +632,16 @@ def test_the_data_of_a_shipped_recipe_is_found_from_any_folder(tmp_path, monkeyp
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "queries.json").write_text("[]")  # one's own comes first
     assert recipes.load("llama3_8b_lora", model).values["data"]["train"] == "data/queries.json"
+
+
+def test_a_run_finds_shipped_data_in_another_environment_than_it_began_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gone = tmp_path / "old" / "site-packages" / "toolkit" / "spec" / "data"
+    begun = recipes.load("llama3_8b_lora", "base.model=some/checkpoint", run="begun")
+    begun.folder.mkdir(parents=True)
+    for name, found in (("queries.json", True), ("mine.json", False)):
+        text = begun.to_yaml().replace(begun.values["data"]["train"], str(gone / name))
+        (begun.folder / "recipe.yaml").write_text(text)
+        again = recipes.load(begun.folder / "recipe.yaml")
+        assert (again.values["data"]["train"] == begun.values["data"]["train"]) == found
+        assert ("data.train" in changes(begun, "ppo", begun.folder)) == (not found)

@@ -1,5 +1,6 @@
 """With and without TRL's PPO: the same settings and defaults, and a sentence where its own loop is asked for."""
 
+import inspect
 from dataclasses import MISSING, fields
 from importlib.metadata import version
 from typing import get_type_hints
@@ -25,7 +26,7 @@ def test_what_is_installed_is_told_by_what_it_has():
 def test_fields_and_defaults_are_those_of_trls_last_class(tmp_path):
     theirs = pytest.importorskip("trl.experimental.ppo", reason="TRL 1.12 is the last with PPO").PPOConfig
     hints = get_type_hints(theirs), get_type_hints(trl_compat.PPOFields)
-    changed = vars(trl_compat.PPOFields)["__annotations__"]
+    changed = inspect.get_annotations(trl_compat.PPOFields)
     assert len(changed) == 20
     for f in fields(theirs):
         inherited = f.name in {g.name for g in fields(TrainingArguments)}

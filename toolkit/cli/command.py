@@ -86,9 +86,9 @@ def join(number: int) -> None:
     global _speaks
     launched = processes.launched()
     if number > 1 and launched == 1:
-        from toolkit.runs.process import run_in_processes
+        from toolkit.runs.process import run_in_processes, this_toolkit
 
-        raise typer.Exit(run_in_processes([sys.executable, "-m", "toolkit", *sys.argv[1:]], number))
+        raise typer.Exit(run_in_processes(this_toolkit(*sys.argv[1:]), number))
     if number not in (1, launched):
         wrong = f"--processes asks for {number} processes, and {launched} have been started."
         raise ToolkitError(wrong, remedy="Leave --processes out.")

@@ -35,6 +35,7 @@ _NOT_BY_ROLE = {
     "ensure_weight_tying": "PEFT ties the adapters of embeddings and lm_head in the first adapter of a base alone.",
     "kasa_config": "KaSA cuts off the smallest singular values of the base's weights, which is to stay as it is.",
     "monteclora_config": "MonteCLoRA has a loss and a noise of its own, which nothing here adds, and none on 4 bits.",
+    "velora_config": "VeLoRA projects the gradient on the mean input of a pass, and so differs with micro-batches.",
     "use_bdlora": "PEFT has no BD-LoRA on a base in 4 bits, and would take plain LoRA without a word.",
 }
 

@@ -13,9 +13,10 @@ from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import read_text
 from toolkit.rewards import in_no_file
 from toolkit.runs.owned import RECIPE_FILE
+from toolkit.spec.load import as_shipped
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sections import STAGE_CLASSES
+from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
 
 # What says how often figures are logged and where they go, of any stage: nothing that was done depends on it.
 _SHOWN_BY = ("logging_steps", "logging_first_step", "report_to", "run_name", "dataloader_num_workers", "disable_tqdm")
@@ -28,6 +29,7 @@ _MAY_CHANGE = (
 )  # fmt: skip
 _LENGTHS = ("max_steps", "num_train_epochs")  # these may grow, and steps shrink to what has been done
 _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_NAME_DATA = {f"{section}.{key}" for section in DATA_SECTIONS for key in ("train", "validation")}
 _TOLD = 3  # differences that a message names
 _LONGEST = 60  # characters of a value in it
 ABSENT = object()  # the value of a key that a recipe does not have
@@ -62,7 +64,10 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
 
     Those alone that differ, but for what decides how it is shown; of a stage that is not the recipe's, all that differ.
     """
-    there, here = dict(leaves(recorded(folder))), dict(leaves(_parsed(recipe.to_yaml())))
+    there, here = (
+        {key: as_shipped(value) if key in _NAME_DATA else value for key, value in leaves(values)}
+        for values in (recorded(folder), _parsed(recipe.to_yaml()))
+    )
     plan = recipe.plan.stages.get(stage)
     shown_by = {f"{other}.{name}" for other in STAGE_CLASSES for name in _SHOWN_BY}
     read = [key for key in {**there, **here} if plan is None or (plan.reads_key(key) and key not in shown_by)]
@@ -109,12 +114,16 @@ def shown(value: Any) -> str:
 
 
 def described(changes: Changes) -> str:
-    """The first few of the keys, with the values there and here."""
+    """The first few of the keys, with the values there and here: of long ones the part that differs."""
 
-    def short(value: Any) -> str:
-        text = shown(value)
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    def short(there: str, here: str) -> Iterator[str]:
+        same = next((i for i, pair in enumerate(zip(there, here, strict=False)) if len({*pair}) > 1), 0)
+        for text in (there, here):
+            start = 0 if len(text) <= _LONGEST or same < _LONGEST // 2 else same - _LONGEST // 3
+            text = f"…{text[start:]}" if start else text
+            yield text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
-    parts = [f"{key} is {short(there)} there and {short(here)} here" for key, (there, here) in changes.items()]
+    told = {key: short(shown(there), shown(here)) for key, (there, here) in changes.items()}
+    parts = [f"{key} is {there} there and {here} here" for key, (there, here) in told.items()]
     more = len(parts) - _TOLD
     return "; ".join(parts[:_TOLD]) + (f"; and {more} more" if more > 0 else "")

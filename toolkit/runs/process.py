@@ -3,13 +3,16 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
+import toolkit
 from toolkit import processes
 from toolkit.checkpoints import signals_to
 from toolkit.errors import RunInterrupted, ToolkitError
@@ -20,6 +23,13 @@ GRACE = 20.0
 """Seconds in which the others end by themselves when one of several processes has failed."""
 _GRACE_OF_A_STOP = 300.0
 """The same where it was asked to stop: the others save, and what reports to a service may wait for it."""
+
+
+def this_toolkit(*words: str) -> list[str]:
+    """A command of the package that runs here; of a file of the user's in the current folder, as `random.py`, it
+    imports nothing, unless that folder is where the package itself is."""
+    alone = () if Path(toolkit.__file__).resolve().parents[1] == Path.cwd().resolve() else ("-P",)
+    return [sys.executable, *alone, "-m", "toolkit", *words]
 
 
 def run_stage(command: list[str], stage: str, needed_by: str) -> None:

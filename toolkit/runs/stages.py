@@ -1,6 +1,5 @@
 """Run a stage of a recipe in its run folder, after what it needs."""
 
-import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -30,7 +29,7 @@ from toolkit.runs.folder import (
 )
 from toolkit.runs.lock import acquire, at_work, release
 from toolkit.runs.owned import RECIPE_FILE, has_begun
-from toolkit.runs.process import run_stage
+from toolkit.runs.process import run_stage, this_toolkit
 from toolkit.runs.stage import collect_stage, say, train_stage
 from toolkit.runs.take_over import take_over
 from toolkit.sampling import check_room
@@ -62,7 +61,7 @@ def _run_prerequisites(
     processes.by_main(lambda: check_outputs(recipe.folder, (earlier for earlier in needs if earlier not in missing)))
     for earlier in missing:
         # In a process of its own: its memory is given back, and accelerate's state takes one precision a process.
-        command = [sys.executable, "-m", "toolkit", earlier, str(recipe.folder / RECIPE_FILE)]
+        command = this_toolkit(earlier, str(recipe.folder / RECIPE_FILE))
         command += ["--run", recipe.run, "--runs-dir", str(recipe.runs_dir), "--name", recipe.name]
         with _result_comes_back(recipe, earlier, **way):  # that process finds it unfinished, and could not put it back
             processes.by_main(partial(claim, recipe, earlier, wanted=stage, **way))

@@ -54,19 +54,23 @@ def distinct_share(rollout: Rollout) -> float:
 def since_first(responses: Sequence[str], first: Sequence[str]) -> dict[str, Any]:
     """What responses have become since the first evaluation, over equally many of each: shares depend on how many.
 
-    `pairs_kept`: `distinct_2` as a multiple of what it was. `different_kept`: different responses as a multiple of what
-    there were; 1 where a response is shorter than a phrase on average. `phrase`: the commonest of the phrases that were
-    rare; empty where there is none. `phrase_rows`: responses that have it; `phrase_now`: their share; `phrase_then`:
-    the share that had it at first.
+    `pairs_kept`: different pairs of neighbouring words as a multiple of what there were, over the first pairs of each
+    response, as many as its shorter one has, now or then, for the share falls as texts grow; 1 where there are none.
+    `different_kept`: different responses as a multiple of what there were; 1 where a response is shorter than a phrase
+    on average. `phrase`: the commonest of the phrases that were rare; empty where there is none. `phrase_rows`:
+    responses that have it; `phrase_now`: their share; `phrase_then`: the share that had it at first.
     """
     rows = min(len(responses), len(first))
     now, then = responses[:rows], first[:rows]
+    pairs = [[_runs(text, 2) for text in texts] for texts in (now, then)]
+    shorter = [min(map(len, both)) for both in zip(*pairs, strict=True)]
+    left, had = (len({p for of, n in zip(side, shorter, strict=True) for p in of[:n]}) for side in pairs)
     mean_words = sum(len(_words(text)) for text in now) / rows
     counts, earlier = _phrases(now), _phrases(then)
     risen = {phrase: count for phrase, count in counts.items() if earlier[phrase] <= RARE * rows}
     phrase = max(risen, key=risen.__getitem__, default=())
     return {
-        "pairs_kept": _distinct_2(now) / _distinct_2(then),
+        "pairs_kept": left / had if had else 1.0,
         "different_kept": len(set(now)) / len(set(then)) if mean_words >= PHRASE else 1.0,
         "phrase": " ".join(phrase),
         "phrase_rows": counts[phrase],

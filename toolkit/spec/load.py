@@ -37,6 +37,19 @@ def recipe_folder() -> Path:
     return installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"
 
 
+_IN_A_PACKAGE = ("toolkit", "spec", "data")  # the end of where an installed package has the example data
+
+
+def as_shipped(name: Any) -> Any:
+    """Example data by the name that a shipped recipe has for it, wherever this or another environment has it; any
+    other value as it is."""
+    if isinstance(name, list):
+        return [as_shipped(one) for one in name]
+    path = Path(name) if isinstance(name, str) else Path()
+    here = path.is_absolute() and path.parent == recipe_folder().resolve().parent / "data"
+    return f"data/{path.name}" if here or path.parts[-4:-1] == _IN_A_PACKAGE else name
+
+
 def names() -> list[str]:
     """Names of the shipped recipes."""
     return sorted(path.stem for path in recipe_folder().rglob("*.yaml"))
@@ -226,17 +239,18 @@ def _without_null(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_shipped_data(values: dict[str, Any], path: Path, given: Collection[str]) -> dict[str, Any]:
-    """A shipped recipe with the example data that is shipped beside it, where this folder has none of the name; a file
-    that is `given` beside the recipe is where the user says."""
-    if not path.resolve().is_relative_to(recipe_folder().resolve()):
-        return values
+    """A shipped recipe with the example data that is shipped beside it, where this folder has none of the name, and a
+    run's with that of this environment, where another had it; a file that is `given` is where the user says."""
+    shipped = path.resolve().is_relative_to(recipe_folder().resolve())
     beside = recipe_folder().resolve().parent
 
     def placed(name: Any) -> Any:
         if isinstance(name, list):
             return [placed(one) for one in name]
-        shipped = isinstance(name, str) and not Path(name).exists() and (beside / name).is_file()
-        return str(beside / name) if shipped else name
+        if not isinstance(name, str) or Path(name).exists():
+            return name
+        known = as_shipped(name)
+        return str(beside / known) if (shipped or known != name) and (beside / known).is_file() else name
 
     for section in DATA_SECTIONS:
         if isinstance(data := values.get(section), dict):

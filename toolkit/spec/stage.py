@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from inspect import get_annotations
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ _OTHER_NAMES = {"activation_checkpointing": Problem("has another name here.", re
 
 # Fields of TRL's PPOConfig that our loop reads, but for those that ours declares: TRL's own, and transformers'.
 _READ_BY_PPO = {
-    *(vars(PPOFields)["__annotations__"].keys() - declared(PPOConfig).keys()),
+    *(get_annotations(PPOFields).keys() - declared(PPOConfig).keys()),
     # the run and the machine
     "run_name", "report_to", "project", "data_seed", "full_determinism", "use_cpu", "disable_tqdm", "log_level",
     "dataloader_num_workers",
