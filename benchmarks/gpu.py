@@ -35,6 +35,7 @@ from benchmarks.start import RANK, Built, Job
 from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
 from toolkit.costs import Device, Lengths, here, weight_bytes_of
+from toolkit.costs.devices import this_cpu
 from toolkit.errors import ConfigError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
@@ -67,14 +68,14 @@ def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
     Raises:
         BenchmarkError: there is no GPU, it has no bfloat16, or its limits are not known.
     """
-    if not isinstance(here(), Device):
-        name = torch.cuda.get_device_name(0)
-        raise BenchmarkError(f"the limits of {name} are not known: add them to toolkit/costs/devices.py.")
     if small:
         size = Size(rollouts=4, response_length=6, micro_batch=2)
         return Settings(TINY, size, prompt_length=10, updates=1, device=torch.device("cpu"))
     if not torch.cuda.is_available():
         raise BenchmarkError("bench-gpu needs a CUDA device, and torch sees none.")
+    if not isinstance(here(), Device):
+        name = torch.cuda.get_device_name(0)
+        raise BenchmarkError(f"the limits of {name} are not known: add them to toolkit/costs/devices.py.")
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise BenchmarkError(f"bench-gpu runs in bfloat16, which {torch.cuda.get_device_name(0)} does not have.")
     size = Size(rollouts=rollouts, response_length=128, micro_batch=8)
@@ -175,7 +176,8 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
 
 def _foreseen(given: Settings, args: Any, value: str) -> dict[str, dict[str, float]]:
     """What a plan says of a row: allocated memory, without what the context takes, and seconds as it runs."""
-    lengths, device = Lengths(given.prompt_length, given.size.response_length), here()
+    lengths = Lengths(given.prompt_length, given.size.response_length)
+    device = here() if given.device.type == "cuda" else this_cpu()
     assert isinstance(device, Device)  # see `settings`
     static, phases = planned(given.llama, args, lengths, value=value, weights="nf4", names=_OF_PLAN)
     peaks = {name: static + max(part.costs.peak for part in parts) for name, parts in phases.items()}

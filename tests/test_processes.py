@@ -198,6 +198,9 @@ def test_a_command_takes_its_card_before_a_library_asks_for_it(two_cards, monkey
 def test_each_process_sees_one_card_and_gives_its_stage_all_of_them(visible, seen, two_cards, monkeypatch):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if visible is None:  # a build for ROCm reads the same variable
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.version, "hip", "6.4")
     if seen == "refused":
         with pytest.raises(ToolkitError, match="process 1 of this machine has no GPU of its own: 1 are visible"):
             processes.take_card()

@@ -86,7 +86,7 @@ def take_card() -> None:
     # A negative number ends the list, as in CUDA.
     named = takewhile(lambda one: one and not one.startswith("-"), map(str.strip, (visible or "").split(",")))
     gpus = [*map(str, range(torch.cuda.device_count()))] if visible is None else [*named]
-    if torch.version.cuda and gpus:
+    if (torch.version.cuda or torch.version.hip) and gpus:
         if local >= len(gpus):
             wrong = f"process {local} of this machine has no GPU of its own: {len(gpus)} are visible."
             raise ToolkitError(wrong, remedy="Start as many processes as there are GPUs.")

@@ -20,7 +20,7 @@ from tests.tiny_runs import byte_tokenizer, save_llama
 from tests.tolerances import RELATIVE
 from tests.trainers.helpers import own_classifier
 from toolkit.data import doubling
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, ToolkitError
 from toolkit.models import (
     META,
     ModelSpec,
@@ -32,6 +32,7 @@ from toolkit.models import (
     response_logprobs,
 )
 from toolkit.models.load import model_config
+from toolkit.models.trials import tried
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -345,6 +346,19 @@ def test_an_expert_that_is_missing_is_no_traceback(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="cannot put the model together from its weights: one is missing, or of anot"):
         load_base(str(tmp_path))
+
+
+def test_a_card_that_fails_is_no_fault_of_the_checkpoint_or_of_its_kind(checkpoint, monkeypatch):
+    said = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be"
+
+    def fails(*given, **named):
+        raise RuntimeError(said)
+
+    with pytest.raises(ToolkitError, match=r"^the GPU failed: CUDA error: .* unavailable\. See"), tried(tiny_model()):
+        fails()
+    monkeypatch.setattr("toolkit.models.load.AutoModelForCausalLM.from_pretrained", fails)
+    with pytest.raises(ToolkitError, match=r"^the GPU failed: CUDA error: .* unavailable\. See"):
+        load_base(str(checkpoint))
 
 
 def test_an_outline_needs_no_weights(tmp_path):

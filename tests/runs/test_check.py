@@ -21,6 +21,7 @@ from toolkit import recipes
 from toolkit.data import doubling
 from toolkit.errors import DataError, ModelError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
+from toolkit.runs.build import trainer_config
 from toolkit.runs.check import check, check_stages
 from toolkit.runs.check_data import counted_rows
 from toolkit.runs.check_report import Findings
@@ -600,3 +601,13 @@ def test_a_task_with_a_vocabulary_of_its_own_does_not_go_on_another_s_checkpoint
     sections = {"data": {"task": "doubling"}, "adapters": adapters, **by_rule}
     (found, *_) = problems_of(tmp_path, checkpoint, **sections)
     assert found.startswith("data.task — doubling has a vocabulary of its own") and str(checkpoint) in found
+
+
+def test_a_stage_is_not_kept_off_a_card_that_has_the_base(checkpoint, tmp_path, monkeypatch):
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.use_cpu=true", "ppo.bf16=false")
+    config = recipe.stage_config("ppo")
+    monkeypatch.setattr(type(recipe), "stage_config", lambda *given: config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RecipeError, match=r"^ppo.use_cpu: true leaves the base on the GPU") as refused:
+        trainer_config(recipe, "ppo")
+    assert refused.value.problems[0].field == "ppo.use_cpu"

@@ -120,6 +120,7 @@ def test_steps_of_stages_that_train_a_role(checkpoint, tmp_path):
     assert [memory.phase for memory in report.memory][:4] == ["sft", "sft evaluation", "reward", "reward evaluation"]
     assert not (tmp_path / "runs").exists()
     limited = {"data.max_prompt_length=20", "data.max_response_length=10", "reward.per_device_train_batch_size=1"}
+    limited |= {"reward.activation_offloading=true"}  # for which TRL asks for a card
     said = [note.text() for note in plan(chat_recipe(tmp_path, checkpoint, *limited), "24GB").notes]
     assert said[0] == "reward has 1 pair of 2 × 30 tokens at a time."
 

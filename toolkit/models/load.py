@@ -29,6 +29,7 @@ from toolkit.errors import ModelError, did_you_mean
 from toolkit.models.base_checks import check_gradients_of_bits
 from toolkit.models.precision import AUTO, default_device, resolved
 from toolkit.models.pretrained import check_same_tokenizer, check_there, embeddings_needed, not_loaded, weights_outline
+from toolkit.models.trials import raise_of_the_card
 
 Kind = Literal["causal_lm", "sequence_classifier"]
 _OWNERS = {"causal_lm": AutoModelForCausalLM, "sequence_classifier": AutoModelForSequenceClassification}
@@ -177,6 +178,7 @@ def load_with_report(
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
+        raise_of_the_card(error)
         wrong = f'"{spec.model}": transformers cannot put the model together from its weights: one is missing, or '
         raise ModelError(f"{wrong}of another shape.", field="model", remedy="Download or convert it again.") from error
     _check_complete(spec.model, report, kind, trained=trained)

@@ -48,6 +48,14 @@ def random_state(model: PreTrainedModel) -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), on_gpu, random.getstate()
 
 
+def raise_of_the_card(error: Exception) -> None:
+    """Raises: ToolkitError: it is the card that failed, whatever was done there."""
+    said = (str(error).splitlines() or [""])[0]
+    if said.startswith(("CUDA error", "HIP error")):
+        remedy = "See whether another process holds it (nvidia-smi), and whether torch was built for it (toolkit env)."
+        raise ToolkitError(f"the GPU failed: {said.rstrip('.')}.", remedy=remedy) from error
+
+
 @contextmanager
 def tried(model: PreTrainedModel) -> Iterator[None]:
     """Random states are left as they were, and what a model cannot do at all is a `ModelError`."""
@@ -58,6 +66,7 @@ def tried(model: PreTrainedModel) -> Iterator[None]:
     except (torch.OutOfMemoryError, ToolkitError):
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise_of_the_card(error)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         wrong = f"a {type(model).__name__} cannot be read as a decoder, tried on {_TOKENS} tokens: {reason}"
         raise ModelError(wrong, remedy=SUGGESTION) from error

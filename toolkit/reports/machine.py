@@ -52,7 +52,8 @@ def environment() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     found |= {name.replace("_", " "): str(value) for name, value in machine().items()}
-    found["torch was built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    found["torch was built for"] = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPU"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(0)
         found |= {"GPUs": str(torch.cuda.device_count()), "compute capability": f"{major}.{minor}"}

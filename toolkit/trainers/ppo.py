@@ -79,10 +79,7 @@ class PPOTrainer(PPOLoop):
         """
         do_sample = self.args.rollout_do_sample if do_sample is None else do_sample
         merged = self.args.generation == "merged"
-        if merged and not self._room_checked:
-            with self.compute_loss_context_manager():
-                self_checks.check_room_to_merge(self.roles)
-            self._room_checked = True
+        self._check_room()
         return self.rollouts.sampler(do_sample=do_sample, merged=merged)(batch)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Scores:

@@ -128,7 +128,15 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self._check_rollouts()
         self._ready = True
 
+    def _check_room(self) -> None:
+        """Before the first copies of weights are made."""
+        if self.args.generation == "merged" and not self._room_checked:
+            with self.compute_loss_context_manager():
+                self_checks.check_room_to_merge(self.roles)
+            self._room_checked = True
+
     def _check_rollouts(self) -> None:
+        self._check_room()
         prompt, pad = self.train_dataset[0]["input_ids"], self.processing_class.pad_token_id
         autocast, merged = self.compute_loss_context_manager, self.args.generation == "merged"
         self_checks.check_rollout_uses_policy(self.roles, prompt, pad_token_id=pad, merged=merged, autocast=autocast)
