@@ -75,6 +75,15 @@ _ELSEWHERE = {
 }
 
 
+# transformers' words are of a batch on each device, and ours is the whole run's.
+_BATCH_OF_PPO = {
+    "per_device_train_batch_size": "This × `gradient_accumulation_steps` is the number of prompts of a batch, in the "
+    "whole run, whatever the number of processes. A forward pass of a step has room for so many of the longest rows.",
+    "gradient_accumulation_steps": "`per_device_train_batch_size` × this is the number of prompts of a batch, in the "
+    "whole run, whatever the number of processes.",
+}
+
+
 def _sentence(text: str) -> str:
     text = " ".join(text.split())
     return text[:1].upper() + text[1:]
@@ -114,7 +123,7 @@ def _cell(text: str) -> str:
 def table(owner: type, names: Iterable[str]) -> list[str]:
     """A markdown table of some fields of a class: name, type, default, what it is."""
     types, defaults = owner_fields(owner), owner_defaults(owner)
-    texts = {**helped(owner), **described(owner)}
+    texts = {**helped(owner), **described(owner), **(_BATCH_OF_PPO if owner is PPOConfig else {})}
     lines = ["| field | type | default | what |", "|---|---|---|---|"]
     for name in names:
         default = f"`{as_yaml(defaults[name])}`" if name in defaults else ""

@@ -75,6 +75,7 @@ def test_it_has_every_section_task_and_field():
     assert set(re.findall(r"^\| `(\w+)` \|", ppo, re.MULTILINE)) == honoured
     assert WITHOUT_EFFECT["ppo"].keys() | OF_NO_RECIPE.keys() <= set(re.findall(r"`(\w+)`", refused))
     assert "| `sft_model_path` | The base is base.model |" in refused
+    assert "whatever the number of processes" in ppo and not re.search("num_devices|per device for train", ppo)
 
 
 @pytest.mark.skipif(not is_installed("pinned"), reason="fields of PPO are described by TRL 1.12")

@@ -135,7 +135,7 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         ({"system": "Be brief."}, "system — no such section. It is a key of data: write data.system."),
         ({"RUN": "mine"}, "RUN — no such section. It is an argument of the command: --run name."),
-        ({"ppo": {"target_kl": 0.1}}, "has no such field. Did you mean update_kl_limit?"),
+        ({"ppo": {"target_kl": 0.1}}, "Did you mean update_kl_limit? It is the limit itself, 1.5 × target_kl."),
         ({"ppo": {"lr": 0.1}}, "has no such field. Did you mean learning_rate?"),
         ({"ppo": {"learning_rate": -1e-4}}, "ppo.learning_rate — must be 0 or more, got -0.0001."),
         ({"ppo": {"per_device_train_batch_size": 0}}, "ppo.per_device_train_batch_size — must be at least 1, got 0."),
@@ -203,7 +203,6 @@ def test_three_mistakes_one_error(tmp_path):
         ({"ppo": None, "start": {"policy": "x"}}, "start.policy — would have no effect: no stage begins with it."),
         ({"scorer": {"kind": "length"}, "start": {"reward": "x"}}, "start.reward — would have no effect: no stage"),
         ({"adapters": {"q": {"r": 4}}}, "adapters.q — would have no effect: there is no section q."),
-        ({"reward": None}, "adapters.reward — would have no effect: there is no section reward. Remove it."),
         ({"sft": {"eval_steps": 5}}, "sft.eval_steps — would have no effect: nothing is evaluated on the way without"),
         ({"q": {}, "collect": {}}, "adapters.q — is missing: the q stage trains it."),
         ({"q": {}}, "q — has nothing to learn from: give rated responses (q_data), or sample them (collect)."),
@@ -612,6 +611,10 @@ def test_kernels_that_are_not_installed(monkeypatch):
             "load_in_4bit=true base.quantization.bnb_4bit_quant_type=nf4",
         ),
         ({"ppo": {"ppo_target": 6.0}}, "Did you mean kl_target"),
+        ({"ppo": {"steps": 20000}}, r"Did you mean total_episodes\?$"),
+        ({"sft": {"steps": 20}}, r"Did you mean max_steps\?$"),
+        ({"ppo": {"forward_batch_size": 4}}, r"Did you mean per_device_train_batch_size\?$"),
+        ({"ppo": {"backward_batch_size": 4}}, "num_mini_batches. It is the batch divided by backward_batch_size."),
     ],
 )
 def test_words_of_other_tools_are_led_to_ours(sections, hint, tmp_path):

@@ -41,7 +41,7 @@ def test_trls_dead_fields_are_refused_each_with_a_reason():
     }
     if HAS_PPO:
         of_trl = {p.field for p in check_stage("ppo", {**values, "loop": "trl", "data_seed": 3})}
-        assert of_trl == {f"ppo.{name}" for name in ("sft_model_path", "batch_size", "push_to_hub", "data_seed")}
+        assert of_trl == {f"ppo.{name}" for name in (values.keys() - {"kl_coef"}) | {"data_seed"}}
 
 
 @pytest.mark.parametrize("stage", STAGE_CLASSES)
@@ -49,6 +49,11 @@ def test_trls_dead_fields_are_refused_each_with_a_reason():
 def test_what_transformers_would_report_to_nobody_with(stage, wanted):
     (problem,) = check_stage(stage, {"report_to": wanted})
     assert problem.field == f"{stage}.report_to" and "Write none, or list what" in problem.remedy
+
+
+@pytest.mark.parametrize("stage", STAGE_CLASSES)
+def test_a_trackio_space_can_be_private(stage):
+    assert check_stage(stage, {"trackio_space_id": "me/x", "hub_private_repo": True}) == []
 
 
 @pytest.mark.parametrize("stage", STAGE_CLASSES)
@@ -113,6 +118,8 @@ def test_a_stages_own_class_says_what_it_refuses():
         "ppo.use_score_norm",
         "would have no effect without use_score_scaling: true.",
     )
+    (problem,) = check_stage("ppo", {"optim": "schedule_free_sgd"})
+    assert problem.field == "ppo.optim" and problem.wrong.startswith("schedule_free_sgd has to be told")
     (problem,) = check_stage("reward", {"bf16": True, "fp16": True})
     assert problem.field == "reward" and problem.wrong.startswith("At most one of fp16 and bf16")
 

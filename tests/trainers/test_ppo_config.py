@@ -71,6 +71,10 @@ def test_the_words_are_those_of_the_maths():
             "min_response_length — 5 is more than the 4 tokens of response_length: each response would be punished or "
             "dropped. Lower it.",
         ),
+        (
+            {"optim": "schedule_free_adamw"},
+            "optim — schedule_free_adamw has to be told when it trains, and no loop of PPO does so. Take adamw_torch.",
+        ),
         ({"value_learning_rate": -1.0}, "value_learning_rate — must be 0 or more or null, got -1.0."),
         ({"score_clip": 0.0}, "score_clip — must be positive or null, got 0.0."),
         ({"cliprange": 0.0}, "cliprange — must be positive or null, got 0.0."),
@@ -109,6 +113,18 @@ def test_bad_values(changes, message, tmp_path):
         ({"eval_on_start": True}, "eval_on_start — would have no effect with loop: trl, which has none."),
         ({"max_grad_norm": 0.5}, "max_grad_norm — would have no effect with loop: trl, which clips no gradients."),
         ({"eval_strategy": "epoch"}, "eval_strategy — would have no effect with loop: trl, which has none."),
+        *(
+            ({name: value}, f"{name} — would have no effect with loop: trl, which has none.")
+            for name, value in {
+                **dict.fromkeys(("world_size", "local_batch_size", "micro_batch_size", "local_mini_batch_size"), 4),
+                **dict.fromkeys(("model_adapter_name", "ref_adapter_name"), "x"),
+                "neftune_noise_alpha": 5.0,
+                "label_smoothing_factor": 0.1,
+                "dataloader_num_workers": 1,
+                "auto_find_batch_size": True,
+                "include_for_metrics": ["loss"],
+            }.items()
+        ),
         (
             {"whiten_rewards": True, "per_device_train_batch_size": 14, "num_mini_batches": 2},
             "whiten_rewards — needs mini-batches of 8 with loop: trl, and they have 7.",

@@ -19,7 +19,10 @@ from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
 
 # What says how often figures are logged and where they go, of any stage: nothing that was done depends on it.
-_SHOWN_BY = ("logging_steps", "logging_first_step", "report_to", "run_name", "dataloader_num_workers", "disable_tqdm")
+_SHOWN_BY = (
+    "logging_steps", "logging_first_step", "report_to", "run_name", "dataloader_num_workers", "disable_tqdm",
+    "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo",
+)  # fmt: skip
 # What a stage can go on with changed: it decides when something is written or how much memory is taken, and nothing of
 # what the run has done so far.
 _MAY_CHANGE = (

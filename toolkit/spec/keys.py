@@ -29,7 +29,8 @@ def owner_fields(owner: type) -> dict[str, Any]:
     return {p.name: hints.get(p.name, Any) for p in parameters}
 
 
-# What other tools, and other versions of TRL, call a field: likeness of letters alone would suggest another one.
+# What other tools, and other versions of TRL, call a field: likeness of letters alone would suggest another one. Of
+# several names the first that the section has is meant.
 _ELSEWHERE = {
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
@@ -62,13 +63,20 @@ _ELSEWHERE = {
     "ppo_score_norm": "use_score_norm",
     "kl_penalty": "kl_estimator",
     "early_stopping": "update_kl_limit",
-    "forward_batch_size": "local_rollout_forward_batch_size",
+    "forward_batch_size": "per_device_train_batch_size",
     "backward_batch_size": "num_mini_batches",
-    "steps": "max_steps",
+    "steps": "total_episodes max_steps",  # responses of PPO
     "quantization_config": "quantization",
     "quantization_bit": "quantization",
     "adapter_name_or_path": "policy",
     "reward_model": "reward",
+}
+
+# What has to be said of a field beside its name, since theirs is in another unit.
+_OTHER_UNIT = {
+    "target_kl": " It is the limit itself, 1.5 × target_kl.",
+    "early_stopping": " It is the limit itself, 1.5 × target_kl.",
+    "backward_batch_size": " It is the batch divided by backward_batch_size.",
 }
 
 # What other tools write for a value.
@@ -77,8 +85,9 @@ _SPELT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "fl
 
 def suggestion(name: str, known: Sequence[str]) -> str:
     """`Did you mean x?`, or the known names where none is near."""
-    if _ELSEWHERE.get(name) in known:
-        return f"Did you mean {_ELSEWHERE[name]}?"
+    for ours in _ELSEWHERE.get(name, "").split():
+        if ours in known:
+            return f"Did you mean {ours}?{_OTHER_UNIT.get(name, '')}"
     return did_you_mean(name, known) or (f"Known: {', '.join(sorted(known))}." if len(known) <= 15 else "")
 
 

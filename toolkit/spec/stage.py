@@ -54,7 +54,8 @@ _OTHER_NAMES = {"activation_checkpointing": Problem("has another name here.", re
 _READ_BY_PPO = {
     *(get_annotations(PPOFields).keys() - declared(PPOConfig).keys()),
     # the run and the machine
-    "run_name", "report_to", "project", "data_seed", "full_determinism", "use_cpu", "disable_tqdm", "log_level",
+    "run_name", "report_to", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+    "hub_private_repo", "data_seed", "full_determinism", "use_cpu", "disable_tqdm", "log_level",
     "dataloader_num_workers",
     # batches and the number of updates
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
@@ -124,8 +125,9 @@ _NOT_OFFERED = {
     "max_new_tokens": Problem("is named response_length, as in TRL."),
 }
 
+# But for hub_private_repo: by it transformers' callback makes a Trackio Space private.
 _NO_UPLOADS = dict.fromkeys(
-    ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
+    ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
     "transformers uploads no weights that are in folders by role; upload what toolkit export writes",
 )
 _NO_CAST = dict.fromkeys(

@@ -30,8 +30,12 @@ GREEDY_ROLLOUTS = Problem(
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 _NOT_IN_TRL_LOOP = (
     *("stop_token_id", "num_sample_generations", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
-    *("data_seed", "full_determinism", "batch_size", "mini_batch_size", "num_total_batches"),
-    *("sft_model_path", "reward_model_path", "push_to_hub"),
+    *("data_seed", "full_determinism", "batch_size", "mini_batch_size", "num_total_batches", "world_size"),
+    *("local_batch_size", "micro_batch_size", "local_mini_batch_size", "auto_find_batch_size"),
+    *("sft_model_path", "reward_model_path", "push_to_hub", "model_adapter_name", "ref_adapter_name"),
+    *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last"),
+    *("remove_unused_columns", "train_sampling_strategy", "dataset_num_proc", "label_names", "include_for_metrics"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel", "torch_empty_cache_steps"),
 )
 """Fields of TRL's class that its loop does not read, or to which it or `stock_ppo.trl_config` gives a value: nothing is
 evaluated, and of `push_to_hub` an empty repository would come."""
@@ -183,6 +187,9 @@ class PPOConfig(TRLPPOConfig):
         if self.lr_scheduler_type in _BY_METRIC:
             wrong = f"{self.lr_scheduler_type.value} goes by a metric, and PPO's schedule by updates."
             yield Problem(wrong, "lr_scheduler_type", "Take linear, cosine or constant.")
+        if self.optim.value.startswith("schedule_free"):
+            wrong = f"{self.optim.value} has to be told when it trains, and no loop of PPO does so."
+            yield Problem(wrong, "optim", "Take adamw_torch.")
         if self.value_pooling != "none" and self.truncated_as == "bootstrap":
             wrong = "bootstrap needs the value after the last token, which value_pooling averages."
             yield Problem(wrong, "truncated_as")
@@ -232,7 +239,10 @@ class PPOConfig(TRLPPOConfig):
                 yield Problem(f"{type_name(known[name])} is needed with loop: trl, got {value!r}.", name)
             elif name not in known and not ours.metadata["in_trl_loop"] and value != ours.default:
                 yield Problem("would have no effect with loop: trl, which has none.", name)
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = {
+            each.name: each.default_factory() if callable(each.default_factory) else each.default
+            for each in fields(self)
+        }
         for name in _NOT_IN_TRL_LOOP:
             if getattr(self, name) != defaults[name]:
                 yield Problem("would have no effect with loop: trl, which has none.", name)
