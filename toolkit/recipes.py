@@ -98,6 +98,8 @@ class Recipe(WhatItSays):
         """The same recipe with a scorer, a judge or both of kind "function"; the run records the functions' names."""
         named = {section: _function(reward) for section, reward in given.items() if reward is not None}
         values = {**self.values, **named}
+        if "judge" in named and "start" in values:  # whose adapter was for the judge that is replaced
+            values["start"] = {key: value for key, value in values["start"].items() if key != "judge"}
         problems = check_recipe(values) if named else []
         if problems:
             raise RecipeError(f"{self.name}, with a {' and a '.join(named)} of its own,", problems=problems)

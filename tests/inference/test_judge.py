@@ -17,6 +17,8 @@ def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
     (tmp_path / "longer.py").write_text("def rule(rollout):\n    return [2.0 * n for n in rollout.lengths]\n")
     runs = tmp_path / "runs"
     shutil.copytree(recipe.folder, runs / "copy")
+    kept = json.loads((runs / "copy" / "ppo" / "before.json").read_text())
+    (runs / "copy" / "ppo" / "before.json").write_text(json.dumps({**kept, "held_out": "of other rows"}))
     had = sorted(runs.rglob("*"))
     words = ["judge.kind=function", f"judge.function={tmp_path}/longer.py:rule"]
     page = tmp_path / "page.html"
@@ -24,7 +26,7 @@ def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     figures = json.loads(page.with_suffix(".json").read_text())
     result = json.loads((recipe.stage_folder("ppo") / "result.json").read_text())
-    assert figures.keys() == {"chat", "copy"} and figures["chat"] == figures["copy"]
+    assert figures.keys() == {"chat", "copy"} and figures["chat"] | {"other_prompts": True} == figures["copy"]
     assert figures["chat"]["judge"]["function"] == f"{tmp_path}/longer.py:rule"
     for side in ("before", "after"):
         found = figures["chat"][side]
@@ -34,6 +36,8 @@ def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
     assert shown in done.stdout and "copy" in done.stdout and f"written: {page}" in done.stdout
     text = page.read_text()
     warned = len(result.get("warnings", []))
+    said = "copy: data: these are not the prompts that the run held out"
+    assert said in text and said in done.stdout and "chat: data" not in text + done.stdout
     assert "longer.py:rule" in text and "<td>seconds</td>" not in text
     assert f'<td>warnings</td><td class="n">{warned}</td><td class="n">{warned}</td>' in text
     assert "<h1>judge: chat, copy</h1>" in text and "The judge" in text and text.count("gain in standard errors") >= 2
@@ -51,6 +55,7 @@ def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
     sides = {"before": found, "after": found, "changed": {"start.judge": "other_b/reward", "judge.kind": "adapter"}}
     monkeypatch.setattr("toolkit.inference.judge.open_run", opened)
     monkeypatch.setattr("toolkit.inference.judge.measured", lambda _: (sides, []))
+    monkeypatch.setattr("toolkit.inference.judge.trained_on", lambda _: ({}, []))
     figures = judge(["a", "b"], output=tmp_path / "page.html")
     assert [figures[run]["judge"]["start.judge"] for run in "ab"] == ["other_a/reward", "other_b/reward"]
     text = (tmp_path / "page.html").read_text()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.tiny_runs import chat_recipe, command_here
+from toolkit import recipes
 from toolkit.errors import AdapterError, RecipeError, ToolkitError
 from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
@@ -200,6 +201,27 @@ def test_the_difference_of_a_merge_is_measured(trained):
     with torch.no_grad():
         logits = merged.model(input_ids=torch.tensor([[3, 4, 5, 6]])).logits
     assert float(logits.abs().max()) == pytest.approx(merged.scale, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        {"ppo": {"eval_steps": 5}},
+        {"ppo": {"warmup_steps": 3, "lr_scheduler_type": "constant"}},
+        {"reward_head": {"num_labels": 2}},
+    ],
+    ids=lambda taken: next(iter(next(iter(taken.values())))),
+)
+def test_a_run_has_what_earlier_versions_took_without_effect(taken, trained, tmp_path, monkeypatch):
+    runs = copied(trained, tmp_path)
+    values = yaml.safe_load((runs / "chat" / "recipe.yaml").read_text())
+    for name, keys in taken.items():
+        values[name] = {**values.get(name, {}), **keys}
+    (runs / "chat" / "recipe.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(trained[0])  # where its reward is found
+    with pytest.raises(RecipeError, match="would have no effect"):
+        recipes.load(runs / "chat" / "recipe.yaml", runs_dir=runs)
+    assert "ppo" in open_run("chat", runs_dir=runs).plan.stages
 
 
 # ---------------------------------------------------------------------- damaged, or not to be written

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.tiny_models import lora, needs_trl_loop, tiny_model
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, save_llama, texts
 from toolkit import recipes
 from toolkit.data import doubling
-from toolkit.errors import DataError, ModelError, RecipeError
+from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
 from toolkit.runs.build import trainer_config
 from toolkit.runs.check import check, check_stages
@@ -360,6 +361,24 @@ def test_problems(overrides, message, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = problems_of(tmp_path, checkpoint, *overrides)
     assert any(problem.startswith(message) or message in problem for problem in found), found
+
+
+def test_the_best_checkpoint_goes_by_what_the_held_out_prompts_ask_for(checkpoint, tmp_path):
+    data = {"task": "instructions", "train_size": 4, "validation_size": 3, "test_size": 3}
+    recipe = chat_recipe(
+        tmp_path, checkpoint, reward=None, data=data, scorer={"kind": "rules", "column": "rules"},
+        ppo={"max_steps": 1, "response_length": 2, "per_device_train_batch_size": 2, "eval_strategy": "steps",
+             "eval_steps": 1, "metric_for_best_model": "kept_quoted"},
+    )  # fmt: skip
+    assert texts(check(recipe)) == ()
+    other = {**recipe.values["ppo"], "metric_for_best_model": "eval_kept_json_keys"}
+    recipe = replace(recipe, values={**recipe.values, "ppo": other})
+    said = "ppo.metric_for_best_model — 'kept_json_keys' is not measured: none of the 3 validation prompts asks for it."
+    (problem,) = texts(check(recipe))
+    assert problem.startswith(said) and problem.endswith("Take satisfied, or more prompts: raise data.validation_size.")
+    with pytest.raises(ConfigError, match="none of the 3 validation prompts asks for it"):
+        run(recipe, "ppo")
+    assert not (recipe.stage_folder("ppo") / "before.json").exists()  # nothing was measured
 
 
 def test_all_problems_in_one_error(checkpoint, tmp_path):

@@ -16,6 +16,7 @@ from toolkit.models import SharedBase, load_base, save_role
 from toolkit.reports import read_jsonl
 from toolkit.runs import stages
 from toolkit.runs.check import check
+from toolkit.trainers.guards import Watch
 
 RULE = {"kind": "function", "function": "statistics:fmean"}
 EVALUATED = {**SAVING, "eval_strategy": "steps", "eval_steps": 1}
@@ -30,7 +31,10 @@ PPO = {
     [
         ({"judge": {}}, "start.judge — is missing: a judge of kind adapter"),
         ({"judge": {"kind": "sum", "parts": {"a": {"kind": "adapter"}}}}, "start.judge — is missing"),
-        ({"judge": RULE, "start": {"judge": "x"}}, "start.judge — would have no effect: no judge reads an adapter."),
+        (
+            {"judge": RULE, "start": {"judge": "x"}},
+            "start.judge — would have no effect: no judge reads an adapter. Take it",
+        ),
         ({"start": {"judge": "x"}}, "start.judge — would have no effect: no judge reads an adapter. Add judge.kind"),
         ({"judge": RULE, "ppo": None}, "judge — would have no effect: there is no section ppo or q."),
         ({"judge": {"kind": "model"}}, "judge.model — is needed of a judge (a folder or hub id)."),
@@ -71,13 +75,14 @@ def other_reward(tmp_path_factory, checkpoint):
     return save_role(base, "reward", tmp_path_factory.mktemp("other"), pad_token_id=2, base_name="tiny")
 
 
-def by_adapter(tmp_path, checkpoint, folder, name, **ppo):
-    """A run whose reward is a rule, and its judge an adapter, or none."""
+def by_adapter(tmp_path, checkpoint, folder, name, judged=None, **ppo):
+    """A run whose reward is a rule, and its judge an adapter, another one, or none."""
     (tmp_path / "varied.py").write_text("def rule(rollout):\n    return [len(set(t)) for t in rollout.responses]\n")
     scorer = {"kind": "function", "function": f"{tmp_path}/varied.py:rule"}
     parts = {"other": {"kind": "adapter"}, "rule": {**scorer, "weight": 0}}
-    judged = {"judge": {"kind": "sum", "parts": parts}, "start": {"judge": str(folder)}} if folder else {}
-    return chat_recipe(tmp_path, checkpoint, name=name, reward=None, scorer=scorer, ppo={**PPO, **ppo}, **judged)
+    if folder:
+        judged = {"judge": {"kind": "sum", "parts": parts}, "start": {"judge": str(folder)}}
+    return chat_recipe(tmp_path, checkpoint, name=name, reward=None, scorer=scorer, ppo={**PPO, **ppo}, **judged or {})
 
 
 def test_a_run_is_measured_by_a_judge_and_not_trained_on_it(tmp_path, checkpoint, other_reward):
@@ -110,6 +115,18 @@ def test_a_run_is_measured_by_a_judge_and_not_trained_on_it(tmp_path, checkpoint
     assert ("ended" in result) is (best < 3) and (best == 3 or f"are those of step {best} of 3" in result["ended"])
 
 
+def test_a_warning_of_the_weights_that_came_back_names_their_step(tmp_path, checkpoint, monkeypatch):
+    told = []
+    monkeypatch.setattr(Watch, "evaluated", lambda self, step, *_: told.append(step) or [])
+    falls = "asked = []\n\ndef falls(rollout):\n    asked.append(0)\n    return [-len(asked)] * len(rollout)\n"
+    (tmp_path / "falls.py").write_text(falls)
+    best = {"max_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "judge"}
+    judged = {"judge": {"kind": "function", "function": f"{tmp_path}/falls.py:falls"}}
+    recipe = by_adapter(tmp_path, checkpoint, None, "best", judged, **best)
+    assert "of step 1 of 2" in stages.run(recipe, "ppo")["ended"]
+    assert told == [0, 1, 2, 1]
+
+
 def test_a_resumed_run_keeps_its_judge_and_its_first_answers(tmp_path, checkpoint, other_reward):
     folder = shutil.copytree(other_reward, tmp_path / "judge")
     recipe = by_adapter(tmp_path, checkpoint, folder, "judged")
@@ -126,7 +143,8 @@ def test_a_resumed_run_keeps_its_judge_and_its_first_answers(tmp_path, checkpoin
     assert [row["step"] for row in rows if "eval_judge" in row] == [1, 2, 3] and "judge" in result["after"]
 
 
-def test_a_judge_of_python_s_own(tmp_path, checkpoint):
+@pytest.mark.parametrize("beside", ["none", "an adapter"])
+def test_a_judge_of_python_s_own(beside, tmp_path, checkpoint, other_reward):
     """It comes before that of the recipe, is written into the run's recipe, and is not looked for by its name."""
     seen = []
 
@@ -134,10 +152,11 @@ def test_a_judge_of_python_s_own(tmp_path, checkpoint):
         seen.append(len(rollout))
         return [7.0] * len(rollout)
 
-    recipe = by_adapter(tmp_path, checkpoint, None, "by-hand")
+    recipe = by_adapter(tmp_path, checkpoint, other_reward if beside == "an adapter" else None, "by-hand")
     trainer = recipe.ppo_trainer(judge=judge)
     assert trainer.evaluate()["eval_judge"] == 7.0 and sum(seen) == len(trainer.eval_dataset)
-    assert yaml.safe_load((recipe.folder / "recipe.yaml").read_text())["judge"]["function"].endswith("<locals>.judge")
+    kept = yaml.safe_load((recipe.folder / "recipe.yaml").read_text())
+    assert kept["judge"]["function"].endswith("<locals>.judge") and "judge" not in kept.get("start", {})
 
 
 @needs_trl_loop

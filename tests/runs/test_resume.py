@@ -490,6 +490,8 @@ def test_the_command_goes_on_with_what_a_notebook_began(tmp_path, checkpoint):
     result = stages.run(recipe, "ppo", resume=True)
     assert result["resumed_at"] == [1]
     assert (result["before"], result["after"]) == (expected["before"], expected["after"])
+    (first,) = read_state(recipe.stage_folder("ppo") / "checkpoint-3")["own"]["watch"]["first"].values()
+    assert first["metrics"] == result["before"]  # which the checkpoint of the notebook did not know
 
 
 @needs_trl_loop

@@ -39,8 +39,8 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
                 refuse_others(folder)
                 begin(folder)
         result, samples = measured(recipe)
-        trained_on, told = _trained_on(recipe)
-        result |= trained_on
+        found, told = trained_on(recipe)
+        result |= found
         processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
         processes.by_main(lambda: write_result(folder, result))
     for sentence in told:  # now that all is written: standard output may be closed
@@ -50,7 +50,7 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
-def _trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """How many prompts of changed data the run was trained on, by PPO or by Q-learning, for `result.json` and in words:
     a larger split reaches into what the run did not hold out. Nothing where the data are those of the run."""
     beyond = [f"{key}={value}" for key, value in not_here(recipe.folder).items()]

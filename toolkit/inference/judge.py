@@ -11,9 +11,10 @@ from rich.text import Text
 from toolkit import processes
 from toolkit.disk import write_output
 from toolkit.errors import RecipeError, ToolkitError, printable
-from toolkit.inference.evaluate import measured
+from toolkit.inference.evaluate import measured, trained_on
 from toolkit.inference.saved_run import open_run, responds_by_q
 from toolkit.reports import ComparedRun, Output, comparison_page, read_result
+from toolkit.runs import stage
 from toolkit.runs.comparison import differing, labels_of
 from toolkit.runs.owned import check_output
 
@@ -31,7 +32,7 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
 
     Returns:
         By run, its metrics `before` and `after`, the section `judge` with the adapter that it reads as `start.judge`,
-        and what of the recipe was `changed`.
+        what of the recipe was `changed`, and of prompts that it did not hold out what `evaluate` says of them.
 
     Raises:
         RecipeError: there is no such run, it is not finished, or there is no judge for it.
@@ -47,7 +48,7 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
                 "Give one: judge.kind=adapter start.judge=runs/OTHER/reward/reward, or judge.kind=function and so on."
             )
             raise RecipeError(f'the run "{recipe.run}" has no section judge.', field="judge", remedy=remedy)
-    runs, figures = [], {}
+    runs, figures, told = [], {}, []
     for label, recipe in zip(labels_of(folders), recipes, strict=True):
         result, samples = measured(recipe)
         trained = read_result(recipe.stage_folder("q" if responds_by_q(recipe) else "ppo")) or {}
@@ -58,15 +59,21 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
         figures[label] = sides | {"judge": recipe.values["judge"] | ({"start.judge": adapter} if adapter else {})}
         if "changed" in result:
             figures[label]["changed"] = result["changed"]
+        found, sentences = trained_on(recipe)
+        figures[label] |= found
+        told += [f"{label}: {sentence}" for sentence in sentences]
     judges = dict.fromkeys(json.dumps(one["judge"], ensure_ascii=False) for one in figures.values())
     about, changed = f"The judge: {'; '.join(judges)}.", _changed(figures)
     about += f" What the recipes had otherwise: {changed}." if changed else ""
+    about = " ".join([about, *told])
 
     def write() -> None:
         write_output(output, comparison_page("judge", runs, differing(folders), about=about))
         write_output(figures_file, json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
 
     processes.by_main(write)
+    for sentence in told:
+        stage.say(sentence)
     Output().print(_table(figures))
     return figures
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from trl import pack_dataset
 
-from toolkit.data import check_rated
-from toolkit.errors import Problem, ToolkitError
+from toolkit.data import Rollout, check_rated
+from toolkit.errors import ConfigError, Problem, ToolkitError
 from toolkit.runs import build
 from toolkit.runs.check_report import Findings, StageFacts, UpdateFacts
 from toolkit.runs.check_roles import RolesCheck
@@ -63,6 +63,20 @@ def batch_figures(stage: str, config: Any, rows: int) -> dict[str, Any]:
     return {"batch": batch, "batches": updates, "steps": updates * steps, "update": update}
 
 
+def check_best(recipe: Recipe, config: Any, held_out: Any) -> None:
+    """Raises: ConfigError: what is to decide which checkpoint is the best is not measured of these held-out prompts."""
+    name, task = (config.metric_for_best_model or "").removeprefix("eval_"), recipe.task
+    if config.eval_strategy == "no" or name not in task.metric_names:
+        return
+    nothing, columns = [""] * len(held_out), {column: held_out[column] for column in held_out.column_names}
+    ids: list[list[int]] = [[] for _ in nothing]
+    measured = task.metrics(Rollout(nothing, nothing, ids, ids, [False] * len(nothing), columns))
+    if name not in measured:
+        wrong = f"{name!r} is not measured: none of the {len(held_out)} validation prompts asks for it."
+        remedy = f"Take {next(iter(measured))}, or more prompts: raise data.validation_size."
+        raise ConfigError(wrong, field="metric_for_best_model", remedy=remedy)
+
+
 class DataCheck:
     """The data of some stages of a recipe."""
 
@@ -109,6 +123,8 @@ class DataCheck:
                     self.prompts_read = True
                     longest = max(longest, longest_row(recipe.task.prompts("test")))
                     self._check_ppo(config, train, longest)
+                    with self.findings.at("ppo"):
+                        check_best(recipe, config, held_out)
                     longest = min(longest + config.response_length, config.max_length or math.inf)
                 elif stage == "sft":
                     facts["prepared"] = len(prepared)
@@ -129,6 +145,8 @@ class DataCheck:
             longest = max(longest_row(held_out), longest_row(recipe.task.prompts("test")))
             with self.findings.at("q"):
                 config = build.trainer_config(recipe, "q")
+                with self.findings.at("q"):
+                    check_best(recipe, config, held_out)
                 lengths: dict[str | None, int] = {"q.response_length": longest + config.response_length}
                 if "q_data" in recipe.values or finished(recipe, "collect") is not None:
                     rated = None

@@ -67,10 +67,7 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
 
     Those alone that differ, but for what decides how it is shown; of a stage that is not the recipe's, all that differ.
     """
-    there, here = (
-        {key: as_shipped(value) if key in _NAME_DATA else value for key, value in leaves(values)}
-        for values in (recorded(folder), _parsed(recipe.to_yaml()))
-    )
+    there, here = dict(leaves(recorded(folder))), dict(leaves(_parsed(recipe.to_yaml())))
     plan = recipe.plan.stages.get(stage)
     shown_by = {f"{other}.{name}" for other in STAGE_CLASSES for name in _SHOWN_BY}
     read = [key for key in {**there, **here} if plan is None or (plan.reads_key(key) and key not in shown_by)]
@@ -78,7 +75,8 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
     # An empty section of one is no key beside those that the other has in it.
     below = {**there, **here}
     filled = {key for key, pair in pairs.items() if {} in pair and any(one.startswith(f"{key}.") for one in below)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in filled}
+    same = {key for key in pairs.keys() & _NAME_DATA if len({*map(str, map(as_shipped, pairs[key]))}) == 1}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in filled | same}
 
 
 def may_change(recipe: Recipe, stage: str, folder: Path) -> set[str]:

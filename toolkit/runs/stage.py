@@ -19,10 +19,11 @@ from toolkit import phases, processes, reports
 from toolkit.checkpoints import step_of
 from toolkit.data import PER_RULE, data_digest
 from toolkit.disk import writing
-from toolkit.errors import CheckpointError, RunInterrupted, printable
+from toolkit.errors import CheckpointError, RunInterrupted, printable, within
 from toolkit.models import save_high_score
 from toolkit.reports import APART, Output, Progress, Responses, ScoredPair, write_jsonl
 from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, measures, stage_dataset
+from toolkit.runs.check_data import check_best
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
 from toolkit.runs.owned import BEFORE_FILE, SAMPLES_FILE
@@ -112,6 +113,7 @@ def _trained(
         for sentence in about_precision(recipe, stage):
             say(sentence)
         trainer = MAKERS[stage](recipe, callbacks=[] if progress.quiet else [progress])
+        _check_best(recipe, stage, trainer)
     for line in banner(recipe, stage, trainer):
         say(line)
     if processes.count() > 1:  # never by TRL's own loop, whose arguments are others
@@ -125,8 +127,7 @@ def _trained(
     cut = _report_cuts(recipe, trainer.args) if stage == "sft" else {}
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     before, responses_before = _before(recipe, stage, trainer)
-    if checkpoint is None:  # else a checkpoint knows what it was a warning of
-        _tell_evaluated(trainer, before, responses_before)
+    _tell_before(trainer, before, responses_before, goes_on=checkpoint is not None)
     so_far = ReportAtEvaluations(recipe, stage, started, before, trainer, progress)
     if processes.is_main():
         trainer.add_callback(so_far)
@@ -147,7 +148,7 @@ def _trained(
         kept = trainer.saved_if_the_reward_fails() if last else nullcontext()
         with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"), kept:
             after, responses_after = _measure(recipe, stage, trainer)
-        _tell_evaluated(trainer, after, responses_after)
+        _tell_after(trainer, after, responses_after)
         result = figures(recipe, stage, started, before, after) | _of_training(trainer, progress) | ended
         if so_far.apart:
             result[APART] = True
@@ -158,6 +159,12 @@ def _trained(
         with phases.phase("write"):
             processes.by_main(lambda: _write_up(recipe, stage, result, samples, judged))
     return result, samples
+
+
+def _check_best(recipe: Recipe, stage: str, trainer: Any) -> None:
+    if isinstance(trainer, SamplingTrainer) and trainer.eval_dataset is not None:
+        with within(stage):
+            check_best(recipe, trainer.args, trainer.eval_dataset)
 
 
 def _say_rows(recipe: Recipe, stage: str) -> None:
@@ -200,9 +207,19 @@ def _evaluated_apart(recipe: Recipe, stage: str, trainer: Any) -> bool:
     return data_digest(recipe.task.prompts("test")) != data_digest(trainer.eval_dataset)
 
 
-def _tell_evaluated(trainer: Any, metrics: dict[str, Any], responses: Responses | None) -> None:
-    if responses is not None and isinstance(trainer, SamplingTrainer):
-        trainer.evaluated(metrics, responses.responses, responses.prompts)
+def _tell_before(trainer: Any, metrics: dict[str, Any], responses: Responses | None, *, goes_on: bool) -> None:
+    if not isinstance(trainer, PPOTrainer) or responses is None:
+        return
+    evaluation = metrics, responses.responses, responses.prompts
+    if not goes_on:  # else a checkpoint knows what it was a warning of
+        trainer.evaluated(*evaluation)
+    elif metrics.keys() >= {*SIGNS}:  # a notebook's checkpoint does not know it; an earlier version measured less
+        trainer.measured_before = evaluation
+
+
+def _tell_after(trainer: Any, metrics: dict[str, Any], responses: Responses | None) -> None:
+    if isinstance(trainer, PPOTrainer) and responses is not None:
+        trainer.evaluated(metrics, responses.responses, responses.prompts, step=_step_of_weights(trainer))
 
 
 def _of_training(trainer: Any, progress: Progress) -> dict[str, Any]:
@@ -227,13 +244,18 @@ def _how_it_ended(trainer: Any) -> dict[str, str]:
         patience = next((one.early_stopping_patience for one in stoppers if _has_stopped(one)), 0)
         why = f": no better {metric} in {patience} evaluation{'s' * (patience > 1)}" if patience else ""
         said.append(f"It stopped early, at step {state.global_step} of {state.max_steps}{why}.")
-    if args.load_best_model_at_end and state.best_model_checkpoint:
-        best = step_of(Path(state.best_model_checkpoint))
-        if best < state.global_step:
-            said.append(f"The weights are those of step {best} of {state.global_step}, the best by {metric}.")
+    if (best := _step_of_weights(trainer)) < state.global_step:
+        said.append(f"The weights are those of step {best} of {state.global_step}, the best by {metric}.")
     for sentence in said:
         say(sentence)
     return {"ended": " ".join(said)} if said else {}
+
+
+def _step_of_weights(trainer: Any) -> int:
+    """The step whose weights a trainer has at its end: the best come back where the settings say so."""
+    state = trainer.state
+    best = state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    return step_of(Path(best)) if best else int(state.global_step)
 
 
 def _has_stopped(stopper: EarlyStoppingCallback) -> bool:

@@ -24,6 +24,11 @@ def conflicts(values: Values, stages: Mapping[str, StagePlan]) -> Iterator[Probl
     yield from _without_effect(values, stages)
 
 
+def of_no_stage(values: Values) -> dict[str, str]:
+    """Keys that are there without the stage that alone reads them, each with its name."""
+    return {key: stage for key, stage in _READ_BY.items() if at(values, key) is not None and stage not in values}
+
+
 def _of_base(values: Values) -> Iterator[Problem]:
     for name in ("base", "reward_model", "value_model"):
         own = at(values, name)
@@ -55,17 +60,14 @@ def _of_scorer(values: Values) -> Iterator[Problem]:
 
 def _without_effect(values: Values, stages: Mapping[str, StagePlan]) -> Iterator[Problem]:
     """Keys that are there and that no stage looks up."""
-    for key, stage in _READ_BY.items():
-        if at(values, key) is not None and stage not in values:
-            remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
-            yield Problem(f"would have no effect: there is no section {stage}.", key, remedy)
-    of_none = "reward" not in values and at(values, "start.reward") is None
-    if of_none and at(values, "adapters.reward") is not None:
-        yield Problem("would have no effect: there is no section reward.", "adapters.reward", "Remove it.")
+    for key, stage in of_no_stage(values).items():
+        remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
+        yield Problem(f"would have no effect: there is no section {stage}.", key, remedy)
     if "judge" in values and not {*JUDGED} & stages.keys():
         yield Problem("would have no effect: there is no section ppo or q.", "judge")
     if at(values, "start.judge") is not None and not any(plan.reads_key("start.judge") for plan in stages.values()):
-        yield Problem("would have no effect: no judge reads an adapter.", "start.judge", "Add judge.kind=adapter.")
+        remedy = "Take it away: start.judge=null." if "judge" in values else "Add judge.kind=adapter."
+        yield Problem("would have no effect: no judge reads an adapter.", "start.judge", remedy)
     for key in ("start.policy", "start.reward"):
         if at(values, key) is not None and not any(plan.reads_key(key) for plan in stages.values()):
             yield Problem("would have no effect: no stage begins with it.", key, "Remove it.")

@@ -164,8 +164,8 @@ EVALUATION_GUARDS = (
         '{value:.0%} of the responses have "{phrase}", which {phrase_then:.0%} had at the first evaluation.',
         f"See in the samples whether they are the better for it. {_LESS_PULL}",
     ),
-    # Nor this one. Where one sentence with four ends stands in for half of them it is not crossed either, for 78 % of
-    # them in more than nine of ten.
+    # Nor this one. Where one sentence with four ends stands in for half of 40 it is crossed in one run of 400, for 78 %
+    # of them in each.
     Guard(
         "less_varied",
         itemgetter("pairs_kept"),
@@ -257,14 +257,21 @@ class Watch:
     ) -> list[dict[str, Any]]:
         """The warnings that an evaluation is reason for, held against the first one of the same prompts, and that were
         not given before."""
+        first, best = self.measured(step, metrics, responses, prompts)
+        numbers: dict[str, Any] = {**metrics, "rows": len(responses), **since_first(responses, first["responses"])}
+        for moment, held in (("first", first["metrics"]), ("best", best)):
+            numbers |= {f"{name}_{moment}": value for name, value in held.items()}
+        return self._new(EVALUATION_GUARDS, step, numbers)
+
+    def measured(
+        self, step: int, metrics: Metrics, responses: Sequence[str], prompts: Sequence[str]
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Keep an evaluation that is the first one of its prompts, or the judge's best; `first` and `best` of them."""
         asked = sha256("\0".join(prompts).encode()).hexdigest()
         first = self.first.setdefault(asked, {"metrics": dict(metrics), "responses": list(responses)})
         if "judge" in metrics and (asked not in self.best or metrics["judge"] > self.best[asked]["judge"]):
             self.best[asked] = {**metrics, "step": float(step)}
-        numbers: dict[str, Any] = {**metrics, "rows": len(responses), **since_first(responses, first["responses"])}
-        for moment, held in (("first", first["metrics"]), ("best", self.best.get(asked, {}))):
-            numbers |= {f"{name}_{moment}": value for name, value in held.items()}
-        return self._new(EVALUATION_GUARDS, step, numbers)
+        return first, self.best.get(asked, {})
 
     def _new(self, guards: Iterable[Guard], step: int, numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
         told = {warning["name"] for warning in self.given}

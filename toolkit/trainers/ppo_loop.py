@@ -37,6 +37,8 @@ class PPOLoop(SharedBaseTrainer):
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self.watch = Watch()
+        self.measured_before: tuple[Mapping[str, float], Sequence[str], Sequence[str]] | None = None
+        """Metrics, responses and prompts of before the first update, of which a checkpoint may not know."""
         self._in_scoring: Rollout | None = None
         self._in_hand = {}
         self._drawn = 0
@@ -165,9 +167,17 @@ class PPOLoop(SharedBaseTrainer):
         """Name of an error's class, of several processes in that where it was raised."""
         return error.of if isinstance(error, PeerError) else type(error).__name__
 
-    def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str], prompts: Sequence[str]) -> None:
-        """Tell what an evaluation of held-out prompts is a warning of."""
-        self._tell(self.watch.evaluated(self.state.global_step, metrics, responses, prompts))
+    def evaluated(
+        self,
+        metrics: Mapping[str, float],
+        responses: Sequence[str],
+        prompts: Sequence[str],
+        *,
+        step: int | None = None,
+    ) -> None:
+        """Tell what an evaluation of held-out prompts is a warning of: of the weights of now, or of an earlier step."""
+        step = self.state.global_step if step is None else step
+        self._tell(self.watch.evaluated(step, metrics, responses, prompts))
 
     def _write_warnings(self) -> None:
         """Those of this run, which may go on from before the last, or have begun anew after a kill."""
@@ -308,3 +318,5 @@ class PPOLoop(SharedBaseTrainer):
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
         self._shown, self._end_due = state.get("shown", []), state.get("end_due", False)  # not in checkpoints of before
         self.watch = Watch(**{name: value for name, value in state["watch"].items() if value is not None})
+        if self.measured_before is not None:
+            self.watch.measured(0, *self.measured_before)
