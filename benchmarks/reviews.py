@@ -200,15 +200,13 @@ def _of_seed(path: Path, runs: Path) -> dict[str, Any]:
     ppo, judge = recipe.stage_folder("ppo"), str(runs / "others" / "reward" / "reward")
     reached = measured(ppo)
     model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
-    stages, reward = ("sft", "sft_data", "reward", "reward_model"), str(recipe.stage_folder("reward") / "reward")
+    own, stages = "reward_model" in recipe.values, ("sft", "sft_data", "reward", "reward_model")
+    reward = str(recipe.stage_folder("reward") / ("model" if own else "reward"))
     alone = {key: value for key, value in recipe.values.items() if key not in stages} | {"judge": {"kind": "adapter"}}
-    start = {"judge": judge, "reward": reward}
-    if "reward_model" in recipe.values:
-        alone |= {
-            "scorer": {"kind": "model", "model": reward, "reads": "tokens"},
-            "ppo": alone["ppo"] | {"value": "shared"},
-        }
-        del start["reward"]
+    start = {"judge": judge} | ({} if own else {"reward": reward})
+    if own:
+        scorer = {"kind": "model", "model": reward, "reads": "tokens", "dtype": "float32"}
+        alone |= {"scorer": scorer, "ppo": alone["ppo"] | {"value": "shared"}}
     for when, policy in {"before": recipe.stage_folder("sft") / "policy", "after": ppo / "policy"}.items():
         evaluation = asked(alone, policy=str(policy), **start)
         rows = said(evaluation)
@@ -261,7 +259,8 @@ def _table(result: Mapping[str, Any]) -> str:
         "distinct_2": "different pairs of words, of all",
         "perplexity": "perplexity under the base, not quantised",
     }
-    rows = [[title, *(cell([one[when][key] for one in seeds]) for when in whens)] for key, title in titles.items()]
+    there = {key: title for key, title in titles.items() if key in seeds[0]["after"]}  # beyond_share is of adapters
+    rows = [[title, *(cell([one[when][key] for one in seeds]) for when in whens)] for key, title in there.items()]
     different = [[len(set(one[when]["said"])) for one in seeds] for when in whens]
     rows.append([f"different texts, of {len(seeds[0]['after']['said'])}", *map(_range, different)])
     texts = zip(*(map(cell_of, seeds[0][when]["said"]) for when in whens), strict=True)

@@ -16,12 +16,15 @@ import sys
 import pytest
 import torch
 import yaml
+from torch.distributed import DistBackendError
 from transformers import T5Config
 from typer.testing import CliRunner
 
 from tests.tiny_models import lora, tiny_model
 from tests.tiny_runs import PAIRS, QUERIES, byte_tokenizer, save_llama
+from toolkit import processes
 from toolkit.cli import app
+from toolkit.errors import PeerError
 from toolkit.models import SharedBase, save_role
 
 REWARDS = """
@@ -259,6 +262,27 @@ def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(way, monkeypat
         "": "Nothing of it is saved. To begin again: toolkit sft doubling --overwrite",
     }
     assert said.getvalue() == f"Standard output was closed. {told[way]}\n"
+
+
+@pytest.mark.parametrize("main", [True, False])
+@pytest.mark.parametrize("cause", [DistBackendError, RuntimeError])
+def test_a_broken_connection_is_told_by_the_main_process_and_by_whoever_knows_why(main, cause, monkeypatch):
+    """Of several that a launcher has started, whose words do not say how many."""
+
+    def breaks(*_, **__):
+        monkeypatch.setattr(processes, "count", lambda: 2)
+        monkeypatch.setattr("toolkit.cli.command._speaks", main)
+        raise PeerError("the connection of process 0 of 2 to another is broken: NCCL error") from cause("NCCL error")
+
+    monkeypatch.setattr("toolkit.recipes.load", breaks)
+    monkeypatch.setattr(sys, "argv", ["toolkit", "ppo", "doubling"])
+    done = CliRunner().invoke(app, ["ppo", "doubling"])
+    told = "The connection of process 0 of 2 to another is broken: NCCL error."
+    way = " To go on, by 2 processes, as it was started: toolkit ppo doubling --resume (make: RESUME=1)"
+    assert done.exit_code == 1
+    assert done.stderr == (f"{told}{way if main else ''}\n" if main or cause is DistBackendError else "")
+    monkeypatch.setattr(processes, "count", lambda: 1)
+    assert isinstance(CliRunner().invoke(app, ["ppo", "doubling", "--debug"]).exception, PeerError)
 
 
 _STARTS = """

@@ -242,7 +242,8 @@ def _connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(f"the connection of process {rank()} of {count()} to another is broken: {error}") from error
+        why = " ".join(str(error).split())  # NCCL's is of several lines
+        raise PeerError(f"the connection of process {rank()} of {count()} to another is broken: {why}") from error
     finally:
         if is_met:
             signal.signal(signal.SIGINT, usual)

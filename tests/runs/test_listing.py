@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.tiny_runs import command_here
+from toolkit.checkpoints import write_state
 from toolkit.cli.command import complete_run
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import listing
@@ -65,6 +66,8 @@ def test_how_far_runs_are_and_what_goes_on(runs):
     assert a.command == ("toolkit", "ppo", str(runs / "a" / "recipe.yaml"), "--resume", *elsewhere)
     assert b.command == ("toolkit", "chat", "b", *elsewhere) and b.stages[0].state == "finished"
     assert c.stages == () and c.command[1] == "ppo"
+    write_state(runs / "a/ppo/checkpoint-4", {"own": {"processes": 9}, "processes": 2, "seconds": 1.0})
+    assert state_of(runs / "a").command == (*a.command[:4], "--processes", "2", *elsewhere)
     with at_work(runs / "a"):
         working = state_of(runs / "a")
     assert working.stages[1].state == "at work" and working.stages[1].where == "step 4" and working.command == ()

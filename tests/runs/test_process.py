@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -89,8 +90,10 @@ def test_all_have_time_to_save_where_all_were_asked_to_stop():
 def test_one_that_was_stopped_waits_longer_for_the_others(monkeypatch):
     monkeypatch.setattr(process, "GRACE", 0.1)
     assert process.run_in_processes(script("rank or time.sleep(2); sys.exit(130)"), 2) == 130
-    monkeypatch.setattr(process, "_GRACE_OF_A_STOP", 0.2)
     began = time.monotonic()
+    with pytest.raises(RunInterrupted):  # not where the signal itself has ended one, which has saved nothing
+        process.run_in_processes(script("rank and os.kill(os.getpid(), 15); time.sleep(60)"), 2)
+    monkeypatch.setattr(process, "_GRACE_OF_A_STOP", 0.2)
     assert process.run_in_processes(script("rank or time.sleep(60); sys.exit(130)"), 2) == 1
     assert time.monotonic() - began < 20
 
@@ -105,6 +108,14 @@ def test_a_signal_is_passed_on(number):
     assert [started.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     started.send_signal(number)
     assert started.wait(30) == 143
+
+
+@pytest.mark.parametrize(("foreground", "passed_on"), [(5, False), (6, True)])
+def test_a_command_in_a_terminal_s_background_passes_sigint_on(foreground, passed_on, monkeypatch):
+    """To which the terminal sends none."""
+    answers = {"open": lambda *_: 7, "close": lambda _: None, "tcgetpgrp": lambda _: foreground, "getpgrp": lambda: 5}
+    monkeypatch.setattr(process, "os", SimpleNamespace(name="posix", O_RDONLY=0, **answers))
+    assert process._of_a_terminal() != passed_on
 
 
 def test_a_file_in_the_current_folder_stands_in_for_no_module(tmp_path, monkeypatch):

@@ -257,16 +257,20 @@ def measured(folder, stage, size):
     compute_loss = made.compute_loss
     made.compute_loss = lambda *arguments, **named: (read.append(1), compute_loss(*arguments, **named))[1]
     metrics = made.evaluate()
-    return {name: value for name, value in metrics.items() if not any(t in name for t in (*TIMING, "time"))}, len(read)
+    metrics = {name: value for name, value in metrics.items() if not any(t in name for t in (*TIMING, "time"))}
+    batches = len(read)
+    predicted = made.predict(made.eval_dataset).predictions.tolist() if stage == "reward_classes" else []
+    return metrics, batches, predicted
 
 
 @pytest.mark.parametrize(("stage", "size"), [("sft_policy", 2), ("reward_pairs", 5), ("reward_classes", 3)])
 def test_held_out_batches_are_divided(stage, size, four, tmp_path):
-    metrics, batches = measured(tmp_path, stage, size)
+    metrics, batches, predicted = measured(tmp_path, stage, size)
     found = four(measured, tmp_path, stage, size)
-    assert sum(read for _, read in found) == batches and max(read for _, read in found) == -(-batches // 4)
-    for divided, _ in found:
+    assert sum(read for _, read, _ in found) == batches and max(read for _, read, _ in found) == -(-batches // 4)
+    for divided, _, of_all in found:
         assert divided == pytest.approx(metrics, rel=1e-6)
+        assert of_all == predicted and len(predicted) == (8 if stage == "reward_classes" else 0)  # all rows in each
 
 
 def trained_short_of_memory(folder, stage):
@@ -319,6 +323,34 @@ def stopped(folder, stage, rank):
         return made.state.global_step, str(stop)
 
 
+class _OwnClock(TrainerCallback):
+    """Ends the run in the second step, in one of the processes."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2 and processes.is_main()
+
+
+def stops_by_its_clock(folder, stage):
+    made = resumable.make(getattr(resumable, stage), Path(folder), save_strategy="no")
+    made.add_callback(_OwnClock())
+    made.train()
+    return made.state.global_step, digest_of(made)
+
+
+@pytest.mark.parametrize("stage", ["reward_pairs", "ppo"])
+def test_what_a_callback_asks_for_in_one_all_do(stage, two, tmp_path):
+    one, other = two(stops_by_its_clock, tmp_path, stage)
+    assert one == other and one[0] == 2
+
+
+def goes_on_with_fewer_rows(folder, stage):
+    made = resumable.make(getattr(resumable, stage), Path(folder))
+    made.train_dataset = made.train_dataset.select(range(3))
+    with pytest.raises(ToolkitError) as refused:
+        made.train(resume_from_checkpoint=True)
+    return type(refused.value).__name__
+
+
 def reports(folder, stage):
     made = resumable.make(getattr(resumable, stage), Path(folder))
     made.train(resume_from_checkpoint=True)
@@ -329,6 +361,7 @@ def reports(folder, stage):
 def test_one_of_several_reports_of_a_run_that_goes_on(stage, times, two, tmp_path):
     """A checkpoint is the main one's. Once stopped, and where it has all its steps behind it."""
     two(stopped, tmp_path, stage, 1)
+    assert two(goes_on_with_fewer_rows, tmp_path, stage) == ["CheckpointError", "PeerError"]  # told once
     for _ in range(times):
         assert two(reports, tmp_path, stage) == [(True, True), (False, False)]
 
@@ -370,8 +403,9 @@ def test_another_number_goes_on_as_one_would_and_says_so(two, four, tmp_path):
     main, *others = four(goes_on_saying, tmp_path / "two")
     assert [digest for digest, *_ in others] == [main[0]] * 3
     assert "was written by 2 of them, and 4 go on: rows are sampled the same" in main[1][0]
+    assert "With dropout on a CPU" not in main[1][0]
     _, said, first = goes_on_saying(tmp_path / "one")
-    assert "was written by 2 of them, and 1 go on" in said[0]
+    assert "was written by 2 of them, and 1 go on" in said[0] and "With dropout on a CPU rows are sampled" in said[0]
     assert first == main[2] and len(first) == len(PROMPTS)
 
 
@@ -424,6 +458,22 @@ def scored_by(folder, rank):
         return responses.response_ids, str(error), calls
 
 
+class _Draws(TrainerCallback):
+    """Draws a random number in one of the processes, as whoever shows a sample there."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            torch.rand(1)
+
+
+def own_scores(rollout):
+    """By a reward that each process calls, and that has not the same result in each."""
+    return count_reward(9)(rollout) + processes.rank()
+
+
+own_scores.on_every_process = True
+
+
 def begun_with(folder, what):
     """What a process says whose base, or prompts, are its own."""
     prompts = [row[::-1] for row in PROMPTS] if what == "data" and processes.rank() else PROMPTS
@@ -436,7 +486,9 @@ def begun_with(folder, what):
             base.parameters_of("reward")[0].mul_(1.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(helpers, "PROMPTS", prompts)
-        ours = trainer(folder, base, count_reward(9), max_steps=1)
+        ours = trainer(folder, base, own_scores if what == "scores" else count_reward(9), max_steps=1)
+    if what == "random state":
+        ours.add_callback(_Draws())
     try:
         ours.train()
     except ToolkitError as error:
@@ -449,6 +501,10 @@ def test_processes_begin_with_the_same_and_one_of_them_reports(two, tmp_path):
     for what in ("base", "data", "adapters"):
         said = f"the processes do not begin with the same {what}. Give all machines the same checkpoint, data"
         assert all(said in one for one in two(begun_with, tmp_path, what))
+    for what in ("random state", "scores"):
+        said, heard = two(begun_with, tmp_path, what)
+        assert said.startswith(f"at update 1 the processes do not have the same {what}. Let all of them do what one")
+        assert heard == f"process 0 of 2: SelfCheckError: {said}"
 
 
 def test_a_function_scores_once_and_its_error_reaches_all(two, tmp_path):

@@ -124,11 +124,10 @@ def _errors(debug: bool, *, resumable: bool, divided: bool, of_recipe: bool) -> 
     except RunInterrupted as stop:
         _say_once(f"{stop}{_way_on(stop) if resumable else ''}")
         raise typer.Exit(128 + stop.signal_number) from stop
-    except PeerError as error:  # whoever failed has said so, but where the main process speaks of what all have met
-        stopped = error.of == KeyboardInterrupt.__name__
-        if stopped:
-            _say_once(f"Interrupted.{_way_on(error) if resumable else ''}")
-        raise typer.Exit(130 if stopped else 1) from error
+    except PeerError as error:
+        if debug and not error.of:
+            raise
+        raise typer.Exit(_say_of_the_others(error, resumable=resumable)) from error
     except ToolkitError as error:
         if debug:
             raise
@@ -168,6 +167,19 @@ def _say_once(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def _say_of_the_others(error: PeerError, *, resumable: bool) -> int:
+    """Of an error of another process the exit code here, and what that one does not say itself."""
+    way = _way_on(error) if resumable else ""
+    if error.of == KeyboardInterrupt.__name__:  # which all have met
+        _say_once(f"Interrupted.{way}")
+        return 130
+    if not error.of:  # a broken connection, whose reason, as of a card or network of its own, NCCL tells each process
+        text = error.text(IN_SHELL).rstrip(".")
+        if _speaks or type(error.__cause__).__name__ == "DistBackendError":
+            print(f"{text[0].upper()}{text[1:]}.{way if _speaks else ''}", file=sys.stderr)
+    return 1
+
+
 def _say_of_the_system(error: OSError, *, resumable: bool) -> None:
     """A sentence about an error of the system; it is raised again where it names no place, as a fault of ours, and for
     a closed pipe, at which typer ends in silence."""
@@ -205,13 +217,22 @@ def _import_quietly() -> None:
 def _way_on(stop: BaseException) -> str:
     """The command that goes on where this one was stopped; the same again, where there is nothing to go on with."""
     way = getattr(stop, "way_on", "resume")  # as `stages.run` has found; of several processes none may say
+    by = _by_as_many(sys.argv[1:])
     if not way:
-        return f" Nothing of it is saved. To begin again: {shlex.join(['toolkit', *sys.argv[1:]])}"
+        return f" Nothing of it is saved. To begin again{by}: {shlex.join(['toolkit', *sys.argv[1:]])}"
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
     command = shlex.join(["toolkit", *arguments, f"--{way}"])
     if way == "overwrite":
-        return f" It cannot go on from what it has saved. To begin again: {command} (make: OVERWRITE=1)"
-    return f" To go on: {command} (make: RESUME=1)"
+        return f" It cannot go on from what it has saved. To begin again{by}: {command} (make: OVERWRITE=1)"
+    return f" To go on{by}: {command} (make: RESUME=1)"
+
+
+def _by_as_many(arguments: list[str]) -> str:
+    """How many processes a command is to be started with where a launcher did so, and its own words do not say it."""
+    joined = sys.modules.get("toolkit.processes")  # without it there is one; it takes seconds to import
+    number = 1 if joined is None else joined.count()
+    named = any(word.partition("=")[0] == "--processes" for word in arguments)
+    return f", by {number} processes, as it was started" if number > 1 and not named else ""
 
 
 def _complete_recipe(incomplete: str) -> list[str]:

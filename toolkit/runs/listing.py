@@ -1,10 +1,12 @@
 """All runs of a folder: how far each is, its last figures, and the command that goes on. Read alone, nothing loaded."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoints import checkpoints_in, step_of
+from toolkit.checkpoints.state import STATE_FILE
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result, whole_lines
@@ -16,6 +18,7 @@ from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.plan import STAGES
 
 FINISHED, AT_WORK, STOPPED, DAMAGED = "finished", "at work", "stopped", "damaged"
+_PROCESSES = re.compile(r'\["processes", (\d+)\]')  # an entry of a state, as `write_state` has it
 
 
 @dataclass(frozen=True)
@@ -103,4 +106,16 @@ def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[
     if not aims or aims[0] in done:
         return ()
     anew = leads_nowhere(run / aims[0], recipe)
-    return ("toolkit", aims[0], str(run / RECIPE_FILE), "--overwrite" if anew else "--resume", *elsewhere)
+    begun = [one.stage for one in states if one.state == STOPPED]
+    number = _processes(run / begun[-1]) if begun else 1
+    together = ("--processes", str(number)) if number > 1 else ()
+    way = "--overwrite" if anew else "--resume"
+    return ("toolkit", aims[0], str(run / RECIPE_FILE), way, *together, *elsewhere)
+
+
+def _processes(stage: Path) -> int:
+    """How many processes wrote the newest checkpoint of a stage; 1 where none says. Its tensors are not read."""
+    state = next((folder / STATE_FILE for folder in reversed(checkpoints_in(stage))), None)
+    text = state.read_text(encoding="utf-8", errors="replace") if state is not None and state.is_file() else ""
+    found = _PROCESSES.findall(text)
+    return int(found[-1]) if found else 1  # a reward's own state, which may have such an entry, comes before

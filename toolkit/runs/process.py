@@ -82,12 +82,20 @@ def _signal(code: int) -> str:
     return f"{name}, probably since memory ran out" if name == "SIGKILL" else name
 
 
-def _has_terminal() -> bool:
+def _of_a_terminal() -> bool:
+    """Whether a terminal's Ctrl-C comes to this process, and to all that it has started: not in its background."""
+    if os.name == "nt":  # which sends it to all processes of a console
+        return True
     try:
-        os.close(os.open("/dev/tty", os.O_RDONLY))
+        terminal = os.open("/dev/tty", os.O_RDONLY)
     except OSError:
-        return os.name == "nt"  # which sends Ctrl-C to all processes of a console
-    return True
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:  # it was closed
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -105,12 +113,13 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     """Their exit codes, once all have ended. Where one has failed and others wait for it, they are ended, too.
 
     A terminal sends Ctrl-C to all processes: this one waits while the others finish their step and save. SIGTERM, and
-    SIGINT where there is no terminal, may reach this one alone, and are passed on: as SIGTERM, of which a second one
-    does no harm to those that it has reached.
+    SIGINT where no terminal sends it, may reach this one alone, and are passed on: as SIGTERM, of which a second one
+    does no harm to those that it has reached. (One after Ctrl-C would: who is past the last step, or has not begun, has
+    met that already, and would be ended while it puts a run back or reports.)
     """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM or not _has_terminal():
+        if number == signal.SIGTERM or not _of_a_terminal():
             for child in children:
                 child.terminate()
 
@@ -122,7 +131,7 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
                 if i not in codes and (code := child.poll()) is not None:
                     codes[i] = code
             if failed := [code for code in codes.values() if code]:
-                stopped = all((code - 128 if code > 0 else -code) in _STOPS for code in failed)
+                stopped = all(code - 128 in _STOPS for code in failed)  # by the signal itself it has saved nothing
                 first_failed = first_failed or time.monotonic()
                 overdue = time.monotonic() > first_failed + (_GRACE_OF_A_STOP if stopped else GRACE)
             if overdue:

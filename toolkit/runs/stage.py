@@ -196,7 +196,8 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
         processes.by_main(partial(reports.write_json, path, kept))
     if kept.get("held_out", held_out) != held_out:
         wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."
-        raise CheckpointError(wrong, remedy="Give those rows back, or begin anew with $overwrite.")
+        with processes.agreed():  # told once
+            raise CheckpointError(wrong, remedy="Give those rows back, or begin anew with $overwrite.")
     return kept["metrics"], Responses(**kept["answers"]) if kept["answers"] else None
 
 

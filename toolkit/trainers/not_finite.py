@@ -129,7 +129,8 @@ class GuardedSteps(DividedSteps):
         wrong = f"{why} at step {self.state.global_step + 1}, and {MOST_IN_A_ROW} {self._counted} in a row were not "
         wrong += "finite. None of that has reached the weights."
         remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not"
-        raise SelfCheckError(wrong, remedy=f"{remedy} help. The batch is in {saved}.")
+        with processes.agreed():  # told once
+            raise SelfCheckError(wrong, remedy=f"{remedy} help. The batch is in {saved}.")
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """As in `Trainer`, with the number of steps that were passed over, if any were."""

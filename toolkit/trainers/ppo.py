@@ -23,6 +23,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from torch import Tensor
 from toolkit import functional as F
 from toolkit import processes
 from toolkit.data import Rollout, select
-from toolkit.errors import NotFiniteError
+from toolkit.errors import NotFiniteError, SelfCheckError
 from toolkit.models import read_policy, response_logprobs, response_values
-from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores
+from toolkit.rewards import DenseScores, ScoreLike, Scores, check_scores, score_with, select_scores, total_scores
 from toolkit.trainers import self_checks
 from toolkit.trainers.not_finite import loss_scale
 from toolkit.trainers.objective import Experience, describe, importance_weights, policy_objective, sampler_logprobs
@@ -96,11 +97,12 @@ class PPOTrainer(PPOLoop):
     # ------------------------------------------------------------------ one update
 
     def step(self, batch: dict[str, Any], responses: Rollout, scores: ScoreLike) -> dict[str, float]:
-        """One PPO update from a scored rollout, and its metrics; `scores`, (B,) or dense, may be from anywhere.
+        """One PPO update from a scored rollout, and its metrics; `scores`, (B,) or dense, may be from anywhere, of
+        several processes the same in each.
 
         Raises:
             DataError: `importance_sampling_cap` is set, and it is not known with which probabilities tokens were drawn.
-            SelfCheckError: something would be trained that is not meant.
+            SelfCheckError: something would be trained that is not meant, or several processes do not have the same.
         """
         self._prepare_training()
         if self.state.global_step >= self.total_updates:
@@ -111,6 +113,7 @@ class PPOTrainer(PPOLoop):
             warnings.warn(over, stacklevel=2)
         parts = self._parts if scores is self._parts_of else {}
         scores = check_scores(scores, responses)
+        self._check_same_update(responses, scores)
         learning_rate = self.lr_scheduler.get_last_lr()[0]
         shortest = self.args.min_response_length if self.args.drop_short_responses else 0
         kept = [row for row, length in enumerate(responses.lengths) if length >= shortest]
@@ -135,6 +138,21 @@ class PPOTrainer(PPOLoop):
             stats["skipped_steps"] = float(self.skipped.total)
         return {**stats, "learning_rate": learning_rate}
 
+    def _check_same_update(self, rollout: Rollout, scores: Scores) -> None:
+        """All of several processes have the same responses, scores and, by the random state, order of rows: where they
+        differ, rows count twice or never, and the sum of gradients, which is the same in all, does not show it."""
+        if processes.count() == 1:
+            return
+        held = {"responses": rollout.response_ids, "scores": total_scores(scores).tolist()}
+        held["random state"] = torch.get_rng_state().tolist()
+        of_all = processes.gather({name: sha256(repr(value).encode()).digest() for name, value in held.items()})
+        differ = [name for name in held if any(one[name] != of_all[0][name] for one in of_all)]
+        if differ:
+            wrong = f"at update {self.state.global_step + 1} the processes do not have the same {' and '.join(differ)}."
+            remedy = "Let all of them do what one alone does there, as a callback that draws random numbers, or share "
+            with processes.agreed():  # told once
+                raise SelfCheckError(wrong, remedy=f"{remedy}what one has found with toolkit.processes.by_main.")
+
     def _learn(self, rollout: Rollout, scores: Scores, parts: dict[str, Tensor]) -> dict[str, float]:
         """Optimizer steps from a scored rollout, and their metrics; `parts` are those of the scores, for the log."""
         seen = self.score_shaper.moments
@@ -158,12 +176,14 @@ class PPOTrainer(PPOLoop):
 
     def _check_finite(self, experience: Experience) -> None:
         """One number that is not finite would be in every advantage of the update, and in all of its steps."""
-        for name in ("old_logprobs", "ref_logprobs", "old_values", "kl", "rewards", "advantages", "returns"):
-            if not getattr(experience, name).isfinite().all():
+        read = ("old_logprobs", "ref_logprobs", "old_values", "kl", "rewards", "advantages", "returns")
+        broken = next((name for name in read if not getattr(experience, name).isfinite().all()), None)
+        with processes.agreed():  # an error of all is told once
+            if broken is not None:
                 tensors, self._in_scoring = experience._asdict(), experience.rollout
                 self._in_hand = {key: tensor for key, tensor in tensors.items() if torch.is_tensor(tensor)}
                 remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not help."
-                raise NotFiniteError(f"what is read of the responses is not finite ({name}).", remedy=remedy)
+                raise NotFiniteError(f"what is read of the responses is not finite ({broken}).", remedy=remedy)
 
     def _make_experience(self, rollout: Rollout, scores: Scores) -> Experience:
         args = self.args

@@ -306,9 +306,10 @@ class PPOLoop(SharedBaseTrainer):
     def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
         super().check_checkpoint(checkpoint, state)
         own = state["own"]
-        check_frozen(own["frozen"], frozen_digests(self.roles))
-        if (begun_with := own["kl_coef_begun_with"]) != self.args.kl_coef:
-            raise other_setting(checkpoint, "kl_coef", begun_with, self.args.kl_coef)
+        with processes.agreed():  # an error of all is told once
+            check_frozen(own["frozen"], frozen_digests(self.roles))
+            if (begun_with := own["kl_coef_begun_with"]) != self.args.kl_coef:
+                raise other_setting(checkpoint, "kl_coef", begun_with, self.args.kl_coef)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]

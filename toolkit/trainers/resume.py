@@ -5,6 +5,7 @@ was never stopped.
 """
 
 import math
+import signal
 import time
 import warnings
 from functools import cached_property
@@ -25,27 +26,37 @@ from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
 from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
+_ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
 
 class _AtStepEnd(TrainerCallback):
-    """Gives memory back, and ends training where somebody asked for it, with a checkpoint."""
+    """Gives memory back, and ends training where somebody asked for it, with a checkpoint. Comes after all others."""
 
     def __init__(self, request: checkpoints.StopRequest, freed: FreedMemory):
         self.request, self.freed = request, freed
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.freed.after_step()
-        # Whichever process was asked, all of them stop at the same step.
-        asked = processes.first(self.request.received)
+        asked = self._join(control)
         if asked is not None:
             self.request.received = asked
             control.should_save = control.should_training_stop = self.request.met = True
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._join(control)
         if self.request.met and (state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer()):
             # The run, or the pass, really is over: no later step would do what is due here.
             control.should_save = control.should_save or control.should_evaluate or control.should_log
         elif self.request.met:
             control.should_log = control.should_evaluate = control.should_save = False
+
+    def _join(self, control: TrainerControl) -> signal.Signals | None:
+        """Whatever one process was asked for, by a signal or by a callback, as one with a clock, all of them do at the
+        same step; the signal."""
+        of_all = processes.gather((self.request.received, [getattr(control, name) for name in _ASKED]))
+        for name, *asked in zip(_ASKED, *(flags for _, flags in of_all), strict=True):
+            setattr(control, name, any(asked))
+        return next((received for received, _ in of_all if received is not None), None)
 
 
 def check_undivided(accelerator: Accelerator) -> None:
@@ -91,7 +102,8 @@ class ResumableTrainer(GuardedSteps):
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         if checkpoint is not None:
-            self._restoring = checkpoints.read_state(checkpoint)
+            with processes.agreed():  # an error of all is told once
+                self._restoring = checkpoints.read_state(checkpoint)
             # The order of the rows is drawn from the seed that torch's generator has when the data loader is made.
             checkpoints.set_random_states(self._restoring["random"])
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
@@ -102,7 +114,8 @@ class ResumableTrainer(GuardedSteps):
                 self.state = state
                 if over and self.args.max_steps > 0:  # the checkpoint's run may have been longer
                     state.max_steps = self.args.max_steps
-                check_same_run(checkpoint, self._restoring, self._identity)
+                with processes.agreed():
+                    check_same_run(checkpoint, self._restoring, self._identity)
                 self.load_callbacks()
                 for callback in self.callback_handler.callbacks:
                     if isinstance(callback, MetricsFile):
@@ -153,9 +166,11 @@ class ResumableTrainer(GuardedSteps):
             ToolkitError: accelerate would divide what several processes divide by themselves.
         """
         keep_freed_memory()  # also for a model of its own, where there is no shared base
-        check_undivided(self.accelerator)
-        check_batch(self.args, len(self.train_dataset))
-        check_alike(self._identity, self.roles)
+        with processes.agreed():  # an error of all is told once
+            check_undivided(self.accelerator)
+            check_batch(self.args, len(self.train_dataset))
+        with processes.agreed():
+            check_alike(self._identity, self.roles)
         asked = resume_from_checkpoint
         at_work = self._saved_at is not None or self.state.global_step
         if asked in (None, False) and not (self._trains_on and at_work):
@@ -271,7 +286,8 @@ class ResumableTrainer(GuardedSteps):
         if len(set(processes.gather(trained))) > 1:
             wrong = f"after step {self.state.global_step} the processes do not hold the same weights any more."
             remedy = "Go on from the last checkpoint. Where it happens again, a callback changes one of them alone."
-            raise SelfCheckError(wrong, remedy=remedy)
+            with processes.agreed():  # told once
+                raise SelfCheckError(wrong, remedy=remedy)
 
     def _write_checkpoint(self) -> Path:
         state, folder = self.state, self._folder_of(self.state.global_step)
@@ -366,11 +382,13 @@ class ResumableTrainer(GuardedSteps):
 
     def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Raises CheckpointError: the whole state of a checkpoint is that of another run."""
-        check_same_run(checkpoint, state, self._identity)
-        if len(state["optimizer"]["param_groups"]) != len(self.optimizer.param_groups):
-            wrong = f"{checkpoint} was written with another weight decay."
-            raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
-        check_same_optimizer(checkpoint, state["optimizer"]["param_groups"], self.optimizer.param_groups)
+        groups, now = state["optimizer"]["param_groups"], self.optimizer.param_groups
+        with processes.agreed():  # an error of all is told once
+            check_same_run(checkpoint, state, self._identity)
+            if len(groups) != len(now):
+                wrong = f"{checkpoint} was written with another weight decay."
+                raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
+            check_same_optimizer(checkpoint, groups, now)
 
     def load_optimizer(self, checkpoint: Path) -> None:
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""

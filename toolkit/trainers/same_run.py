@@ -108,6 +108,8 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
     if (number := then["processes"]) != processes.count():
         wrong = f"{checkpoint} was written by {number} of them, and {processes.count()} go on: rows are sampled "
         wrong += "the same, sums are rounded in another order, and dropout draws other numbers."
+        if 1 in (number, processes.count()):  # whose dropout draws from the generator that all else is drawn from
+            wrong += " With dropout on a CPU rows are sampled otherwise, too, from the second update on."
         warnings.warn(f"processes: {wrong}", stacklevel=3)
 
 

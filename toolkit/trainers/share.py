@@ -262,16 +262,26 @@ class DividedSteps(TrainerHooks):
         mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / max(sum(weights), 1.0)
         return mean, None, None
 
-    def evaluation_loop(self, dataloader: DataLoader, *arguments: Any, **named: Any) -> EvalLoopOutput:
-        """As in `Trainer`, where several processes take the batches in turn; TRL's metrics are means over rows, as the
-        loss is, and not over batches, of which the last may be smaller."""
-        together, found = processes.count() > 1, self.measured("eval")
-        if not together and not has_length(dataloader):  # of a notebook's, whose rows nobody has counted
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        *rest: Any,
+        **named: Any,
+    ) -> EvalLoopOutput:
+        """As in `Trainer`, where several processes take the batches in turn if a loss alone is asked for; else each
+        reads all, since accelerate, which believes it is alone, would not join their predictions. TRL's metrics are
+        means over rows, as the loss is, and not over batches, of which the last may be smaller."""
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        divided, found = processes.count() > 1 and loss_only, self.measured("eval")
+        arguments = (description, prediction_loss_only, *rest)
+        if not divided and not has_length(dataloader):  # of a notebook's, whose rows nobody has counted
             return super().evaluation_loop(dataloader, *arguments, **named)
-        own = _OwnBatches(dataloader)
+        own = _OwnBatches(dataloader, divided)
         found.clear()  # of what `predict` has left, which logs nothing
         with processes.agreed():
-            output = super().evaluation_loop(cast(DataLoader, own) if together else dataloader, *arguments, **named)
+            output = super().evaluation_loop(cast(DataLoader, own) if divided else dataloader, *arguments, **named)
         size, number = self.args.eval_batch_size, self.num_examples(dataloader)
         parts: list[_Part] = [
             (min(size, number - batch * size), {name: of[at] for name, of in found.items() if at < len(of)})
@@ -279,9 +289,10 @@ class DividedSteps(TrainerHooks):
         ]
         rows = sum(weight for weight, _ in parts)
         means = {name: value for name, value in output.metrics.items() if name.endswith("_loss")}
-        of_all = processes.gather((rows, means, parts, self.eval_batch.rows))
+        ours = (rows, means, parts, self.eval_batch.rows)
+        of_all = processes.gather(ours) if divided else [ours]
         self.eval_batch.lower(min(rows for *_, rows in of_all))
-        for name in of_all[0][1] if together else ():  # the main process has a batch in any case
+        for name in of_all[0][1] if divided else ():  # the main process has a batch in any case
             total = sum(rows * means[name] for rows, means, *_ in of_all if rows)
             output.metrics[name] = total / sum(rows for rows, *_ in of_all)
         rounds = zip_longest(*(parts for _, _, parts, _ in of_all))
@@ -314,11 +325,12 @@ def _copy(gradient: Tensor | None) -> Tensor | None:
 
 
 class _OwnBatches:
-    """The batches of a loader that fall to this process: in turn, so that the main one has the first."""
+    """The batches of a loader that fall to this process, all where they are not divided: in turn, so that the main one
+    has the first."""
 
-    def __init__(self, loader: DataLoader):
+    def __init__(self, loader: DataLoader, divided: bool):
         self.loader, self.dataset = loader, loader.dataset
-        self.numbers = range(processes.rank(), len(loader), processes.count())
+        self.numbers = range(processes.rank(), len(loader), processes.count()) if divided else range(len(loader))
 
     def __len__(self) -> int:
         return len(self.numbers)
