@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -369,3 +370,17 @@ def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, m
     trained = sum(p.numel() for role in ("policy", "value") for p in roles.parameters_of(role))
     (kernel,) = step.costs.kernels
     assert step.times == 1 and kernel.bytes == 4 * trained * (1 + 2 + 1 + 2 + 2 * 2)
+
+
+def test_each_phase_is_told_as_often_as_an_update_does_it(tmp_path):
+    args = PPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, response_length=9, per_device_train_batch_size=2, num_ppo_epochs=1,
+        gradient_accumulation_steps=2, rollouts_per_update=3, num_mini_batches=1, local_rollout_forward_batch_size=4,
+    )  # fmt: skip
+    roles, times = shared_base(), Counter()
+    take_shape(roles)
+    for phase in CountedUpdate(Counted(len(doubling.VOCABULARY)), roles, args, Lengths(16, 9)).phases():
+        times[phase.name] += phase.times
+    # 12 rows in three batches; of nine tokens the prompt gives the first.
+    once = {"prefill": 3, "decode": 24, "merged": 24, "score": 3, "read": 3, "update": 6, "optimizer": 1}
+    assert dict(times) == once | {"evaluation": 0}

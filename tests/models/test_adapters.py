@@ -390,3 +390,10 @@ def test_an_adapter_that_eva_began_is_plain_lora(tmp_path):
     load_role(bare(), "policy", tmp_path)
     with pytest.raises(AdapterError, match='^init_lora_weights: "eva" starts from activations that PEFT collects'):
         bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", init_lora_weights="eva"))
+
+
+def test_an_adapter_names_the_commit_of_its_base(tmp_path):
+    base = shared_base()
+    base.config._commit_hash = "abc"  # as of a base from the hub
+    folder = save_role(base, "policy", tmp_path, **SAVE)
+    assert json.loads((folder / "adapter_config.json").read_text())["revision"] == "abc"

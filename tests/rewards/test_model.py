@@ -300,3 +300,18 @@ def test_of_long_tokens_the_last_ones_are_read():
     with torch.no_grad():
         expected = torch.stack([model(torch.tensor([row])).logits[0, 0] for row in rows])
     torch.testing.assert_close(scores, expected, **FP32)
+
+
+def test_a_reward_model_is_of_the_revision_that_is_named(monkeypatch):
+    (model, tokenizer), asked = llama(), []
+    model.config.architectures = ["LlamaForSequenceClassification"]
+
+    def known(given):
+        return lambda spec, *rest, **named: asked.append(spec.revision) or given
+
+    monkeypatch.setattr("toolkit.models.model_config", known(model.config))
+    monkeypatch.setattr("toolkit.models.load_model", known(model))
+    read = lambda name, **named: asked.append(named["revision"]) or tokenizer  # noqa: E731
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", read)
+    RewardModel.load("some/reward", revision="abc")
+    assert asked and {*asked} == {"abc"}

@@ -156,6 +156,12 @@ def evaluated(*evaluations):
     ]
 
 
+@pytest.mark.parametrize(("length", "told"), [(13.0, ["length_pays"]), (31.0, [])])
+def test_a_score_that_pays_for_brevity_is_a_sign_where_responses_get_shorter(length, told):
+    _, (new,) = evaluated(({"length": length, "length_correlation": -0.6}, ANSWERS))
+    assert [one["name"] for one in new] == told
+
+
 @pytest.mark.parametrize("name", FOOLED)
 def test_each_sign_of_a_fooled_reward_is_told_once(name):
     changed, responses, text = FOOLED[name]

@@ -317,3 +317,37 @@ def test_tokens_that_end_a_response_by_the_settings_of_generation_alone(tmp_path
     assert base.checkpoint_stops == (7, 9)
     assert base.stop_token_ids(doubling.tokenizer()) == [2, 7, 9]
     assert base.causal_lm.generation_config.eos_token_id == 7  # nothing else of the checkpoint's settings is left
+
+
+def test_the_ratio_has_a_range_of_its_own(tmp_path):
+    """Not that of the values, which is another in most recipes."""
+    ours, experience = prepared(tmp_path, cliprange=0.05, cliprange_value=9.0)
+    tokens = torch.tensor([token for row in RESPONSES for token in row])
+    with torch.no_grad():
+        new = Categorical(logits=distributions(ours, "policy")).log_prob(tokens)
+    mask = experience.response_mask
+    ratio, gain = (new - experience.old_logprobs[mask]).exp(), experience.advantages[mask]
+    expected = float(torch.max(-gain * ratio, -gain * ratio.clamp(0.95, 1.05)).mean())
+    found, _ = gradient_of(ours, experience)
+    assert found["policy_loss"] == pytest.approx(expected, rel=1e-4) and found["clip_fraction"] > 0
+    assert float((-gain * ratio).mean()) != pytest.approx(expected, rel=1e-2)
+
+
+def test_logits_exist_of_as_many_tokens_as_the_setting_says(tmp_path):
+    ours, experience = prepared(tmp_path, logprob_chunk_size=2)
+    tokens = []
+    ours.roles.lm_head.register_forward_pre_hook(lambda _, given: tokens.append(given[0].shape[:-1].numel()))
+    ours.rollouts.read(rollout(RESPONSES))
+    read = len(tokens)
+    gradient_of(ours, experience)
+    assert 0 < read < len(tokens) and max(tokens) == 2
+
+
+def test_figures_of_a_rollout_by_hand(tmp_path):
+    _, experience = prepared(tmp_path, missing_eos_penalty=3.0)
+    found, mask = describe(experience, kl_coef=0.3, cap=None), experience.response_mask
+    kl = float((experience.old_logprobs - experience.ref_logprobs)[mask].double().sum()) / 4
+    assert abs(kl) > 0.01 and found["kl"] == pytest.approx(kl, rel=1e-4)
+    assert found["rlhf_reward"] == pytest.approx((1.0 - 4.0 + 0.5 + 2.0) / 4 - 0.3 * kl, rel=1e-4)  # the second is cut
+    assert (found["eos_share"], found["length"], found["tied_share"]) == (0.75, 15 / 4, 0.25)
+    assert found["score_se"] == pytest.approx(float(SCORES.std()) / 2)

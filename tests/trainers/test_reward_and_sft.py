@@ -421,3 +421,9 @@ def test_the_policys_adapter_stays_in_float32_on_a_quantised_base(tmp_path):
     assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}
     trainer.train()
     assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}
+
+
+def test_a_tie_counts_as_wrong():
+    pair = {"prompt": "", "chosen": "a", "rejected": "b", "chosen_score": 1.0, "rejected_score": 1.0}
+    pair |= {"chosen_length": 1, "rejected_length": 1}
+    assert pair_figures([pair] * 3 + [{**pair, "chosen_score": 2.0}])["accuracy"] == 0.25

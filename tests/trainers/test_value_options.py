@@ -76,8 +76,12 @@ def test_pooled_values_and_their_loss(pooling, value, tmp_path):
     found, gradient = value_loss_and_gradient(ours, experience)
     assert found == pytest.approx(loss.item(), rel=1e-4)
     ours.optimizer.zero_grad()
-    if value == "separate":
-        assert_alike(gradient, torch.autograd.grad(loss, ours.roles.parameters_of("value")))
+    own = ours.roles.parameters_of("value")  # shared, of the head alone
+    assert_alike(gradient, torch.autograd.grad(loss, own, retain_graph=True))
+    if value == "shared":  # the policy's adapter learns from it, too: here from nothing else
+        ours._backward_mini_batch(experience._replace(advantages=0 * experience.advantages), [0, 1, 2, 3])
+        policy = ours.roles.parameters_of("policy")
+        assert_alike([p.grad for p in policy], torch.autograd.grad(loss, policy))
 
 
 @pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "all weights"])
