@@ -36,7 +36,8 @@ def silent_host() -> str:
         if constants.HF_HUB_OFFLINE:
             return ""
         if not host:
-            wrong = f"{asked!r} is no address, by which the hub could be asked for models and data."
+            shown = f"…{asked[asked.rindex('@') :]}" if "@" in asked else asked  # before it may stand a password
+            wrong = f"{shown!r} is no address, by which the hub could be asked for models and data."
             raise ToolkitError(wrong, remedy="Mend HF_ENDPOINT, or the variable of the proxy.")
         _silent[host, port] = not _answers(host, port)
         if _silent[host, port]:

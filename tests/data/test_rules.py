@@ -2,6 +2,7 @@ import pytest
 
 from toolkit.data.rules import RULES, check_rules, instruction, keeps, sentences_of, share_kept, words_of
 from toolkit.errors import DataError
+from toolkit.time_limit import time_limit
 
 # rule, number, words, responses that keep it, responses that do not
 CASES = [
@@ -111,6 +112,14 @@ def test_every_rule_has_a_case_and_nothing_said_keeps_none():
     for rule, number, words, _, _ in CASES:
         for text in ("", "  ", "...", "-"):
             assert not keeps({"rule": rule, "number": number, "words": words}, text)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_response_holds_a_rule_up(rule):
+    asked = {"rule": rule, "number": 2, "words": ["a"]}
+    with time_limit():
+        for text in ("```" + " " * 20_000 + "x", "* " * 10_000, '"' + "." * 20_000, "_" * 20_000 + "b"):
+            keeps(asked, text)
 
 
 def test_words_and_sentences_of_a_text():

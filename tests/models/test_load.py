@@ -4,8 +4,10 @@ import re
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertModel,
     BitsAndBytesConfig,
@@ -30,6 +32,7 @@ from toolkit.models import (
     load_model,
     load_tokenizer,
     response_logprobs,
+    save_role,
 )
 from toolkit.models.load import model_config
 from toolkit.models.trials import tried
@@ -105,6 +108,44 @@ def test_a_checkpoint_of_pickles_is_not_read(tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="safetensors"):
         load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize("device", [None, META])
+def test_an_adapter_beside_the_weights_is_not_put_on_them(device, tmp_path):
+    """Which transformers does unasked."""
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    save_role(base, "policy", tmp_path, pad_token_id=0, base_name="base")
+    tiny_model().save_pretrained(tmp_path)
+    said = r"model: .* holds an adapter beside its weights: .*adapter_config.json. Name a folder without it"
+    with pytest.raises(ModelError, match=said):
+        load_base(str(tmp_path), device=device)
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": "adapter_model.bin"}))
+    with pytest.raises(ModelError, match="transformers_weights: 'adapter_model.bin', which is no file of safetensors"):
+        load_base(str(tmp_path), device=device)
+
+
+def test_an_adapter_of_the_hub_neither_be_it_in_the_cache_or_loaded_with_the_weights(tmp_path, monkeypatch):
+    folder = tmp_path / "models--some--model" / "snapshots" / ("c" * 40)
+    tiny_model().save_pretrained(folder)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("c" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    whole = AutoModelForCausalLM.from_pretrained
+
+    def downloading(*arguments, **named):
+        loaded = whole(*arguments, **named)
+        (folder / "adapter_config.json").write_text("{}")
+        return loaded
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", downloading)
+    for device in (None, META):
+        with pytest.raises(ModelError, match='"some/model" holds an adapter beside its weights'):
+            load_base("some/model", device=device)
 
 
 def test_a_missing_checkpoint_says_how_to_name_one(tmp_path):

@@ -115,6 +115,13 @@ def test_a_hub_without_an_address_is_named(address, silent, monkeypatch):
     assert repr(address) in str(error.value)
 
 
+def test_a_password_in_the_variable_of_the_proxy_is_not_shown(silent, monkeypatch):
+    monkeypatch.setattr(hub, "getproxies", lambda: {"http": "http://alice:pa#ss@proxy:3128"})
+    with pytest.raises(ToolkitError, match="'…@proxy:3128' is no address, by which the hub") as error:
+        load_tokenizer("nobody/nothing")
+    assert "ss@" not in str(error.value) and "alice" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("addresses", "answers"),
     [(["10.255.255.1", "127.0.0.1"], True), (["10.255.255.1"], False), ([], False)],

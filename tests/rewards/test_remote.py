@@ -11,7 +11,7 @@ import pytest
 
 from tests.rewards.server import Server, lengths
 from tests.trainers.helpers import PROMPTS, rollout
-from toolkit.errors import RewardError
+from toolkit.errors import ConfigError, RewardError
 from toolkit.rewards import RemoteReward, score_with
 from toolkit.rewards.remote import _Passing
 
@@ -247,6 +247,14 @@ def test_the_token_comes_from_the_environment(serve, monkeypatch):
     monkeypatch.delenv("REWARD_TOKEN_FOR_TEST")
     with pytest.raises(RewardError, match="^token_variable: the environment has no variable REWARD_TOKEN_FOR"):
         asking(server, token_variable="REWARD_TOKEN_FOR_TEST")
+
+
+@pytest.mark.parametrize("user", ["alice:pa#ss", "alice:12#ss", "alice:pa/ss", "alice: pass", "[alice:pass"])
+def test_a_password_in_the_address_is_not_shown(user):
+    with pytest.raises(ConfigError, match="url — holds a user or password") as error:
+        RemoteReward(f"https://{user}@host/score")
+    assert "ss@" not in str(error.value)
+    RemoteReward("https://host/@me/score?to=a@b")
 
 
 def test_a_column_that_is_no_json(serve):

@@ -204,6 +204,42 @@ def test_nothing_is_written_or_deleted_through_a_link(link, tmp_path):
     assert (tmp_path / link).is_symlink()
 
 
+@pytest.mark.parametrize(
+    "moves",
+    [
+        '{"into": null, "moves": [["payload", "ppo/new"], ["ppo/mine.txt", "taken"]]}',
+        '{"into": ".replaced", "moves": [], "names": ["sft"], "wanted": "sft"}',
+        '{"into": null, "from": ".replaced", "moves": []}',
+        '{"into": null, "moves": [["", "taken"]]}',
+    ],
+)
+def test_no_move_goes_through_a_link(moves, tmp_path):
+    write(tmp_path / "outside", {"mine.txt": "mine", ".moves.json": "mine"})
+    write(tmp_path / "runs/x", {"recipe.yaml": "seed: 1", "payload": "theirs", ".moves.json": moves})
+    for name in ("ppo", ".replaced"):
+        (tmp_path / "runs/x" / name).symlink_to(tmp_path / "outside")
+    before = content(tmp_path / "runs/x")
+    assert [line.name for line in all_runs(tmp_path / "runs")] == ["x"]
+    assert content(tmp_path / "outside") == {"mine.txt": "mine", ".moves.json": "mine"}
+    assert content(tmp_path / "runs/x") == before
+
+
+def test_what_was_replaced_waits_until_a_link_in_its_place_is_gone(run):
+    before = content(run)
+    begin_anew(run)
+    made(run.parent, "outside", "mine")
+    shutil.rmtree(run / "ppo")
+    (run / "ppo").symlink_to(run.parent / "outside")
+    outside = content(run.parent / "outside")
+    for steps in (lambda: aside.put_back(run, keep=True), lambda: aside.settle(run)):
+        with pytest.raises(ToolkitError, match="ppo is a link to .*outside, and a run is not written through links"):
+            steps()
+    assert content(run.parent / "outside") == outside
+    (run / "ppo").unlink()
+    aside.settle(run)
+    assert {name: text for name, text in content(run).items() if not name.startswith(".")} == before
+
+
 # ---------------------------------------------------------------------- kills
 
 
@@ -271,3 +307,9 @@ def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, run, tmp_p
             break
     assert [state.items() ^ old.items() for state in seen if state not in ("old", "new")] == []
     assert len(seen) > 50 and seen[0] == "old" and (seen[-1] == "new") == (steps is in_its_place)
+
+
+def test_checkpoints_behind_a_link_are_not_the_run_s(run):
+    made(run.parent, "outside", "mine")
+    (run / "q").symlink_to(run.parent / "outside")
+    assert owned.written(run / "q") == []

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,6 +239,17 @@ def test_what_cannot_be_compared(runs, tmp_path):
     assert not (tmp_path / "page.html").exists()
     said = command_here("compare", "a", "b", "--runs-dir", runs, "--output", tmp_path / "nowhere" / "page.html")
     assert said.returncode == 1 and "cannot be written" in said.stderr and "Traceback" not in said.stderr
+
+
+ALIASES = "a: &a [x]\n" + "\n".join(f"{name}: &{name} [{9 * f'*{above},'}]" for above, name in pairwise("abcdefghi"))
+
+
+@pytest.mark.parametrize("text", ["about: &a {b: *a}", ALIASES], ids=["of itself", "of aliases"])
+def test_a_recipe_of_aliases_is_none_that_can_be_read(text, runs, tmp_path):
+    (runs / "b" / "recipe.yaml").write_text(text)
+    assert [run.name for run in all_runs(runs)] == ["a", "b", "c"]
+    page = compare(["a", "b"], tmp_path / "page.html", runs_dir=runs).read_text()
+    assert "<td>ppo.kl_coef</td><td>0.1</td><td>–</td>" in page
 
 
 def test_a_bug_report_names_versions_and_no_secret(monkeypatch):

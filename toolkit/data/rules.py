@@ -26,7 +26,7 @@ _EMPHASIS = "_*"
 # What may follow an ending, and what it may be asked for with; in French a space stands before a mark.
 _AROUND_AN_END = f'."!{_EMPHASIS}{string.whitespace}\u00a0\u202f'
 _ANSWER = re.compile(r"Answer: \S[^\n]*")
-_BLOCK = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.IGNORECASE | re.DOTALL)  # the common way to give code
+_BLOCK = re.compile(r"```(?:json)?(.*)```", re.IGNORECASE | re.DOTALL)  # the common way to give code
 _LETTER = r"[\p{L}\p{N}\p{M}]"  # or a digit, or a sign upon one, as are vowels of Indic scripts
 _APART = (f"(?<!{_LETTER}_*)", f"(?!_*{_LETTER})")  # _so_ is in italics, and so_on one name
 
@@ -67,8 +67,9 @@ def _ends(text: str, word: str) -> bool:
 
 def _json_object(text: str) -> Any:
     block = _BLOCK.fullmatch(text)
+    inside = block[1].strip() if block else text
     try:
-        value = json.loads(block[1] if block else text, parse_constant=_refused, object_pairs_hook=_without_repetition)
+        value = json.loads(inside, parse_constant=_refused, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -28,7 +28,14 @@ from transformers.quantizers import AutoHfQuantizer
 from toolkit.errors import ModelError, did_you_mean
 from toolkit.models.base_checks import check_gradients_of_bits
 from toolkit.models.precision import AUTO, default_device, resolved
-from toolkit.models.pretrained import check_same_tokenizer, check_there, embeddings_needed, not_loaded, weights_outline
+from toolkit.models.pretrained import (
+    check_same_tokenizer,
+    check_there,
+    check_weights_alone,
+    embeddings_needed,
+    not_loaded,
+    weights_outline,
+)
 from toolkit.models.trials import raise_of_the_card
 
 Kind = Literal["causal_lm", "sequence_classifier"]
@@ -181,6 +188,7 @@ def load_with_report(
         raise_of_the_card(error)
         wrong = f'"{spec.model}": transformers cannot put the model together from its weights: one is missing, or '
         raise ModelError(f"{wrong}of another shape.", field="model", remedy="Download or convert it again.") from error
+    check_weights_alone(spec.model, config)  # of a hub id, whose cache knows of an adapter now
     _check_complete(spec.model, report, kind, trained=trained)
     # In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks 4-bit weights for a kernel outside autograd, for good:
     # each later backward pass would leave out the base's part of the gradient, with nothing but a warning. One that is
@@ -253,6 +261,7 @@ def model_config(
             config = AutoConfig.from_pretrained(spec.model, **code)
         except Exception as error:  # of transformers, as the file has it
             raise not_loaded(spec.model, error) from error
+        check_weights_alone(spec.model, config)
         if kind == "causal_lm":
             _check_decoder(config, spec)
         elif tokenizer is not None:

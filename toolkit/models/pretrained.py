@@ -10,8 +10,8 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_adapter_config_file
 
 from toolkit import hub
 from toolkit.errors import ModelError
@@ -82,6 +82,29 @@ def check_there(model: str, revision: str | None = None) -> None:
     if (host := hub.silent_host()) and not cached:
         wrong = f'"{model}" is no folder here and not in the cache of the hub, and {host} does not answer.'
         raise ModelError(wrong, field="model", remedy="Name the folder of a checkpoint.")
+
+
+def check_weights_alone(model: str, config: PreTrainedConfig) -> None:
+    """That a checkpoint is loaded as it is, and from safetensors. transformers puts an adapter that lies beside the
+    weights on them unasked, and reads the file that a configuration names whatever its kind.
+
+    The hub is not asked for this: of a hub id the cache knows whether there is an adapter, at the latest once the model
+    is loaded.
+
+    Raises: ModelError: there is an adapter, or the configuration names another kind of file.
+    """
+    revision = getattr(config, "_commit_hash", None)  # the state that the configuration is of
+    beside = find_adapter_config_file(model, revision=revision, local_files_only=True)
+    if beside is not None:
+        raise ModelError(
+            f'"{model}" holds an adapter beside its weights: {beside}.',
+            field="model",
+            remedy="Name a folder without it. The policy can start from the adapter, in a folder of its own.",
+        )
+    named = getattr(config, "transformers_weights", None)
+    if named is not None and not str(named).endswith((".safetensors", ".safetensors.index.json")):
+        wrong = f'"{model}": its config.json has transformers_weights: {named!r}, which is no file of safetensors.'
+        raise ModelError(wrong, field="model", remedy="Convert the checkpoint, or name another one.")
 
 
 def _tokenizer(model: str, **code: Any) -> PreTrainedTokenizerBase:

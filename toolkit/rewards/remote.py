@@ -220,7 +220,8 @@ def _url_problems(url: str) -> Iterator[Problem]:
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         known = False
-    if not known or any(sign.isspace() for sign in url):
-        yield Problem(f"http:// or https:// with a host is needed, got {url!r}.", "url")
-    elif parts.username is not None or parts.password is not None:
+    # A password with a # or / in it ends the host early; a path may have an @ of its own.
+    if "@" in (parts.netloc + parts.fragment if known else url):
         yield Problem("holds a user or password, and the recipe is saved with the run.", "url", "Use token_variable.")
+    elif not known or any(sign.isspace() for sign in url):
+        yield Problem(f"http:// or https:// with a host is needed, got {url!r}.", "url")

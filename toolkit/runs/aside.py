@@ -25,7 +25,7 @@ from toolkit.disk import (
     writing,
 )
 from toolkit.errors import ToolkitError
-from toolkit.runs.owned import RECIPE_FILE, delete, written
+from toolkit.runs.owned import RECIPE_FILE, delete, refuse_link, written
 
 REPLACED, UNFINISHED = ".replaced", ".unfinished"
 _DELETED, _MOVES = ".deleted", ".moves.json"
@@ -70,7 +70,8 @@ def _is_whole(state: dict[str, Any], *, stored: bool) -> bool:
 
 
 def _is_within(name: Any) -> bool:
-    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+    path = Path(name) if isinstance(name, str) else Path()
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def make_room(run: Path, names: Iterable[str], *, wanted: str | None) -> None:
@@ -162,6 +163,11 @@ def _carry_out(run: Path) -> None:
     journal = _moves_in(run)
     if journal is None:
         return
+    # A list that another has written may lead elsewhere by its folders, although its names lie within the run.
+    folders = {Path(journal[key]) for key in ("into", "from") if journal.get(key)}
+    folders |= {folder for name in chain.from_iterable(journal["moves"]) for folder in Path(name).parents[:-1]}
+    for folder in sorted(folders):
+        refuse_link(run / folder)
     for source, to in ((run / source, run / to) for source, to in journal["moves"]):
         if is_plain(source) and not os.path.lexists(to):
             to.parent.mkdir(parents=True, exist_ok=True)

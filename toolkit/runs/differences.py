@@ -13,7 +13,7 @@ from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import read_text
 from toolkit.rewards import in_no_file
 from toolkit.runs.owned import RECIPE_FILE
-from toolkit.spec.load import as_shipped
+from toolkit.spec.load import as_shipped, check_yaml
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
@@ -41,6 +41,7 @@ Changes: TypeAlias = Mapping[str, tuple[Any, Any]]
 
 @lru_cache(maxsize=8)  # a stage asks for the same two some forty times
 def _parsed(text: str) -> Any:
+    check_yaml(text)  # a run may be somebody else's
     return yaml.safe_load(text)
 
 

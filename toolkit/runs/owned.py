@@ -59,8 +59,9 @@ def written(folder: Path) -> list[Path]:
 
 
 def _of_checkpoints(folder: Path) -> list[Path]:
-    """What the checkpoints in a stage's folder list as theirs."""
-    return [path for checkpoint in sorted(folder.glob(f"*{CHECKPOINT}*")) for path in written_in(checkpoint)]
+    """What the checkpoints in a stage's folder list as theirs; behind a link nothing is."""
+    checkpoints = () if folder.is_symlink() else sorted(folder.glob(f"*{CHECKPOINT}*"))
+    return [path for checkpoint in checkpoints for path in written_in(checkpoint)]
 
 
 def _others(folder: Path) -> list[str]:

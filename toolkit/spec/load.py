@@ -91,7 +91,7 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _OF_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # 010 is 8 and 1:30 is 90
 
 
-def _check_yaml(text: str) -> str:
+def check_yaml(text: str) -> str:
     """What a text is, as "mapping", "sequence", "scalar", or "nothing".
 
     Its keys are text, no number is beyond all sense, and a few lines do not stand for thousands of values, as with
@@ -127,7 +127,7 @@ def _check_yaml(text: str) -> str:
 def _read(path: Path) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
-        kind = _check_yaml(text)
+        kind = check_yaml(text)
         values = OmegaConf.load(io.StringIO(text)) if kind in ("mapping", "nothing") else None
     except _UNREADABLE as error:
         raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
@@ -140,7 +140,7 @@ def _given(values: Mapping[str, Any]) -> DictConfig:
     """Sections from Python, held to what a file can say."""
     try:
         text = to_yaml(dict(values))
-        _check_yaml(text)
+        check_yaml(text)
         return only_keys(OmegaConf.load(io.StringIO(text)), "what was given")
     except RecipeError:
         raise
@@ -173,7 +173,7 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
         empty = f'an empty text is "{key}=\'\'" on the command line, SET="{key}=\\"\'\'\\"" with make'
         raise RecipeError(wrong, field=key, remedy=f"Give one: {empty}; null takes a stage's key away.")
     try:
-        _check_yaml(value)
+        check_yaml(value)
         change = only_keys(OmegaConf.from_dotlist([override]), f'override "{override}"')
         merged = OmegaConf.merge(values, change)
     except RecipeError:

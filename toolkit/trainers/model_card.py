@@ -1,8 +1,10 @@
 """The README.md beside trained roles: what they are, and how to load them."""
 
+import hashlib
 from pathlib import Path
 
 from toolkit import phases
+from toolkit.disk import write_whole
 from toolkit.models import SharedBase
 from toolkit.reports import versions
 
@@ -36,17 +38,26 @@ policy = PeftModel.from_pretrained(base, "policy")  # of this folder
 
 
 def write_model_card(folder: Path, roles: SharedBase, *, base_name: str) -> None:
-    """Write it into the folder of the roles, whose parent is named after the run. One of a user's own stays."""
+    """Write it into the folder of the roles, whose parent is named after the run. One that a user changed stays."""
     path = folder / "README.md"
-    if path.is_file() and _OURS not in path.read_text(encoding="utf-8", errors="replace"):
-        phases.tell(f"{path} is not one of ours, and stays as it is.")
+    if path.is_file() and not _is_as_written(path.read_text(encoding="utf-8", errors="replace")):
+        phases.tell(f"{path} is not as this version writes it, and stays as it is: delete it to have it written anew.")
         return
     listed = "\n".join(f"- {package} {number}" for package, number in versions().items())
     base = base_name or "a base without a name"
     revision = getattr(roles.config, "_commit_hash", None)  # of one from the hub
     of_hub = f', revision="{revision}"' if revision else ""
     known = {"base": base, "revision": of_hub, "critic": _critic(roles), "versions": listed}
-    path.write_text(_CARD.format(ours=_OURS, name=folder.resolve().parent.name, **known), encoding="utf-8")
+    write_whole(path, _sealed(_CARD.format(ours=_OURS, name=folder.resolve().parent.name, **known)))
+
+
+def _sealed(card: str) -> str:
+    """A card that ends with its own SHA-256, by which one that a user has added to is known."""
+    return f"{card}\n<!-- {_OURS}: renewed while this is its SHA-256: {hashlib.sha256(card.encode()).hexdigest()} -->\n"
+
+
+def _is_as_written(text: str) -> bool:
+    return text == _sealed(text.rpartition("\n<!-- ")[0])
 
 
 def _critic(roles: SharedBase) -> str:
