@@ -99,6 +99,10 @@ def llama(*overrides, model="model", rule=True):
 
 
 CASES = {
+    "a recipe that a check finds wrong": (
+        ["check", "doubling", "adapters.policy.target_modules=[q_prj]"],
+        r'adapters.policy.target_modules — the base has no module "q_prj"',
+    ),
     "missing checkpoint": (
         llama(model="/no/such/model"),
         r'ModelError: base.model: no checkpoint could be loaded from the folder "/no/such/model".*'

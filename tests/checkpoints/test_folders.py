@@ -243,3 +243,17 @@ def test_a_damaged_checkpoint_is_not_deleted(tmp_path):
     write(tmp_path, 2, "new")
     rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-2"])
     assert (tmp_path / "checkpoint-1" / "state").read_text() == "oldold"
+
+
+def test_what_is_sealed_stays_where_it_cannot_get_its_name(tmp_path, monkeypatch):
+    """By then the one that it replaces is gone."""
+    write(tmp_path, 1, "old")
+
+    def refused(path, to):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot be written"):
+        patch.setattr(Path, "rename", refused)
+        write(tmp_path, 1, "new")
+    found = newest_whole(tmp_path, say=silent)
+    assert found == tmp_path / "checkpoint-1" and (found / "state").read_text() == "newnew"

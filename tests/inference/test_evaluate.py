@@ -81,3 +81,9 @@ def test_a_base_that_was_moved_is_told_of_by_what_can_be_done(trained, tmp_path,
     done = command_here("eval", "moved", "--runs-dir=~/runs")
     assert done.returncode == 1 and "/moved/away" in done.stderr
     assert "change base.model in the recipe.yaml of the run" in done.stderr and "MODEL=" not in done.stderr
+
+
+def test_the_command_measures_on_what_is_named(trained):
+    folder, _ = trained
+    done = command_here("eval", "chat", "data.validation=gone.jsonl", cwd=folder)
+    assert done.returncode == 1 and "gone.jsonl: there is no such file" in done.stderr

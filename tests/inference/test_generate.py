@@ -325,3 +325,20 @@ def test_a_prompt_that_the_data_cannot_take_is_an_error_not_an_end(trained):
     with pytest.raises(ValueError, match="not in the vocabulary"):
         doubling.task.prompt_ids([{"role": "user", "content": "What is 2 × 5487?"}])
     assert not doubling.task.chats
+
+
+def test_what_the_policy_said_goes_on_where_the_reference_is_shown_too(trained, monkeypatch):
+    _, recipe = trained
+    asked, real, sample = [], type(recipe.task).prompt_ids, Sampler.__call__
+
+    def watched(self, messages):
+        asked.append([message["content"] for message in messages])
+        return real(self, messages)
+
+    by_name = lambda self, *a, **k: replace(sample(self, *a, **k), responses=[self.role])  # noqa: E731
+    monkeypatch.setattr(type(recipe.task), "prompt_ids", watched)
+    monkeypatch.setattr(Sampler, "__call__", by_name)
+    lines = iter(["Hi", "And you?", "/quit"])
+    sampler = trained_sampler(recipe, temperature=0.0, max_new_tokens=2)
+    converse(recipe, sampler, read=lambda _: next(lines), write=lambda _: None, compare=True)
+    assert asked == [["Hi"], ["Hi", "policy", "And you?"]]

@@ -1,14 +1,17 @@
 """Finished runs by a judge that they were trained without."""
 
+import io
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from tests.tiny_runs import command_here
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.inference.judge import judge
+from toolkit.inference.judge import _table, judge
 
 
 def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
@@ -94,3 +97,15 @@ def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
         with pytest.raises(ToolkitError, match="figures go to .*(mine|page).json, which is"):
             judge(["chat"], "judge.kind=function", "judge.function=rule:rule", output=tmp_path / name)
     assert (tmp_path / "mine.json").read_text() == "mine" and not (tmp_path / "page.json").exists()
+
+
+def test_the_table_has_each_figure_under_its_name():
+    def side(first):
+        return {"score": first, "score_se": 0.1, "judge": first + 1, "judge_se": 0.2, "kl": first + 2}
+
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(_table({"a": {"before": side(1.0), "after": side(5.0)}}))
+    names = re.findall("score before|judge before|after|KL", stream.getvalue())
+    assert names == ["score before", "after", "judge before", "after", "KL"]
+    cells = re.findall(r"\d\.\d{3} ± \d\.\d{3}|\d\.\d{3}", stream.getvalue())
+    assert cells == ["1.000 ± 0.100", "5.000 ± 0.100", "2.000 ± 0.200", "6.000 ± 0.200", "7.000"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import ARCHITECTURES, lora, randomize, tiny_model
@@ -218,3 +218,15 @@ def test_log_ratios_of_responses(temperature):
     assert not found[~sequences().response_mask].any()
     with base.role("reference"):
         assert not torch.equal(response_logprobs(base, sequences()), found)
+
+
+def test_the_target_reads_its_own_part_on_lm_head():
+    base = SharedBase(tiny_model())
+    base.add_role("reference")
+    add_q_roles(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]))
+    randomize(base, "q", "q_target")
+    found = response_state_values(base, sequences())
+    for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        best = logits(base, "q_target", prompt, response).amax(-1).tolist()
+        ours = [*found.before[i, : len(response)].tolist(), float(found.after[i])]
+        assert ours == pytest.approx(best, rel=1e-3, abs=1e-4)

@@ -271,3 +271,9 @@ def test_an_adapter_that_is_refused_halfway_leaves_the_others_training():
     assert not any(p.requires_grad for p in base.parameters_of("reward"))
     base.add_role("judge", LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"]))  # without what was left
     assert all("v_proj" in name for name, _ in base.named_parameters() if ".lora_" in name and ".judge." in name)
+
+
+def test_attention_of_cudnn_is_off_once_there_is_a_base():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    SharedBase(tiny_model())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -200,3 +200,15 @@ def test_a_bias_of_the_value_head_is_kept(value, tmp_path):
     load_weights(other, "value", tmp_path)
     with pytest.raises(AdapterError, match="the head has bias and weight, and the role weight"):
         load_weights(shared_base(value=value), "value", tmp_path)
+
+
+def test_a_head_begins_as_it_is_asked_to_on_either_base(tmp_path):
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    base.add_role("value", lora(), head_init="zeros")
+    assert not base.head("value").weight.any()
+    tiny_model().save_pretrained(tmp_path)
+    doubling.tokenizer().save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), dtype="float32")
+    made = load_value_model(spec, doubling.tokenizer(), lora=None, head_init="zeros")
+    assert not made.head.weight.any()

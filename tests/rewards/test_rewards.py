@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny_models import lora, randomize, shared_base
+from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import EXACT
 from tests.trainers.helpers import rollout
+from toolkit.data import doubling
 from toolkit.errors import RewardError
-from toolkit.models import sequence_logits
-from toolkit.rewards import RewardAdapter, check_scores, load_function, score_with
+from toolkit.models import SharedBase, sequence_logits
+from toolkit.rewards import RewardAdapter, ScorerContext, check_scores, load_function, score_with, scorer_of
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7]]
 
@@ -165,3 +166,26 @@ def test_a_judge_is_an_adapter_of_its_own():
     expected = RewardAdapter(alone, **read)(batch)
     torch.testing.assert_close(RewardAdapter(base, role="judge", **read)(batch), expected)
     assert not torch.allclose(RewardAdapter(base, **read)(batch), expected)
+
+
+def test_scores_have_no_dropout_while_the_base_trains():
+    base = SharedBase(tiny_model())
+    base.add_role("reward", lora(lora_dropout=0.5))
+    randomize(base, "reward")
+    batch, reward = rollout(RESPONSES), RewardAdapter(base, pad_token_id=0, eos_token_id=2)
+    quiet = reward(batch)  # of a base in eval mode
+    base.train()
+    assert torch.equal(reward(batch), quiet) and base.training
+
+
+def test_a_recipe_may_ask_for_the_logit_of_an_adapters_class():
+    base, wanted = shared_base(labels=3), [0, 2, 1, 0]
+    batch = replace(rollout(RESPONSES), columns={"style": wanted})
+    context = ScorerContext(roles=base, tokenizer=doubling.tokenizer(), prompts=lambda: ())
+    values = {"kind": "adapter", "class_column": "style", "class_score": "logit"}
+    scores = scorer_of(values).build(context)(batch)
+    for row, number in enumerate(wanted):
+        ids = torch.tensor([[*batch.prompt_ids[row], *batch.response_ids[row]]])
+        with torch.no_grad():
+            logits = sequence_logits(base, ids, torch.ones_like(ids), pad_token_id=0)[0]
+        assert scores[row].item() == pytest.approx(logits[number].item(), rel=1e-4, abs=1e-5)

@@ -125,3 +125,14 @@ def test_a_file_in_the_current_folder_stands_in_for_no_module(tmp_path, monkeypa
     assert said.returncode == 0 and said.stdout.strip()
     monkeypatch.chdir(Path(toolkit.__file__).parents[1])  # a checkout that is not installed is found by where it is
     assert process.this_toolkit("--version")[1:] == ["-m", "toolkit", "--version"]
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, "2"), ("5", "5")])
+def test_processes_share_the_cores_unless_a_user_says_otherwise(given, threads, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    write = script(f"open(r'{tmp_path}/' + str(rank), 'w').write(os.environ['OMP_NUM_THREADS'])")
+    assert process.run_in_processes(write, 3) == 0
+    assert [(tmp_path / str(i)).read_text() for i in range(3)] == [threads] * 3

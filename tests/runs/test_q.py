@@ -8,6 +8,7 @@ import signal
 import statistics
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import set_seed
 
@@ -410,3 +411,15 @@ def test_each_batch_draws_its_own_numbers(run, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "set_seed", lambda seed: seeds.append(seed) or set_seed(seed))
     collect.collect(recipe, tmp_path / "responses.jsonl")
     assert len(set(seeds)) == len(seeds) == 4
+
+
+def test_the_seed_of_the_recipe_draws_the_adapter(tmp_path, checkpoint):
+    rows = [{"prompt": "Hello", "response": "Hi", "rewards": 1}, {"prompt": "Bye", "response": "So", "rewards": -0.5}]
+    write_jsonl(tmp_path / "mine.jsonl", rows)
+    own = {"collect": None, "q_data": {"task": "rated", "train": str(tmp_path / "mine.jsonl")}}
+    drawn = []
+    for seed, before in ((0, 1), (0, 2), (1, 1)):
+        torch.manual_seed(before)
+        trainer = made(tmp_path, checkpoint, f"seed={seed}", **own, name=f"run-{seed}-{before}").q_trainer()
+        drawn.append(torch.cat([p.detach().flatten() for p in trainer.roles.parameters_of("q")]))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])

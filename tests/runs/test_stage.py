@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from tests.reports.examples import RESULT
 from tests.tiny_models import shared_base
 from tests.tiny_runs import chat_recipe
-from toolkit.runs.stage import ReportAtEvaluations, _how_it_ended, banner
+from toolkit.runs.stage import ReportAtEvaluations, _how_it_ended, banner, show_result
 
 
 def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
@@ -64,3 +65,8 @@ def test_a_loss_that_is_trained_is_not_held_against_a_plain_one(evaluated, smoot
     trainer = SimpleNamespace(args=SimpleNamespace(label_smoothing_factor=smoothing))
     so_far = ReportAtEvaluations(None, "reward", 0.0, before, trainer, None)
     assert so_far._of_evaluation({"step": 2, **evaluated}) == held
+
+
+def test_figures_stand_before_and_after(capsys):
+    show_result(RESULT, [])
+    assert "score 1.0000 → 2.0000" in " ".join(capsys.readouterr().out.split())

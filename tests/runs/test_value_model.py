@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, command_here, save_llama, texts
 from toolkit import recipes
 from toolkit.errors import RecipeError
+from toolkit.runs import build
 from toolkit.runs.check import check
 
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "reward")}
@@ -164,3 +165,18 @@ def test_actor_critic_lora_runs_whole_on_a_tiny_llama(tmp_path, checkpoints, sta
     assert done.returncode == 0, done.stderr
     line = json.loads((tmp_path / "actor_critic_lora/ppo/metrics.jsonl").read_text().splitlines()[0])
     assert line["optimizer_steps"] == 4 and line["entropy"] > 0
+
+
+@pytest.mark.parametrize("where", ["shared", "separate", "own"])
+def test_a_head_starts_as_the_recipe_says(where, tmp_path, checkpoints):
+    large, small = checkpoints
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    sections = {
+        "shared": {"adapters": {"policy": lora}, "ppo": {**PPO, "value": "shared"}},
+        "separate": {"adapters": {"policy": lora, "value": lora}},
+        "own": {"adapters": {"policy": lora}, "value_model": {"model": str(small), "dtype": "float32"}},
+    }[where]
+    rule = {"kind": "function", "function": "builtins:len"}
+    recipe = made(tmp_path, large, value_head={"init": "zeros"}, scorer=rule, reward=None, **sections)
+    roles, _ = build.placed_roles(recipe, "ppo")
+    assert not roles.heads["value"].weight.any()

@@ -648,3 +648,10 @@ def test_gradients_of_an_attempt_that_ran_out_of_memory_are_no_part_of_the_next(
     assert ours.micro_batch.rows == 2
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() < 1e-5 * other.abs().max()
+
+
+def test_a_judge_without_noise_may_fall():
+    watch, even = Watch(), {**MEASURED, "judge_se": 0.0}
+    watch.evaluated(0, even, ANSWERS, PROMPTS)
+    (new,) = watch.evaluated(1, {**even, "score": 0.1, "judge": 0.5}, ANSWERS, PROMPTS)
+    assert new["name"] == "judge_falls" and new["value"] == pytest.approx(1000)

@@ -351,3 +351,10 @@ def test_figures_of_a_rollout_by_hand(tmp_path):
     assert found["rlhf_reward"] == pytest.approx((1.0 - 4.0 + 0.5 + 2.0) / 4 - 0.3 * kl, rel=1e-4)  # the second is cut
     assert (found["eos_share"], found["length"], found["tied_share"]) == (0.75, 15 / 4, 0.25)
     assert found["score_se"] == pytest.approx(float(SCORES.std()) / 2)
+
+
+def test_a_part_of_the_policy_on_lm_head_learns(tmp_path):
+    def on_lm_head(**dropout):
+        return LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"], **dropout)
+
+    assert_gradient_of_the_formula(*prepared(tmp_path, base_with_a_copied_reference(on_lm_head)), "none")

@@ -477,3 +477,18 @@ def test_the_critic_has_an_optimizer_of_its_own(tmp_path):
 def test_the_policys_weights_decay_as_the_setting_says(tmp_path):
     groups = trainer(tmp_path, weight_decay=0.3, value_weight_decay=0.1).create_optimizer().param_groups
     assert {g["role"]: g["weight_decay"] for g in groups if g["weight_decay"]} == {"policy": 0.3, "value": 0.1}
+
+
+def test_the_controller_steers_the_kl_of_a_response(tmp_path):
+    given = rollout([[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]])
+    read = trainer(tmp_path, kl_estimator="k3").rollouts.read(given, values=False)
+    log_r = (read.ref_logprobs - read.logprobs).double()
+    kl = float((log_r.exp() - 1 - log_r).sum()) / 4  # both are 0 outside of the responses
+    ours = trainer(tmp_path, kl_estimator="k3", kl_target=kl / 1.1, kl_horizon=100)
+    ours.step({}, given, torch.tensor([1.0, -1.0, 0.5, 2.0]))
+    assert ours.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 4 / 100))  # a tenth over it, 4 responses of 100
+
+
+def test_a_second_beta_of_the_critic_alone_is_its_own(tmp_path):
+    groups = trainer(tmp_path, value_adam_beta2=0.9).create_optimizer().param_groups
+    assert {g["role"]: tuple(g["betas"]) for g in groups} == {"policy": (0.9, 0.999), "value": (0.9, 0.9)}

@@ -168,3 +168,5 @@ def test_number_of_updates(tmp_path):
         config(tmp_path, max_steps=-1, num_train_epochs=n / 100).number_of_updates(400) for n in range(1, 500)
     ]
     assert hundredths == list(range(1, 500))  # 0.29 · 100 and others are just below, in binary
+    several = config(tmp_path, max_steps=-1, num_train_epochs=2, rollouts_per_update=3)
+    assert several.number_of_updates(100) == 16  # 50 batches of 4

@@ -332,3 +332,23 @@ def test_targets_follow_what_the_response_got_where_asked(changes, reached, tmp_
     made.train()
     found = made.state.log_history[0]["q_target"]  # G = 0.5 + 0.5 · 1, 1, 1
     assert found == pytest.approx(1.0, abs=1e-5) if reached else found < 0.5
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_layers_are_computed_again_where_checkpointing_is_asked_for(on, tmp_path):
+    base, passes = q_roles(), []
+    base.causal_lm.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
+    make(tmp_path, base, max_steps=1, gradient_checkpointing=on).train()
+    assert len(passes) == 2 + on  # q_target, q, and q once more in its backward pass
+
+
+def test_a_response_that_ended_is_over_beside_one_that_was_cut(tmp_path):
+    row = {"prompt_ids": PROMPTS[0], "response_ids": [A], "rewards": [0.5], "ended": True}
+    data = Dataset.from_list([row, row, {**row, "ended": False}, {**row, "ended": False}])
+    settings = {"max_steps": 1, "learning_rate": 0.0, "conservative_coef": 0.0, "gamma": 0.5, "lowest_return": 0.0}
+    made = make(tmp_path, data=data, truncated_as="bootstrap", **settings)
+    made.train()
+    with made.roles.role("q_target"), torch.no_grad():
+        after = made.roles.causal_lm(input_ids=torch.tensor([[*PROMPTS[0], A]])).logits[0, -1].max()
+    # Two at 0.5, two at 0.5 and γ times what comes after.
+    assert made.state.log_history[0]["q_target"] == pytest.approx(0.5 + 0.25 * float(after), rel=1e-3)

@@ -427,3 +427,12 @@ def test_a_tie_counts_as_wrong():
     pair = {"prompt": "", "chosen": "a", "rejected": "b", "chosen_score": 1.0, "rejected_score": 1.0}
     pair |= {"chosen_length": 1, "rejected_length": 1}
     assert pair_figures([pair] * 3 + [{**pair, "chosen_score": 2.0}])["accuracy"] == 0.25
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_layers_of_the_reward_role_are_computed_again_where_checkpointing_is_asked_for(on, tmp_path):
+    base, passes = reward_base(), []
+    base.causal_lm.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
+    args = RewardConfig(output_dir=str(tmp_path), max_steps=1, gradient_checkpointing=on, max_length=None, **COMMON)
+    reward_trainer(args, doubling.tokenizer(), base, pairs(8), callbacks=[]).train()
+    assert len(passes) == 1 + on

@@ -289,3 +289,9 @@ def test_merged_generation_needs_layers_and_memory(tmp_path, monkeypatch):
 def test_draws_cannot_be_weighed_where_nothing_is_drawn(tmp_path):
     with pytest.raises(ConfigError, match="importance_sampling_cap — weighs draws, and rollout_do_sample is false"):
         config(tmp_path, importance_sampling_cap=2.0, rollout_do_sample=False)
+
+
+def test_a_response_of_just_the_minimum_is_learnt_from(tmp_path):
+    ours = trainer(tmp_path, shared_base(), **DROP)
+    stats = ours.step({}, rollout([[12, 2], [2], [20, 21, 2], [5, 2]]), SCORES)
+    assert stats["dropped_responses"] == 1.0 and stats["length"] == pytest.approx(7 / 3)
