@@ -107,14 +107,8 @@ def unfinished_in(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob(f".toolkit-*{ASIDE}")) if is_unfinished(path)]
 
 
-def read_bytes(path: Path) -> bytes:
-    """What is in a file; an OSError for a pipe or a device, which would be read without end."""
-    _check_regular(path)
-    return path.read_bytes()
-
-
 def read_text(path: Path) -> str:
-    """The same as text."""
+    """What is in a file, as text; an OSError for a pipe or a device, which would be read without end."""
     _check_regular(path)
     return path.read_text(encoding="utf-8")
 

@@ -51,6 +51,31 @@ def drawn(name, text):
     return [[float(n) for n in point.split(",")] for point in re.search(f'{name}" points="([^"]*)"', text)[1].split()]
 
 
+def test_the_spread_of_a_long_curve_is_thinned_as_its_points_are():
+    """Of k rows that become one, of independent errors e, the mean has the error sqrt(sum of e²) / k."""
+    points = [(float(i), 5.0) for i in range(1200)]
+    curve, band = thinned(points, [(x, y - 1.0, y + 1.0) for x, y in points])
+    assert [x for x, *_ in band] == [x for x, _ in curve] and len(band) == 300
+    assert all(high - low == pytest.approx(2 / 4**0.5) and (low + high) / 2 == 5.0 for _, low, high in band)
+    known = [(x, y - 3.0, y + 3.0) for x, y in points[:2]]  # an error is not known of each row, and of no later one
+    assert thinned(points, known)[1] == [(1.5, 5.0 - 18**0.5 / 2, 5.0 + 18**0.5 / 2)]
+    many = [(float(i), float(i % 2)) for i in range(20_000)]
+    text = curves("score", {"score": many}, spread={"score": [(x, y - 1.0, y + 1.0) for x, y in many]})
+    assert len(drawn("band s0", text)) == 600
+    lowest, highest = (sorted(y for _, y in drawn("band s0", text))[place] for place in (-1, 0))
+    assert (lowest, highest) == (162.0, 12.0)  # the axis is that of what is drawn
+
+
+def test_of_many_points_some_from_everywhere_are_drawn():
+    points = [(float(i), float(i >= 2000)) for i in range(4000)]
+    text = scatter("score over length", {"chosen": points, "rejected": points[:2000]})
+    found = re.findall('circle class="dot (s.)" cx="[^"]*" cy="([^"]*)"', text)
+    assert [found.count(("s0", y)) for y in ("162.0", "12.0")] == [1000, 1000]
+    assert found.count(("s1", "162.0")) == 2000
+    assert "score over length, 4,000 of 6,000 points<" in text
+    assert "points<" not in scatter("x", {"x": points[:2000]}) + scatter("x", {"x": points}, joined=True)
+
+
 def test_a_curve_is_where_its_numbers_are():
     text = curves("loss", {"loss": [(0.0, 1.0), (5.0, 3.0), (10.0, 2.0)]}, marks=[(5.0, "a <sign>"), (99.0, "beyond")])
     assert drawn("line s0", text) == [[46.0, 162.0], [188.0, 12.0], [330.0, 87.0]]  # of 340 by 190 with its margins

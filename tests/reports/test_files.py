@@ -46,9 +46,12 @@ def test_later_steps_and_half_a_line_are_dropped(tmp_path):
     assert read_jsonl(path) == [{"step": 1}]
     keep_until(path, 1)
     assert path.read_bytes() == b'{"step": 1}\n'
-    path.write_bytes(b'{"step": 1}\r\n')  # of Windows
+    path.write_bytes(b'{"step": 1}\r\n{"step": 2}\r\n{"step": 1}\r\n')  # of Windows
     keep_until(path, 1)
-    assert path.read_bytes() == b'{"step": 1}\n'
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 1}\n'
+    with pytest.MonkeyPatch.context() as patch:  # nothing is to be dropped, and nothing written
+        patch.setattr("toolkit.reports.files.write_lines", lambda *_: pytest.fail("written"))
+        keep_until(path, 1)
     keep_until(tmp_path / "none.jsonl", 2)
     assert not (tmp_path / "none.jsonl").exists()
 

@@ -1,10 +1,14 @@
 import base64
 import hashlib
 import re
+import time
+from types import SimpleNamespace
 
 from tests.reports.examples import PAIRS, RESULT, pair
-from toolkit.reports import pair_evaluation, write_report
+from toolkit import recipes, reports
+from toolkit.reports import Progress, append_jsonl, pair_evaluation, write_report
 from toolkit.reports.page import evaluations, page, score_and_judge, table
+from toolkit.runs.stage import ReportAtEvaluations
 
 OWN_SCRIPT = 1
 
@@ -103,6 +107,28 @@ def test_a_report_of_a_run_that_goes_on_says_so(tmp_path):
     assert 'http-equiv="refresh"' not in stopped + ended
 
 
+def test_a_report_of_a_long_run_is_written_once_a_minute(tmp_path, monkeypatch):
+    """And whenever it is stopped: the metrics, which it reads, are many by then."""
+    recipe, read = recipes.load("doubling", runs_dir=tmp_path), []
+    state = SimpleNamespace(global_step=5, max_steps=9)
+    trainer = SimpleNamespace(eval_dataset=None, train_dataset=None, state=state, is_in_train=True)
+    so_far = ReportAtEvaluations(recipe, "ppo", 0.0, {"score": 0.0}, trainer, Progress("x", quiet=True))
+    metrics = recipe.stage_folder("ppo") / "metrics.jsonl"
+    monkeypatch.setattr(reports, "read_jsonl", lambda path: read.append(path) or [])
+
+    def evaluated(size):
+        append_jsonl(metrics, [{"step": 1, "text": "x" * size}])
+        so_far.on_evaluate(None, None, None, metrics={"eval_score": 1.0})
+        return len(read)
+
+    assert [evaluated(1), evaluated(1), evaluated(10_000_000), evaluated(1)] == [1, 2, 2, 2]
+    so_far.stopped()
+    assert len(read) == 3 and "Stopped: step 5 of 9" in (metrics.parent / "report.html").read_text()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert [evaluated(1), evaluated(1)] == [4, 4]
+
+
 def test_signs_that_nobody_sees_are_seen(tmp_path):
     text = write_report(tmp_path, RESULT, [], [sample("\u202evil", "a\x00", "b", 0.1, 0.2)], "").read_text()
     assert "<td>\\u202evil</td><td>a\\x00</td>" in text
@@ -153,3 +179,13 @@ def test_score_and_judge_are_drawn_over_kl_in_standard_errors(tmp_path):
     text = write_report(tmp_path, result, metrics, samples, "").read_text()
     assert chart.split('aria-label="gain">')[1] in text and "judge after" in text and 'data-v="0.75"' in text
     assert score_and_judge("gain", [{"kl": 1.0, "score": 1.0}] * 3) == ""
+
+
+def test_before_and_after_stand_under_their_names(tmp_path):
+    samples = [sample("p", "first", "last", 0.25, 0.5, before_judge=3.0, after_judge=7.0)]
+    text = write_report(tmp_path, RESULT, [], samples, "").read_text()
+    assert '<th class="n">before</th><th class="n">after</th>' in text
+    assert '<td>score</td><td class="n">1.0000</td><td class="n">2.0000</td>' in text
+    rows = text.split("<h2>Samples</h2>")[1].split("</table>")[0]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", rows)
+    assert cells == ["p", "first", "last", "0.250", "0.500", "0.250", "3.000", "7.000"]

@@ -2,13 +2,14 @@
 
 import errno
 import json
+import tracemalloc
 
 import pytest
 
 from tests.tiny_runs import chat_recipe
 from tests.trainers.helpers import Counting
 from toolkit.errors import DataError, ToolkitError
-from toolkit.reports import read_jsonl
+from toolkit.reports import read_jsonl, write_jsonl
 from toolkit.runs import collect
 
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
@@ -50,3 +51,35 @@ def test_a_prompt_that_fills_the_positions_is_found_before_the_first_batch(tmp_p
     assert read_jsonl(tmp_path / "responses.jsonl.partial") == []
     asked = chat_recipe(tmp_path, checkpoint, "collect.max_prompts=4", collect=few, **sections)
     assert collect.collect(asked, path)["responses"] == 4
+
+
+def test_a_large_collection_is_not_held_in_memory(tmp_path):
+    """Its figures, and, where it goes on, the check of its prompts and the cut behind its last whole batch."""
+    path, number = tmp_path / "responses.jsonl", 20_000
+    partial = collect.partial_file(tmp_path)
+    texts = {"prompt": "p" * 200, "response": "r" * 200}
+    ids = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5]}
+    rows = ({**ids, **texts, "rewards": [None, None, float(i % 4)], "ended": i % 4 == 0} for i in range(number))
+    write_jsonl(path, rows)
+    whole = path.read_bytes()
+    tracemalloc.start()
+    try:
+        figures = collect._figures(path, 2)
+        assert collect._whole_batches(path, partial, 3, number) == 6667  # the last one is smaller
+        written = partial.stat().st_ino
+        collect._check_prompts(partial, {"input_ids": [[1, 2]] * (number // 2)}, 2)
+        assert tracemalloc.get_traced_memory()[1] < len(whole) / 2
+    finally:
+        tracemalloc.stop()
+    assert figures == {
+        "responses": number,
+        "score": 1.5,
+        "score_se": pytest.approx(0.01, rel=1e-3),  # of pairs' means, 0.5 and 2.5: 1 / sqrt(10,000)
+        "length": 3.0,
+        "eos_share": 0.25,
+    }
+    assert collect._whole_batches(path, partial, 3, number) == 6667
+    assert partial.stat().st_ino == written and partial.read_bytes() == whole
+    partial.write_bytes(whole[:-1])  # a kill cut the last line short
+    assert collect._whole_batches(path, partial, 3, number) == 6666
+    assert partial.read_bytes() == b"".join(whole.splitlines(keepends=True)[:19_998])

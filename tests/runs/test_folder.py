@@ -1,6 +1,7 @@
 """Which stages of a run folder stand when settings change, what may be deleted there, what another run can take."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from toolkit.disk import sealed_files
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import owned, stages
 from toolkit.runs.differences import may_change
-from toolkit.runs.folder import check_outputs, claim, conflict, finished
+from toolkit.runs.folder import check_outputs, claim, conflict, finished, result_comes_back
 from toolkit.runs.folder import finish as finish_stage
 from toolkit.runs.owned import begin
 from toolkit.runs.take_over import take_over
@@ -410,6 +411,23 @@ def test_a_stage_is_finished_once_its_weights_are_listed(tmp_path, checkpoint, m
     with pytest.raises(ToolkitError, match="no room for the manifest"):
         finish_stage(recipe.stage_folder("reward"), {"stage": "reward"})
     assert there(recipe) == set()
+
+
+def test_files_that_need_not_come_back_are_not_read(tmp_path, checkpoint, monkeypatch):
+    """Of a stage that has not finished, whose rollouts may be larger than the memory."""
+    recipe = chat_recipe(tmp_path, checkpoint)
+    folder = recipe.stage_folder("ppo")
+    folder.mkdir(parents=True)
+    (folder / "rollouts.jsonl").write_text("{}\n")
+    plain = Path.read_text
+
+    def read(path, *arguments, **named):
+        assert path.name != "rollouts.jsonl"
+        return plain(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    with result_comes_back(recipe, "ppo"):
+        pass
 
 
 def test_a_copy_that_fails_leaves_nothing_that_looks_finished(tmp_path, checkpoint, monkeypatch):

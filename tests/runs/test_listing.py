@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,8 +120,13 @@ def test_a_damaged_file_is_a_state(runs):
 
 def test_responses_that_were_saved_are_counted(runs):
     stage(runs / "c" / "collect")
-    (runs / "c" / "collect" / "responses.jsonl.partial").write_text("{}\n" * 1200 + '{"half')
-    assert [one.where for one in state_of(runs / "c").stages] == ["1,200 responses saved"]
+    (runs / "c" / "collect" / "responses.jsonl.partial").write_text(f"{{{' ' * 2000}}}\n" * 1200 + '{"half')
+    tracemalloc.start()
+    try:
+        assert [one.where for one in state_of(runs / "c").stages] == ["1,200 responses saved"]
+        assert tracemalloc.get_traced_memory()[1] < 1e6  # the file has 2.4 MB
+    finally:
+        tracemalloc.stop()
     with at_work(runs / "c"):
         (state,) = state_of(runs / "c").stages
     assert (state.state, state.where) == ("at work", "1,200 responses saved")
@@ -222,7 +228,7 @@ def test_runs_beside_each_other(runs, tmp_path):
     assert "<td>ppo.kl_coef</td><td>0.1</td><td>0.2</td>" in text and "ppo.max_steps" not in text
     assert text.count("<figure") == 2  # score and KL, both runs in each
     assert text.count('class="s0">a<') == text.count('class="s1">b<') == 2
-    assert "<td>p</td><td>one</td>" in text and "<h1>ppo: a, b</h1>" in text
+    assert '<td>p</td><td>one</td><td class="n" data-v="1.0">1.000</td>' in text and "<h1>ppo: a, b</h1>" in text
     done = command_here("compare", runs / "a", "b", "--runs-dir", runs, "--output", tmp_path / "again.html")
     assert done.returncode == 0 and (tmp_path / "again.html").read_text() == text
 
@@ -294,3 +300,12 @@ def test_a_page_is_written_to_files_alone_and_through_links(runs, tmp_path):
         with pytest.raises(ToolkitError, match="is no file"):
             compare(["a", "b"], name, runs_dir=runs)
     assert not Path(os.devnull).is_file()
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(runs, tmp_path):
+    other = tmp_path / "other" / "a"
+    recipe(other)
+    stage(other / "ppo", metrics=METRICS)
+    text = compare([str(runs / "a"), str(other)], tmp_path / "page.html", runs_dir=runs).read_text()
+    for one in (runs / "a", other):
+        assert f'<th class="n">{one.resolve()} (step 4, not finished)</th>' in text

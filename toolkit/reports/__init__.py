@@ -7,20 +7,21 @@ from toolkit.reports.files import (
     WARNINGS_FILE,
     MetricsFile,
     append_jsonl,
+    count_lines,
+    iter_jsonl,
+    keep_lines,
     keep_until,
     peak_memory_gb,
     read_json,
     read_jsonl,
     read_result,
     versions,
-    whole_lines,
     write_json,
     write_jsonl,
-    write_lines,
     write_result,
 )
 from toolkit.reports.machine import device_in_words, environment, machine
-from toolkit.reports.page import APART, REPORT_FILE, at_start, write_report
+from toolkit.reports.page import APART, RELOADS_AFTER, REPORT_FILE, at_start, write_report
 from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, pair_evaluation, worst_errors
 from toolkit.reports.progress import Progress, figures_of
 from toolkit.reports.samples import Output, Responses, sample_rows, samples_table, texts_table

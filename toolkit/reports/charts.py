@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 WIDTH, HEIGHT = 340, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 12, 28
-_MOST_POINTS = 300  # of a curve; of more, neighbours become their mean with their range
+_MOST_POINTS = 300  # of a curve; of more, neighbours become their mean with its error or their range
+_MOST_DOTS = 2000  # of a series of a scatter
 _BINS = 24
 _TICKS = 4  # about so many
 COLOURS = 6
@@ -44,16 +45,23 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(f"{i * step:.12g}") for i in range(first, first + _TICKS + 3) if i * step <= high + 1e-9 * step]
 
 
-def thinned(points: Sequence[Point]) -> tuple[list[Point], list[Band]]:
-    """Points that can be told apart: means of neighbours, and, where several became one, the range of those."""
+def thinned(points: Sequence[Point], spread: Sequence[Band] = ()) -> tuple[list[Point], list[Band]]:
+    """Points that can be told apart: means of neighbours, and, where several became one, the range of those; with a
+    `spread`, which is a standard error each way, that of their mean."""
     if len(points) <= _MOST_POINTS:
-        return list(points), []
+        return list(points), list(spread)
+    errors = {x: (high - low) / 2 for x, low, high in spread}
     curve, band = [], []
     for i in range(_MOST_POINTS):
         part = points[i * len(points) // _MOST_POINTS : (i + 1) * len(points) // _MOST_POINTS]
         x, values = sum(x for x, _ in part) / len(part), [y for _, y in part]
-        curve.append((x, sum(values) / len(values)))
-        band.append((x, min(values), max(values)))
+        mean = sum(values) / len(values)
+        curve.append((x, mean))
+        if known := [errors[place] for place, _ in part if place in errors]:
+            error = math.hypot(*known) / len(known)  # of independent ones
+            band.append((x, mean - error, mean + error))
+        elif not errors:
+            band.append((x, min(values), max(values)))
     return curve, band
 
 
@@ -123,9 +131,8 @@ def curves(
     """
     colours = _colours(places or list(series))
     finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()}
-    drawn = {name: thinned(points) for name, points in finite.items()}
-    bands = {name: list((spread or {}).get(name, ())) or band for name, (_, band) in drawn.items()}
-    bands = {name: [b for b in band if all(map(math.isfinite, b))] for name, band in bands.items()}
+    drawn = {name: thinned(points, (spread or {}).get(name, ())) for name, points in finite.items()}
+    bands = {name: [b for b in band if all(map(math.isfinite, b))] for name, (_, band) in drawn.items()}
     every = [point for points, _ in drawn.values() for point in points]
     edges = [y for band in bands.values() for _, *both in band for y in both]
     plane = _Plane([x for x, _ in every], [*(y for _, y in every), *edges])
@@ -148,10 +155,17 @@ def curves(
     return _chart(title, "".join(body), legend=legend)
 
 
+def _some(points: Sequence[Point]) -> Sequence[Point]:
+    if len(points) <= _MOST_DOTS:
+        return points
+    return [points[i * len(points) // _MOST_DOTS] for i in range(_MOST_DOTS)]
+
+
 def scatter(
     title: str, series: Mapping[str, Sequence[Point]], *, below: str = "", diagonal: bool = False, joined: bool = False
 ) -> str:
-    """Points; `joined` in their order, the last one larger; with a `diagonal` where both axes say the same."""
+    """Points, of many those at equal distances in their order; `joined` in it, the last one larger; with a `diagonal`
+    where both axes say the same."""
     finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in series.items()}
     every = [point for points in finite.values() for point in points]
     plane = _Plane([x for x, _ in every], [y for _, y in every])
@@ -159,8 +173,10 @@ def scatter(
     if diagonal:
         ends = [(max(plane.x_low, plane.y_low),) * 2, (min(plane.x_high, plane.y_high),) * 2]
         body.append(f'<polyline class="mark" points="{plane.path(ends)}"/>')
-    for i, points in enumerate(finite.values()):
-        shown = thinned(points)[0] if joined else points[:2000]
+    dots = {name: thinned(points)[0] if joined else _some(points) for name, points in finite.items()}
+    if not joined and (number := sum(map(len, dots.values()))) < len(every):
+        title = f"{title}, {number:,} of {len(every):,} points"
+    for i, shown in enumerate(dots.values()):
         if joined:
             body.append(f'<polyline class="line thin s{i}" points="{plane.path(shown)}"/>')
         for n, (x, y) in enumerate(shown):

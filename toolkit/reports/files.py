@@ -1,14 +1,17 @@
 """The files of a run: JSON Lines, written so that a kill can cut no line but the last, and `result.json`."""
 
+import errno
 import json
 import math
+import os
 import platform
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import compress, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import torch
@@ -16,7 +19,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from toolkit import __version__
-from toolkit.disk import RESULT_FILE, read_bytes, read_object, write_whole, writing
+from toolkit.disk import RESULT_FILE, read_object, sync, write_whole, writing
 from toolkit.errors import ToolkitError
 
 METRICS_FILE, ROLLOUTS_FILE, WARNINGS_FILE = "metrics.jsonl", "rollouts.jsonl", "warnings.jsonl"
@@ -41,13 +44,44 @@ def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_jsonl(path, rows, mode="a")
 
 
-def whole_lines(path: Path) -> list[str]:
-    """The lines, less one that a kill cut short at the end."""
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
     try:
-        *whole, _ = read_bytes(path).split(b"\n")  # before decoding: the cut may go through a character
-        return [line.removesuffix(b"\r").decode("utf-8") for line in whole]
+        if path.exists() and not path.is_file():  # a pipe or a device would be read without end
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        with path.open("rb") as file:
+            yield file
     except (OSError, ValueError) as error:
         raise ToolkitError(f"{path} cannot be read ({error}).", remedy=_ANEW) from error
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    """The lines one by one, less one that a kill cut short at the end."""
+    with _reading(path) as file:
+        for line in file:
+            if line.endswith(b"\n"):  # before decoding: the cut may go through a character
+                yield line[:-1].removesuffix(b"\r").decode("utf-8")
+
+
+def count_lines(path: Path) -> int:
+    """How many whole lines there are."""
+    with _reading(path) as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 16), b""))
+
+
+def keep_lines(path: Path, number: int) -> int:
+    """Cut off what stands behind so many whole lines; how many there are then. A file may be larger than the memory:
+    it is not written anew."""
+    kept = end = 0
+    with _reading(path) as file:
+        for line in islice(file, number):
+            if line.endswith(b"\n"):
+                kept, end = kept + 1, end + len(line)
+    with writing(path):
+        if end < path.stat().st_size:
+            os.truncate(path, end)
+        sync(path)
+    return kept
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -56,32 +90,39 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
         write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of its whole lines.
+def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of its whole lines one by one.
 
     Raises:
         ToolkitError: a line of them is damaged.
     """
-    rows = []
-    for number, line in enumerate(whole_lines(path), 1):
+    for number, line in enumerate(_whole_lines(path), 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ToolkitError(f"{path}, line {number}: cannot be read ({error}).", remedy=_ANEW) from error
         if not isinstance(row, dict):
             raise ToolkitError(f"{path}, line {number}: is no JSON object.", remedy=_ANEW)
-        rows.append(row)
-    return rows
+        yield row
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All of the rows that `iter_jsonl` goes through."""
+    return list(iter_jsonl(path))
 
 
 def keep_until(path: Path, step: int) -> None:
     """Drop what a file of rows with `step` says of later ones, and a line that a kill cut short."""
     if path.is_file():
-        rows = read_jsonl(path)
-        if not all(isinstance(row.get("step"), (int, float)) for row in rows):
-            raise ToolkitError(f"{path} is damaged: a line has no step.", remedy=_ANEW)
-        lines = zip(whole_lines(path), rows, strict=True)
-        write_lines(path, (line for line, row in lines if row["step"] <= step))
+        kept = []
+        for row in iter_jsonl(path):
+            if not isinstance(row.get("step"), (int, float)):
+                raise ToolkitError(f"{path} is damaged: a line has no step.", remedy=_ANEW)
+            kept.append(row["step"] <= step)
+        if all(kept[: sum(kept)]):  # the later ones stand last
+            keep_lines(path, sum(kept))
+        else:
+            write_lines(path, compress(_whole_lines(path), kept))
 
 
 def _is_lost(value: Any) -> bool:
@@ -99,7 +140,7 @@ class MetricsFile(TrainerCallback, ExportableState):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        self.lines = self._found = len(whole_lines(path))
+        self.lines = self._found = count_lines(path)
         self.earlier = 0  # lines of another course, which go once this one has a checkpoint
 
     def state(self) -> dict[str, Any]:
@@ -108,9 +149,7 @@ class MetricsFile(TrainerCallback, ExportableState):
 
     def cut(self) -> None:
         """Drop what was written after the checkpoint that its number of lines is from."""
-        kept = whole_lines(self.path)[: self.lines]
-        write_lines(self.path, kept)
-        self.lines = len(kept)  # a power cut may have left fewer
+        self.lines = keep_lines(self.path, self.lines)  # a power cut may have left fewer
 
     def begin_anew(self, *, logged_itself: bool) -> None:
         """What there was when this was made, or what it `logged_itself` in training, is of another course."""
@@ -119,7 +158,7 @@ class MetricsFile(TrainerCallback, ExportableState):
     def drop_earlier(self) -> None:
         """Drop the lines of another course."""
         if self.earlier:
-            kept = whole_lines(self.path)[self.earlier :]
+            kept = [*islice(_whole_lines(self.path), self.earlier, None)]
             write_lines(self.path, kept)
             self.lines, self.earlier, self._found = len(kept), 0, 0
 

@@ -21,6 +21,7 @@ from toolkit.reports.pairs import ScoredPair, worst_errors
 from toolkit.reports.verdict import verdict
 
 REPORT_FILE = "report.html"
+RELOADS_AFTER = 60  # seconds, of a stage that goes on
 CURVES = (
     "score", "shaped_score", "kl", "length", "eos_share", "entropy", "distinct_share", "policy_loss", "value_loss",
     "explained_variance", "approx_kl", "clip_fraction", "grad_norm", "loss", "accuracy", "margin", "eval_loss",
@@ -126,7 +127,8 @@ def points_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
 
 def spread_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Band]:
     """A metric with a standard error each way, by step; empty where that is not measured."""
-    error = SPREADS.get(name, "")
+    if (error := SPREADS.get(name)) is None:
+        return []
     rows = [row for row in metrics if all(_is_number(row.get(key)) for key in ("step", name, error))]
     return [(row["step"], row[name] - row[error], row[name] + row[error]) for row in rows]
 
@@ -350,4 +352,4 @@ def write_report(
     )
     path = folder / REPORT_FILE
     with writing(path):
-        return write_whole(path, page(title, body, refresh=60 if result.get("running") else 0))
+        return write_whole(path, page(title, body, refresh=RELOADS_AFTER if result.get("running") else 0))

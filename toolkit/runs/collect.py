@@ -31,7 +31,7 @@ from toolkit.data import Rollout
 from toolkit.disk import delete_written, sync
 from toolkit.errors import CheckpointError, RunInterrupted, ToolkitError
 from toolkit.functional import standard_error
-from toolkit.reports import Progress, append_jsonl, read_json, read_jsonl, whole_lines, write_json, write_lines
+from toolkit.reports import Progress, append_jsonl, count_lines, iter_jsonl, keep_lines, read_json, write_json
 from toolkit.rewards import DenseScores, Scores, score_with, state_of
 from toolkit.runs import build
 from toolkit.sampling import Sampler
@@ -118,7 +118,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
     except OSError as error:
         wrong = f"{path}: cannot be written ({error.strerror})."
         raise ToolkitError(wrong, remedy="Make room, then go on with $resume.") from error
-    return _figures(path, settings.samples_per_prompt)
+    return processes.by_main(lambda: _figures(path, settings.samples_per_prompt))
 
 
 def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
@@ -126,10 +126,10 @@ def _whole_batches(path: Path, partial: Path, size: int, number: int) -> int:
     its name already, where the kill came before the result, is partial again."""
     if path.is_file() and not partial.exists():
         path.rename(partial)
-    lines = whole_lines(partial) if partial.is_file() else []
-    kept = len(lines) if len(lines) == number else len(lines) // size * size  # the last batch may be smaller
-    write_lines(partial, lines[:kept])
-    return math.ceil(kept / size)
+    partial.touch()
+    lines = count_lines(partial)
+    kept = lines if lines == number else lines // size * size  # the last batch may be smaller
+    return math.ceil(keep_lines(partial, kept) / size)
 
 
 def _begun_with(now: dict[str, Any], partial: Path, *, anew: bool) -> None:
@@ -161,7 +161,7 @@ def _to_its_state(reward: Any, partial: Path, size: int, done: int) -> int:
         raise CheckpointError(wrong, remedy="Give the checkpoint folder beside it back, or begin anew with $overwrite.")
     if saved is not None:
         reward.load_state_dict(read_state(saved))
-    processes.by_main(lambda: write_lines(partial, whole_lines(partial)[: batches * size]))
+    processes.by_main(lambda: keep_lines(partial, batches * size))
     return batches
 
 
@@ -175,7 +175,7 @@ def _finish(partial: Path, path: Path) -> None:
 def _check_prompts(partial: Path, prompts: Dataset, samples_per_prompt: int) -> None:
     """Nothing, if the responses of a partial file are to these prompts, else a CheckpointError."""
     asked = prompts["input_ids"]
-    for line, row in enumerate(read_jsonl(partial)):
+    for line, row in enumerate(iter_jsonl(partial)):
         place = line // samples_per_prompt
         if place >= len(asked) or row.get("prompt_ids") != list(asked[place]):
             wrong = f"{partial}, line {line + 1}: is a response to another prompt than that of the data now."
@@ -218,12 +218,15 @@ def _marks(spans: Any) -> list[list[tuple[int, int, float]]]:
 
 def _figures(path: Path, samples_per_prompt: int) -> dict[str, float]:
     """Of all responses; the standard error is that of the prompts' means, since responses to one prompt are alike."""
-    rows = read_jsonl(path)
-    scores = torch.tensor([sum(reward or 0.0 for reward in row["rewards"]) for row in rows])
+    found, length, ended = [], 0, 0
+    for row in iter_jsonl(path):  # one at a time: there may be a million
+        found.append(sum(reward or 0.0 for reward in row["rewards"]))
+        length, ended = length + len(row["response_ids"]), ended + row["ended"]
+    scores = torch.tensor(found)
     return {
-        "responses": len(rows),
+        "responses": len(found),
         "score": float(scores.mean()),
         "score_se": standard_error(scores.view(-1, samples_per_prompt).mean(dim=1)),
-        "length": sum(len(row["response_ids"]) for row in rows) / len(rows),
-        "eos_share": sum(row["ended"] for row in rows) / len(rows),
+        "length": length / len(found),
+        "eos_share": ended / len(found),
     }

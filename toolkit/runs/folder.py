@@ -281,8 +281,9 @@ def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
     warned = folder / WARNINGS_FILE
     paths = [folder / name for name in (MANIFEST, REPORT_FILE, METRICS_FILE, ROLLOUTS_FILE)] + [warned]
     paths += [recipe.folder / RECIPE_FILE, folder / RESULT_FILE]  # the result last: by it the stage is finished
-    kept = {path: path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()}
     finished_before, checkpoints = (folder / RESULT_FILE).is_file(), checkpoint_folders(folder)
+    there = [path for path in paths if path.is_file()] if finished_before else []
+    kept = {path: path.read_text(encoding="utf-8", errors="replace") for path in there}
     try:
         yield
     except BaseException:

@@ -9,7 +9,7 @@ from toolkit.checkpoints import checkpoints_in, step_of
 from toolkit.checkpoints.state import STATE_FILE
 from toolkit.disk import RESULT_FILE
 from toolkit.errors import ToolkitError
-from toolkit.reports import METRICS_FILE, figures_of, read_jsonl, read_result, whole_lines
+from toolkit.reports import METRICS_FILE, count_lines, figures_of, iter_jsonl, read_result
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import recorded
 from toolkit.runs.folder import has_weights, leads_nowhere, recover_to_read
@@ -69,13 +69,13 @@ def state_of(run: Path) -> RunState:
 def _stage(folder: Path, *, at_work: bool) -> StageState:
     try:
         result, path = read_result(folder), folder / METRICS_FILE
-        rows = read_jsonl(path) if path.is_file() else []
+        rows = iter_jsonl(path) if path.is_file() else ()
+        metrics = {name: value for row in rows for name, value in row.items()}  # the newest value of each
         files = (partial := partial_file(folder)), partial.with_suffix("")  # whole, where only the result is missing
-        found = (len(whole_lines(file)) for file in files if result is None and file.is_file())
+        found = (count_lines(file) for file in files if result is None and file.is_file())
         collected = next(found, None)
     except ToolkitError as error:
         return StageState(folder.name, DAMAGED, str(error.problems[0].wrong), "")
-    metrics = {name: value for row in rows for name, value in row.items()}  # the newest value of each
     step = f"step {metrics['step']}" if "step" in metrics else "before its first step"
     if result is not None:
         after = result.get("after")

@@ -264,7 +264,10 @@ def _has_stopped(stopper: EarlyStoppingCallback) -> bool:
 
 
 class ReportAtEvaluations(TrainerCallback):
-    """Writes the report of a stage that goes on, as far as it is, at each evaluation and where it is stopped."""
+    """Writes the report of a stage that goes on, as far as it is, at each evaluation and where it is stopped; not more
+    often than its page loads itself again once the metrics, which it reads, are many."""
+
+    many = 10_000_000  # bytes
 
     def __init__(
         self, recipe: Recipe, stage: str, started: float, before: dict[str, Any], trainer: Any, progress: Progress
@@ -272,6 +275,7 @@ class ReportAtEvaluations(TrainerCallback):
         self.recipe, self.stage, self.started, self.before = recipe, stage, started, before
         self.trainer, self.progress = trainer, progress
         self.now: dict[str, Any] | None = None  # what the last evaluation has measured
+        self.written = float("-inf")  # when the last report was, by `time.monotonic`
         self.apart = _evaluated_apart(recipe, stage, trainer)
 
     def on_evaluate(
@@ -279,7 +283,10 @@ class ReportAtEvaluations(TrainerCallback):
     ) -> None:
         if self.trainer.is_in_train:
             self.now = self._of_evaluation(metrics or {})
-            self._write("running")
+            metrics_file = self.recipe.stage_folder(self.stage) / reports.METRICS_FILE
+            is_recent = time.monotonic() - self.written < reports.RELOADS_AFTER
+            if not (is_recent and metrics_file.stat().st_size >= self.many):
+                self._write("running")
 
     def stopped(self) -> None:
         """The stage has been stopped, or has failed; where no evaluation has written a report there is none."""
@@ -317,6 +324,7 @@ class ReportAtEvaluations(TrainerCallback):
         result |= _of_training(self.trainer, self.progress) | ({APART: True} if self.apart else {})
         result[how] = f"{how.title()}: step {state.global_step} of {state.max_steps} at {result['date']}."
         reports.write_report(folder, result, metrics, [], self.recipe.to_yaml())
+        self.written = time.monotonic()
 
 
 def _rows_read(recipe: Recipe, stage: str) -> dict[str, Any]:
