@@ -50,6 +50,29 @@ def test_a_place_at_the_end_of_a_pass_ends_that_pass_first():
     assert list(after) == list(between) != []
 
 
+class Counted(list):
+    read = 0
+
+    def __getitems__(self, numbers):
+        self.read += 1
+        return [self[number] for number in numbers]
+
+
+def test_a_resumed_loader_does_not_read_what_it_skips():
+    order, rows = torch.Generator().manual_seed(5), Counted(ROWS)
+    again = PlacedDataLoader(
+        rows,
+        generator=order,
+        sampler=RandomSampler(rows, generator=order),
+        batch_size=3,
+        drop_last=True,
+        collate_fn=list,
+    )
+    whole = drawn(loader(), 3)
+    again.load_state_dict(whole[1][1])
+    assert again.next_batch() == whole[2][0] and rows.read == 1 and len(again) == 3
+
+
 def test_digest_is_of_the_content():
     rows = {"ids": [[1, 2], [3], [], [4]] * 600, "text": ["a", "b", None, ""] * 600}
     one, other = Dataset.from_dict(rows), Dataset.from_dict(rows)

@@ -15,7 +15,8 @@ from datasets import Dataset, DatasetDict
 
 from tests.data.test_sources import file, read
 from tests.tiny_runs import byte_tokenizer
-from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, encoder, sources
+from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, data_digest, encoder, sources
+from toolkit.data.rows import as_dataset
 from toolkit.data.sources import has_splits, is_hub_id
 from toolkit.errors import DataError
 from toolkit.time_limit import time_limit
@@ -314,6 +315,46 @@ def test_rated_rows_are_kept_as_a_table_in_their_order(tmp_path, monkeypatch):
     assert task.rated("train").features == whole.features
     assert len(RatedResponses(byte_tokenizer(), path, max_train_rows=4).rated("train")) == 4
     assert RatedResponses(byte_tokenizer(), path, max_train_rows=3).rated("train").to_list() == rows[:3]
+
+
+def test_encoded_rows_are_kept_as_a_table(tmp_path, monkeypatch):
+    rows = [{"prompt": f"ask {n}", "completion": "a" * (n % 5 + 1)} for n in range(9)]
+    path = jsonl(tmp_path / "x.jsonl", *rows, {"text": "whole"})
+    pairs = jsonl(
+        tmp_path / "y.jsonl", *({"prompt": r["prompt"], "chosen": r["completion"], "rejected": "b"} for r in rows)
+    )
+    found = []
+    for at_once in (3, 1000):  # how many are packed at once decides nothing
+        monkeypatch.setattr("toolkit.data.rows._AT_ONCE", at_once)
+        shown = Demonstrations(byte_tokenizer(), path, validation_size=2)
+        preferred = Preferences(byte_tokenizer(), pairs, validation_size=2, made_pairs=["cut", "other_prompt"])
+        for task in (shown, preferred):
+            assert all(isinstance(part.rows, Dataset) for part in task._splits.values())
+        assert shown.demonstrations("train") is shown.demonstrations("train")
+        kinds = preferred.demonstrations, preferred.pairs, preferred.prompts
+        found.append([data_digest(kind("train")) for kind in (shown.demonstrations, *kinds)])
+        rest = shown.demonstrations("train")
+        assert found[-1][0] == data_digest(Dataset.from_list(rest.to_list()))
+    assert found[0] == found[1]
+
+
+def test_the_digest_of_demonstrations_is_that_of_their_list(tmp_path):
+    """Resumed runs compare it; 1,000 rows are of one batch, and the tokens of these are odd in number."""
+    path = jsonl(tmp_path / "x.jsonl", *({"text": "a" * (n % 3 + 1)} for n in range(1005)))
+    rows = Demonstrations(byte_tokenizer(), path, path).demonstrations("train")
+    assert sum(map(len, rows["input_ids"][:1000])) % 2
+    for size in (1, 2, 3):  # a split that is a part of what was read
+        parted = Demonstrations(byte_tokenizer(), path, max_train_rows=size, validation_size=size, seed=size)
+        for part in (rows, *map(parted.demonstrations, ("train", "validation"))):
+            assert data_digest(part) == data_digest(Dataset.from_list(part.to_list()))
+
+
+def test_a_column_of_over_2_gib_is_not_hashed(monkeypatch):
+    def overflows(dataset):
+        raise pa.ArrowInvalid("offset overflow while concatenating arrays")
+
+    monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", overflows)
+    assert as_dataset({"prompt": ["a"]}, place="x", field="train").to_list() == [{"prompt": "a"}]
 
 
 def test_what_was_left_out_is_said_where_too_few_are_left(tmp_path):

@@ -6,6 +6,7 @@ Every mask comes from the lengths.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -83,6 +84,20 @@ class RatedCollator:
         }
 
 
+@dataclass(frozen=True)
+class _Behind:
+    """The batches of a sampler behind the first few, which are drawn all the same."""
+
+    sampler: Any
+    first: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.sampler, self.first, None)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
 class PlacedDataLoader(DataLoader):
     """A `DataLoader` whose order comes from a generator of its own, and whose place can be saved and restored.
 
@@ -99,17 +114,22 @@ class PlacedDataLoader(DataLoader):
 
     def __init__(self, dataset: Any, *, generator: torch.Generator, **named: Any):
         super().__init__(dataset, generator=generator, **named)
-        self._to_skip = 0
+        self._to_skip = self._first = 0
         self.end_pass()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skip, self._to_skip = self._to_skip, 0
         self._pass_began, self._drawn = self.generator.get_state(), skip
-        for number, batch in enumerate(super().__iter__()):
-            if number >= skip:
-                self._drawn = number + 1
-                yield batch
+        self._first = skip
+        for number, batch in enumerate(super().__iter__(), skip + 1):
+            self._drawn = number
+            yield batch
         self.end_pass()
+
+    @property
+    def _index_sampler(self) -> Any:
+        """What the pass takes the numbers of its rows from: those of batches to skip are drawn, their rows not read."""
+        return _Behind(super()._index_sampler, self._first)
 
     def next_batch(self) -> Any:
         """The next batch, of the next pass where one ends."""

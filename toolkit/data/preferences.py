@@ -13,14 +13,17 @@ A row is a pair in hh-rlhf's form or in any of TRL's:
 | whole dialogues of hh-rlhf | a dialogue or text, which they repeat | likewise |
 """
 
+import json
 import random
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
-from itertools import cycle, takewhile
+from functools import cached_property, partial
+from itertools import chain, cycle, takewhile
 from typing import Any, ClassVar, Literal
 
+import pyarrow as pa
 from datasets import Dataset
 
 from toolkit.data.encoder import within_limit
@@ -36,12 +39,29 @@ from toolkit.data.messages import (
     refuse_tools,
     text_or_messages,
 )
-from toolkit.data.rows import STAGES, Split, Unusable, as_dataset, as_number, draw_parts, renamed
+from toolkit.data.rows import (
+    SHOWN,
+    STAGES,
+    Split,
+    Unusable,
+    as_dataset,
+    as_number,
+    draw_parts,
+    each_of,
+    in_memory,
+    in_one_piece,
+    packed,
+    renamed,
+    tables_of,
+)
 from toolkit.data.source_task import SplitTask
 from toolkit.data.sources import Source
 from toolkit.errors import DataError, did_you_mean
 
 Made = Literal["other_prompt", "cut"]
+_TOKENS = pa.list_(pa.int64())
+_SIDES = {"chosen_ids": _TOKENS, "rejected_ids": _TOKENS, "prompt_length": pa.int64()}
+_COLUMNS = {**_SIDES, "margin": pa.float64(), "has_margin": pa.bool_(), "asked": pa.string()}
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,7 @@ class Preferences(SplitTask):
     task: ClassVar[str] = "preferences"
     unit: ClassVar[str] = "pairs"
     known_columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected", "margin")
+    _pack: ClassVar[Any] = staticmethod(partial(packed, columns=_COLUMNS))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +105,7 @@ class Preferences(SplitTask):
                 raise DataError(f"a whole number from 1 is needed, got {number!r}.", field=f"parts.{stage}")
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-        """The encoded prompt with `chosen_ids` and `rejected_ids`, and `margin` where the row has its column."""
+        """The encoded pair: both sides with the prompt, the prompt itself, and the margin where the row has one."""
         named = renamed(place, row, self.columns, optional="margin")
         pair = read_pair(place, named)
         mapped = (self.columns or {}).get("prompt", "prompt") != "prompt"
@@ -98,8 +119,11 @@ class Preferences(SplitTask):
         if chosen == rejected:
             raise Unusable("chosen and rejected are equal once cut")
         asked = prompt["input_ids"]
-        encoded = {**prompt, "chosen_ids": asked + chosen, "rejected_ids": asked + rejected}
-        return {**encoded, "margin": pair.margin} if self._margin_column in row else encoded
+        sides = {"chosen_ids": asked + chosen, "rejected_ids": asked + rejected, "prompt_length": len(asked)}
+        margin = {"margin": pair.margin, "has_margin": self._margin_column in row}
+        # As one text, since messages may hold what no column can, and that matters to those alone who ask for prompts.
+        told = {name: value for name, value in prompt.items() if name != "input_ids"}
+        return {**sides, **margin, "asked": json.dumps(told, default=str)}
 
     @property
     def _margin_column(self) -> str:
@@ -108,16 +132,19 @@ class Preferences(SplitTask):
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         part = super()._read(split, source, limit)
         # Rows may lack it, all of them that name it wrongly.
-        if split == "train" and "margin" in (self.columns or {}) and not any("margin" in row for row in part.rows):
+        if split == "train" and "margin" in (self.columns or {}) and not any(part.rows["has_margin"][:]):
             wrong = f'no row of {split} that can be used has the column "{self._margin_column}".'
             raise DataError(wrong, field="columns.margin", remedy="Correct the name, or remove it.")
         return part
+
+    def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
+        return [tuple(row["chosen_ids"][: row["prompt_length"]]) for row in each_of(rows)]
 
     @cached_property
     def _drawn(self) -> dict[str, list[int]]:
         """Training rows by stage."""
         part = self._splits["train"]
-        prompts = [row["prompt"] for row in part.rows]
+        prompts = [asked["prompt"] for asked in _asked(part.rows)]
         return draw_parts(prompts, self.parts or {}, seed=self.seed, left_out=part.listed())
 
     def _rows_of(self, stage: str, split: str) -> Split:
@@ -132,18 +159,20 @@ class Preferences(SplitTask):
 
     def pairs(self, split: str) -> Dataset:
         """For `trl.RewardTrainer`; `margin` is 0 where a row has none, if any row of the split has one."""
-        rows = self._rows_of("reward", split).rows + (self._made if split == "train" else [])
-        columns: dict[str, Any] = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
-        columns["prompt_length"] = [len(row["input_ids"]) for row in rows]
-        if any(row.get("margin") is not None for row in rows):
-            columns["margin"] = [row.get("margin") or 0.0 for row in rows]
-        return Dataset.from_dict(columns)
+        parts = [self._rows_of("reward", split).rows, *([self._made] if split == "train" else [])]
+        table = pa.concat_tables(chain.from_iterable(map(tables_of, parts)))
+        sides, margins = table.select(list(_SIDES)), table["margin"]
+        if margins.null_count < len(margins):
+            sides = sides.append_column("margin", pa.array([margin or 0.0 for margin in margins.to_pylist()]))
+        return in_memory(sides)
 
     @cached_property
-    def _made(self) -> list[dict[str, Any]]:
+    def _made(self) -> Dataset:
         """`made_pairs` of the reward stage's rows."""
-        rows = self._rows_of("reward", "train").rows if self.made_pairs else []
-        return list(_made(rows, self.made_pairs or (), end=self.tokenizer.eos_token_id, seed=self.seed))
+        if not self.made_pairs:
+            return packed([], _COLUMNS)
+        rows = self._rows_of("reward", "train").rows
+        return packed(_made(rows, self.made_pairs, end=self.tokenizer.eos_token_id, seed=self.seed), _COLUMNS)
 
     def report(self) -> str | None:
         made = f"; {len(self._made)} pairs more are made of the reward's" if self.made_pairs else ""
@@ -151,42 +180,50 @@ class Preferences(SplitTask):
 
     def demonstrations(self, split: str) -> Dataset:
         """Prompts with their chosen responses, which alone are part of the loss."""
-        rows = [(row["chosen_ids"], len(row["input_ids"])) for row in self._rows_of("sft", split).rows]
-        return Dataset.from_list([{"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in rows])
+        rows = each_of(self._rows_of("sft", split).rows.select_columns(["chosen_ids", "prompt_length"]))
+        shown = ((row["chosen_ids"], row["prompt_length"]) for row in rows)
+        return in_one_piece(packed(({"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in shown), SHOWN))
 
     def prompts(self, split: str) -> Dataset:
         """Each prompt once, with `messages` if any is a conversation; "test" is "validation"."""
         rows = self._rows_of("ppo", "train" if split == "train" else "validation").rows
-        unique = list({row["prompt"]: row for row in rows}.values())
+        last = {asked["prompt"]: number for number, asked in enumerate(_asked(rows))}
+        unique = list(_asked(rows.select(list(last.values()))))
         names = ["input_ids", "prompt", *(["messages"] if any("messages" in row for row in unique) else [])]
         columns = {name: [row.get(name) for row in unique] for name in names}
         return as_dataset(columns, place=f"the prompts of {split}", field="validation" if split != "train" else split)
 
 
-def _made(
-    rows: Sequence[dict[str, Any]], kinds: Sequence[Made], *, end: int | None, seed: int
-) -> Iterator[dict[str, Any]]:
+def _asked(rows: Dataset) -> Iterator[dict[str, Any]]:
+    """The encoded prompt of each pair."""
+    for row in each_of(rows.select_columns(["chosen_ids", "prompt_length", "asked"])):
+        yield {"input_ids": row["chosen_ids"][: row["prompt_length"]], **json.loads(row["asked"])}
+
+
+def _made(rows: Dataset, kinds: Sequence[Made], *, end: int | None, seed: int) -> Iterator[dict[str, Any]]:
     """A pair beside each encoded one, of these kinds in turn; none of a response that is too short, or of one that all
     other prompts have."""
     drawn = random.Random(seed)
-    for row, kind in zip(rows, cycle(kinds), strict=False):
-        asked, said = row["input_ids"], _said(row)
-        ended = said[-1:] == [end]
+    pairs = [_better(row) for row in each_of(rows.select_columns(["chosen_ids", "prompt_length"]))]
+    for (asked, said), kind in zip(pairs, cycle(kinds), strict=False):
+        ended = said[-1:].tolist() == [end]
         words = len(said) - ended
         if kind == "cut":
-            ends = [] if end is None else [end]  # also where a limit has cut the response itself
+            ends = array("i", [] if end is None else [end])  # also where a limit has cut the response itself
             worse = said[: max(1, int(0.8 * drawn.random() * words))] + ends if words > 1 else None
         else:
-            first = drawn.randrange(len(rows))
-            others = (rows[(first + step) % len(rows)] for step in range(len(rows)))
-            worse = next((_said(one) for one in others if one["input_ids"] != asked and _said(one) != said), None)
+            first = drawn.randrange(len(pairs))
+            others = (pairs[(first + step) % len(pairs)] for step in range(len(pairs)))
+            worse = next((of_other for other, of_other in others if other != asked and of_other != said), None)
         if worse is not None:
-            yield {"input_ids": asked, "chosen_ids": row["chosen_ids"], "rejected_ids": asked + worse}
+            sides = {"chosen_ids": (asked + said).tolist(), "rejected_ids": (asked + worse).tolist()}
+            yield {**sides, "prompt_length": len(asked)}
 
 
-def _said(row: dict[str, Any]) -> list[int]:
-    """The chosen response of an encoded pair."""
-    return list(row["chosen_ids"][len(row["input_ids"]) :])
+def _better(row: dict[str, Any]) -> "tuple[array[int], array[int]]":
+    """The prompt and the chosen response of an encoded pair, in a small part of a list's memory."""
+    ids = array("i", row["chosen_ids"])
+    return ids[: row["prompt_length"]], ids[row["prompt_length"] :]
 
 
 @dataclass(frozen=True)

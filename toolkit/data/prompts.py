@@ -1,6 +1,7 @@
 """Prompts for PPO, as text, messages or token ids; and demonstrations for sft: prompts with responses, or text."""
 
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -8,7 +9,7 @@ from datasets import Dataset
 from toolkit.data.files import listed
 from toolkit.data.messages import Messages, checked_messages, refuse_parts, refuse_tools, text_or_messages
 from toolkit.data.preferences import read_sides
-from toolkit.data.rows import Split, Unusable, as_dataset, present
+from toolkit.data.rows import SHOWN, Split, Unusable, as_dataset, each_of, in_one_piece, packed, present
 from toolkit.data.source_task import SplitTask
 from toolkit.data.sources import Source, names_of
 from toolkit.errors import DataError
@@ -76,6 +77,7 @@ class Demonstrations(SplitTask):
 
     task: ClassVar[str] = "demonstrations"
     unit: ClassVar[str] = "demonstrations"
+    _pack: ClassVar[Any] = staticmethod(partial(packed, columns=SHOWN))
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         refuse_tools(row)
@@ -103,11 +105,15 @@ class Demonstrations(SplitTask):
         start, ids = prompt["input_ids"], self._encoder.response(response, prompt)
         return {"input_ids": start + ids, "labels": [-100] * len(start) + ids}
 
-    def _prompts_of(self, rows: Any) -> list[tuple[int, ...]]:
-        return [tuple(row["input_ids"][: row["labels"].count(-100) or None]) for row in rows]
+    @cached_property
+    def _splits(self) -> dict[str, Split]:
+        return {split: replace(part, rows=in_one_piece(part.rows)) for split, part in super()._splits.items()}
+
+    def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
+        return [tuple(row["input_ids"][: row["labels"].count(-100) or None]) for row in each_of(rows)]
 
     def demonstrations(self, split: str) -> Dataset:
-        return Dataset.from_list(self._splits[split].rows)
+        return self._splits[split].rows
 
 
 def _nothing_read(place: str, row: dict[str, Any]) -> Exception:

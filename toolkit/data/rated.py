@@ -1,6 +1,7 @@
 """Responses with rewards, for learning from what was said before: prompt, response, and a reward at some tokens."""
 
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +11,7 @@ from datasets import Dataset
 from toolkit.data.encoder import PROMPT_COLUMNS, within_limit
 from toolkit.data.files import listed
 from toolkit.data.messages import refuse_parts, refuse_tools
-from toolkit.data.rows import Unusable, as_number, present
+from toolkit.data.rows import Unusable, as_number, packed, present
 from toolkit.data.source_task import SourceTask
 from toolkit.errors import DataError
 
@@ -44,7 +45,7 @@ class RatedResponses(SourceTask):
     task: ClassVar[str] = "rated"
     unit: ClassVar[str] = "rated responses"
     may_be_plain: ClassVar[bool] = True
-    _pack: ClassVar[Any] = staticmethod(lambda rows: Dataset(pa.Table.from_pylist(rows, schema=pa.schema(_COLUMNS))))
+    _pack: ClassVar[Any] = staticmethod(partial(packed, columns=_COLUMNS))
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         columns = {**PROMPT_COLUMNS, "input_ids": "prompt_ids"}

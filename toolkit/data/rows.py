@@ -6,16 +6,22 @@ Rows that cannot be used are left out, counted by reason, and reported with thei
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from datasets import Dataset, concatenate_datasets
+import pyarrow as pa
+from datasets import Dataset, DatasetInfo, Features, concatenate_datasets
+from datasets.arrow_writer import OptimizedTypedSequence
+from datasets.fingerprint import generate_random_fingerprint
 
 from toolkit.data.files import Row, listed, reason, shown
 from toolkit.errors import DataError, did_you_mean
 
 STAGES = ("sft", "reward", "ppo")
+SHOWN = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int64())}  # of a demonstration
 _AT_ONCE = 1000  # rows that are packed into a data set
 
 
@@ -37,17 +43,62 @@ def as_number(value: Any) -> Any:
         return value
 
 
+def in_memory(table: pa.Table, features: Features | None = None) -> Dataset:
+    """A table as a data set. Left to itself it would hash its content, in a second copy of all of it, and fail where a
+    column is larger than 2 GiB."""
+    return Dataset(table, info=DatasetInfo(features=features), fingerprint=generate_random_fingerprint())
+
+
+def packed(rows: Iterable[dict[str, Any]], columns: Mapping[str, pa.DataType]) -> Dataset:
+    """Encoded rows as a data set of these columns, which takes a small part of the memory of a list."""
+    schema, left = pa.schema(list(columns.items())), iter(rows)
+    parts = iter(lambda: list(islice(left, _AT_ONCE)), [])
+    tables = [pa.Table.from_pylist(part, schema=schema) for part in parts]
+    return in_memory(pa.concat_tables(tables) if tables else schema.empty_table())
+
+
+def tables_of(rows: Dataset) -> Iterator[pa.Table]:
+    """The rows of a data set, some at a time."""
+    for table in rows.with_format("arrow").iter(batch_size=_AT_ONCE):
+        yield table.replace_schema_metadata(None)
+
+
+def each_of(rows: Dataset) -> Iterator[dict[str, Any]]:
+    """The rows of a data set one by one, read some at a time."""
+    for table in tables_of(rows):
+        yield from table.to_pylist()
+
+
+def in_one_piece(rows: Dataset) -> Dataset:
+    """The same rows without chunks or indices, as `Dataset.from_list` lays them out, if arrow can hold them so.
+
+    `data_digest` depends on it: where a batch ends within a buffer, arrow also writes some bytes of what comes next.
+    """
+    tables = list(tables_of(rows))
+    table = pa.concat_tables([*tables, tables[0].slice(0, 0)])  # a single chunk would stay a part of its buffer
+    with suppress(pa.ArrowInvalid):  # a column of over 2^31 tokens
+        table = table.combine_chunks()
+    return in_memory(table)
+
+
+def _from_columns(columns: Mapping[str, Sequence[Any]]) -> Dataset:
+    """What `Dataset.from_dict` makes of them, with the same types."""
+    typed = {name: OptimizedTypedSequence(values, col=name) for name, values in columns.items()}
+    table = pa.Table.from_pydict(typed)
+    return in_memory(table, Features({name: values.get_inferred_type() for name, values in typed.items()}))
+
+
 def as_dataset(columns: Mapping[str, Sequence[Any]], *, place: str, field: str) -> Dataset:
     """Columns as a data set.
 
     Raises: DataError, of `field`: a column's values are of several types, or a number has over 64 bits.
     """
     try:
-        return Dataset.from_dict(dict(columns))
+        return _from_columns(columns)
     except Exception:  # of datasets and pyarrow, as the values have it
         for name, values in columns.items():
             try:
-                Dataset.from_dict({name: values})
+                _from_columns({name: values})
             except Exception as error:
                 too_large = isinstance(error, OverflowError)
                 what = "holds a number of over 64 bits" if too_large else "does not hold values of one type"

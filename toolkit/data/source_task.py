@@ -206,9 +206,9 @@ class SplitTask(SourceTask):
         elif self.validation_size is not None and type(self).validation_size is None:
             raise DataError("it has no effect with validation.", field="validation_size", remedy="Remove one of them.")
 
-    def _prompts_of(self, rows: Any) -> list[tuple[int, ...]]:
+    def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         """The prompts of encoded rows: those that share one are held out together."""
-        return [tuple(row["input_ids"]) for row in rows]
+        raise NotImplementedError
 
     @cached_property
     def _splits(self) -> dict[str, Split]:
