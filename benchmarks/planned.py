@@ -9,7 +9,7 @@ from transformers import LlamaConfig, TrainingArguments
 from benchmarks.contenders import add_roles
 from benchmarks.random_llama import outline
 from benchmarks.start import nf4
-from toolkit.costs import Counted, CountedUpdate, Lengths, Phase, optimizer_bytes, take_shape, weight_bytes_of
+from toolkit.costs import PHASES, Counted, CountedUpdate, Lengths, Phase, optimizer_bytes, take_shape, weight_bytes_of
 from toolkit.models import SharedBase, quantize_outline
 from toolkit.trainers.ppo_config import PPOConfig
 
@@ -59,7 +59,8 @@ def planned(
     roles = without_numbers(values, value=value, weights=weights)
     phases: dict[str, list[Phase]] = {name: [] for name in names.values()}
     update = CountedUpdate(Counted(values["vocab_size"]), roles, args, lengths, on_cpu=args.use_cpu)
-    for phase in update.phases():
+    wanted = [name for name in PHASES if name in names or (name == "rollout" and "prefill" in names)]
+    for phase in update.phases(*wanted):
         if phase.name in names:
             phases[names[phase.name]].append(phase)
     return Planned(static_bytes(roles, args), phases)
