@@ -210,6 +210,7 @@ def test_a_stage_that_left_nothing_of_worth_is_tried_again_with_other_settings(t
         (["ppo.max_steps=9", "ppo.logging_steps=5", "reward.logging_steps=5"], True),
         (["ppo.gradient_checkpointing=true", "ppo.local_rollout_forward_batch_size=1", "ppo.save_steps=7"], True),
         (["ppo.per_device_train_batch_size=1", "ppo.gradient_accumulation_steps=4"], True),
+        (["ppo.use_cpu=true"], True),  # which a machine without a card has anyway
         (["ppo.per_device_train_batch_size=1"], False),
         (["ppo.learning_rate=1e-3"], False),
         (["ppo.max_steps=9", "ppo.kl_coef=0.3"], False),

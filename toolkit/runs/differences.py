@@ -28,7 +28,7 @@ _SHOWN_BY = (
 _MAY_CHANGE = (
     "gradient_checkpointing", "logprob_chunk_size", "q_chunk_size",
     "local_rollout_forward_batch_size", "per_device_eval_batch_size", "eval_strategy", "eval_steps", "eval_on_start",
-    "save_strategy", "save_steps", "save_total_limit",
+    "save_strategy", "save_steps", "save_total_limit", "use_cpu",
 )  # fmt: skip
 _LENGTHS = ("max_steps", "num_train_epochs")  # these may grow, and steps shrink to what has been done
 _ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
