@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import sys
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -389,3 +390,18 @@ def test_a_template_that_loops_or_multiplies_ends_the_reading(template, said, tm
     path = jsonl(tmp_path / "x.jsonl", *({"prompt": "a"} for _ in range(1000)))
     with pytest.raises(DataError, match=f'^chat: the chat template of "some/model" cannot be used: {said}. Mend its'):
         Prompts(made, path, path).prompts("train")
+
+
+def test_pairs_of_a_part_are_in_one_piece_and_messages_keep_their_values(tmp_path):
+    """A piece for each row would be a million objects; a date in a message decides the digest of the prompts."""
+    said = datetime(2024, 5, 1, 12, tzinfo=UTC)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"ask {n}", "at": said}], "chosen": "yes", "rejected": "no"}
+        for n in range(30)
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
+    task = Preferences(
+        byte_tokenizer(), str(tmp_path / "x.parquet"), validation_size=5, parts={"reward": 10, "ppo": 10}
+    )
+    assert task.pairs("train").data["chosen_ids"].num_chunks == 1
+    assert {message["at"] for row in task.prompts("train")["messages"] for message in row} == {said}

@@ -13,7 +13,7 @@ A row is a pair in hh-rlhf's form or in any of TRL's:
 | whole dialogues of hh-rlhf | a dialogue or text, which they repeat | likewise |
 """
 
-import json
+import pickle
 import random
 import sys
 from array import array
@@ -61,7 +61,7 @@ from toolkit.errors import DataError, did_you_mean
 Made = Literal["other_prompt", "cut"]
 _TOKENS = pa.list_(pa.int64())
 _SIDES = {"chosen_ids": _TOKENS, "rejected_ids": _TOKENS, "prompt_length": pa.int64()}
-_COLUMNS = {**_SIDES, "margin": pa.float64(), "has_margin": pa.bool_(), "asked": pa.string()}
+_COLUMNS = {**_SIDES, "margin": pa.float64(), "has_margin": pa.bool_(), "asked": pa.binary()}
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class Preferences(SplitTask):
         asked = prompt["input_ids"]
         sides = {"chosen_ids": asked + chosen, "rejected_ids": asked + rejected, "prompt_length": len(asked)}
         margin = {"margin": pair.margin, "has_margin": self._margin_column in row}
-        # As one text, since messages may hold what no column can, and that matters to those alone who ask for prompts.
+        # As bytes that stay in this process: messages may hold what no column can, or JSON, as they may a date.
         told = {name: value for name, value in prompt.items() if name != "input_ids"}
-        return {**sides, **margin, "asked": json.dumps(told, default=str)}
+        return {**sides, **margin, "asked": pickle.dumps(told)}
 
     @property
     def _margin_column(self) -> str:
@@ -197,7 +197,7 @@ class Preferences(SplitTask):
 def _asked(rows: Dataset) -> Iterator[dict[str, Any]]:
     """The encoded prompt of each pair."""
     for row in each_of(rows.select_columns(["chosen_ids", "prompt_length", "asked"])):
-        yield {"input_ids": row["chosen_ids"][: row["prompt_length"]], **json.loads(row["asked"])}
+        yield {"input_ids": row["chosen_ids"][: row["prompt_length"]], **pickle.loads(row["asked"])}
 
 
 def _made(rows: Dataset, kinds: Sequence[Made], *, end: int | None, seed: int) -> Iterator[dict[str, Any]]:

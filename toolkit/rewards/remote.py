@@ -222,6 +222,8 @@ def _url_problems(url: str) -> Iterator[Problem]:
         known = False
     # A password with a # or / in it ends the host early; a path may have an @ of its own.
     if "@" in (parts.netloc + parts.fragment if known else url):
-        yield Problem("holds a user or password, and the recipe is saved with the run.", "url", "Use token_variable.")
+        wrong = "" if known else "is no address with http:// or https:// and a host, or "
+        wrong += "holds a user or password, and the recipe is saved with the run."
+        yield Problem(wrong, "url", "Use token_variable.")
     elif not known or any(sign.isspace() for sign in url):
         yield Problem(f"http:// or https:// with a host is needed, got {url!r}.", "url")
