@@ -42,7 +42,7 @@ BEGIN, END = "made by python -m benchmarks.architectures", "end of what was made
 RIGHT = 1e-4
 """How far two computations of one thing in float32 may be apart, as a share of the largest number."""
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LAYERS, _HIDDEN, _HEADS, _VOCABULARY, _INNER, _POSITIONS = 2, 32, 4, 99, 64, 64
+_HIDDEN, _HEADS, _VOCABULARY, _INNER, _POSITIONS = 32, 4, 99, 64, 64
 # By the names that configurations have for them. Each is given those that its class knows.
 _TINY: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),

@@ -47,12 +47,12 @@ SMALL = (
 TIMING = ("samples_per_second", "rollout_seconds", "score_seconds", "step_seconds")
 
 
-def run(folder: Path, name: str, stage: str, way: dict[str, bool]) -> None:
+def run(folder: Path, name: str, stage: str, way: dict[str, bool], *overrides: str) -> None:
     """One process of a trial: what `toolkit STAGE doubling … --run name [--resume]` does."""
     from toolkit.recipes import load
     from toolkit.runs import stages
 
-    recipe = load("doubling", *SMALL, run=name, runs_dir=folder)
+    recipe = load("doubling", *SMALL, *overrides, run=name, runs_dir=folder)
     with (folder / f"{name}.log").open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
@@ -62,13 +62,13 @@ def run(folder: Path, name: str, stage: str, way: dict[str, bool]) -> None:
 class Runs:
     """Runs in one folder, each process forked from a server that has imported the toolkit once."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *overrides: str):
+        self.folder, self.overrides = folder, overrides
         self.context = context()
         self.seconds = 0.0
 
     def start(self, name: str, stage: str = "ppo", **way: bool) -> multiprocessing.process.BaseProcess:
-        process = self.context.Process(target=run, args=(self.folder, name, stage, way))
+        process = self.context.Process(target=run, args=(self.folder, name, stage, way, *self.overrides))
         process.start()
         return process
 
@@ -141,9 +141,9 @@ def outcome(stage: Path) -> dict[str, object]:
     return {**found, "before": result["before"], "after": result["after"]}
 
 
-def trials(number: int, seed: int, folder: Path) -> int:
-    """Run the trials; returns how many ended as the uninterrupted run."""
-    dice, runs = random.Random(seed), Runs(folder)
+def trials(number: int, seed: int, folder: Path, *overrides: str) -> int:
+    """Run the trials, with further settings if they are given; returns how many ended as the uninterrupted run."""
+    dice, runs = random.Random(seed), Runs(folder, *overrides)
     runs.reference()
     expected = outcome(folder / "whole" / "ppo")
     equal = 0

@@ -9,7 +9,7 @@ from toolkit.errors import ConfigError, DataError, Problem, printable
 from toolkit.inference.generate import _Streamer
 from toolkit.reports import texts_table
 from toolkit.runs.check_report import Report, RoleFacts
-from toolkit.runs.stage import say
+from toolkit.runs.said import say
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.tiny_runs import PAIRS, QUERIES, REPOSITORY, llama3_tokenizer, save_llama
+from tests.tiny_runs import PAIRS, QUERIES, REPOSITORY, SMALL_DOUBLING, llama3_tokenizer, save_llama
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-SMALL_DOUBLING = [
-    "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8",
-    "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
-]  # fmt: skip
 SMALL_LLAMA = [
     "reward.max_steps=2", "reward.per_device_train_batch_size=2", "reward.gradient_accumulation_steps=1",
     f"reward_data.train={PAIRS}", f"reward_data.validation={PAIRS}", "reward_data.max_validation_rows=4",

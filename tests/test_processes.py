@@ -275,3 +275,26 @@ def test_what_mpi_says_is_no_number_of_processes(monkeypatch):
         monkeypatch.setenv(name, value)
     processes.join()
     assert "PMI_SIZE" not in os.environ
+
+
+def test_processes_wait_for_one_another_as_long_as_a_rollout_may_take(two_cards, monkeypatch):
+    made = []
+    monkeypatch.setattr(processes, "_meet", lambda: (None, 1, 2))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **named: made.append((backend, named)))
+    processes.join()
+    ((backend, named),) = made
+    assert backend == "cpu:gloo,cuda:nccl" and (named["rank"], named["world_size"]) == (1, 2)
+    assert named["timeout"] >= timedelta(hours=12)
+
+
+def test_a_connection_that_breaks_is_told_in_a_line(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("Connection closed\n by peer")
+
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", broken)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(PeerError, match="of process 1 of 2 to another is broken: Connection closed by peer"):
+        processes.gather(1)
+    assert signal.getsignal(signal.SIGINT) is before

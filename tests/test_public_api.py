@@ -45,6 +45,7 @@ def test_it_is_a_trl_ppo_trainer_where_trl_has_one():
 def test_nothing_is_sent_anywhere_by_default():
     import os
 
+    from datasets import config as datasets_config
     from huggingface_hub import constants
     from transformers import TrainingArguments
 
@@ -53,6 +54,18 @@ def test_nothing_is_sent_anywhere_by_default():
     from toolkit.trainers.trainer_internals import TrainerHooks
 
     assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1" and constants.HF_HUB_DISABLE_TELEMETRY
+    assert not datasets_config.HF_UPDATE_DOWNLOAD_COUNTS and os.environ["DISABLE_SAFETENSORS_CONVERSION"] == "1"
     assert inspect.signature(TrainingArguments).parameters["report_to"].default == "none"
     for trainer in (RewardTrainer, SFTTrainer):
         assert trainer._send_telemetry is TrainerHooks._send_telemetry
+
+
+def test_what_a_trainer_is_asked_for_is_handed_on(monkeypatch):
+    told = []
+    monkeypatch.setattr("toolkit.runs.stages.prepared", lambda _, stage, **way: told.append((stage, way)))
+    recipe, way = recipes.load("doubling"), {"callbacks": [1], "resume": True, "overwrite": True, "from_run": "x"}
+    for stage in ("sft", "reward", "q"):
+        getattr(recipe, f"{stage}_trainer")(**way)
+    recipe.ppo_trainer(train_dataset=["a"], **way)
+    given = {"reward": None, "judge": None, "train_dataset": ["a"]}
+    assert told == [*((stage, way) for stage in ("sft", "reward", "q")), ("ppo", {**way, "given": given})]

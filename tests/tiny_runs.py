@@ -24,10 +24,14 @@ from toolkit.trainers.resume import ResumableTrainer
 REPOSITORY = Path(__file__).parents[1]
 PAIRS = REPOSITORY / "data" / "preferences_example.jsonl"
 QUERIES = REPOSITORY / "data" / "queries.json"
+SMALL_DOUBLING = [
+    "sft.max_steps=2", "reward.max_steps=2", "ppo.max_steps=2", "ppo.per_device_train_batch_size=8",
+    "data.validation_size=8", "data.test_size=8", "base.config.n_layer=1", "ppo.num_ppo_epochs=1",
+]  # fmt: skip
 
 
-def _typed(arguments, cwd):
-    """What a shell does with `toolkit …`; what is said goes to files."""
+def _typed(arguments, cwd, here=False):
+    """What a shell does with `toolkit …`; what is said goes to files. The stages that it needs run `here`, or not."""
     if sys.platform != "win32":
         os.setsid()
     os.chdir(cwd)
@@ -36,12 +40,13 @@ def _typed(arguments, cwd):
         with open(f"{name}.txt", "wb") as file:
             os.dup2(file.fileno(), stream.fileno())
     sys.argv = ["toolkit", *arguments]
-    app(prog_name="toolkit")
+    with stages_here() if here else contextlib.nullcontext():
+        app(prog_name="toolkit")
 
 
-def begun(*arguments, cwd):
-    """A command in a process of its own, the leader of its group."""
-    process = context().Process(target=_typed, args=(arguments, cwd))
+def begun(*arguments, cwd, here=False):
+    """A command in a process of its own, the leader of its group; the stages that it needs in that one if `here`."""
+    process = context().Process(target=_typed, args=(arguments, cwd, here))
     process.start()
     return process
 

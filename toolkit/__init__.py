@@ -19,9 +19,14 @@ import warnings
 # imported, so they are set before anything else of the toolkit is.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # the name of each data set, to a server of the hub's
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # that of a checkpoint without safetensors
 _hub = sys.modules.get("huggingface_hub.constants")
 if _hub is not None and os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1":  # imported before: it has read them already
     _hub.HF_HUB_DISABLE_TELEMETRY = True  # type: ignore[attr-defined]
+_datasets = sys.modules.get("datasets.config")
+if _datasets is not None and os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] == "0":
+    _datasets.HF_UPDATE_DOWNLOAD_COUNTS = False  # type: ignore[attr-defined]
 # TRL 1.12 has PPO in trl.experimental, and warns of all that is there.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 

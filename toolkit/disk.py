@@ -109,11 +109,12 @@ def unfinished_in(folder: Path) -> list[Path]:
 
 def read_text(path: Path) -> str:
     """What is in a file, as text; an OSError for a pipe or a device, which would be read without end."""
-    _check_regular(path)
+    check_regular(path)
     return path.read_text(encoding="utf-8")
 
 
-def _check_regular(path: Path) -> None:
+def check_regular(path: Path) -> None:
+    """An OSError for a pipe or a device."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(path))
 

@@ -21,6 +21,7 @@ from toolkit.runs.check import check
 from toolkit.runs.plan import plan
 from toolkit.spec.load import find, names
 from toolkit.spec.load import load as load_spec
+from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe as WhatItSays
 from toolkit.spec.show import show
 from toolkit.spec.validate import check_recipe
@@ -83,7 +84,7 @@ class Recipe(WhatItSays):
             RecipeError: the recipe cannot do with another reward or a judge, the run folder holds an earlier try, or
                 the other run has nothing to take.
         """
-        if judge is not None and self.values.get("ppo", {}).get("loop") == "trl":
+        if judge is not None and by_trl(self.values):
             wrong = "trl is TRL's own loop, which evaluates nothing, so that a judge has no effect."
             raise RecipeError(wrong, field="ppo.loop", remedy="Take toolkit.")
         for name, given_reward in (("reward", reward), ("judge", judge)):

@@ -175,13 +175,32 @@ def test_a_folder_that_is_deleted_while_it_is_read_has_none(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
-    [(None, [5], [1, 2, 3, 4, 5]), (2, [5], [4, 5]), (1, [5, 2], [2, 5]), (1, [3], [3, 5]), (2, [5, 1], [1, 5])],
+    [
+        (None, [5], [1, 2, 3, 4, 5]),
+        (0, [5], [1, 2, 3, 4, 5]),
+        (2, [5], [4, 5]),
+        (1, [5, 2], [2, 5]),
+        (1, [3], [3, 5]),
+        (2, [5, 1], [1, 5]),
+    ],
 )
 def test_rotation(tmp_path, limit, keep, left):
     for step in range(1, 6):
         write(tmp_path, step, "x")
     rotate(tmp_path, limit, keep={tmp_path / f"checkpoint-{step}" for step in keep})
     assert [p.name for p in checkpoint_folders(tmp_path)] == [f"checkpoint-{step}" for step in left]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch):
+    for step in (1, 2):
+        write(tmp_path, step, "x")
+
+    def busy(folder):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(folders, "delete_written", busy)
+    rotate(tmp_path, 1, keep=[tmp_path / "checkpoint-2"])
+    assert len(checkpoint_folders(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("how", ["rotated", "written anew"])

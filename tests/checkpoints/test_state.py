@@ -122,3 +122,15 @@ def test_random_states_go_on_where_they_were(tmp_path):
     with kept_random_states():
         draws()
     assert draws() == expected
+
+
+def test_states_of_cards_are_kept_and_one_that_is_not_there_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    states = [torch.tensor([card, 7], dtype=torch.uint8) for card in range(2)]
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    write_state(tmp_path, get_random_states())
+    put = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: put.append((state.tolist(), device)))
+    set_random_states(read_state(tmp_path))
+    assert put == [([0, 7], 0)]

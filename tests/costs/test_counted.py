@@ -356,14 +356,16 @@ def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, m
     roles, counted = deep(lora(), vocab_size=77, hidden_size=32, num_hidden_layers=5), Counted(77)
     assert alike(roles) == 5
     update = CountedUpdate(counted, roles, args, Lengths(16, 8))
-    told = update.phases()
+    of = ("read", "update") if checkpointing else ()  # no other phase reads that setting
+    told = update.phases(*of)
     monkeypatch.setattr("toolkit.costs.update.alike", lambda roles: None)
-    whole = update.phases()
+    whole = update.phases(*of)
     assert [phase.name for phase in told] == [phase.name for phase in whole]
     for ours, theirs in zip(told, whole, strict=True):
         assert ours.costs.kernels == theirs.costs.kernels, ours.name
         assert (ours.costs.peak, ours.costs.of_peak) == (theirs.costs.peak, theirs.costs.of_peak), ours.name
-    assert [phase.name for phase in told].count("evaluation") == 5  # prompts, the last token, reading, reward and judge
+    if not of:  # prompts, the last token, reading, reward and judge
+        assert [phase.name for phase in told].count("evaluation") == 5
     # AdamW, of each number in float32: the gradient for its norm, clipped and read again, weight and state there and
     # back.
     (step,) = [phase for phase in told if phase.name == "optimizer"]
@@ -384,3 +386,18 @@ def test_each_phase_is_told_as_often_as_an_update_does_it(tmp_path):
     # 12 rows in three batches; of nine tokens the prompt gives the first.
     once = {"prefill": 3, "decode": 24, "merged": 24, "score": 3, "read": 3, "update": 6, "optimizer": 1}
     assert dict(times) == once | {"evaluation": 0}
+
+
+def test_a_reading_is_counted_as_its_settings_and_its_machine_have_it(tmp_path):
+    def kernels(roles, *, on_cpu=False, **settings):
+        args = PPOConfig(str(tmp_path), use_cpu=True, response_length=8, local_rollout_forward_batch_size=2, **settings)
+        counted = Counted(len(doubling.VOCABULARY))
+        (phase,) = CountedUpdate(counted, roles, args, Lengths(16, 8), on_cpu=on_cpu).phases("read")
+        return phase.costs.kernels
+
+    exact, half = shared_base(), shared_base()
+    half.causal_lm.to(torch.bfloat16)
+    for roles in (exact, half):
+        take_shape(roles)
+    assert kernels(exact, bf16=False, kl_estimator="full") != kernels(exact, bf16=False)
+    assert kernels(half, bf16=True, on_cpu=True) != kernels(half, bf16=True)  # attention in float32

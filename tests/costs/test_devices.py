@@ -12,6 +12,7 @@ import torch
 
 from toolkit.costs import CARDS
 from toolkit.costs.counted import Costs, Kernel
+from toolkit.costs.devices import GRAPH_KERNEL
 
 RULE = "_gemm_4bit_use_custom_cuda"
 WIDTHS = {2048: 8192, 4096: 14336, 8192: 28672}  # of Llamas, and of their MLPs
@@ -59,4 +60,9 @@ def test_weights_that_are_unpacked_are_written_and_read():
     assert card.moved(SimpleNamespace(packed=None, bytes=7.0)) == 7.0
     costs = Costs()
     costs.kernels[few] += 3
-    assert card.busy(costs) == pytest.approx(3 * card.seconds(few.flops, packed, torch.bfloat16))
+    busy = card.busy(costs)
+    assert busy == pytest.approx(3 * card.seconds(few.flops, packed, torch.bfloat16))
+    assert card.recorded(costs) == pytest.approx(busy + 3 * GRAPH_KERNEL)
+    slow, fast = (replace(card, operator=share * busy) for share in (1.0, 0.1))  # 3 and 0.3 times as long in all
+    assert (slow.eager(costs), fast.eager(costs)) == pytest.approx((3 * busy, busy))
+    assert replace(fast, graphs=False).eager(costs) == pytest.approx(1.3 * busy)  # a CPU does both itself

@@ -48,6 +48,14 @@ def test_an_evaluation_reads_its_own_number_of_rows_forwards_alone():
         assert not four.costs.of_peak.get("gradients") and eight.costs.peak > 1.5 * four.costs.peak
 
 
+def test_layers_that_are_not_checkpointed_keep_their_activations():
+    every, second = (
+        step("pairs", rows=8, gradient_checkpointing=True, gradient_checkpointing_kwargs=given).costs.peak
+        for given in (None, {"every_n_layers": 2})
+    )
+    assert every < second < step("pairs", rows=8, gradient_checkpointing=False).costs.peak
+
+
 def test_a_further_micro_batch_stands_on_the_gradients_of_the_first():
     once, again = step("pairs").costs, step("pairs", steps=2).costs
     assert again.of_peak["gradients"] > once.of_peak.get("gradients", 0) and again.peak > once.peak

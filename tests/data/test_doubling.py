@@ -57,3 +57,18 @@ def test_metrics_by_hand():
 def test_sizes_are_checked():
     with pytest.raises(DataError, match="fewer than the 27000 questions"):
         Doubling(test_size=27000)
+
+
+def test_classes_answers_and_figures_are_of_the_style_that_is_asked_for():
+    task, styles = Doubling(), list(doubling.STYLES)
+    for row in task.labelled("validation"):
+        asked, _, said = task.tokenizer.decode(row["input_ids"]).partition("=")
+        number = int(asked.removeprefix("S__:").removesuffix("x2"))  # no prefix, which would give the class away
+        assert said == doubling.answer(number, styles[row["labels"]]) + "E"
+    rows = task.prompts("validation")
+    for row in rows:
+        style, _, number = task.tokenizer.decode(row["input_ids"]).removeprefix("S").removesuffix("x2=").partition(":")
+        assert (styles[row["style"]], row["answer"]) == (style, doubling.answer(int(number), style))
+    columns = {name: rows[name][:] for name in ("answer", "style")}
+    right = Rollout([""] * 300, columns["answer"], rows["input_ids"][:], [[2]] * 300, [True] * 300, columns)
+    assert task.metrics(right) == {"exact_match": 1.0, "style_accuracy": 1.0}

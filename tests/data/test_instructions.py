@@ -57,6 +57,7 @@ def test_a_prompt_asks_for_its_rules_and_each_can_be_checked(tokenizer):
         assert all(asked["required"] != (instruction(asked) in text) for asked in row["rules"])
         topic = re.search(r"(?:about|explain) (\w+)", text).group(1)
         condition = [asked for asked in row["rules"] if asked["required"]]
+        assert [asked["rule"] for asked in condition] == ["mentions", "at_least_words"]
         assert all(keeps(asked, f"Now {topic.capitalize()} are what they are.") for asked in condition)
         assert not any(keeps(asked, "No, never.") for asked in condition)
         check_rules(row["rules"], "row")
@@ -149,7 +150,8 @@ def test_what_cannot_be_is_said(tokenizer):
     without.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         Instructions(without)
-    without.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}x"
+    refuse = "{{ raise_exception('no system here') if messages[0].role == 'system' }}"
+    without.chat_template = refuse + "{{ messages[0].content }}"
     assert len(Instructions(without, test_size=3).prompts("test")) == 3
     with pytest.raises(
         DataError, match=r"^system: no prompt can have a system message: .*no system here.*data.system=null"
@@ -157,4 +159,7 @@ def test_what_cannot_be_is_said(tokenizer):
         Instructions(without, system="")
     without.chat_template = "{{ messages[0].content }}<think>"
     with pytest.raises(DataError, match=r"^task: no demonstration can be written: a response without the thought"):
+        Instructions(without, train_size=3).demonstrations("train")
+    without.chat_template = "{% for m in messages %}{{ 'final:' if loop.index0 }}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=r'^task: the chat template writes "final:" between its generation prompt and'):
         Instructions(without, train_size=3).demonstrations("train")

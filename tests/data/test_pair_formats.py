@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, doubling
@@ -61,6 +64,14 @@ def test_a_prompt_with_space_around_it_that_its_conversations_repeat():
         asked = [{"role": "user", "content": "Capital?\n"}]
         row = {"prompt": prompt, "chosen": asked + said("Paris."), "rejected": asked + said("Rome.")}
         assert read_pair("x", row) == Pair(asked, "Paris.", "Rome.")
+
+
+def test_keys_that_a_table_gives_to_one_column_alone_make_no_other_prompt(tmp_path):
+    sides = {side: [*ASKED, {**said(text)[0], "model": "m"}] for side, text in (("chosen", "a"), ("rejected", "b"))}
+    path = str(tmp_path / "x.parquet")
+    pq.write_table(pa.Table.from_pylist([{"prompt": [{**ASKED[0], "content": "Capital? "}], **sides}]), path)
+    (pair,) = Preferences(byte_tokenizer(), path, path).pairs("train")
+    assert byte_tokenizer().decode(pair["chosen_ids"]) == "<s>Capital?</s><s>a</s>"
 
 
 def test_dialogues_with_the_line_ends_of_windows():
@@ -207,6 +218,26 @@ def test_a_part_of_the_prompt_in_a_column_that_is_not_read(row, columns, unread,
         assert task.left_out["train"] == ({reason: 1} if unread else {})
 
 
+@pytest.mark.parametrize(
+    ("columns", "unread"),
+    [
+        # As smoltalk2 has them.
+        ({"chat_template_kwargs": {"custom_instructions": "", "enable_thinking": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"custom_instructions": "", "enable_thinking": None, "xml_tools": []}}, None),
+        ({"chat_template_kwargs": '{"enable_thinking": true}'}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": "{}"}, None),
+        ({"tools": '[{"name": "clock"}]'}, "tools"),
+        *(({"tools": none}, None) for none in (" ", "[]", "{}", "null", [])),
+    ],
+)
+def test_what_a_template_would_be_told_is_not_passed_over(columns, unread, tmp_path):
+    plain = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "b"}
+    path = write(tmp_path / "x.jsonl", [{**plain, **dict.fromkeys(columns)}, plain | columns])
+    tasks = [kind(byte_tokenizer(), path, path) for kind in (Preferences, Demonstrations, Prompts)]
+    for task in tasks[: 2 if "tools" in columns else 3]:  # prompts go to a reward, their columns with them
+        assert task.left_out["train"] == ({f"{unread}, which are not read": 1} if unread else {})
+
+
 def test_every_form_is_tokenised_alike_and_margins_come_along(tmp_path):
     tokenizer = byte_tokenizer()
     rows = [{**row, "margin": 0.5} for row in SAME_PAIR[:2]] + SAME_PAIR[2:]
@@ -287,9 +318,11 @@ def test_a_response_stands_in_a_conversation_as_the_form_has_it_whatever_space_i
 
 
 @pytest.mark.parametrize("after", ["", "\n"])
-def test_a_thought_that_the_template_opens_is_not_opened_twice(after, tmp_path):
+def test_a_thought_that_the_template_opens_is_not_opened_twice(after, tmp_path, caplog):
     tokenizer, unused = byte_tokenizer(), "a response without the thought that the chat template opens"
-    tokenizer.chat_template = "{{ messages[0].content }}{{ '<think>" + after.replace("\n", "\\n") + "' }}"
+    turns = "{% for m in messages %}{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+    opened = "<think>" + after.replace("\n", "\\n")
+    tokenizer.chat_template = turns + "{{ '" + opened + "' if add_generation_prompt }}"
     texts = ["<think>\nHm.\n</think>\n\nParis.", "Paris.", "<think>", *(["Hm.\n</think>\n\nParis."] if after else [])]
     rows = [{"prompt": "Capital?", "completion": text} for text in texts]
     task = Demonstrations(tokenizer, path := write(tmp_path / "x.jsonl", rows), path)
@@ -299,6 +332,35 @@ def test_a_thought_that_the_template_opens_is_not_opened_twice(after, tmp_path):
     rows = [{"prompt": "Capital?", "response": "<think>\nHm.", "rewards": 1, "ended": False}]
     (row,) = RatedResponses(tokenizer, write(tmp_path / "y.jsonl", rows)).rated("train")
     assert tokenizer.decode(row["prompt_ids"] + row["response_ids"]) == "Capital?<think>\nHm."
+    assert not caplog.text  # what the template writes of a thought is theirs to write
+
+
+def test_what_the_template_writes_before_an_answer_is_refused_and_a_thought_told(tmp_path, caplog):
+    row = {"prompt": "Capital?", "chosen": "Paris.", "rejected": "Rome."}
+    path = write(tmp_path / "x.jsonl", [{**row, "completion": "Paris.", "response": "Paris.", "rewards": 1}])
+    tokenizer, asked = byte_tokenizer(), "<s>userCapital?</s><s>assistant"
+
+    def read(before):
+        turn = "<s>{{ m.role }}{{ '" + before + "' if m.role == 'assistant' }}{{ m.content }}</s>"
+        ask = "{{ '<s>assistant' if add_generation_prompt }}"
+        tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}" + ask
+        pairs, demonstrations = (kind(tokenizer, path, path) for kind in (Preferences, Demonstrations))
+        for task in (pairs, Prompts(tokenizer, path, path)):
+            assert task.prompts("train")["prompt"][:] == [asked]
+        yield from (pairs.pairs, pairs.demonstrations, demonstrations.demonstrations)
+        yield RatedResponses(tokenizer, path).rated
+
+    for rows in read("|final|"):  # as gpt-oss
+        message = r'^chat: the chat template writes "\|final\|" between .* an answer.* already, with chat: false'
+        with pytest.raises(DataError, match=message):
+            rows("train")
+    assert not caplog.text
+    *_, demonstrations, _ = read("<think>\\n</think>")
+    for split in ("train", "validation"):
+        assert tokenizer.decode(demonstrations(split)[0]["input_ids"]) == f"{asked}Paris.</s>"
+    assert caplog.text.count(r'writes "<think>\n</think>" before an answer: responses of the data follow its gen') == 1
+    for before in ("", "\\n", " "):
+        assert all(len(rows("train")) == 1 for rows in read(before))
 
 
 def test_plain_or_chat_is_said_and_not_guessed(tmp_path):
@@ -394,18 +456,19 @@ def test_a_completion_may_repeat_its_prompt_as_the_sides_of_a_pair_may(tmp_path)
     assert rows == rows[:1] * 5 and byte_tokenizer().decode(rows[0]["input_ids"]) == "<s>Capital?</s><s>Paris.</s>"
 
 
-@pytest.mark.parametrize("said_with_end", ["b", "b</s>"])
-def test_a_response_that_has_its_end_gets_no_second_one(said_with_end, tmp_path):
+# A template writes a line break behind an end, which rows that were rendered with one have.
+@pytest.mark.parametrize(("said_with_end", "chat"), [("b", True), ("b</s>", True), ("b</s>\n", False)])
+def test_a_response_that_has_its_end_gets_no_second_one(said_with_end, chat, tmp_path):
     tokenizer = byte_tokenizer()
     (b,), end = tokenizer("b", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
-    path = write(tmp_path / "x.jsonl", [{"prompt": "a", "completion": said_with_end}])
-    (row,) = Demonstrations(tokenizer, path, path).demonstrations("train")
-    assert [label for label in row["labels"] if label != -100] == [b, end]
+    path = write(tmp_path / "x.jsonl", [{"prompt": "a", "completion": said_with_end}, {"text": said_with_end}])
+    rows = Demonstrations(tokenizer, path, path, chat=chat).demonstrations("train")
+    assert [[label for label in row["labels"] if label != -100] for row in rows] == [[b, end]] * 2
     path = write(tmp_path / "y.jsonl", [{"prompt": "a", "chosen": said_with_end, "rejected": "c"}])
-    (pair,) = Preferences(tokenizer, path, path).pairs("train")
+    (pair,) = Preferences(tokenizer, path, path, chat=chat).pairs("train")
     assert pair["chosen_ids"][pair["prompt_length"] :] == [b, end]
     path = write(tmp_path / "z.jsonl", [{"prompt": "a", "response": said_with_end, "rewards": 1}])
-    (rated,) = RatedResponses(tokenizer, path).rated("train")
+    (rated,) = RatedResponses(tokenizer, path, chat=chat).rated("train")
     assert rated["response_ids"] == [b, end] and rated["rewards"] == [None, 1.0] and rated["ended"]
 
 
@@ -479,3 +542,16 @@ def test_parts_that_do_not_fit(tmp_path):
         draw_parts(["a", "b", "b"], {"reward": 2, "ppo": 1}, seed=next(
             seed for seed in range(20) if len(draw_parts(["a", "b", "b"], {"reward": 2}, seed=seed)["reward"]) == 3
         ))  # fmt: skip
+
+
+def test_special_tokens_of_the_tokenizer_begin_a_text_and_no_response(tmp_path):
+    tokenizer = byte_tokenizer()
+    begins = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = begins
+    # A text that was rendered has one already.
+    path = write(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}, {"text": "c"}, {"text": "<s>c"}])
+    shown = Demonstrations(tokenizer, path, path).demonstrations("train")
+    assert [tokenizer.decode(ids) for ids in shown["input_ids"]] == ["<s>a</s><s>b</s>", "<s>c</s>", "<s>c</s>"]
+    for text in ("Capital?", "<s>Capital?"):
+        ids = Prompts(tokenizer, path, chat=False).prompt_ids([{"role": "user", "content": text}])
+        assert tokenizer.decode(ids) == "<s>Capital?"

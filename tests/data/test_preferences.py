@@ -84,6 +84,7 @@ def test_pairs_that_a_program_makes(making):
         else:
             part = worse.removesuffix("</s>")
             assert worse == f"{part}</s>" and 0 < len(part) <= 0.8 * (number + 1) and chosen.startswith(part)
+    assert len(made[-1][2].removesuffix("</s>")) < 8  # of ten letters: somewhere, and not at four fifths
     assert list(parted(making(made_pairs=["other_prompt", "cut"]).pairs("train"))) == made
     assert list(parted(making(made_pairs=["other_prompt", "cut"], seed=1).pairs("train"))) != made
     for what in ("pairs", "demonstrations", "prompts"):
@@ -213,7 +214,8 @@ def test_pairs_from_other_sources(tmp_path, chat_tokenizer, monkeypatch):
 
 
 def test_a_template_that_refuses_a_system_message(tmp_path, chat_tokenizer):
-    chat_tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}1"
+    refuse = "{{ raise_exception('no system here') if messages[0].role == 'system' }}"
+    chat_tokenizer.chat_template = refuse + "{% for m in messages %}{{ m.content }}{% endfor %}"
     path = write(tmp_path / "pairs.jsonl", [PAIR])
     assert len(Preferences(chat_tokenizer, path, path).pairs("train")) == 1
     with pytest.raises(DataError, match=r"^system: no prompt can have a system message: .*no system here.*system=null"):

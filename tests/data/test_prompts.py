@@ -59,6 +59,8 @@ def task_of(tmp_path, tokenizer, rows, **arguments):
         ({"prompt": [user("12")]}, "_:12=x:"),
         ({"messages": [user("1"), {"role": "assistant", "content": "2"}, user("3")]}, "_:1=小:2=_:3=x:"),
         ({"messages": [{"role": "system", "content": "0"}, user("3")]}, "大:0=_:3=x:"),
+        # What the assistant said earlier may have its end.
+        ({"messages": [user("1"), {"role": "assistant", "content": "2E"}, user("3")]}, "_:1=小:2E=_:3=x:"),
         ({"input_ids": [1, 5, 6]}, "S23"),
     ],
 )
@@ -209,17 +211,19 @@ def test_rows_left_out_with_place_and_reason(tmp_path, chat_tokenizer):
         ({"prompt": [user("1"), {"role": "assistant", "content": "2"}]}, "its last turn is the assistant's"),
         ({"prompt": [{"role": "system", "content": "1"}]}, "messages without a turn of the user (roles: system)"),
         ({"prompt": [user("1"), {"role": "tool", "content": "2"}]}, "the chat template refuses it: no role tool"),
-    ]
+        ({"prompt": "S_:1E小:"}, "a prompt that goes on after an end, as if it were in a chat template already (chat: "
+                                "false takes it so)"),
+    ]  # fmt: skip
     task = task_of(tmp_path, chat_tokenizer, [row for row, _ in rows], max_prompt_length=20)
     assert task.prompts("train")["prompt"][:] == ["_:1=x:", f"_:{'1' * 15}=x:"]
     expected = [(f"{task.train}, line {n}", reason) for n, (_, reason) in enumerate(rows, 1) if reason]
     assert [(row["place"], row["reason"]) for row in task.left_out_rows() if row["split"] == "train"] == expected
     assert len(task.left_out_rows()) == 2 * len(expected)  # the same file is the validation split
     assert task.left_out["validation"] == task.left_out["train"]
-    assert task.left_out["train"]["an empty prompt"] == 6 and task.left_out["train"].total() == 16
-    start = f"train: 2 prompts; 16 left out: 6 × an empty prompt (first: {task.train}, line 2), 3 × a message without"
+    assert task.left_out["train"]["an empty prompt"] == 6 and task.left_out["train"].total() == 17
+    start = f"train: 2 prompts; 17 left out: 6 × an empty prompt (first: {task.train}, line 2), 3 × a message without"
     assert task.report().startswith(start)
-    assert " | validation: 2 prompts; 16 left out: " in task.report()
+    assert " | validation: 2 prompts; 17 left out: " in task.report()
 
 
 def test_ids_left_out(tmp_path, tokenizer):
@@ -256,6 +260,24 @@ def test_a_template_that_renders_nothing(tmp_path, chat_tokenizer):
     chat_tokenizer.chat_template = "{{ messages[0].content if messages[0].content != '1' }}"
     task = task_of(tmp_path, chat_tokenizer, [{"query": "1"}, {"query": "2"}])
     assert task.prompts("train")["prompt"][:] == ["2"] and task.left_out["train"] == {"an empty prompt": 1}
+
+
+def test_what_a_template_passes_over_is_not_lost_in_silence(tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    turns = [[{"role": role, "content": "2"}] for role in ("developer", "assistant", "system")]
+    talks = [[*turn, user("1")] for turn in turns] + [[user("1"), *turn, user("3")] for turn in turns]
+    empty = [{"role": "system", "content": ""}, user("1")]  # of which nothing is lost
+    task = task_of(tmp_path, chat_tokenizer, [{"prompt": talk} for talk in [[user("1"), user("3")], empty, *talks]])
+    assert task.prompts("train")["prompt"][:] == ["13", "1"]
+    reasons = [f"the chat template leaves out a message of the {turn[0]['role']}" for turn in turns]
+    assert task.left_out["train"] == dict.fromkeys(reasons, 2)
+    with pytest.raises(DataError, match="^system: no prompt can have a system message: the chat template leaves out a"):
+        task_of(tmp_path, chat_tokenizer, [{"query": "1"}], system="0").prompts("train")
+    # By the place: some know a system message at the beginning alone.
+    first = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    chat_tokenizer.chat_template = first + chat_tokenizer.chat_template
+    task = task_of(tmp_path, chat_tokenizer, [{"prompt": talk} for talk in talks])
+    assert task.prompts("train")["prompt"][:] == ["21"] and task.left_out["train"][reasons[2]] == 1
 
 
 def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):
@@ -393,6 +415,11 @@ def test_arguments_that_contradict(arguments, message, tokenizer):
             "^chat: .*line 1: messages need the chat template. Set it to true, or name a",
         ),
         ({"prompt": [user("1")]}, {"chat": False}, "line 1: messages need the chat template"),
+        (
+            {"prompt": "1", "messages": [user("1"), {"role": "assistant", "content": "2"}]},
+            {},
+            r"its last turn is the assistant's \(there is a column prompt, too: columns.prompt=prompt\)",
+        ),
     ],
 )
 def test_sources_that_do_not_fit_the_recipe(row, arguments, message, tmp_path, chat_tokenizer):
@@ -507,7 +534,7 @@ def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
     assert "2 prompts; 1 left out: 1 × a prompt over 8 tokens (first: row 2)" in caplog.text
     assert task.prompts_of(["12"])["prompt"][:] == ["_:12=x:"]
     ready = Dataset.from_dict({"input_ids": [[1, 5]]})
-    assert task.prompts_of(ready) is ready
+    assert task.prompts_of(ready.with_format("torch")).to_list() == ready.to_list()
     for odd in ([], 5, [7.5], ["a"], [-1], [10**6]):
         with pytest.raises(DataError, match="train_dataset: row 1: input_ids is .*, and ids from 0 to .* are needed"):
             task.prompts_of(Dataset.from_dict({"input_ids": [odd]}))

@@ -66,6 +66,7 @@ def test_a_reward_in_csv_is_a_number(tmp_path, tokenizer):
         ({"response_ids": [7, "8", 2]}, "response_ids that are no list of whole numbers"),
         ({"response_ids": [7, 8000, 2]}, "ids that are not in the vocabulary"),
         ({"prompt_ids": []}, "an empty prompt"),
+        ({"prompt_ids": "1 5"}, "prompt_ids that are no list of whole numbers"),
         ({"ended": "yes"}, "ended that is neither true nor false"),
         ({"response_ids": [7] * 9, "rewards": 0}, "a response over 8 tokens"),
         ({"prompt_ids": [7] * 9}, "a prompt over 8 tokens"),
@@ -152,3 +153,10 @@ def test_a_data_set_of_ones_own_is_checked():
     ):
         check_rated(Dataset.from_list([{"prompt_ids": [1]}]))
     assert json.dumps(ROW)  # the form in which the collect stage writes them
+
+
+def test_of_rows_over_a_limit_the_prompt_alone_is_cut(tmp_path, tokenizer):
+    rows = [{**ROW, "prompt_ids": [1, 5, 6, 7]}, {**ROW, "response_ids": [7] * 4, "rewards": 0}]
+    task = rated(tmp_path, tokenizer, rows, on_long="cut", max_prompt_length=2, max_response_length=3)
+    assert task.rated("train")["prompt_ids"][:] == [[6, 7]]
+    assert task.left_out["train"] == {"a response over 3 tokens": 1}

@@ -50,7 +50,7 @@ def test_a_run_whose_data_have_changed_is_told_of(trained, monkeypatch):
         if "these are not the prompts that the run held out" in sentence:
             raise BrokenPipeError
 
-    monkeypatch.setattr("toolkit.runs.stage.say", closed)
+    monkeypatch.setattr("toolkit.inference.evaluate.say", closed)
     with pytest.raises(BrokenPipeError):  # as by a pager that is quit: by then all is written
         evaluate(open_run("chat"))
     path.write_text(kept)

@@ -342,3 +342,64 @@ def test_what_the_policy_said_goes_on_where_the_reference_is_shown_too(trained, 
     sampler = trained_sampler(recipe, temperature=0.0, max_new_tokens=2)
     converse(recipe, sampler, read=lambda _: next(lines), write=lambda _: None, compare=True)
     assert asked == [["Hi"], ["Hi", "policy", "And you?"]]
+
+
+OPENED = {"open_run": (("run",), {"runs_dir": Path("runs"), "by_q": True})}
+SHORTER = ("ppo.response_length=3", "ppo.min_response_length=1", "ppo.drop_short_responses=false",
+           "ppo.short_response_penalty=null")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (
+            ("generate", "run", "Hi", "--number=2", "--seed=7", "--temperature=0", "--max-new-tokens=3", "--compare"),
+            OPENED | {"generate": (("open_run",), {
+                "texts": ["Hi"], "file": None, "number": 2, "seed": 7, "output": None, "compare": True,
+                "max_new_tokens": 3, "temperature": 0.0,
+            })},
+        ),
+        (
+            ("generate", "run", "--num-samples=4", "--seed=7", "--temperature=0.5", "--max-new-tokens=3"),
+            {
+                "open_run": (("run", "ppo.temperature=0.5", *SHORTER), {"runs_dir": Path("runs")}),
+                "generate_best": (("open_run",), {
+                    "num_samples": 4, "texts": (), "file": None, "number": 5, "seed": 7, "output": None,
+                }),
+            },
+        ),
+        (
+            ("chat", "run", "--seed=7", "--temperature=0.5", "--max-new-tokens=3", "--compare"),
+            OPENED | {
+                "trained_sampler": (("open_run",), {"max_new_tokens": 3, "temperature": 0.5, "compare": True}),
+                "set_seed": ((7,), {}),
+                "converse": (("open_run", "trained_sampler"), {"compare": True}),
+            },
+        ),
+    ],
+    ids=["generate", "the best", "chat"],
+)  # fmt: skip
+def test_what_a_command_is_told_is_what_is_asked_for(words, asked, monkeypatch):
+    told = {}
+
+    def noted(name):
+        return lambda *given, **named: told.update({name: (given, named)}) or name
+
+    places = ("saved_run.open_run", "saved_run.trained_sampler", "generate.generate", "generate.generate_best",
+              "generate.converse")  # fmt: skip
+    for place in places:
+        monkeypatch.setattr(f"toolkit.inference.{place}", noted(place.partition(".")[2]))
+    monkeypatch.setattr("transformers.set_seed", noted("set_seed"))
+    done = command_here(*words)
+    assert done.returncode == 0, done.stderr
+    assert told == asked
+
+
+def test_a_policy_answers_greedily_where_nothing_is_said(trained, monkeypatch):
+    asked, seeds = [], []
+    monkeypatch.setattr("toolkit.inference.generate.set_seed", seeds.append)
+    monkeypatch.setattr("toolkit.inference.generate.trained_sampler", lambda _, **named: asked.append(named))
+    monkeypatch.setattr("toolkit.inference.generate.respond", lambda _, rows: [""] * len(rows))
+    generate(trained[1], number=1, seed=7)
+    assert asked == [{"of_policy": 0.0, "max_new_tokens": None, "temperature": None, "compare": False}]
+    assert seeds == [7]

@@ -64,6 +64,10 @@ def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
     text = (tmp_path / "page.html").read_text()
     assert text.index("The judge") < text.index("other_a/reward") < text.index("other_b/reward")
     assert "had otherwise" not in text  # it is the judge
+    sides["changed"]["data.validation"] = "other.jsonl"
+    assert judge(["c", "d"], output=tmp_path / "page.html")["c"]["changed"] == sides["changed"]
+    text = (tmp_path / "page.html").read_text()
+    assert "What the recipes had otherwise: data.validation=&quot;other.jsonl&quot;." in text
 
 
 def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):

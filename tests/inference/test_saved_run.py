@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.tiny_runs import chat_recipe, command_here
 from toolkit import recipes
-from toolkit.errors import AdapterError, RecipeError, ToolkitError
+from toolkit.errors import AdapterError, ModelError, RecipeError, ToolkitError
 from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, respond
@@ -31,6 +31,8 @@ def test_a_run_is_opened_by_name_or_folder(trained):
         assert opened.folder == recipe.folder and opened.seed == 5
     with pytest.raises(RecipeError, match='no run "chatt" in .*runs. There are chat.'):
         open_run("chatt", runs_dir=folder / "runs")
+    with pytest.raises(RecipeError, match="ppo: its settings are needed where the run is used"):
+        open_run("chat", "ppo=null", runs_dir=folder / "runs")
     with pytest.raises(RecipeError, match="There is none yet: make ppo trains one."):
         open_run("chat", runs_dir=folder / "nowhere")
 
@@ -92,7 +94,9 @@ def test_responses_are_those_of_plain_peft(trained):
 def test_logits_in_the_run_s_own_precision_are_those_of_plain_peft(trained):
     """Up to the rounding of bfloat16, in which autocast computes the adapters that plain PEFT computes in float32."""
     _, recipe = trained
-    roles = trained_sampler(recipe).roles
+    sampler = trained_sampler(recipe)
+    assert (sampler.role, sampler.temperature, sampler.response_length) == ("policy", 1.0, 6)  # as in a chat
+    roles = sampler.roles
     ids = torch.tensor([recipe.task.prompt_ids([{"role": "user", "content": "How are you?"}])])
     base = load_base(recipe.base_path, quantization=recipe.quantization())
     with torch.no_grad():
@@ -111,7 +115,8 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     merged = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
     assert merged.returncode == 0 and "the logits differ" in merged.stdout, merged.stderr
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == len(recipe.tokenizer)
+    for name in ("adapter", "merged"):
+        assert len(AutoTokenizer.from_pretrained(tmp_path / name)) == len(recipe.tokenizer)
     dtype = getattr(torch, recipe.base.dtype)
     base = AutoModelForCausalLM.from_pretrained(recipe.base_path, dtype=dtype)
     base_weights = {name: value.clone() for name, value in base.state_dict().items()}
@@ -305,7 +310,8 @@ def test_a_run_is_used_where_what_training_needed_is_not(trained, tmp_path, monk
     values = yaml.safe_load(path.read_text())
     values["ppo"] |= {"report_to": ["wandb"], "tf32": True, "optim": "schedule_free_adamw", "optim_args": "r=0.5"}
     values["base"]["attn_implementation"] = "flash_attention_2"
-    values["reward"] = {"save_only_model": True, "max_steps": 1}  # which a stage of an earlier version took
+    values["reward"] = {"save_only_model": True, "max_steps": 1, "use_liger_kernel": True}  # of an earlier version
+    monkeypatch.setattr("toolkit.inference.saved_run.is_liger_kernel_available", lambda: False)
     path.write_text(yaml.safe_dump(values))
     monkeypatch.setattr("toolkit.spec.stage.get_available_reporting_integrations", lambda: [])
     for module in ("transformers.training_args", "toolkit.inference.saved_run"):  # as on an older card
@@ -330,3 +336,23 @@ def test_a_run_is_used_where_what_training_needed_is_not(trained, tmp_path, monk
     lines = iter(["/compare", "Hi", "/quit"])
     converse(opened, sampler, read=lambda _: next(lines), write=shown.append)
     assert shown.count("[reference]") == 1
+
+
+def test_tokenizer_and_merge_are_of_the_revision_that_the_recipe_names(trained, tmp_path, monkeypatch):
+    recipe, own, asked = trained[1], trained[1].tokenizer, []
+
+    def tokenizer(_, **named):
+        asked.append(named)
+        return own
+
+    def base(_, *, device, dtype, **named):
+        asked.append(named)
+        raise ModelError("enough")
+
+    monkeypatch.setattr("toolkit.spec.recipe.load_tokenizer", tokenizer)
+    monkeypatch.setattr(saved_run, "load_base", base)
+    named = {"revision": "abc", "trust_remote_code": True}
+    of_hub = replace(recipe, values={**recipe.values, "base": {**recipe.values["base"], **named}})
+    with pytest.raises(ModelError, match="enough"):
+        export_merged(of_hub, tmp_path / "out")
+    assert asked == [named, named]

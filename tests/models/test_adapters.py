@@ -133,6 +133,10 @@ def test_an_adapter_of_plain_trl_gives_its_own_scores_here(pad, tmp_path, tokeni
     assert load_role(base, "reward", tmp_path / "trl") == {"pad_token": pad}
     torch.testing.assert_close(scores(base, pad_token_id), expected, **FP32)
     assert expected.std() > 0
+    path = tmp_path / "trl" / "tokenizer_config.json"
+    said = json.loads(path.read_text()) | {"pad_token": {"__type": "AddedToken", "content": pad}}  # of transformers 4
+    path.write_text(json.dumps(said))
+    assert load_role(bare(), "reward", tmp_path / "trl") == {"pad_token": pad}
 
 
 def test_weights_of_another_scaling_are_refused(tmp_path):

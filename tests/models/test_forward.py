@@ -134,4 +134,5 @@ def test_in_float16_logits_that_are_changed_are_made_again_for_the_gradient(kind
     sequences = Sequences.from_ids([[1, 4]], [[7, 2]], pad_token_id=0)
     with base.role("policy"):
         response_logprobs(base, sequences)
-    assert asked == [kept]
+        read_policy(base, sequences)
+    assert asked == [kept] * 2

@@ -8,6 +8,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
     BertConfig,
     BertModel,
     BitsAndBytesConfig,
@@ -190,6 +191,9 @@ def test_other_kinds_of_models_are_refused(tmp_path):
     )
     with pytest.raises(ModelError, match="of type t5, which is not a decoder-only language model"):
         load_base(str(tmp_path / "t5"))
+    BartConfig(d_model=8, encoder_layers=1, decoder_layers=1).save_pretrained(tmp_path / "bart")
+    with pytest.raises(ModelError, match="of type bart, which is not a decoder-only language model"):
+        load_base(str(tmp_path / "bart"))
     assert BertModel and BertConfig  # an encoder has a causal class in transformers, so that it is not refused here
 
 
@@ -421,3 +425,31 @@ def test_values_that_no_model_can_have(setting, tokenizer):
     spec = ModelSpec(config={"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, **setting})
     with pytest.raises(ModelError, match="transformers cannot build this model: "):
         load_model(spec, tokenizer=tokenizer, device=META)
+
+
+def test_what_is_loaded_of_the_hub_is_of_the_revision_that_is_named(tmp_path, monkeypatch):
+    cache = tmp_path / "models--some--model"
+    (cache / "refs").mkdir(parents=True)
+    for name, commit, size in (("main", "c" * 40, 32), ("v2", "d" * 40, 64)):
+        tiny_model(size=size).save_pretrained(cache / "snapshots" / commit)
+        (cache / "refs" / name).write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for revision, size in ((None, 32), ("v2", 64)):
+        model = load_base("some/model", revision=revision)
+        assert model.get_input_embeddings().weight.shape[1] == size
+    base = SharedBase(model)
+    base.add_role("policy", lora())
+    folder = save_role(base, "policy", tmp_path / "policy", pad_token_id=0, base_name="some/model")
+    assert json.loads((folder / "adapter_config.json").read_text())["revision"] == "d" * 40
+    (cache / "snapshots" / ("d" * 40) / "adapter_config.json").write_text("{}")
+    load_base("some/model", device=META)
+    with pytest.raises(ModelError, match="holds an adapter beside its weights"):
+        load_base("some/model", revision="v2", device=META)
+
+
+def test_layers_of_4_bits_keep_the_layout_that_has_gradients(checkpoint, monkeypatch):
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)  # on any machine
+    modules = load_base(str(checkpoint), quantization=NF4).modules()
+    layers = [module for module in modules if hasattr(module, "support_avx512bf16_for_cpu")]
+    assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)

@@ -144,3 +144,13 @@ def test_a_hub_is_asked_at_all_of_its_addresses_and_not_for_ever(addresses, answ
     assert hub._answers("some.hub", 443) is answers
     assert time.monotonic() - started < 3
     released.set()
+
+
+def test_a_tokenizer_is_of_the_revision_that_is_named(tokenizer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pretrained, "check_there", lambda *given: asked.append(given))
+    monkeypatch.setattr(
+        pretrained.AutoTokenizer, "from_pretrained", lambda name, **code: asked.append((name, code)) or tokenizer
+    )
+    load_tokenizer("some/model", revision="v2")
+    assert asked == [("some/model", "v2"), ("some/model", {"revision": "v2", "trust_remote_code": False})]

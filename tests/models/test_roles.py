@@ -225,6 +225,9 @@ def test_checkpointing_on_and_off():
     assert base.causal_lm.is_gradient_checkpointing
     base.gradient_checkpointing_disable()
     assert not base.causal_lm.is_gradient_checkpointing
+    base.gradient_checkpointing_enable({"preserve_rng_state": False, "use_reentrant": True})
+    given = base.causal_lm.model.layers[0]._gradient_checkpointing_func.keywords
+    assert (given["preserve_rng_state"], given["use_reentrant"]) == (False, False)  # the latter knows of no roles
 
 
 def test_errors():

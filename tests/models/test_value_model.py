@@ -8,6 +8,7 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
+from benchmarks.architectures import tiny_config
 from tests.tiny_models import ARCHITECTURES, SPECIAL, lora, shared_base, tiny_model
 from tests.tolerances import EXACT
 from toolkit.data import doubling
@@ -119,8 +120,9 @@ def test_it_starts_as_a_copy_of_a_reward_model(tmp_path):
     spec = ModelSpec(str(tmp_path / "reward"), dtype="float32")
     made = load_value_model(spec, doubling.tokenizer(), lora=None)
     assert torch.equal(made.head.weight, reward.score.weight)
-    with pytest.raises(ModelError, match="bias and initialisation would have no effect: .* has a trained head"):
-        load_value_model(spec, doubling.tokenizer(), lora=None, head_bias=True)
+    for other in ({"head_bias": True}, {"head_init": "zeros"}):
+        with pytest.raises(ModelError, match="bias and initialisation would have no effect: .* has a trained head"):
+            load_value_model(spec, doubling.tokenizer(), lora=None, **other)
     torch.testing.assert_close(
         made.backbone.decoder.layers[0].fc1.weight, reward.model.decoder.layers[0].fc1.weight, **EXACT
     )
@@ -136,6 +138,16 @@ def test_only_its_own_parameters_train_and_the_policy_s_gradient_is_untouched():
     assert all(p.grad is None for p in base.parameters_of("policy"))
     base.train_roles("policy")
     assert not any(p.requires_grad for p in made.parameters())
+    assert base.packs_rows
+    made.packs_rows = False  # of a critic that cannot keep rows apart
+    assert not base.packs_rows
+
+
+def test_a_critic_whose_states_reach_from_row_to_row_is_not_packed():
+    config = tiny_config("bloom")
+    config.num_labels = 1
+    torch.manual_seed(0)
+    assert not ValueModel(AutoModelForSequenceClassification.from_config(config), None).packs_rows
 
 
 def small(architecture):

@@ -1,5 +1,6 @@
 import base64
 import hashlib
+import html
 import re
 import time
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from tests.reports.examples import PAIRS, RESULT, pair
 from toolkit import recipes, reports
 from toolkit.reports import Progress, append_jsonl, pair_evaluation, write_report
 from toolkit.reports.page import evaluations, page, score_and_judge, table
-from toolkit.runs.stage import ReportAtEvaluations
+from toolkit.runs.report_on_the_way import ReportAtEvaluations
 
 OWN_SCRIPT = 1
 
@@ -189,3 +190,25 @@ def test_before_and_after_stand_under_their_names(tmp_path):
     rows = text.split("<h2>Samples</h2>")[1].split("</table>")[0]
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", rows)
     assert cells == ["p", "first", "last", "0.250", "0.500", "0.250", "3.000", "7.000"]
+
+
+def test_each_axis_is_what_its_chart_says(tmp_path):
+    found = [(0.0, 0.0), (1.0, 4.0), (4.0, 4.0)]
+    metrics = [{"step": n, "kl": kl, "score": score, "score_se": 0.5} for n, (kl, score) in enumerate(found)]
+    samples = [sample(f"p{n}", "a", "b", *scores, before_length=1, after_length=2) for n, scores in enumerate(found)]
+    result = {**RESULT, "judgement": pair_evaluation(PAIRS)}
+    text = write_report(tmp_path, result, metrics, samples, "", PAIRS).read_text()
+
+    def chart(title):
+        return text.split(f"<figcaption>{html.escape(title)}<")[1].split("</figure>")[0]
+
+    def dots(title):
+        return re.findall(r'class="dot (s\d)" cx="([\d.]+)" cy="([\d.]+)"', chart(title))
+
+    places = [("s0", "46.0", "162.0"), ("s0", "117.0", "12.0"), ("s0", "330.0", "12.0")]
+    assert dots("score over KL, in the order of updates") == places
+    assert dots("each prompt's score, after over before") == places
+    assert dots("score over length")[0] == ("s0", "330.0", "62.0")  # 10 tokens and a score of 2
+    assert dots("calibration: observed over predicted P(right)")[3] == ("s0", "330.0", "162.0")  # 0.95, and not true
+    assert re.findall(r'class="bar (s\d)" x="([\d.]+)"', chart("lengths")) == [("s0", "46.0"), ("s1", "318.2")]
+    assert 'class="band s0"' in chart("score")

@@ -12,12 +12,13 @@ from toolkit.reports import Output, Responses, sample_rows, samples_table, write
 
 def test_samples(tmp_path):
     before = Responses.of(rollout([[5, 2]] * 4), torch.tensor([0.1] * 4))
-    rows = sample_rows(before, Responses.of(rollout([[6, 2]] * 4), torch.tensor([0.2] * 4)))
+    rows = sample_rows(before, Responses.of(rollout([[6, 6, 2]] * 4), torch.tensor([0.2] * 4)))
     write_jsonl(tmp_path / "samples.jsonl", rows)
     assert [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()] == rows
     small = torch.tensor([1e-6, 2e-6, 3e-6, 1.0])  # as its noise is computed of them, they are not rounded
     assert torch.equal(torch.tensor(Responses.of(rollout([[5, 2]] * 4), small).scores), small)
-    assert rows[0]["before"] == "2" and rows[0]["after"] == "3"
+    assert rows[0]["before"] == "2" and rows[0]["after"] == "33"
+    assert (rows[0]["before_length"], rows[0]["after_length"]) == (2, 3)
     stream = io.StringIO()
     rows[0]["after"] = "[bold]not markup[/bold]\x1b]0;title\x07"
     Console(file=stream, width=120).print(samples_table(rows))

@@ -1,5 +1,6 @@
 import asyncio
 import builtins
+import importlib
 import json
 import re
 import sys
@@ -97,6 +98,22 @@ def test_so_is_a_changed_module(tmp_path, monkeypatch):
     monkeypatch.setattr(main, "__file__", str(tmp_path / "rule_of_a_test.py"), raising=False)
     monkeypatch.setattr(main, "__text_read__", b"before", raising=False)  # nothing can run a script's text again
     assert load_function("__main__:rule").mark == "kept"
+
+
+def test_so_is_one_that_a_notebook_has_imported_and_edited_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "imported_by_hand.py"
+    text = "MODEL = None\ndef rule(rollout):\n    return [{}] * len(rollout)\n"
+    path.write_text(text.format(1))
+    module = importlib.import_module("imported_by_hand")
+    module.MODEL = "of the notebook"
+    load_function("imported_by_hand:rule")
+    assert module.MODEL == "of the notebook"
+    del sys.modules["imported_by_hand"]
+    importlib.import_module("imported_by_hand")
+    path.write_text(text.format(22))
+    assert score_with(load_function("imported_by_hand:rule"), rollout(RESPONSES)).tolist() == [22] * 4
 
 
 @pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b"# coding: latin-1\n# \xe9\n"], ids=["mark", "coding"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -302,16 +303,26 @@ def test_of_long_tokens_the_last_ones_are_read():
     torch.testing.assert_close(scores, expected, **FP32)
 
 
-def test_a_reward_model_is_of_the_revision_that_is_named(monkeypatch):
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_reward_model_is_of_the_revision_that_is_named(trusted, monkeypatch):
     (model, tokenizer), asked = llama(), []
     model.config.architectures = ["LlamaForSequenceClassification"]
 
     def known(given):
-        return lambda spec, *rest, **named: asked.append(spec.revision) or given
+        return lambda spec, *rest, **named: asked.append((spec.revision, spec.trust_remote_code)) or given
 
     monkeypatch.setattr("toolkit.models.model_config", known(model.config))
     monkeypatch.setattr("toolkit.models.load_model", known(model))
-    read = lambda name, **named: asked.append(named["revision"]) or tokenizer  # noqa: E731
+    read = lambda name, **named: asked.append((named["revision"], named["trust_remote_code"])) or tokenizer  # noqa: E731
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", read)
-    RewardModel.load("some/reward", revision="abc")
-    assert asked and {*asked} == {"abc"}
+    RewardModel.load("some/reward", revision="abc", trust_remote_code=trusted)
+    assert asked and {*asked} == {("abc", trusted)}
+
+
+def test_a_text_has_the_tokenizer_s_special_tokens_and_a_conversation_its_template_s():
+    model, tokenizer = llama()
+    begins = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = begins
+    for reads, texts in (("text", [f"<s>{text}" for text in JOINED]), ("conversation", CONVERSATIONS)):
+        expected = torch.stack([alone(model, tokenizer, text)[0] for text in texts])
+        torch.testing.assert_close(score_with(RewardModel(model, tokenizer, reads=reads), rollout()), expected, **FP32)

@@ -7,6 +7,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import httpx2
 import pytest
 
 from tests.rewards.server import Server, lengths
@@ -263,3 +264,11 @@ def test_a_column_that_is_no_json(serve):
     with pytest.raises(RewardError, match='the column "picture" of the prompts cannot be sent as JSON'):
         asking(server)(asked)
     assert not server.messages
+
+
+def test_the_client_has_no_time_out_of_its_own(serve, monkeypatch):
+    """httpx would give up after 5 seconds of silence, whatever `timeout` says."""
+    made, client = [], httpx2.AsyncClient
+    monkeypatch.setattr(httpx2, "AsyncClient", lambda **named: made.append(client(**named)) or made[-1])
+    score_with(asking(serve(lengths)), batch())
+    assert {*made[0].timeout.as_dict().values()} == {None}

@@ -189,3 +189,18 @@ def test_a_recipe_may_ask_for_the_logit_of_an_adapters_class():
         with torch.no_grad():
             logits = sequence_logits(base, ids, torch.ones_like(ids), pad_token_id=0)[0]
         assert scores[row].item() == pytest.approx(logits[number].item(), rel=1e-4, abs=1e-5)
+
+
+def test_no_gradient_is_recorded_in_a_reward():
+    weight, recorded = torch.ones(4, requires_grad=True), []
+
+    def plain(batch):
+        recorded.append((2 * weight).requires_grad)
+        return batch.lengths
+
+    async def later(batch):
+        return plain(batch)
+
+    for reward in (plain, later):
+        score_with(reward, rollout(RESPONSES))
+    assert recorded == [False, False]

@@ -276,21 +276,21 @@ def in_its_place(run):
 
 
 def put_back_and_taken_up(run):
-    begin_anew(run)
     aside.put_back(run, keep=True)
     aside.take_up(run)
 
 
 def given_up(run):
-    begin_anew(run)
     aside.put_back(run, keep=False)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-@pytest.mark.parametrize("steps", [in_its_place, put_back_and_taken_up, given_up])
-def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("steps", "fewest"), [(in_its_place, 50), (put_back_and_taken_up, 70), (given_up, 40)])
+def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, fewest, run, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # which a kill of a process has nothing to do with
     old = content(run)
+    if steps is not in_its_place:  # of which the kills while something is begun are
+        begin_anew(run)
     stage = {name: text.replace("old", "new", 1) for name, text in old.items() if name.startswith("ppo/")}
     new = {name: text for name, text in old.items() if not name.startswith("eval/")} | stage
     new["recipe.yaml"], seen = "new recipe", []
@@ -306,7 +306,7 @@ def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, run, tmp_p
         if not killed:
             break
     assert [state.items() ^ old.items() for state in seen if state not in ("old", "new")] == []
-    assert len(seen) > 50 and seen[0] == "old" and (seen[-1] == "new") == (steps is in_its_place)
+    assert len(seen) > fewest and seen[0] == "old" and (seen[-1] == "new") == (steps is in_its_place)
 
 
 def test_checkpoints_behind_a_link_are_not_the_run_s(run):

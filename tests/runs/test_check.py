@@ -270,6 +270,10 @@ def test_saved_adapters_are_checked_by_their_headers(checkpoint, tmp_path, monke
     slip = check(chat_recipe(tmp_path, checkpoint, start={"policy": start["reward"]}))
     said = f"from {folder / 'reward'}, trained on tiny as a classifier, whose head is left out"
     assert role(slip, "policy").start == said
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("USERPROFILE", str(folder))
+    home = check(chat_recipe(tmp_path, checkpoint, start={"policy": "~/reward"}))
+    assert role(home, "policy").start == "from ~/reward, trained on tiny as a classifier, whose head is left out"
 
 
 def test_finished_stages_and_a_run_of_other_settings(checkpoint, tmp_path):

@@ -1,19 +1,20 @@
 """Which stages of a run folder stand when settings change, what may be deleted there, what another run can take."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_runs import PAIRS, chat_recipe
+from tests.tiny_runs import PAIRS, REPOSITORY, chat_recipe
 from toolkit import recipes
 from toolkit.checkpoints import whole_folder
 from toolkit.disk import sealed_files
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import owned, stages
-from toolkit.runs.differences import may_change
+from toolkit.runs.differences import _MAY_CHANGE, _ROWS_OF_A_STEP, _SHOWN_BY, may_change
 from toolkit.runs.folder import check_outputs, claim, conflict, finished, result_comes_back
 from toolkit.runs.folder import finish as finish_stage
 from toolkit.runs.owned import begin
@@ -285,7 +286,8 @@ def test_a_collection_without_a_response_is_nothing_to_lose(tmp_path, checkpoint
         file.write_text("{}\n")
         with pytest.raises(RecipeError, match="responses of a collect stage that was not finished"):
             claim(chat_recipe(tmp_path, checkpoint, "collect.batch_size=2", collect=COLLECT), "collect")
-        file.unlink()
+        claim(chat_recipe(tmp_path, checkpoint, "collect.batch_size=2", collect=COLLECT), "collect", overwrite=True)
+        assert not file.exists()  # what is collected next would go on with it
 
 
 def test_stages_whose_recipe_is_lost_are_not_deleted_unasked(tmp_path, checkpoint):
@@ -444,3 +446,11 @@ def test_a_copy_that_fails_leaves_nothing_that_looks_finished(tmp_path, checkpoi
     with pytest.raises(ToolkitError, match=r"cannot be written \(No space left on device\). Make room"):
         take_over(second, "chat", ["reward"])
     assert finished(second, "reward") is None
+
+
+def test_what_may_change_is_what_the_docs_say():
+    text = (REPOSITORY / "docs" / "resuming.md").read_text(encoding="utf-8")
+    told = text.partition("## With other settings")[2].partition("So a run that ran out")[0]
+    of_trackio = {name for name in _SHOWN_BY if name.startswith("trackio")} | {"project", "hub_private_repo"}
+    known = {*_SHOWN_BY, *_MAY_CHANGE, *_ROWS_OF_A_STEP, "dataloader_drop_last"}
+    assert {*re.findall(r"`(\w+)`", told)} == known - of_trackio

@@ -227,6 +227,7 @@ def test_runs_beside_each_other(runs, tmp_path):
     assert text.count("<script") == 1 and "&lt;script&gt;" in text
     assert "<td>ppo.kl_coef</td><td>0.1</td><td>0.2</td>" in text and "ppo.max_steps" not in text
     assert text.count("<figure") == 2  # score and KL, both runs in each
+    assert text.count('class="band ') == 2  # the score of both, whose error is known
     assert text.count('class="s0">a<') == text.count('class="s1">b<') == 2
     assert '<td>p</td><td>one</td><td class="n" data-v="1.0">1.000</td>' in text and "<h1>ppo: a, b</h1>" in text
     done = command_here("compare", runs / "a", "b", "--runs-dir", runs, "--output", tmp_path / "again.html")
@@ -245,6 +246,9 @@ def test_what_cannot_be_compared(runs, tmp_path):
     assert not (tmp_path / "page.html").exists()
     said = command_here("compare", "a", "b", "--runs-dir", runs, "--output", tmp_path / "nowhere" / "page.html")
     assert said.returncode == 1 and "cannot be written" in said.stderr and "Traceback" not in said.stderr
+    page = tmp_path / "other.html"
+    said = command_here("compare", "a", "b", "--stage", "reward", "--runs-dir", runs, "--output", page)
+    assert said.returncode == 1 and "not all of these runs have a reward stage" in said.stderr
 
 
 ALIASES = "a: &a [x]\n" + "\n".join(f"{name}: &{name} [{9 * f'*{above},'}]" for above, name in pairwise("abcdefghi"))

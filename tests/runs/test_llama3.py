@@ -11,6 +11,7 @@ from tests.tiny_runs import PAIRS, QUERIES
 from toolkit import recipes
 from toolkit.runs import stages
 from toolkit.sampling import SIGNS
+from toolkit.spec.sources import lora_config
 
 
 def test_the_scripts_settings_to_the_letter():
@@ -20,7 +21,7 @@ def test_the_scripts_settings_to_the_letter():
     assert quantization.bnb_4bit_quant_type == "nf4"
     assert quantization.bnb_4bit_compute_dtype is getattr(torch, recipe.base.dtype)
     for role in ("policy", "reward"):
-        adapter = recipe.adapter(role)
+        adapter = lora_config(recipe.values["adapters"][role])
         assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (8, 16, 0.05)
         assert set(adapter.target_modules) == {
             "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -84,6 +85,12 @@ def test_an_update_makes_six_optimizer_steps_with_active_dropout(tmp_path, llama
     assert stats["kl_coef"] == 0.2 and trainer.kl_coef == pytest.approx(0.2 * (1 - 0.2 * 2 / 10_000))
 
 
+def test_llama3_8b_lora_fast_has_chat_prompts(tmp_path, llama3_checkpoint):
+    recipe = small("llama3_8b_lora_fast", llama3_checkpoint, tmp_path)
+    assert "<|start_header_id|>user" in recipe.task.prompts("train")[0]["prompt"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU tests/test_docs.py runs it: make test-gpu")
 def test_llama3_8b_lora_fast_runs_whole_on_a_tiny_llama(tmp_path, llama3_checkpoint, stages_here):
     recipe = small(
         "llama3_8b_lora_fast", llama3_checkpoint, tmp_path,
@@ -91,7 +98,6 @@ def test_llama3_8b_lora_fast_runs_whole_on_a_tiny_llama(tmp_path, llama3_checkpo
     )  # fmt: skip
     result = stages.run(recipe, "ppo")
     assert result["after"].keys() == {"score", "score_se", "kl", "length", "eos_share", *SIGNS}
-    assert "<|start_header_id|>user" in recipe.task.prompts("train")[0]["prompt"]
 
 
 def test_a_card_without_bfloat16_is_one_setting():

@@ -4,40 +4,72 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 
 import psutil
 import pytest
 
 from toolkit.errors import RecipeError, ToolkitError
-from toolkit.runs.lock import LOCK_FILE, acquire, at_work, owner_of, release
+from toolkit.runs.lock import LOCK_FILE, _host, acquire, at_work, owner_of, release
 
-HOLD = """
-import sys
-from pathlib import Path
-from toolkit.runs.lock import at_work
-with at_work(Path(sys.argv[1])) as ours:
-    print(ours, flush=True)
-    sys.stdin.readline()
-"""
+# Children of this very process, as a stage is of its command, and not of a server. An interpreter of its own, which
+# takes seconds, has the lock in tests/runs/test_resume.py.
+CONTEXT = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
 
 
+def _holds(run, here, there):
+    here.close()  # which would else hold the pipe open
+    with at_work(run) as ours:
+        there.send(ours)
+        there.poll(None)
+
+
+def _holds_by_another_name(run, here, there):
+    socket.gethostname = lambda: "laptop.office"
+    _host.cache_clear()  # what the parent knew
+    _holds(run, here, there)
+
+
+def _starts(run, here, there):
+    """A command, with its stage at work in the same folder."""
+    with at_work(run):
+        stage = CONTEXT.Process(target=_holds, args=(run, here, there))
+        stage.start()
+        here.close()
+        there.close()
+        stage.join()
+
+
+@contextmanager
+def another(target, run):
+    """Another process, and what it says of the folder: whether it is its own. It ends with the block."""
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=target, args=(run, here, there))
+    process.start()
+    there.close()
+    try:
+        yield process, here.recv()
+    finally:
+        here.close()
+        process.join()
+
+
+@contextmanager
 def holding(run):
-    """Another process at work in the folder, once it is."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], **pipes)
-    assert process.stdout.readline() == "True\n"
-    return process
+    """Another process at work in the folder."""
+    with another(_holds, run) as (process, ours):
+        assert ours
+        yield process
 
 
 def test_a_second_process_is_told_which_one_is_at_work(tmp_path):
-    other = holding(tmp_path)
-    assert owner_of(tmp_path)["pid"] == other.pid
-    with pytest.raises(RecipeError, match=rf"is in use: process {other.pid} is at work in it. Wait .*run=\"name\""):
-        acquire(tmp_path)
-    other.communicate("\n")
+    with holding(tmp_path) as other:
+        assert owner_of(tmp_path)["pid"] == other.pid
+        with pytest.raises(RecipeError, match=rf"is in use: process {other.pid} is at work in it. Wait .*run=\"name\""):
+            acquire(tmp_path)
     with at_work(tmp_path) as ours:
         assert ours and owner_of(tmp_path)["pid"] == os.getpid()
     assert owner_of(tmp_path) is None
@@ -45,25 +77,22 @@ def test_a_second_process_is_told_which_one_is_at_work(tmp_path):
 
 def test_a_clock_that_is_set_changes_no_owner(tmp_path, monkeypatch):
     """Linux tells when a process began in ticks since its own start, which a clock that is set makes another date."""
-    other = holding(tmp_path)
-    began = psutil.Process.create_time
-    monkeypatch.setattr(psutil.Process, "create_time", lambda self: began(self) + (sys.platform == "linux"))
-    assert owner_of(tmp_path)["pid"] == other.pid
-    with pytest.raises(RecipeError, match="is in use"):
-        acquire(tmp_path)
-    other.communicate("\n")
+    with holding(tmp_path) as other:
+        began = psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: began(self) + (sys.platform == "linux"))
+        assert owner_of(tmp_path)["pid"] == other.pid
+        with pytest.raises(RecipeError, match="is in use"):
+            acquire(tmp_path)
 
 
 def test_a_lock_whose_process_was_killed_is_stale(tmp_path):
-    other = holding(tmp_path)
-    other.kill()
-    while other.stdout.readline():
-        pass
-    time.sleep(0.05)
-    assert (tmp_path / LOCK_FILE).exists() and owner_of(tmp_path) is None  # killed, and not yet waited for
-    with at_work(tmp_path) as ours:
-        assert ours
-    other.communicate()
+    with holding(tmp_path) as other:
+        other.kill()
+        wait([other.sentinel])  # for its end, of which nobody asks the system
+        time.sleep(0.05)
+        assert (tmp_path / LOCK_FILE).exists() and owner_of(tmp_path) is None  # killed, and not yet waited for
+        with at_work(tmp_path) as ours:
+            assert ours
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "host": "HERE", "started": 1}',
@@ -85,33 +114,19 @@ def test_of_another_machine_it_is_not_known_whether_the_process_has_ended(tmp_pa
 
 def test_a_stage_in_a_process_of_its_own_belongs_to_the_command_that_runs_it(tmp_path):
     with at_work(tmp_path):
-        script = HOLD.replace("sys.stdin.readline()", "")
-        child = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
-        )
-        assert child.stdout == "False\n" and owner_of(tmp_path)["pid"] == os.getpid()
-
-
-STARTS = """
-import subprocess, sys
-from pathlib import Path
-from toolkit.runs.lock import at_work
-with at_work(Path(sys.argv[1])):
-    subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
-"""
+        with another(_holds, tmp_path) as (stage, ours):
+            assert not ours
+        assert stage.exitcode == 0 and owner_of(tmp_path)["pid"] == os.getpid()
 
 
 def test_a_stage_whose_command_was_killed_is_still_at_work(tmp_path):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path), HOLD], **pipes)
-    assert command.stdout.readline() == "False\n"
-    stage = owner_of(tmp_path)["pid"]
-    assert stage != command.pid
-    command.kill()
-    command.wait()
-    with pytest.raises(RecipeError, match=rf"is in use: process {stage} is at work in it"):
-        acquire(tmp_path)
-    command.communicate("\n")  # which the stage reads
+    with another(_starts, tmp_path) as (command, ours):
+        stage = owner_of(tmp_path)["pid"]
+        assert not ours and stage != command.pid
+        command.kill()
+        command.join()
+        with pytest.raises(RecipeError, match=rf"is in use: process {stage} is at work in it"):
+            acquire(tmp_path)
     began = time.monotonic()
     while psutil.pid_exists(stage) and psutil.Process(stage).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() - began < 20
@@ -125,12 +140,9 @@ def test_a_machine_that_changes_its_name_keeps_no_one_out_of_his_own_run(tmp_pat
         monkeypatch.setattr(socket, "gethostname", lambda: "laptop.office")
         assert acquire(tmp_path)
         release(tmp_path)
-        renamed = "import socket; socket.gethostname = lambda: 'laptop.office'\n" + HOLD
-        script = renamed.replace("sys.stdin.readline()", "")
-        child = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
-        )
-        assert child.stdout == "False\n"
+        with another(_holds_by_another_name, tmp_path) as (stage, ours):
+            assert not ours
+        assert stage.exitcode == 0
     assert not (tmp_path / LOCK_FILE).exists()
 
 
@@ -164,9 +176,8 @@ def _take(run, together, taken):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts quickly where there is fork")
 def test_of_many_at_once_one_takes_a_stale_lock(tmp_path):
     (tmp_path / LOCK_FILE).write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "started": 1}))
-    context = multiprocessing.get_context("fork")
-    together, taken = context.Barrier(8), context.Queue()
-    processes = [context.Process(target=_take, args=(tmp_path, together, taken)) for _ in range(8)]
+    together, taken = CONTEXT.Barrier(8), CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=_take, args=(tmp_path, together, taken)) for _ in range(8)]
     for process in processes:
         process.start()
     outcomes = sorted(taken.get(timeout=60) for _ in processes)

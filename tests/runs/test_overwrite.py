@@ -12,6 +12,7 @@ from tests.tiny_runs import Stop, chat_recipe, cut_short
 from toolkit.disk import damage
 from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 from toolkit.inference.saved_run import open_run
+from toolkit.runs import result as result_module
 from toolkit.runs import stage as stage_module
 from toolkit.runs import stages
 from toolkit.runs.aside import REPLACED, UNFINISHED
@@ -53,13 +54,9 @@ def content(folder):
 
 # ---------------------------------------------------------------------- what cannot be built
 
-UNBUILT = {
+UNBUILT = {  # of what makes a trainer, the first step and the last
     "a base that is not there": "base.model=nowhere/at/all",
-    "data that are not there": "data.train=nowhere.jsonl",
-    "a reward that is not there": "scorer.function=nowhere:rule",
-    "modules that the base lacks": "adapters.policy.target_modules=[nothing_of_that_name]",
     "a batch larger than the data": "ppo.per_device_train_batch_size=4000",
-    "an optimizer that is not installed": "ppo.optim=galore_adamw",
 }
 
 
@@ -67,17 +64,17 @@ UNBUILT = {
 def test_a_finished_stage_outlives_one_that_cannot_be_built(override, tmp_path, checkpoint):
     recipe = recipe_of(tmp_path, checkpoint)
     finished(recipe, "ppo")
-    before = content(recipe.folder)
-    with pytest.raises((ToolkitError, ImportError)):
-        stages.run(recipe_of(tmp_path, checkpoint, override), "ppo", overwrite=True)
+    before, other = content(recipe.folder), recipe_of(tmp_path, checkpoint, override)
+    with pytest.raises(ToolkitError):
+        stages.run(other, "ppo", overwrite=True)
     assert content(recipe.folder) == before
 
 
 STEPS = {
     "built": (stages.MAKERS, "ppo"),
     "measured first": (stage_module, "_measure"),
-    "saved": (stage_module, "finish"),
-    "reported": (stage_module.reports, "write_report"),
+    "saved": (result_module, "finish"),
+    "reported": (result_module.reports, "write_report"),
 }
 
 
@@ -126,7 +123,7 @@ def test_what_was_begun_outlives_an_overwrite_that_fails_at_once(tmp_path, check
     (recipe.stage_folder("ppo") / "checkpoint-9" / "notes.md").write_text("mine")
     before = content(recipe.folder)
     assert f"{UNFINISHED}/ppo/checkpoint-1/state.json" in before
-    with pytest.raises((ToolkitError, ImportError)):
+    with pytest.raises(ToolkitError):
         stages.run(recipe_of(tmp_path, checkpoint, UNBUILT["a base that is not there"]), "ppo", overwrite=True)
     assert content(recipe.folder) == before
     # One that comes further takes its place, one that ends lets go of both.

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from transformers import set_seed
 
+from tests.tiny_models import tiny_model
 from tests.tiny_runs import chat_recipe, command_here, stages_here, texts
 from tests.trainers.helpers import PROMPTS, Counting, rollout
 from toolkit import processes, recipes
@@ -20,6 +21,7 @@ from toolkit.errors import CheckpointError, DataError, RecipeError, RunInterrupt
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
+from toolkit.models import SharedBase
 from toolkit.reports import Progress, read_jsonl, write_jsonl
 from toolkit.rewards import DenseScores, WeightedSum
 from toolkit.runs import collect, stages
@@ -407,10 +409,15 @@ def test_rewards_at_tokens_and_spans_are_collected_where_they_were_given():
 
 def test_each_batch_draws_its_own_numbers(run, tmp_path, monkeypatch):
     folder, _ = run
-    recipe, seeds = recipes.load("doubling_q", *SMALL, run="doubling_q", runs_dir=folder / "runs"), []
+    recipe = recipes.load("doubling_q", *SMALL, "collect.temperature=0.5", run="doubling_q", runs_dir=folder / "runs")
+    seeds, asked = [], []
     monkeypatch.setattr(collect, "set_seed", lambda seed: seeds.append(seed) or set_seed(seed))
+    monkeypatch.setattr(
+        collect, "Sampler", lambda *given, **named: asked.append(named["temperature"]) or Sampler(*given, **named)
+    )
     collect.collect(recipe, tmp_path / "responses.jsonl")
-    assert len(set(seeds)) == len(seeds) == 4
+    assert len(set(seeds)) == len(seeds) == 4 and asked == [0.5]
+    assert seeds == [(4294967295 * 1_000_003 + batch) % 2**32 for batch in range(4)]
 
 
 def test_the_seed_of_the_recipe_draws_the_adapter(tmp_path, checkpoint):
@@ -423,3 +430,12 @@ def test_the_seed_of_the_recipe_draws_the_adapter(tmp_path, checkpoint):
         trainer = made(tmp_path, checkpoint, f"seed={seed}", **own, name=f"run-{seed}-{before}").q_trainer()
         drawn.append(torch.cat([p.detach().flatten() for p in trainer.roles.parameters_of("q")]))
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_q_is_bounded_as_the_recipe_says(tmp_path):
+    bounds = {"bound": "sigmoid", "lowest_return": -3.0, "highest_return": 2.0, "bound_scale": 0.5, "bound_bias": -1.0}
+    roles = SharedBase(tiny_model())
+    made(tmp_path, "m", q={"max_steps": 1, **bounds}).plan.stages["q"].source("q").place(roles, None)
+    for role in ("q", "q_target"):
+        head = roles.heads[role]
+        assert (head.lowest, head.highest, head.scale.item(), head.bias.item()) == (-3.0, 2.0, 0.5, -1.0)

@@ -266,8 +266,8 @@ def test_the_recipe_of_two_opts(opts, tmp_path):
     assert set(PeftConfig.from_pretrained(folder).target_modules) == {
         "q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2",
     }  # fmt: skip
-    shipped = recipes.load("opt_hh_rlhf").adapter("policy")
-    assert (shipped.r, shipped.lora_alpha) == (128, 128)
+    shipped = recipes.load("opt_hh_rlhf").values["adapters"]["policy"]
+    assert (shipped["r"], shipped["lora_alpha"]) == (128, 128)
 
 
 def test_a_reward_model_with_another_tokenizer_is_refused(opts, checkpoint, tmp_path):

@@ -5,10 +5,12 @@ import inspect
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -19,7 +21,17 @@ from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, texts
 from toolkit.data import Rollout
 from toolkit.errors import RecipeError, RewardError
 from toolkit.models import SharedBase, load_base, save_role
-from toolkit.rewards import SCORERS, RemoteReward, RewardAdapter, RewardModel, WeightedSum, score_with
+from toolkit.rewards import (
+    SCORERS,
+    Prompts,
+    RemoteReward,
+    RewardAdapter,
+    RewardModel,
+    ScorerContext,
+    WeightedSum,
+    score_with,
+    scorer_of,
+)
 from toolkit.rewards.model import ModelScorer
 from toolkit.runs import build, stages
 from toolkit.runs.check import check
@@ -218,6 +230,11 @@ def test_a_check_of_each_kind(checkpoint, classifiers, questions, tmp_path, monk
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     (found,) = problems(one={**model, "model": str(damaged)})
     assert found.startswith("scorer.model — ") and "has no weights for score.weight, where the model would be" in found
+    changed = byte_tokenizer()
+    changed.add_tokens(["<new>"])
+    changed.save_pretrained(damaged)
+    (found,) = problems(one={"kind": "model", "model": str(damaged), "reads": "tokens"})
+    assert found.startswith("scorer.model — ") and "has another tokenizer than base (1 entries differ)" in found
 
 
 def test_text_with_the_template_of_the_base_is_not_given_to_another_model(checkpoint, questions, tmp_path):
@@ -412,3 +429,14 @@ def test_a_saved_reward_is_read_with_its_own_pad_token(tmp_path, checkpoint):
     roles, pads = build.placed_roles(recipe, "ppo")
     assert pads == {"reward": 0, "judge": 2}
     assert build.make_reward(recipe, roles, pads, 8).pad_token_id == 0
+
+
+def test_prompts_of_token_ids_have_no_text_for_another_model(classifiers):
+    rows = Dataset.from_dict({"input_ids": [[5]], "prompt": ["<s>Why?</s><s>"]})
+    context = ScorerContext(
+        roles=None, tokenizer=byte_tokenizer(), prompts=lambda: [Prompts(rows, ["x, line 1"])], chats=True
+    )
+    scorer = scorer_of({"kind": "model", "model": str(classifiers / "one")})
+    (problem,) = scorer.check(context)
+    assert problem.field == "prompt_column" and "has the chat template of the base around it" in problem.wrong
+    assert scorer.check(replace(context, chats=False)) == []

@@ -7,7 +7,11 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from tests.reports.examples import RESULT
 from tests.tiny_models import shared_base
 from tests.tiny_runs import chat_recipe
-from toolkit.runs.stage import ReportAtEvaluations, _how_it_ended, banner, show_result
+from toolkit.runs.report_on_the_way import ReportAtEvaluations
+from toolkit.runs.result import how_it_ended, of_training
+from toolkit.runs.said import banner, show_result
+from toolkit.trainers.guards import Watch
+from toolkit.trainers.not_finite import Skipped
 
 
 def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
@@ -46,7 +50,7 @@ def test_how_training_ended_is_said(step, best, waited, said, capsys):
     stopper = EarlyStoppingCallback(early_stopping_patience=2)
     stopper.early_stopping_patience_counter = waited
     handler = SimpleNamespace(callbacks=[TrainerCallback(), stopper])
-    found = _how_it_ended(SimpleNamespace(args=args, state=state, callback_handler=handler))
+    found = how_it_ended(SimpleNamespace(args=args, state=state, callback_handler=handler))
     assert found == ({} if said is None else {"ended": said})
     assert capsys.readouterr().out.split() == (said or "").split()
 
@@ -70,3 +74,16 @@ def test_a_loss_that_is_trained_is_not_held_against_a_plain_one(evaluated, smoot
 def test_figures_stand_before_and_after(capsys):
     show_result(RESULT, [])
     assert "score 1.0000 → 2.0000" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_result_says_what_a_run_warned_of_and_passed_over():
+    warning = {"step": 7, "name": "judge_falls", "value": 3.2, "text": "It has fallen.", "remedy": "Go back."}
+    trainer = SimpleNamespace(
+        train_dataset=[1, 2],
+        eval_dataset=None,
+        resumed_at=(4,),
+        watch=Watch(given=[warning]),
+        skipped=Skipped(total=3),
+    )
+    found = {"rows": {"train": 2}, "resumed_at": [4], "warnings": [warning], "skipped_steps": 3, "spent": {}}
+    assert of_training(trainer, SimpleNamespace(spent={})) == found

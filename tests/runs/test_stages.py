@@ -21,7 +21,8 @@ from toolkit.models import adapters as saved_roles
 from toolkit.reports import Progress, append_jsonl, read_jsonl, write_jsonl
 from toolkit.runs import build, stages
 from toolkit.runs.lock import owner_of
-from toolkit.runs.stage import ReportAtEvaluations, say_shares
+from toolkit.runs.report_on_the_way import ReportAtEvaluations
+from toolkit.runs.said import say_shares
 from toolkit.sampling import SIGNS
 
 SMALL_DOUBLING = (
@@ -34,9 +35,9 @@ SAME_KEYS = {"score", "score_se", "kl", "length", "eos_share", *SIGNS, "exact_ma
 
 @pytest.fixture(scope="module")
 def doubling_run(tmp_path_factory):
-    """One command from nothing: pretraining, reward, PPO, each in a process of its own."""
+    """One command from nothing: pretraining, reward, PPO, all in its process. Stages in their own: test_resume.py."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    done = ended(begun("ppo", "doubling", *SMALL_DOUBLING, cwd=folder), folder)
+    done = ended(begun("ppo", "doubling", *SMALL_DOUBLING, cwd=folder, here=True), folder)
     assert done.returncode == 0, done.stderr + done.stdout
     return folder, done
 
@@ -66,7 +67,8 @@ def test_one_command_runs_all_stages_and_leaves_what_it_says(doubling_run):
         assert result["before"].keys() == result["after"].keys()
         assert (run / stage / "metrics.jsonl").read_text()
         assert "<svg" in (run / stage / "report.html").read_text() or stage != "ppo"
-    assert json.loads((run / "ppo" / "result.json").read_text())["after"].keys() == SAME_KEYS
+    ppo = json.loads((run / "ppo" / "result.json").read_text())
+    assert ppo["after"].keys() == SAME_KEYS and ppo["evaluated_apart"] is True
     assert (run / "sft" / "model" / "model.safetensors").is_file()
     for role in ("reward/reward", "ppo/policy", "ppo/value"):
         assert (run / role / "adapter_model.safetensors").is_file(), role
@@ -302,7 +304,7 @@ def test_trls_own_loop_from_a_recipe(tmp_path, checkpoint, stages_here):
     del trainer
     gc.collect()
     result = stages.run(recipe, "ppo", overwrite=True)
-    assert "evaluated_apart" not in result  # TRL's loop evaluates nothing
+    assert "evaluated_apart" not in result and "held out" not in result["rows"]  # TRL's loop evaluates nothing
     assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-3) and result["after"].keys() == result["before"].keys()
     assert (recipe.stage_folder("ppo") / "value" / "adapter_model.safetensors").is_file()
     metrics = (recipe.stage_folder("ppo") / "metrics.jsonl").read_text()

@@ -10,6 +10,7 @@ from toolkit import recipes
 from toolkit.errors import RecipeError
 from toolkit.runs import build
 from toolkit.runs.check import check
+from toolkit.spec.sources import lora_config
 
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "reward")}
 UNQUANTISED = {"quantization": None, "dtype": "float32"}
@@ -138,7 +139,8 @@ def test_the_figures_of_actor_critic_lora():
     """PaLM-rlhf-pytorch's defaults, read from its trainer."""
     recipe = recipes.load("actor_critic_lora")
     for role in ("policy", "value"):
-        assert (recipe.adapter(role).r, recipe.adapter(role).lora_alpha, recipe.adapter(role).lora_dropout) == (8, 8, 0)
+        adapter = lora_config(recipe.values["adapters"][role])
+        assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (8, 8, 0)
     config = recipe.stage_config("ppo")
     assert (config.learning_rate, config.value_learning_rate, config.adam_epsilon, config.value_adam_epsilon) == (
         1e-4, 1e-4, 1e-7, 1e-7,

@@ -58,6 +58,7 @@ def test_a_phrase_counts_once_a_response():
 def test_equal_prompts_may_have_equal_responses():
     assert distinct_share(said("a", "a", "b", "b", prompts=["p", "p", "q", "q"])) == 1.0
     assert distinct_share(said("a", "a", "a", "b")) == 0.5
+    assert distinct_share(said("a", "b", "c", prompts=["p", "p", "q"])) == 1.0
 
 
 ANSWERS = [f"Answer number {i} says that {i * 7} is more than {i * 5}" for i in range(40)]

@@ -16,6 +16,7 @@ from toolkit.rewards.function import in_no_file
 from toolkit.runs.differences import changes
 from toolkit.runs.take_over import take_over
 from toolkit.spec.load import recipe_folder
+from toolkit.spec.sources import lora_config
 from toolkit.spec.stage import check_stage
 from toolkit.trainers.sft import _fitting
 from toolkit.trainers.trl_compat import HAS_PPO
@@ -50,7 +51,7 @@ def test_every_shipped_recipe_loads(path):
         if stage in recipe.values:
             assert recipe.stage_config(stage).seed == 0
     for role in recipe.values["adapters"]:
-        assert recipe.adapter(role).target_modules
+        assert lora_config(recipe.values["adapters"][role]).target_modules
     assert path.read_text(encoding="utf-8").startswith("# ")
     assert yaml.safe_load(recipe.to_yaml()) == recipe.values
 
@@ -63,7 +64,8 @@ def test_overrides_and_interpolation():
     recipe = recipes.load("doubling", "seed=3", "ppo.learning_rate=3e-6", "adapters.policy.r=2", run="x", runs_dir="y")
     assert recipe.values["data"]["seed"] == 3 and recipe.seed == 3
     assert recipe.stage_config("ppo").learning_rate == 3e-6
-    assert recipe.adapter("policy").r == 2
+    assert [recipe.stage_config(stage).seed for stage in ("sft", "reward", "ppo")] == [3, 3, 3]
+    assert recipe.values["adapters"]["policy"]["r"] == 2
     assert str(recipe.stage_folder("ppo")) == "y/x/ppo"
     assert recipes.load("doubling", "seed=3", "about=s${seed}-${base.dtype}").values["about"] == "s3-float32"
 
@@ -229,6 +231,7 @@ def test_three_mistakes_one_error(tmp_path):
         ({"collect": {"samples": 2}}, "collect.samples — section collect has no such field."),
         ({"scorer": {"kind": "function", "function": "a:b"}, "start": {"value": "reward"}}, "there is no reward role"),
         ({"seed": "one"}, "seed — a whole number is needed, got 'one'."),
+        ({"data": {"task": "prompts"}}, "data.train — is missing: task prompts needs it."),
         ({"": 1}, "'' — no such section."),
         ({"output_dir": "x"}, "output_dir — no such section. It is none of a recipe: the run folder decides it. Name"),
         ({"tokenizer": "x"}, "tokenizer — no such section."),
@@ -544,7 +547,7 @@ def test_a_recipe_from_a_mapping_and_sections_by_keyword():
     recipe = recipes.load(MINIMAL, "ppo.kl_coef=0.3", run="mine", ppo={"gamma": 0.5, "kl_coef": 0.1}, seed=7)
     assert recipe.values["ppo"] == {"max_steps": 1, "gamma": 0.5, "kl_coef": 0.3} and recipe.seed == 7
     assert (recipe.name, recipe.run) == ("mine", "mine") and "seed" not in MINIMAL
-    assert recipes.load("doubling", adapters={"policy": {"r": 2}}).adapter("policy").r == 2
+    assert recipes.load("doubling", adapters={"policy": {"r": 2}}).values["adapters"]["policy"]["r"] == 2
     assert "ppo" not in recipes.load("doubling", ppo=None).values
     with pytest.raises(RecipeError, match="has no name for its run"):
         recipes.load(MINIMAL)

@@ -11,6 +11,7 @@ from tests.spec.test_yaml import refused
 from toolkit.errors import RecipeError
 from toolkit.recipes import load
 from toolkit.spec.keys import check_keys
+from toolkit.spec.sources import lora_config
 from toolkit.spec.stage import check_stage
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -206,6 +207,14 @@ def test_an_optimizer_without_what_the_value_role_names():
             "reward.label_smoothing_factor — must be from 0 to below 1, got 7.",
         ),
         ({"reward": {"dataset_num_proc": -5}}, "reward.dataset_num_proc — must be at least 1 or null, got -5."),
+        (
+            {"reward": {"disable_dropout": False}},
+            "reward.disable_dropout — false would have no effect: a base under an",
+        ),
+        (
+            {"reward": {"disable_dropout": True}, "reward_head": {"num_labels": 3}},
+            "reward.disable_dropout — would have no effect: it is of pairs, and reward_head.num_labels says classes.",
+        ),
         ({"q": {"torch_compile": True}}, "q.torch_compile — would have no effect: several roles read in a step"),
         ({"base": {"config": {"model_type": "gpt2", "n_layer": 10**9}}}, "base.config.n_layer — a whole number from 1"),
         ({"base": {"config": {"model_type": "llama", "num_hidden_layers": "2"}}}, "config.num_hidden_layers — a whole"),
@@ -280,7 +289,8 @@ def test_adapters_without_what_they_say(adapter, message, tmp_path):
 
 def test_what_an_adapter_always_is_may_stand_there(tmp_path):
     policy = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": False, "r": 2}
-    assert load_changed(tmp_path, adapters={**MINIMAL["adapters"], "policy": policy}).adapter("policy").r == 2
+    loaded = load_changed(tmp_path, adapters={**MINIMAL["adapters"], "policy": policy})
+    assert lora_config(loaded.values["adapters"]["policy"]).r == 2
 
 
 def test_to_read_a_recipe_draws_no_number(tmp_path):

@@ -57,7 +57,9 @@ def test_a_trackio_space_can_be_private(stage):
 
 
 @pytest.mark.parametrize("stage", STAGE_CLASSES)
-@pytest.mark.parametrize("name", ["save_only_model", "ignore_data_skip", "enable_jit_checkpoint"])
+@pytest.mark.parametrize(
+    "name", ["save_only_model", "ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size"]
+)
 def test_what_would_break_stopping_or_going_on_is_refused(stage, name):
     (problem,) = check_stage(stage, {name: True})
     assert problem.field == f"{stage}.{name}"

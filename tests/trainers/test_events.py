@@ -127,7 +127,10 @@ CASES = {
         {"eval_strategy": "steps", "eval_steps": 2},
         {("on_evaluate", 4): ("should_training_stop",)},
     ),
-    "a callback ends the last pass": ({"max_steps": 8}, {("on_step_end", 6): ("should_epoch_stop",)}),
+    "a callback ends the last pass": (
+        {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 6},
+        {("on_evaluate", 6): ("should_epoch_stop",)},
+    ),
 }  # fmt: skip
 
 

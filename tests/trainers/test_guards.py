@@ -37,7 +37,8 @@ from toolkit.trainers.sft import sft_trainer
 from toolkit.trainers.trl_compat import BALANCE_BY_PARTS
 
 HEALTHY = {
-    "kl": 2.9, "length": 5.5, "entropy": 0.1, "distinct_share": 1.0, "tied_share": 0.2, "explained_variance": 0.002,
+    "sampler_gap": 0.05, "kl": 2.9, "length": 5.5,
+    "entropy": 0.1, "distinct_share": 1.0, "tied_share": 0.2, "explained_variance": 0.002,
     "eos_share": 0.9,
 }  # fmt: skip
 # Of each sign: metrics that show it, and in how many updates.
@@ -64,6 +65,8 @@ def test_a_healthy_run_is_left_alone():
     # One right response to each prompt: certain, and all different (doubling ends so).
     for step in range(200):
         assert watch.seen(step, {**HEALTHY, "entropy": 0.0157}) == []
+    for step in range(200):  # few different responses, of a policy that is not certain of them
+        assert watch.seen(step, {**HEALTHY, "entropy": 1.1, "distinct_share": 0.25}) == []
     assert {guard.name for guard in GUARDS} == BROKEN.keys()
 
 
@@ -184,6 +187,7 @@ def test_each_sign_of_a_fooled_reward_is_told_once(name):
         ({"length": 28.0}, ANSWERS),
         ({"beyond_share": 0.15}, ANSWERS),
         ({"length": 4.9, "score": -0.1}, ANSWERS),
+        ({"length": 5.1, "score": 0.1}, ANSWERS),
         ({"eos_share": 0.4}, ANSWERS),
         ({"judge": -0.6, "judge_se": 0.4}, ANSWERS),  # the score has not risen
         ({"score": 0.1, "judge": 0.1, "judge_se": 0.4}, ANSWERS),
@@ -291,6 +295,8 @@ def test_an_update_whose_scores_are_not_finite_is_passed_over(tmp_path):
     assert ours.state.episode == 12 and metrics["skipped_steps"] == 1.0 and metrics["warnings"] >= 1
     assert "steps_skipped" in names(ours.watch)
     assert ours.skipped.in_a_row == 0
+    assert ours.lr_scheduler.get_last_lr()[0] == 0.0  # its schedule went on
+    assert {row["step"] for row in read_jsonl(tmp_path / "rollouts.jsonl")} == {1, 3, 4}
 
 
 def test_a_step_that_is_finite_ends_a_row():
@@ -415,6 +421,12 @@ def test_memory_that_runs_out_while_the_reward_reads_halves_its_rows(monkeypatch
     ours = RewardAdapter(base, pad_token_id=0, eos_token_id=2, batch_size=4)
     torch.testing.assert_close(score_with(ours, batch), whole, rtol=1e-5, atol=1e-6)
     assert ours.portion.rows == 2
+    text = "def runs_out(*_, **__):\n    raise torch.OutOfMemoryError('CUDA out of memory.')\n"
+    exec(compile(text, torch.__file__, "exec"), given := {"torch": torch})  # a place in torch, none of the user's
+    monkeypatch.setattr(adapter, "sequence_logits", given["runs_out"])
+    with pytest.raises(RewardError, match=r"ran out while responses were scored, .*\(its quantization\)") as told:
+        score_with(ours, batch)
+    assert ".py" not in str(told.value)
 
 
 def test_one_row_that_is_too_large_is_said_as_it_was(tmp_path, monkeypatch):

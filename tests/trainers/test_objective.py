@@ -281,9 +281,23 @@ def test_what_the_critic_explains_of_the_returns(tmp_path):
     assert "explained_variance" not in describe(equal, kl_coef=0.3, cap=None)
 
 
+def test_scores_that_are_one_number_are_seen_behind_a_penalty(tmp_path):
+    ours, _ = prepared(tmp_path, missing_eos_penalty=1.0)
+    for scores, tied in ((torch.zeros(4), 1.0), (SCORES, 0.25)):
+        experience = ours._make_experience(rollout(RESPONSES), scores)
+        assert experience.shaped_scores.unique().numel() == (2 if tied == 1 else 4)
+        assert describe(experience, kl_coef=0.3, cap=None)["tied_share"] == tied
+    alone = ours._make_experience(rollout(RESPONSES[:1], PROMPTS[:1]), SCORES[:1])
+    assert describe(alone, kl_coef=0.3, cap=None)["tied_share"] == 0.0
+
+
 def test_short_responses_are_punished(tmp_path):
-    _, experience = prepared(tmp_path, short_response_penalty=4.0, min_response_length=3, missing_eos_penalty=1.0)
+    ours, experience = prepared(
+        tmp_path, short_response_penalty=4.0, min_response_length=3, missing_eos_penalty=1.0, vf_coef=0.1
+    )
     assert experience.shaped_scores.tolist() == [1.0, -2.0, 0.5, -2.0]  # lengths 3, 6 (cut), 4 and 2
+    stats = ours.step({}, rollout(RESPONSES), SCORES)
+    assert stats["length"] == 15 / 4 and "dropped_responses" not in stats  # punished, and learnt from
 
 
 def test_any_of_the_base_s_stop_tokens_ends_a_response(tmp_path):
@@ -330,6 +344,7 @@ def test_the_ratio_has_a_range_of_its_own(tmp_path):
     expected = float(torch.max(-gain * ratio, -gain * ratio.clamp(0.95, 1.05)).mean())
     found, _ = gradient_of(ours, experience)
     assert found["policy_loss"] == pytest.approx(expected, rel=1e-4) and found["clip_fraction"] > 0
+    assert found["ratio"] == pytest.approx(float(ratio.mean()), rel=1e-4)
     assert float((-gain * ratio).mean()) != pytest.approx(expected, rel=1e-2)
 
 

@@ -337,12 +337,17 @@ def test_saved_roles_load_with_plain_peft(tmp_path, caplog):
     (tmp_path / "mine" / "README.md").write_text("mine")
     ours.save_model(tmp_path / "mine")
     assert (tmp_path / "mine" / "README.md").read_text() == "mine"
+    ours.save_model(str(tmp_path / "run" / "ppo"))
+    for saved, name in (("out", "out"), ("run/ppo", "run")):
+        assert f"\n# {name}\n" in (tmp_path / saved / "README.md").read_text()
     added = (tmp_path / "out" / "README.md").read_text() + "\n## My results\n"
     (tmp_path / "mine" / "README.md").write_text(added)
     ours.save_model(tmp_path / "mine")
     assert (tmp_path / "mine" / "README.md").read_text() == added
     assert "README.md is not as this version writes it, and stays as it is" in caplog.text
     plain = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "out" / "policy"))
+    saved = json.loads((tmp_path / "out" / "policy" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == "folder/of/the/base"
     ids = torch.tensor([[1, 4, 9]])
     with torch.no_grad(), ours.roles.role("policy"):
         torch.testing.assert_close(plain(input_ids=ids).logits, ours.roles(input_ids=ids).logits, **EXACT)

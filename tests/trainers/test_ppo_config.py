@@ -5,7 +5,7 @@ import pytest
 from tests.tiny_models import needs_trl_loop
 from tests.trainers.helpers import config
 from toolkit.errors import ConfigError
-from toolkit.functional import KL_ESTIMATORS, VALUE_POOLINGS
+from toolkit.functional import KL_ESTIMATORS
 from toolkit.trainers.ppo_config import PPOConfig
 
 TOGETHER = (
@@ -17,7 +17,6 @@ TOGETHER = (
 def test_the_words_are_those_of_the_maths():
     types = get_type_hints(PPOConfig)
     assert get_args(types["kl_estimator"]) == (*KL_ESTIMATORS, "full")
-    assert get_args(types["value_pooling"]) == VALUE_POOLINGS
 
 
 @pytest.mark.parametrize(
@@ -122,6 +121,10 @@ def test_bad_values(changes, message, tmp_path):
                 "label_smoothing_factor": 0.1,
                 "dataloader_num_workers": 1,
                 "auto_find_batch_size": True,
+                "torch_compile": True,
+                "include_num_input_tokens_seen": "all",
+                "logging_nan_inf_filter": False,
+                "bf16_full_eval": True,
                 "include_for_metrics": ["loss"],
             }.items()
         ),

@@ -293,6 +293,7 @@ def test_data_that_does_not_fit(tmp_path):
     odd = Dataset.from_list([{**rows()[0], "rewards": [*rows()[0]["rewards"][:-1], -4.1234512]}])
     with pytest.raises(DataError, match="Set it to ") as refused:
         make(tmp_path, data=odd, lowest_return=0.0)
+    assert f"gets {-0.5 + 0.998 * -4.1234512}." in str(refused.value)  # rewards None, -0.5, -4.1234512
     make(tmp_path, data=odd, lowest_return=float(str(refused.value).split("Set it to ")[1].split()[0]))
     make(tmp_path, lowest_return=0.0, conservative_coef=0.0)  # then nothing is drawn there
 

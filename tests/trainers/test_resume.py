@@ -125,7 +125,8 @@ def test_a_cell_that_is_run_again_trains_another_course(stage, tmp_path):
     for asked, last in ((3, 4), (1, 2)):
         stop = Ask("on_step_begin", asked)
         made.add_callback(stop)
-        again = pytest.warns(UserWarning, match="holds checkpoint-4 of an earlier try") if asked == 1 else nullcontext()
+        told = "holds checkpoint-4 of an earlier try.* has 4 steps"
+        again = pytest.warns(UserWarning, match=told) if asked == 1 else nullcontext()
         with again, pytest.raises(RunInterrupted, match=f"checkpoint-{last}"):
             made.train()
         made.remove_callback(stop)
@@ -153,7 +154,8 @@ def test_a_course_that_was_begun_by_mistake_takes_no_line_of_the_one_that_goes_o
 
 def test_a_cell_that_is_run_again_without_checkpoints_logs_the_last_course(tmp_path):
     made = make(sft_policy, tmp_path, max_steps=2, save_strategy="no")
-    for _ in range(2):
+    made.train()
+    with pytest.warns(UserWarning, match=r"anew\. Only steps and schedule do: this trainer has 2 steps behind it"):
         made.train()
     assert [row["step"] for row in metrics(tmp_path) if "train_loss" not in row] == [2]
 
@@ -214,6 +216,7 @@ def test_what_is_logged_at_the_end_of_a_pass_comes_with_its_rollouts(tmp_path):
 
     whole = run()
     assert {json.loads(line)["step"] for line in whole.splitlines()} == {2, 3}
+    assert len(whole.splitlines()) == 2 * 4  # of 12 responses each
     assert run(resume_from_checkpoint=tmp_path / "checkpoint-2") == whole
 
 
@@ -893,12 +896,11 @@ def test_a_run_that_goes_on_saves_as_often_as_it_is_asked_to_now(tmp_path):
     [([0.9, 0.7, 0.4, 0.1], 2), ([0.2, 0.1, 0.9, 0.5], 4)],
     ids=["before the first save", "before the best save"],
 )
-@pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
 def test_what_lies_between_saves_is_not_what_the_saved_ones_are_held_against(
-    stage, evaluations, best, greater_is_better, tmp_path
+    evaluations, best, greater_is_better, tmp_path
 ):
     evaluations = evaluations if greater_is_better else [-one for one in evaluations]
-    made = make(stage, tmp_path, **BETWEEN_SAVES, save_total_limit=1, greater_is_better=greater_is_better)
+    made = make(ppo, tmp_path, **BETWEEN_SAVES, save_total_limit=1, greater_is_better=greater_is_better)
     made.metrics = lambda rollout: {"mine": evaluations[made.state.global_step - 1]}
     made.train()
     assert made.state.best_metric == (max if greater_is_better else min)(evaluations)
@@ -906,12 +908,123 @@ def test_what_lies_between_saves_is_not_what_the_saved_ones_are_held_against(
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-4"}
 
 
-def test_a_run_that_is_over_has_its_best_weights_again_though_a_better_evaluation_was_not_saved(tmp_path):
-    whole = measured(ppo, tmp_path)
+@pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
+def test_a_run_that_is_over_has_its_best_weights_again_though_a_better_evaluation_was_not_saved(stage, tmp_path):
+    whole = measured(stage, tmp_path)
     whole.train()
-    again = measured(ppo, tmp_path)
+    again = measured(stage, tmp_path)
     again.train(resume_from_checkpoint=True)
     assert Path(again.state.best_model_checkpoint).name == "checkpoint-2"
+    assert_same(weights(whole), weights(again))
+
+
+class Stops(TrainerCallback):
+    """Ends training after two updates, once."""
+
+    stopped = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and not self.stopped:
+            control.should_training_stop = self.stopped = True
+
+
+@pytest.mark.parametrize(("by", "after"), [(Ask, ("on_step_begin", 1)), (Stops, ())], ids=["signal", "callback"])
+def test_what_was_stopped_goes_on_with_its_own_weights_and_not_with_the_best(by, after, tmp_path):
+    def falling(folder, **changes):
+        made = measured(ppo, folder, save_steps=1, eval_on_start=True, **changes)
+        made.metrics = lambda rollout: {"mine": -made.state.global_step}
+        return made
+
+    falling(tmp_path / "whole").train()
+    made = falling(tmp_path / "cut")
+    made.add_callback(by(*after))
+    with pytest.raises(RunInterrupted) if by is Ask else nullcontext():
+        made.train()
+    assert made.state.global_step == 2 and made.state.best_model_checkpoint.endswith("checkpoint-1")
+    made.train()
+    for role in ("policy", "value"):
+        saved = (f"{name}/checkpoint-4/{role}/adapter_model.safetensors" for name in ("whole", "cut"))
+        assert_same(*(load_file(tmp_path / name) for name in saved))
+    evaluated = [row["step"] for row in metrics(tmp_path / "cut") if "eval_score" in row]
+    assert evaluated == [0, 1, 2, 3, 4]  # that of the start once
+    with pytest.warns(UserWarning, match="the 4 updates of this run are done, and train\\(\\) makes no more"):
+        made.train()
+
+
+def test_weights_that_were_not_saved_are_not_gone_on_with_as_the_best(tmp_path):
+    made = measured(ppo, tmp_path, save_strategy="best")
+    made.metrics = lambda rollout: {"mine": -made.state.global_step}
+    made.add_callback(Stops())
+    made.train()
+    with pytest.raises(CheckpointError, match="those of update 2 were not saved, and those of the best checkpoint"):
+        made.train()
+
+
+def test_an_evaluation_by_hand_is_none_that_early_stopping_waits_for(tmp_path):
+    made = measured(ppo, tmp_path, save_steps=1, early_stopping_patience=1)
+    made.add_callback(Ask("on_step_begin", 2))
+    with pytest.raises(RunInterrupted):
+        made.train()
+    made.metrics = lambda rollout: {"mine": 0.0}
+    made.evaluate()
+    assert not read_state(made.save_checkpoint())["stopped_early"]
+
+
+def test_nor_is_one_after_an_error(tmp_path):
+    made = measured(ppo, tmp_path, save_steps=1, early_stopping_patience=1)
+    read = made.reward
+
+    def fails(rollout):
+        if made.state.global_step == 2 and made.is_in_train and not made._evaluation_due:
+            raise ValueError("no score today")
+        return read(rollout)
+
+    made.reward = fails
+    with pytest.raises(RewardError):
+        made.train()
+    made.reward, made.metrics = read, lambda rollout: {"mine": 0.0}
+    made.evaluate()
+    assert not made.control.should_training_stop and not read_state(made.save_checkpoint())["stopped_early"]
+
+
+def test_a_learning_rate_that_a_schedule_does_not_note_is_held_against_that_of_the_checkpoint(tmp_path):
+    settings = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
+    make(sft_policy, tmp_path, max_steps=2, **settings).train()
+    again = make(sft_policy, tmp_path, max_steps=4, learning_rate=1e-6, **settings)
+    with pytest.raises(CheckpointError, match="of a run with a learning rate of"):
+        again.train(resume_from_checkpoint=True)
+
+
+class EndsPass(TrainerCallback):
+    def __init__(self, event):
+        self.ends = []
+        setattr(self, event, self._ends)
+
+    def _ends(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 2
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.ends.append((state.global_step, state.epoch))
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate"])
+def test_a_pass_that_a_callback_has_ended_is_over_for_whoever_goes_on(event, tmp_path):
+    on = {"eval_strategy": "steps", "eval_steps": 2} if event == "on_evaluate" else {}
+
+    def made():
+        trainer, ends = make(ppo, tmp_path / "cut", max_steps=4, save_steps=1, **on), EndsPass(event)
+        assert len(trainer.dataloader) == 4
+        trainer.add_callback(ends)
+        return trainer, ends.ends
+
+    whole, ends = made()
+    whole.train()
+    assert ends == [(2, 0.5), (4, 1.5)]  # as transformers counts: the second pass is half over
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "cut" / f"checkpoint-{step}")
+    again, ends = made()
+    again.train(resume_from_checkpoint=True)
+    assert ends == [(2, 0.5), (4, 1.5)]
     assert_same(weights(whole), weights(again))
 
 
@@ -993,3 +1106,11 @@ def test_an_evaluation_that_is_made_up_for_may_be_the_best(tmp_path):
     once_more = made()
     once_more.train(resume_from_checkpoint=True)
     assert Path(once_more.state.best_model_checkpoint).name == "checkpoint-4"
+
+
+def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path):
+    made = make(q, tmp_path, **BETWEEN_SAVES)
+    for step, found in ((2, math.nan), (4, 0.5), (6, math.nan)):
+        made.state.global_step, made._metrics_at[step] = step, found
+        made._note_best()
+    assert Path(made.state.best_model_checkpoint).name == "checkpoint-4"

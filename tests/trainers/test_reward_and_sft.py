@@ -51,7 +51,7 @@ def test_scalar_reward_learns_pairs_and_saves_a_role(checkpointing, tmp_path):
         output_dir=str(tmp_path), max_steps=30, gradient_checkpointing=checkpointing, max_length=None, **COMMON
     )
     trainer = reward_trainer(args, tokenizer, base, pairs(), pairs(8), callbacks=[], base_name="tiny")
-    assert isinstance(trainer, TRLRewardTrainer)
+    assert isinstance(trainer, TRLRewardTrainer) and trainer.base_name == "tiny"
     head = base.heads["reward"].weight.detach().clone()
     trainer.train()
     assert not torch.equal(head, base.heads["reward"].weight)
@@ -357,6 +357,11 @@ def test_a_row_past_the_positions_of_the_model_is_refused(tmp_path):
     with pytest.raises(DataError, match="^row 0 of the training rows has 66 tokens"):  # positions go on over the rows
         wrapped = {**packed, "packing_strategy": "wrapped", "max_length": 66}
         sft_trainer(SFTConfig(**{**made, **wrapped}), tokenizer, gpt2, rows)
+    two = Dataset.from_dict({"input_ids": [long[:40]] * 2, "labels": [long[:40]] * 2})
+    by_row = SFTConfig(**{**made, **packed, "max_length": 128})  # bfd: each row has positions of its own
+    assert len(sft_trainer(by_row, tokenizer, gpt2, two).train_dataset) == 1
+    with pytest.raises(DataError, match="^row 0 of the training rows has 65 tokens"):
+        sft_trainer(by_row, tokenizer, gpt2, rows)
     with pytest.raises(DataError, match="has 65 tokens"):  # a table under an adapter
         adapted = get_peft_model(
             tiny_model("gpt2"), LoraConfig(target_modules=["wpe", "c_attn"], task_type="CAUSAL_LM")

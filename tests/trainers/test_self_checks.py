@@ -1,6 +1,7 @@
 """Each check fails on the mistake that it is for."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,3 +209,21 @@ def test_a_special_token_that_no_text_becomes_needs_no_embedding():
     tokenizer.chat_template, tokenizer.eos_token = None, "<image_soft_token>"
     with pytest.raises(SelfCheckError, match="eos_token_id is 42; the base has embeddings for 0 to 41"):
         self_checks.check_tokenizer(tokenizer, base)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "limit"),
+    [
+        ({"bf16": True}, torch.float32, 5e-2), ({"fp16": True}, torch.float32, 1e-2),
+        ({}, torch.float32, 1e-4), ({}, torch.bfloat16, 5e-2),
+    ],
+)  # fmt: skip
+def test_how_far_from_1_the_ratio_may_be_is_a_matter_of_precision(flags, dtype, limit):
+    args = SimpleNamespace(**{"bf16": False, "fp16": False, **flags})
+    base = SimpleNamespace(causal_lm=SimpleNamespace(dtype=dtype))
+    mask = torch.tensor([[True, True, False]])
+    off = limit * torch.tensor([[1.0, -1.0, 100.0]])  # of both signs, and padding counts nothing
+    self_checks.check_ratio(base, args, 0.9 * off, mask)
+    for wrong in (1.1 * off, torch.full((1, 3), float("nan"))):
+        with pytest.raises(SelfCheckError, match=r"before the first update log\(ratio\)"):
+            self_checks.check_ratio(base, args, wrong, mask)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -5,7 +7,7 @@ from tests.tiny_models import shared_base
 from tests.trainers.helpers import config, count_reward, dataset
 from toolkit.data import doubling
 from toolkit.errors import ConfigError
-from toolkit.trainers.stock_ppo import stock_ppo_trainer, stock_rollouts
+from toolkit.trainers.stock_ppo import _InOurNames, stock_ppo_trainer, stock_rollouts
 
 TRLPPOTrainer = pytest.importorskip("trl.experimental.ppo", reason="TRL 1.12 is the last with PPO").PPOTrainer
 
@@ -20,6 +22,7 @@ def test_the_unmodified_trainer_trains_policy_and_value_on_the_shared_base(tmp_p
     before = {n: p.detach().clone() for n, p in base.named_parameters()}
     trainer = stock(tmp_path, base, max_steps=2, num_ppo_epochs=2)
     assert type(trainer) is TRLPPOTrainer
+    assert trainer.stop_token_id == trainer.processing_class.eos_token_id == 2  # TRL's default never stops
     trainer.train()
     assert trainer.state.global_step == 2
     changed = {n for n, p in base.named_parameters() if not torch.equal(p, before[n])}
@@ -59,3 +62,14 @@ def test_pad_equal_to_eos_and_class_heads_are_refused(tmp_path):
         stock(tmp_path, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="reward adapter of one output"):
         stock(tmp_path, shared_base(labels=3))
+
+
+@pytest.mark.parametrize(("penalty", "name"), [(None, "score"), (3.0, "shaped_score")])
+def test_a_score_from_which_trl_has_taken_a_penalty_is_called_so(penalty, name):
+    theirs = {"objective/scores": -1.0, "objective/kl": 0.5, "loss/policy_avg": 0.1, "loss/value_avg": 0.2,
+              "policy/approxkl_avg": 0.3, "policy/clipfrac_avg": 0.4, "val/clipfrac_avg": 0.6}  # fmt: skip
+    ours = {name: -1.0, "kl": 0.5, "policy_loss": 0.1, "value_loss": 0.2, "approx_kl": 0.3, "clip_fraction": 0.4,
+            "value_clip_fraction": 0.6}  # fmt: skip
+    logs = dict(theirs)
+    _InOurNames().on_log(SimpleNamespace(missing_eos_penalty=penalty), None, None, logs)
+    assert logs == theirs | ours

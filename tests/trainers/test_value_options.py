@@ -1,5 +1,7 @@
 """Values that are pooled, or read off a base of their own; optimizers by name."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -7,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.tiny_models import lora, randomize, tiny_model
 from tests.tolerances import FP32, RELATIVE
 from tests.trainers.helpers import PROMPTS, config, rollout, trainer
-from toolkit.errors import SelfCheckError
+from toolkit.errors import ConfigError, SelfCheckError
 from toolkit.models import SharedBase, ValueModel
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 30, 21, 2], [5, 2]]
@@ -150,6 +152,13 @@ def test_a_value_model_of_too_few_tokens_is_found(tmp_path):
     made.resize_token_embeddings(20)
     with pytest.raises(SelfCheckError, match="the value model has 20 embeddings and the tokenizer 42 tokens"):
         trainer(tmp_path, base_with(ValueModel(made, None)))
+
+
+def test_what_lion_does_not_read_is_no_setting_of_the_value_role(tmp_path):
+    for name, refused in (("lion_8bit", True), ("adamw_8bit", False)):
+        ours = trainer(tmp_path, optim=name, value_adam_epsilon=1e-7, max_grad_norm=0.0)
+        with pytest.raises(ConfigError, match="lion_8bit has no eps, which") if refused else nullcontext():
+            ours._prepare_training()
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,13 @@ def check(
 ) -> None:
     """Check a recipe with its files, columns and adapters in seconds, without loading weights."""
     from toolkit import recipes
+    from toolkit.spec.plan import by_trl
 
     loaded = recipes.load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
     report = recipes.check(loaded)
     print(report.text(IN_SHELL))
     report.raise_problems()
-    if "ppo" in loaded.plan.stages and loaded.values["ppo"].get("loop") != "trl":
+    if "ppo" in loaded.plan.stages and not by_trl(loaded.values):
         for label, text in recipes.plan(loaded, notes=False).summary():
             print(f"{label:<10} {text}")
 

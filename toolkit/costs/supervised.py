@@ -75,7 +75,7 @@ def counted_step(
             return [Phase(stage, costs, steps), Phase(f"{stage} evaluation", evaluation, 0)]
 
         with roles.role("policy") if sft else nullcontext(), planned_for_cpu() if on_cpu else as_on_a_card():
-            step, evaluation = of_all_layers(roles, count)
+            step, evaluation = of_all_layers(roles, count, args)
         vars(trainer.model).pop("forward", None)
     return step, evaluation
 

@@ -73,11 +73,11 @@ class _Cache(DynamicCache):
         return kept
 
 
-def of_all_layers(roles: SharedBase, count: Callable[[], list[Phase]]) -> list[Phase]:
+def of_all_layers(roles: SharedBase, count: Callable[[], list[Phase]], args: Any) -> list[Phase]:
     """What is counted of a base. Layers that are all alike are counted two and three at a time: what the third one
-    adds, the others do."""
+    adds, the others do, unless every n-th one is checkpointed."""
     number = alike(roles)
-    if number is None or number <= _FEW + 1:
+    if number is None or number <= _FEW + 1 or "every_n_layers" in (args.gradient_checkpointing_kwargs or {}):
         return count()
     with truncated(roles, _FEW):
         few = count()
@@ -106,7 +106,10 @@ def learning(counted: Counted, roles: SharedBase, args: Any, *, further: bool, c
     hooks = [parameter.register_post_accumulate_grad_hook(named) for parameter in trained]
     roles.train()
     if args.gradient_checkpointing:
-        roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        given = dict(args.gradient_checkpointing_kwargs or {})
+        given.pop("offload", None)  # what it moves to the host's memory is counted here, as if it stayed
+        every = given.pop("every_n_layers", 1)  # which transformers' trainer takes out, too
+        roles.gradient_checkpointing_enable(given, **({} if every == 1 else {"every_n_layers": every}))
     try:
         with counted.phase() as costs:
             yield costs
@@ -172,8 +175,11 @@ class CountedUpdate:
         A "rollout" is prefill, decode, and what its tokens would be by the base alone, "merged".
         """
 
+        def count() -> list[Phase]:
+            return [phase for name in names or PHASES for phase in self._parts(name)]
+
         with planned_for_cpu() if self.on_cpu else as_on_a_card():
-            return of_all_layers(self.roles, lambda: [phase for name in names or PHASES for phase in self._parts(name)])
+            return of_all_layers(self.roles, count, self.args)
 
     def _parts(self, name: str) -> list[Phase]:
         args, batch = self.args, self.args.update_batch_size

@@ -114,7 +114,7 @@ class PlacedDataLoader(DataLoader):
 
     def __init__(self, dataset: Any, *, generator: torch.Generator, **named: Any):
         super().__init__(dataset, generator=generator, **named)
-        self._to_skip = self._first = 0
+        self._to_skip = self._first = self._drawn = 0
         self.end_pass()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -140,10 +140,11 @@ class PlacedDataLoader(DataLoader):
             self.pass_is_over = True
         return batch
 
-    def end_pass(self) -> None:
-        """Leave the rest of the pass out: the place is the beginning of the next one."""
-        self._pass = iter(())
+    def end_pass(self) -> int:
+        """Leave the rest of the pass out, and say how many batches: the place is the beginning of the next one."""
+        left, self._pass = len(self) - self._drawn, iter(())
         self._pass_began, self._drawn = None, 0
+        return left
 
     def state_dict(self) -> dict[str, Any]:
         """The place: `generator`, its state when the pass began (uint8), and `batches` drawn since."""

@@ -11,13 +11,15 @@ from typing import Any, Literal, Self
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from toolkit import phases
 from toolkit.data.files import shown
-from toolkit.data.messages import Messages, checked_messages, dialogue_prompt, read_prompt
+from toolkit.data.messages import Messages, checked_messages, dialogue_prompt, read_prompt, refuse_template_settings
 from toolkit.data.rows import Unusable, present
 from toolkit.errors import DataError
 from toolkit.time_limit import time_limit
 
 _LARGEST_TEMPLATE = 2**20  # characters around what is said
+_MARK = "qzxvw"  # in no template and in no conversation
 PROMPT_COLUMNS = {name: name for name in ("input_ids", "messages", "prompt", "query")}
 
 
@@ -103,9 +105,45 @@ class PromptEncoder:
                 return str(reason)
         return ""
 
+    def check_answers(self, field: str = "chat") -> None:
+        """Raises DataError, of `field`, if the chat template writes more before an answer than its generation prompt
+        ends with, as gpt-oss's does: a response of text would stand in a header. An empty thought there is told."""
+        if self.chat and self._before_answer:
+            written = f'the chat template writes "{shown(self._before_answer)}"'
+            wrong = f"{written} between its generation prompt and an answer, which a response of text would lack."
+            remedy = "Write it into the generation prompt of the base's chat_template.jinja, or give rows that are "
+            raise DataError(wrong, field=field, remedy=f"{remedy}rendered already, with chat: false.")
+
+    @cached_property
+    def _before_answer(self) -> str:
+        """What a template writes between its generation prompt and an answer, thoughts apart, which are told; nothing
+        where it has another beginning for an answer, or refuses the question."""
+        asked: Messages = self._with_system([{"role": "user", "content": _MARK}])
+        try:
+            waiting = self._rendered(asked).split(_MARK)
+            answered = self._rendered([*asked, {"role": "assistant", "content": _MARK}], waits=False).split(_MARK)
+        except Unusable:
+            return ""
+        begun, before = waiting[-1].rstrip(), "".join(answered[1:-1][-1:])
+        # Of a thought that the generation prompt opens a response has the rest: `_after_opening`.
+        if begun.endswith("<think>") or not before.startswith(begun):
+            return ""
+        between = before.removeprefix(begun).strip()
+        if not any(word in between.lower() for word in ("think", "thought")):
+            return between
+        written = f'the chat template writes "{shown(between)}" before an answer'
+        phases.tell(f"{written}: responses of the data follow its generation prompt without it.")
+        return ""
+
     def prompt(self, prompt: Messages | str, limit: int | None = None) -> dict[str, Any]:
         """A conversation or a text that waits for its response, of at most `limit` tokens."""
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if self.chat else None
+        # An earlier turn of the assistant may have its end.
+        others = [message["content"] for message in messages or () if message["role"] != "assistant"]
+        end = self.tokenizer.eos_token
+        if self.chat and end is not None and any(end in text for text in others):
+            why = "a prompt that goes on after an end, as if it were in a chat template already"
+            raise Unusable(f"{why} (chat: false takes it so)")
         text = str(prompt) if messages is None else self._written(messages)
         ids = self.ids(text, special=not self.chat)
         if not ids:
@@ -120,11 +158,42 @@ class PromptEncoder:
         """The text that asks for the assistant's next turn."""
         if not self.chat:
             return dialogue_prompt(messages)
-        if self.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
+        messages = self._with_system(messages)
+        text = self._rendered(messages)
+        for place, message in enumerate(messages):
+            if message["content"].strip() and not self._shows(messages, place):
+                raise Unusable(f"the chat template leaves out a message of the {message['role']}")
+        return text
+
+    def _with_system(self, messages: Messages) -> Messages:
+        if self.system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def _shows(self, messages: Messages, place: int) -> bool:
+        """Whether the chat template writes what the message at a place says; one like an earlier one that it wrote is
+        not tried. By a mark, since templates may change a content."""
+        message = messages[place]
+        # Some leave out the content of a first message alone, or beside tool calls.
+        like = (message["role"], place == 0, *message)
+        if like not in self._known:
+            marked = [*messages[:place], {**message, "content": _MARK}, *messages[place + 1 :]]
+            with suppress(Unusable):  # it may ask more of a content
+                if _MARK not in self._rendered(marked):
+                    return False
+            self._known.add(like)
+        return True
+
+    @cached_property
+    def _known(self) -> set[tuple[str | bool, ...]]:
+        """Messages that the chat template writes: role, whether it comes first, and keys."""
+        return set()
+
+    def _rendered(self, messages: Messages, *, waits: bool = True) -> str:
+        """Messages in the chat template, with the generation prompt if the assistant is to respond."""
         try:
             with time_limit(), fixed_day(self.tokenizer):
-                text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+                text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=waits, tokenize=False))
         except (TimeoutError, MemoryError) as error:
             raise self._endless(error) from error
         except Exception as error:  # of jinja2, and of whatever a template does in Python
@@ -138,11 +207,18 @@ class PromptEncoder:
         return DataError(wrong, field="chat", remedy="Mend its chat_template.jinja or tokenizer_config.json.")
 
     def ids(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of a text as it is, or with the special tokens that the tokenizer adds."""
+        """The ids of a text as it is, or with the special tokens that the tokenizer adds, where it has no first one."""
+        begin = self.tokenizer.bos_token
+        begun = begin is not None and text.startswith(begin)
         try:
-            return self.tokenizer.encode(text, add_special_tokens=special)
+            return self.tokenizer.encode(text, add_special_tokens=special and not begun)
         except Exception as error:  # of tokenizers, which has no other class
             raise Unusable(f"the tokenizer refuses it: {error}") from error
+
+    def without_space_after_end(self, text: str) -> str:
+        """A text without the white space behind its end, where chat templates write a line break."""
+        end = self.tokenizer.eos_token
+        return stripped if end is not None and (stripped := text.rstrip()).endswith(end) else text
 
     def typed(self, messages: Messages, *, plain: bool = False) -> list[int]:
         """A conversation that a person typed as a prompt, its last message alone if `plain`; raises DataError if it
@@ -166,7 +242,7 @@ class PromptEncoder:
         if "messages" in prompt:
             text = text.strip()
             text = self._after_opening(text, prompt["prompt"], ended) if self.chat else f" {text}"  # as in hh-rlhf
-        ids, end = self.ids(text), self.tokenizer.eos_token_id
+        ids, end = self.ids(self.without_space_after_end(text)), self.tokenizer.eos_token_id
         if end in ids[:-1]:
             raise Unusable(f"a response that goes on after its end ({self.tokenizer.eos_token})")
         return [*ids, end] if ended and ids[-1:] != [end] else ids
@@ -209,8 +285,8 @@ class PromptEncoder:
         The prompt is in the first of `columns` (kinds of `PROMPT_COLUMNS` to the source's names) that the first row of
         the source has. Raises DataError if it has none of them, or the row lacks that one.
         """
-        columns = columns or PROMPT_COLUMNS
-        named = {kind: columns[kind] for kind in PROMPT_COLUMNS if kind in columns}
+        looked_for = columns or PROMPT_COLUMNS
+        named = {kind: looked_for[kind] for kind in PROMPT_COLUMNS if kind in looked_for}
         kind = next((kind for kind, column in named.items() if column in first), None)
         if kind is None:
             wanted = ", ".join(f'"{column}"' for column in named.values())
@@ -220,9 +296,20 @@ class PromptEncoder:
             raise DataError(wrong, remedy="Give every row the same column for the prompt.")
         value = row[named[kind]]
         messages = kind == "messages" or (kind == "prompt" and isinstance(value, list))
-        return named[kind], self._of_kind(place, "messages" if messages else kind, value, limit)
+        try:
+            encoded = self._of_kind(place, "messages" if messages else kind, named[kind], value, limit)
+        except Unusable as reason:
+            texts = [name for name in ("prompt", "query") if isinstance(row.get(name), str) and row[name].strip()]
+            if columns or kind != "messages" or reason.limit or not texts:
+                raise
+            # Answered conversations often have their question beside them.
+            hint = f"there is a column {texts[0]}, too: columns.prompt={texts[0]}"
+            raise Unusable(f"{reason} ({hint})") from reason
+        if "messages" in encoded:
+            refuse_template_settings(row)
+        return named[kind], encoded
 
-    def _of_kind(self, place: str, kind: str, value: Any, limit: int | None) -> dict[str, Any]:
+    def _of_kind(self, place: str, kind: str, column: str, value: Any, limit: int | None) -> dict[str, Any]:
         if kind == "messages" and not self.chat:
             remedy = "Set it to true, or name a column of text."
             raise DataError(f"{place}: messages need the chat template.", field="chat", remedy=remedy)
@@ -234,12 +321,12 @@ class PromptEncoder:
         if value is None:
             raise Unusable("an empty prompt")
         if kind == "input_ids":
-            ids = within_limit(self.checked_ids(value, kind), "prompt", limit, self.on_long)
+            ids = within_limit(self.checked_ids(value, column), "prompt", limit, self.on_long)
             if not ids:
                 raise Unusable("an empty prompt")
             return {"input_ids": ids}
         if kind == "messages":
             return self.prompt(checked_messages(value), limit)
         if not isinstance(value, str):
-            raise Unusable(f"a {kind} that is no text")
+            raise Unusable(f"a {column} that is no text")
         return self.prompt(read_prompt(value), limit)

@@ -157,7 +157,7 @@ class Instructions(Task):
                 raise DataError(wrong, field=name)
         self._encoder.check_template()
 
-    @property
+    @cached_property
     def _encoder(self) -> PromptEncoder:
         return PromptEncoder(self.tokenizer, True, self.system)
 
@@ -197,6 +197,7 @@ class Instructions(Task):
     def demonstrations(self, split: str) -> Dataset:
         """The prompts with `written` responses, which alone are part of the loss: no pair that training never has, and
         no prompt for which none is found."""
+        self._encoder.check_answers("task")
         draw, rows = random.Random(f"{self.seed} {split} written"), []
         for row in self.rows(split):
             if row["composition"] == "unseen" or (text := written(row, draw)) is None:

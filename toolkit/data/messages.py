@@ -116,15 +116,29 @@ def text_or_messages(place: str, row: dict[str, Any], column: str) -> Messages |
 
 def refuse_tools(row: dict[str, Any]) -> None:
     """Raises `Unusable` for a row with tools, which no chat template would be told of."""
-    if row.get("tools"):
+    if row.get("tools") and _holds(row["tools"]):
         raise Unusable("tools, which are not read")
+
+
+def refuse_template_settings(row: dict[str, Any]) -> None:
+    """Raises `Unusable` for a row with settings of its chat template, which TRL would hand over."""
+    settings = row.get("chat_template_kwargs")
+    if any(map(_holds, settings.values() if isinstance(settings, dict) else [settings])):
+        raise Unusable("chat_template_kwargs, which are not read")
+
+
+def _holds(value: Any) -> bool:
+    """Whether a value is more than an empty one, which may stand as JSON in a text."""
+    return value.strip() not in ("", "[]", "{}", "null") if isinstance(value, str) else value not in (None, [], {})
 
 
 def refuse_parts(
     row: dict[str, Any], prompt: Messages | str, system: str | None = None, others: Sequence[str] = ()
 ) -> None:
     """Raises `Unusable` for a row with a part of its prompt in a column of its own, or in one of the `others`, which
-    are not read. The prompt, or the `system` message before it, may hold that part itself."""
+    are not read. The prompt, or the `system` message before it, may hold that part itself. So for one with settings of
+    its chat template."""
+    refuse_template_settings(row)
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     read = "\n".join([*texts, system or ""])
     for name, value in row.items():

@@ -159,6 +159,7 @@ class Preferences(SplitTask):
 
     def pairs(self, split: str) -> Dataset:
         """For `trl.RewardTrainer`; `margin` is 0 where a row has none, if any row of the split has one."""
+        self._encoder.check_answers()
         parts = [self._rows_of("reward", split).rows, *([self._made] if split == "train" else [])]
         table = pa.concat_tables(chain.from_iterable(map(tables_of, parts)))
         sides, margins = table.select(list(_SIDES)), table["margin"]
@@ -180,6 +181,7 @@ class Preferences(SplitTask):
 
     def demonstrations(self, split: str) -> Dataset:
         """Prompts with their chosen responses, which alone are part of the loss."""
+        self._encoder.check_answers()
         rows = each_of(self._rows_of("sft", split).rows.select_columns(["chosen_ids", "prompt_length"]))
         shown = ((row["chosen_ids"], row["prompt_length"]) for row in rows)
         return in_one_piece(packed(({"input_ids": ids, "labels": [-100] * n + ids[n:]} for ids, n in shown), SHOWN))
@@ -297,10 +299,16 @@ def _repeats(prompt: Any, chosen: Any, rejected: Any) -> bool:
     if not (isinstance(chosen, list) and isinstance(rejected, list) and min(len(chosen), len(rejected)) > 1):
         return False
     if isinstance(prompt, list):
-        return chosen[: len(prompt)] == prompt == rejected[: len(prompt)]
+        return _said(chosen[: len(prompt)]) == _said(prompt) == _said(rejected[: len(prompt)])
     messages = (message for message in (*chosen, *rejected) if isinstance(message, dict))
     # White space around a turn belongs to the format.
     return prompt.strip() in [str(m.get("content")).strip() for m in messages if m.get("role") == "user"]
+
+
+def _said(messages: Sequence[Any]) -> list[tuple[str, str]]:
+    """Who says what, without the keys that a table gives to one column's messages and not to another's."""
+    both = [(message.get("role"), message.get("content")) for message in messages if isinstance(message, dict)]
+    return [(role, said.strip()) for role, said in both if isinstance(role, str) and isinstance(said, str)]
 
 
 def _margin(value: Any) -> float | None:

@@ -91,7 +91,8 @@ class Demonstrations(SplitTask):
         elif row.get("text") is not None:
             if not isinstance(row["text"], str):
                 raise Unusable("a text that is no text")
-            ids = self._encoder.ids(row["text"], special=True) if row["text"].strip() else []
+            text = self._encoder.without_space_after_end(row["text"])
+            ids = self._encoder.ids(text, special=True) if text.strip() else []
             if not ids:
                 raise Unusable("an empty text")
             ids = ids if ids[-1] == self.tokenizer.eos_token_id else [*ids, self.tokenizer.eos_token_id]
@@ -99,6 +100,7 @@ class Demonstrations(SplitTask):
         else:
             raise _nothing_read(place, row)
         refuse_parts(row, asked, self.system)
+        self._encoder.check_answers()
         prompt = self._encoder.prompt(asked)
         if not response.strip():
             raise Unusable("an empty response")

@@ -69,6 +69,8 @@ class RatedResponses(SourceTask):
             ids = self._encoder.checked_ids(ids, "response_ids")
         elif isinstance(row.get("response"), str):
             text = row["response"] if row["response"].strip() else ""
+            if "messages" in prompt:
+                self._encoder.check_answers()
             ids = self._encoder.response(text, prompt, ended=ended is not False) if text else []
         elif row.get("response") is None and not row.keys().isdisjoint(("response", "response_ids")):
             ids = []

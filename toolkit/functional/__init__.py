@@ -25,7 +25,13 @@ Dimensions: `B` batch, `T` response tokens, `P` prompt tokens, `L` prompt and re
 of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
 """
 
-from toolkit.functional.advantages import VALUE_POOLINGS, generalized_advantage_estimation, pool_values, shape_rewards
+from toolkit.functional.advantages import (
+    VALUE_POOLINGS,
+    ValuePooling,
+    generalized_advantage_estimation,
+    pool_values,
+    shape_rewards,
+)
 from toolkit.functional.kl import KL_ESTIMATORS, adapt_kl_coef, full_kl, kl_abs, kl_k1, kl_k2, kl_k3
 from toolkit.functional.logprobs import token_logprobs, token_logprobs_and_entropy
 from toolkit.functional.losses import (

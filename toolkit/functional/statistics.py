@@ -87,8 +87,8 @@ def standard_error(values: Tensor) -> float:
     return float(values.double().std(unbiased=True)) / math.sqrt(values.numel())
 
 
-def wilson_interval(successes: int, trials: int, *, z: float = 1.96) -> tuple[float, float]:
-    """Confidence interval of a proportion (Wilson 1927), 95 % by default.
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a proportion (Wilson 1927).
 
     Unlike mean ± z·se it stays within [0, 1] and is honest near 0 and 1.
 
@@ -98,7 +98,7 @@ def wilson_interval(successes: int, trials: int, *, z: float = 1.96) -> tuple[fl
     """
     if trials < 1:
         raise ValueError(f"an interval needs at least one trial, got {trials}")
-    p = successes / trials
+    p, z = successes / trials, 1.96
     denominator = 1 + z * z / trials
     center = (p + z * z / (2 * trials)) / denominator
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / denominator

@@ -14,11 +14,13 @@ from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
 from toolkit.models import base_digest, load_weights
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
-from toolkit.runs import build, stage
+from toolkit.runs import build
 from toolkit.runs.differences import ABSENT, changes
 from toolkit.runs.folder import EVALUATION
 from toolkit.runs.lock import at_work
 from toolkit.runs.owned import BEFORE_FILE, RECIPE_FILE, SAMPLES_FILE, begin, refuse_others
+from toolkit.runs.result import figures
+from toolkit.runs.said import say, show_result
 from toolkit.sampling import Evaluation
 from toolkit.spec.load import load
 from toolkit.spec.recipe import Recipe
@@ -44,9 +46,9 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
         processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
         processes.by_main(lambda: write_result(folder, result))
     for sentence in told:  # now that all is written: standard output may be closed
-        stage.say(sentence)
-    stage.show_result(result, samples)
-    stage.say(f"result: {folder / 'result.json'}")
+        say(sentence)
+    show_result(result, samples)
+    say(f"result: {folder / 'result.json'}")
     return result
 
 
@@ -81,11 +83,11 @@ def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         prompts = recipe.task.prompts("test")
     check_alike({"held-out rows": data_digest(prompts)})
     if (rows := recipe.task.report()) is not None:
-        stage.say(f"data: {rows}")
+        say(f"data: {rows}")
     set_seed(recipe.seed)
     with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
         before, after = _evaluated(recipe, prompts)
-    result = stage.figures(recipe, EVALUATION, started, before.metrics, after.metrics)
+    result = figures(recipe, EVALUATION, started, before.metrics, after.metrics)
     changed, beyond = changes(recipe, EVALUATION, recipe.folder), not_here(recipe.folder)
     if given := {key: here for key, (_, here) in changed.items() if here is not ABSENT and key not in beyond}:
         result["changed"] = given

@@ -14,9 +14,9 @@ from toolkit.errors import RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import measured, trained_on
 from toolkit.inference.saved_run import open_run, responds_by_q
 from toolkit.reports import ComparedRun, Output, comparison_page, read_result
-from toolkit.runs import stage
 from toolkit.runs.comparison import differing, labels_of
 from toolkit.runs.owned import check_output
+from toolkit.runs.said import say
 
 
 def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = Path("runs")) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
 
     processes.by_main(write)
     for sentence in told:
-        stage.say(sentence)
+        say(sentence)
     Output().print(_table(figures))
     return figures
 

@@ -70,6 +70,8 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
             wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
             raise RecipeError(wrong, remedy="Its responses are shown by generate and chat, and measured by eval.")
         recipe = load(folder / RECIPE_FILE, *beyond, *overrides, run=folder.name, runs_dir=folder.parent)
+        if last not in recipe.plan.stages and read_result(recipe.stage_folder(last)) is not None:
+            raise RecipeError("its settings are needed where the run is used.", field=last, remedy="Leave it as it is.")
         if read_result(recipe.stage_folder(last)) is None:
             by_policy = "ppo" in recipe.values or "q" not in recipe.values
             last, what = ("ppo", "trained policy") if by_policy else ("q", "Q-values")

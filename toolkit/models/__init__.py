@@ -35,7 +35,7 @@ from toolkit.models.forward import (
     value_after_response,
 )
 from toolkit.models.freed_memory import FreedMemory, keep_freed_memory
-from toolkit.models.heads import QBound, ScoreHead, score_positions
+from toolkit.models.heads import HeadInit, QBound, ScoreHead, score_positions
 from toolkit.models.load import (
     META,
     MOST_LAYERS,

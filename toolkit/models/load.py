@@ -29,6 +29,7 @@ from toolkit.errors import ModelError, did_you_mean
 from toolkit.models.base_checks import check_gradients_of_bits
 from toolkit.models.precision import AUTO, default_device, resolved
 from toolkit.models.pretrained import (
+    cached_commit,
     check_same_tokenizer,
     check_there,
     check_weights_alone,
@@ -261,6 +262,8 @@ def model_config(
             config = AutoConfig.from_pretrained(spec.model, **code)
         except Exception as error:  # of transformers, as the file has it
             raise not_loaded(spec.model, error) from error
+        if getattr(config, "_commit_hash", None) is None:  # transformers 5.23 notes it no more
+            config._commit_hash = cached_commit(spec.model, spec.revision)
         check_weights_alone(spec.model, config)
         if kind == "causal_lm":
             _check_decoder(config, spec)

@@ -84,6 +84,14 @@ def check_there(model: str, revision: str | None = None) -> None:
         raise ModelError(wrong, field="model", remedy="Name the folder of a checkpoint.")
 
 
+def cached_commit(model: str, revision: str | None) -> str | None:
+    """The state of a repository that a hub id was read at, by the hub's cache; None of a folder."""
+    if Path(model).expanduser().exists():
+        return None
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
 def check_weights_alone(model: str, config: PreTrainedConfig) -> None:
     """That a checkpoint is loaded as it is, and from safetensors. transformers puts an adapter that lies beside the
     weights on them unasked, and reads the file that a configuration names whatever its kind.

@@ -21,7 +21,7 @@ from toolkit.reports.files import (
     write_result,
 )
 from toolkit.reports.machine import device_in_words, environment, machine
-from toolkit.reports.page import APART, RELOADS_AFTER, REPORT_FILE, at_start, write_report
+from toolkit.reports.page import APART, RELOADS_AFTER, REPORT_FILE, at_start, of_evaluation, write_report
 from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, pair_evaluation, worst_errors
 from toolkit.reports.progress import Progress, figures_of
 from toolkit.reports.samples import Output, Responses, sample_rows, samples_table, texts_table

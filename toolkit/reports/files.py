@@ -1,6 +1,5 @@
 """The files of a run: JSON Lines, written so that a kill can cut no line but the last, and `result.json`."""
 
-import errno
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from toolkit import __version__
-from toolkit.disk import RESULT_FILE, read_object, sync, write_whole, writing
+from toolkit.disk import RESULT_FILE, check_regular, read_object, sync, write_whole, writing
 from toolkit.errors import ToolkitError
 
 METRICS_FILE, ROLLOUTS_FILE, WARNINGS_FILE = "metrics.jsonl", "rollouts.jsonl", "warnings.jsonl"
@@ -28,27 +27,24 @@ _ANEW = "Run the stage again with $overwrite, or put back the file as it was."
 _PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "datasets", "accelerate")
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]], *, mode: str = "w") -> None:
-    """Write the rows in place of what is there; with mode "a" behind it."""
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    if mode == "w" and not (path.exists() and not path.is_file()):  # a pipe has nothing that could be lost
-        return write_lines(path.resolve(), lines)
-    with writing(path), path.open(mode, encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the rows in place of what is there."""
+    write_lines(path.resolve(), [json.dumps(row, ensure_ascii=False) for row in rows])
 
 
 def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Add rows to what is there."""
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(path, rows, mode="a")
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO]:
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device would be read without end
-            raise OSError(errno.EINVAL, "no regular file", str(path))
+        check_regular(path)
         with path.open("rb") as file:
             yield file
     except (OSError, ValueError) as error:

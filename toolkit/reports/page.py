@@ -141,9 +141,31 @@ APART = "evaluated_apart"
 """Of a result, where evaluations on the way are of other prompts than those before and after."""
 
 
+_TIMES = ("runtime", "samples_per_second", "steps_per_second")
+
+
 def at_start(metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The row of an evaluation before the first step; empty where there was none."""
     return next((row for row in metrics if row.get("step") == 0 and any(key[:5] == "eval_" for key in row)), {})
+
+
+def of_evaluation(
+    row: Mapping[str, Any], before: Mapping[str, Any], *, stage: str, smoothed: bool = False
+) -> dict[str, Any]:
+    """What an evaluation on the way has measured, of what was measured before; of all, where nothing was.
+
+    Args:
+        row: of the metrics; without an evaluation the result is empty.
+        before: the figures from before the first step.
+        stage: whose evaluation it is.
+        smoothed: whether classes are trained with `label_smoothing_factor`.
+    """
+    measured = {name.removeprefix("eval_"): value for name, value in row.items() if name.startswith("eval_")}
+    # It has the loss that is trained, and `before` a plain one: of pairs without their margins, centring or every
+    # token, of classes not smoothed.
+    if stage == "reward" and ("accuracy" in measured or smoothed):
+        measured.pop("loss", None)
+    return {name: value for name, value in measured.items() if (name in before if before else name not in _TIMES)}
 
 
 def evaluations(result: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

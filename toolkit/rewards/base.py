@@ -104,12 +104,20 @@ def _scores(reward: Reward, rollout: Rollout) -> Scores:
     except (ToolkitError, KeyboardInterrupt):
         raise
     except BaseException as error:
+        if isinstance(error, torch.OutOfMemoryError) and all(map(of_a_library, _files_of(error))):
+            wrong = "a card's memory ran out while responses were scored, with one row at a time."
+            remedy = "Load the model that scores in 4 bits (its quantization), or a smaller one, or shorten responses."
+            raise RewardError(wrong, remedy=remedy) from error
         wrong = f"the reward raised {type(error).__name__}: {words_of(error)} ({place_of(error, reward)})."
         raise RewardError(wrong, remedy="Mend it there.") from error
     if torch.is_inference_mode_enabled() != inference:  # which nothing can put back
         wrong = f"the reward has left torch's inference mode on, in which nothing is learnt ({_definition(reward)})."
         raise RewardError(wrong, remedy="Enter it by: with torch.inference_mode().")
     return check_scores(scores, rollout)
+
+
+def _files_of(error: BaseException) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def place_of(error: BaseException, called: Any = None) -> str:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import struct
 import symtable
 import sys
 import tokenize
@@ -56,10 +57,11 @@ def _loaded(function: str, *, anew: bool = False) -> tuple[ModuleType, Reward]:
             if path is not None:
                 module = _run(path, anew=anew)
             else:
+                imported = place in sys.modules
                 module = importlib.import_module(place)
                 text = _own_text(module)
-                changed = module.__name__ != "__main__" and vars(module).get(_TEXT, text) != text
-                module = importlib.reload(module) if anew or changed else module
+                changed = vars(module)[_TEXT] != text if _TEXT in vars(module) else imported and _is_edited(module)
+                module = importlib.reload(module) if anew or (changed and place != "__main__") else module
                 vars(module)[_TEXT] = text
     except ModuleNotFoundError as error:
         where = f"from {here} and " if path is None else ""
@@ -77,6 +79,17 @@ def _loaded(function: str, *, anew: bool = False) -> tuple[ModuleType, Reward]:
         raise _wrong(f'{place} has no function "{name}".', remedy)
     check_reward(reward, "function")
     return module, reward
+
+
+def _is_edited(module: ModuleType) -> bool:
+    """Whether the file of a module that a notebook has imported is another by now; run again for nothing, it would lose
+    what the notebook has put into it. The compiled file has the time and size of what was compiled (PEP 552)."""
+    compiled = Path(getattr(module.__spec__, "cached", None) or "")
+    if _own_text(module) is None or not compiled.is_file() or len(head := compiled.read_bytes()[:16]) < 16:
+        return False
+    flags, seconds, size = struct.unpack("<4x3I", head)
+    now = Path(module.__file__ or "").stat()
+    return not flags and (seconds, size) != (int(now.st_mtime) & 0xFFFFFFFF, now.st_size & 0xFFFFFFFF)
 
 
 def _own_text(module: ModuleType) -> bytes | None:

@@ -34,6 +34,7 @@ from toolkit.functional import standard_error
 from toolkit.reports import Progress, append_jsonl, count_lines, iter_jsonl, keep_lines, read_json, write_json
 from toolkit.rewards import DenseScores, Scores, score_with, state_of
 from toolkit.runs import build
+from toolkit.runs.memory import weights_fit
 from toolkit.sampling import Sampler
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.same_run import check_alike, check_frozen, check_same_run, frozen_digests, identity
@@ -82,7 +83,7 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
         with progress, stop_requests(lambda: "the batch in hand is finished and saved, then it stops.") as request:
             changing = None
             if done < len(starts):
-                with phases.phase("load"), processes.agreed():
+                with phases.phase("load"), processes.agreed(), weights_fit(recipe):
                     roles, pad_tokens = build.placed_roles(recipe, "collect")
                     sampler = Sampler(
                         roles,

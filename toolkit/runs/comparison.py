@@ -14,6 +14,7 @@ from toolkit.reports import (
     ComparedRun,
     at_start,
     comparison_page,
+    of_evaluation,
     read_json,
     read_jsonl,
     read_result,
@@ -77,13 +78,16 @@ def _run(label: str, folder: Path) -> ComparedRun:
     finished, warned, metrics = bool(result), folder / WARNINGS_FILE, read_jsonl(folder / METRICS_FILE)
     if not finished:
         before = read_json(folder / BEFORE_FILE) or {}
-        result["before"], result[APART] = before.get("metrics"), before.get(APART)
-        if result[APART]:
-            result["before"] = _last_evaluation([at_start(metrics)])[0]
-        result["after"], step = _last_evaluation(metrics)
-        smoothed = at(recorded(folder.parent), "reward.label_smoothing_factor")
-        if folder.name == "reward" and ("accuracy" in result["after"] or smoothed):
-            result["after"].pop("loss", None)  # the one that is trained, and before stands a plain one
+        kept: dict[str, Any] = before["metrics"] if isinstance(before.get("metrics"), dict) else {}
+        smoothed = bool(at(recorded(folder.parent), "reward.label_smoothing_factor"))
+
+        def measured(row: Mapping[str, Any]) -> dict[str, Any]:
+            return of_evaluation(row, {}, stage=folder.name, smoothed=smoothed)
+
+        result[APART] = before.get(APART)
+        result["before"] = measured(at_start(metrics)) if result[APART] else kept
+        result["after"] = next(filter(None, map(measured, reversed(metrics))), {})
+        step = metrics[-1].get("step", "?") if metrics else 0
         label += f" (step {step}, not finished)" if metrics else " (not finished)"
         result["warnings"] = read_jsonl(warned) if warned.is_file() else []
     result |= {side: result.get(side) if isinstance(result.get(side), dict) else {} for side in ("before", "after")}
@@ -93,16 +97,6 @@ def _run(label: str, folder: Path) -> ComparedRun:
     # A run that was made longer has those of its earlier end until it ends again.
     samples = [row for row in read_jsonl(path) if _is_sample(row)] if finished and path.is_file() else []
     return ComparedRun(label, result, metrics, samples)
-
-
-def _last_evaluation(metrics: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
-    """The figures of a run that has not finished, of its last evaluation, and the step that it is at."""
-    times = ("runtime", "samples_per_second", "steps_per_second")
-    of_each = [
-        {key: value for name, value in row.items() if name[:5] == "eval_" and (key := name[5:]) not in times}
-        for row in metrics
-    ]
-    return next(filter(None, reversed(of_each)), {}), metrics[-1].get("step", "?") if metrics else 0
 
 
 def _is_sample(row: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from toolkit.runs.differences import Changes, changes, described, may_change, re
 from toolkit.runs.lock import at_work, owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.spec.load import is_run_name
-from toolkit.spec.plan import STAGES, at
+from toolkit.spec.plan import STAGES, by_trl
 from toolkit.spec.recipe import Recipe
 
 SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
@@ -94,7 +94,7 @@ def leads_nowhere(folder: Path, recipe: dict[str, Any]) -> bool:
     """
     if (folder / RESULT_FILE).exists():
         return False
-    if folder.name == "ppo" and at(recipe, "ppo.loop") == "trl":  # TRL's own loop saves no checkpoints
+    if folder.name == "ppo" and by_trl(recipe):  # TRL's own loop saves no checkpoints
         return has_begun(folder)
     work = work_of(folder)
     return work is not None and work.remedy == _RENAME_OR_DELETE

@@ -36,7 +36,7 @@ from toolkit.models import META, Precision, SharedBase, about_other_bits, all_po
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
 from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, seconds_of, size_of
-from toolkit.spec.plan import at
+from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase, Site
 
@@ -59,7 +59,7 @@ def plan(recipe: Recipe, gpu: str | None = None, *, notes: bool = True) -> PlanR
     """
     if "ppo" not in recipe.plan.stages:
         raise RecipeError('the recipe has no section "ppo", and an update of that is what is planned.')
-    if at(recipe.values, "ppo.loop") == "trl":
+    if by_trl(recipe.values):
         raise RecipeError("trl is TRL's own loop, which is not planned.", field="ppo.loop", remedy="Take toolkit.")
     card = here() if gpu is None else named(gpu)
     with nullcontext() if gpu is None else on_another_machine(_precision_of(card)):

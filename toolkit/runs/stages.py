@@ -28,11 +28,14 @@ from toolkit.runs.folder import (
     way_on,
 )
 from toolkit.runs.lock import acquire, at_work, release
+from toolkit.runs.memory import out_of_memory
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage, this_toolkit
-from toolkit.runs.stage import collect_stage, say, train_stage
+from toolkit.runs.said import say
+from toolkit.runs.stage import collect_stage, train_stage
 from toolkit.runs.take_over import take_over
 from toolkit.sampling import check_room
+from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.self_checks import check_dataset
 
@@ -184,14 +187,14 @@ def run(
                     return collect_stage(recipe)
                 return train_stage(recipe, stage, checkpoint)
             except torch.OutOfMemoryError as error:
-                raise _out_of_memory(stage, recipe.stage_folder(stage)) from error
+                raise out_of_memory(recipe, stage) from error
 
 
 def _check_way(recipe: Recipe, stage: str, *, resume: bool) -> None:
-    by_trl = stage == "ppo" and recipe.values["ppo"].get("loop") == "trl"
-    if by_trl and processes.count() > 1:
+    trls_loop = stage == "ppo" and by_trl(recipe.values)
+    if trls_loop and processes.count() > 1:
         raise RecipeError("trl is TRL's own loop, which runs in one process.", field="ppo.loop", remedy="Take toolkit.")
-    if resume and by_trl and has_begun(recipe.stage_folder(stage)):  # stages before it may go on
+    if resume and trls_loop and has_begun(recipe.stage_folder(stage)):  # stages before it may go on
         wrong = "trl saves no checkpoints, since TRL's loop cannot go on from one (huggingface/trl#2657)."
         raise RecipeError(wrong, field="ppo.loop", remedy="Run it anew with $overwrite, or use ppo.loop: toolkit.")
     if resume and not (recipe.folder / RECIPE_FILE).is_file():
@@ -210,20 +213,3 @@ def _to_resume(recipe: Recipe, stage: str) -> Path | None:
     say(f"{folder} holds no checkpoint: {stage} begins anew.")
     claim(recipe, stage, overwrite=True)
     return None
-
-
-def _out_of_memory(stage: str, folder: Path) -> ToolkitError:
-    """What can be done where a GPU's memory ran out in a stage."""
-    elsewhere = {"ppo": "in reading or scoring ppo.local_rollout_forward_batch_size and ppo.logprob_chunk_size",
-                 "q": "in the readings of whole rows q.q_chunk_size"}  # fmt: skip
-    more = f", {elsewhere[stage]}" if stage in elsewhere else ""
-    then = "go on with $resume." if checkpoints_in(folder) else "run it again: nothing had been saved yet."
-    remedy = (
-        f"Set {stage}.gradient_checkpointing=true, or halve what is done at a time: in training "
-        f"{stage}.per_device_train_batch_size, with {stage}.gradient_accumulation_steps doubled, which changes no "
-        f"gradient{more}, in the evaluation {stage}.per_device_eval_batch_size. Then {then}"
-    )
-    if stage == "collect":
-        again = "run it again, with $overwrite if responses had been saved: each batch draws by a seed of its own."
-        remedy = f"Halve collect.batch_size, then {again}"
-    return ToolkitError(f"{stage} ran out of GPU memory.", remedy=remedy)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from toolkit.data import TASKS
 from toolkit.errors import Problem
 from toolkit.spec.keys import owner_fields
-from toolkit.spec.plan import StagePlan, Values, at, scorer_parts, section
+from toolkit.spec.plan import StagePlan, Values, at, by_trl, scorer_parts, section
 from toolkit.spec.sources import SharedWith
 
 # The stage that alone can read a section: without the stage it would have no effect.
@@ -46,7 +46,7 @@ def _of_base(values: Values) -> Iterator[Problem]:
 
 
 def _of_scorer(values: Values) -> Iterator[Problem]:
-    if section(values, "scorer").get("kind") == "sum" and at(values, "ppo.loop") == "trl":
+    if section(values, "scorer").get("kind") == "sum" and by_trl(values):
         yield Problem("trl scores with the reward adapter alone, not with a sum.", "ppo.loop", "Use toolkit.")
     for place, part in scorer_parts(values, "judge").items():
         if part.get("kind") == "model" and part.get("model") is None:

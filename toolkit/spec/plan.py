@@ -95,6 +95,11 @@ def at(values: Values, key: str) -> Any:
     return found
 
 
+def by_trl(values: Values) -> bool:
+    """Whether TRL's own loop trains in the ppo stage."""
+    return bool(at(values, "ppo.loop") == "trl")
+
+
 def base_precision(values: Values) -> Precision:
     """The dtype of the base on this machine, and why; one with random weights is trained whole."""
     return precision_of(section(values, "base"), whole=at(values, "base.model") is None)

@@ -5,7 +5,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from toolkit.data import TASKS, Task
@@ -17,7 +16,6 @@ from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import Plan, base_precision
 from toolkit.spec.resolve import resolve
 from toolkit.spec.sections import DEFAULT_SEED, BaseSection, CollectSection
-from toolkit.spec.sources import lora_config
 from toolkit.spec.stage import stage_config
 
 
@@ -92,10 +90,6 @@ class Recipe:
 
     def quantization(self) -> BitsAndBytesConfig | None:
         return self.base.model_spec().quantization
-
-    def adapter(self, role: str) -> LoraConfig:
-        """The LoRA configuration of a role."""
-        return lora_config(self.values["adapters"][role])
 
     def stage_config(self, stage: str, **changes: Any) -> Any:
         """The stage's configuration, an object of its owner's class; `changes` come before what the recipe says."""

@@ -6,7 +6,7 @@ from typing import Any
 from toolkit.data import Kind
 from toolkit.errors import Problem
 from toolkit.spec.conflicts import JUDGED, conflicts
-from toolkit.spec.plan import Plan, StagePlan, Values, at, scorer_parts, section
+from toolkit.spec.plan import Plan, StagePlan, Values, at, by_trl, scorer_parts, section
 from toolkit.spec.sections import precision_of
 from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained
 from toolkit.trainers.q_config import QConfig
@@ -259,7 +259,7 @@ class _Resolver:
     # ------------------------------------------------------------------ a base of its own
 
     def _check_loop(self, what: str) -> None:
-        if at(self.values, "ppo.loop") == "trl":
+        if by_trl(self.values):
             self.problem("ppo.loop", f"trl runs the value role on the shared base, not on {what}.", "Use toolkit.")
 
     def _check_own_base(self, name: str, role: str, lora: Values | None) -> None:

@@ -1,11 +1,11 @@
 """The sections of a recipe: those of the toolkit's own, and whose class owns each of the others."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from trl import SFTConfig
 
-from toolkit.models import AUTO, Dtype, ModelSpec, Precision, fast_precision, quantization_config
+from toolkit.models import AUTO, Dtype, HeadInit, ModelSpec, Precision, fast_precision, quantization_config
 from toolkit.settings import A_TEMPERATURE, AT_LEAST_1, setting
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
@@ -89,9 +89,7 @@ class RewardHeadSection:
 class ValueHeadSection:
     """Section `value_head`: how a fresh head of the value role starts."""
 
-    init: Literal["normal", "orthogonal", "zeros"] = setting(
-        "normal", "Weights drawn with standard deviation 0.02, orthogonal with gain √2, or 0."
-    )
+    init: HeadInit = setting("normal", "Weights drawn with standard deviation 0.02, orthogonal with gain √2, or 0.")
     bias: bool = setting(False, "Whether it has a bias, starting at 0.")
 
 

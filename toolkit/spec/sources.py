@@ -146,7 +146,7 @@ class Saved(Source):
 
     def place(self, roles: SharedBase, site: Site) -> Placed:
         about = load_role(roles, self.role, self.folder)
-        return Placed(f"from {self.folder}{_trained_as(Path(self.folder), self.role)}", about)
+        return Placed(f"from {self.folder}{_trained_as(Path(self.folder).expanduser(), self.role)}", about)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ BREAKS_GOING_ON = {
     "save_only_model": "no run could go on from its checkpoints.",
     "ignore_data_skip": "a run that goes on would train some rows of a pass twice, and others never.",
     "enable_jit_checkpoint": "it takes SIGTERM for itself, where a run that is asked to stop saves all.",
+    "auto_find_batch_size": "it begins anew with fewer rows, on weights that the try that failed has trained. Without "
+    "it, too, memory that runs out halves the rows of a pass.",
 }
 
 # transformers reads the old name, which remedies and plans give, only where the new one is not there.

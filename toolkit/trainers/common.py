@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
@@ -235,7 +235,13 @@ class SamplingTrainer(RoleTrainer):
             self.evaluated(evaluation.metrics, evaluation.rollout.responses, evaluation.rollout.prompts)
         named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
         self.log(dict(named))
+        stoppers = [one for one in self.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
+        counted, stops = [one.early_stopping_patience_counter for one in stoppers], self.control.should_training_stop
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        if not self.is_in_train:  # one by hand is none of those that early stopping waits for
+            self.control.should_training_stop = stops
+            for one, counter in zip(stoppers, counted, strict=True):
+                one.early_stopping_patience_counter = counter
         return named
 
     def evaluated(self, metrics: Mapping[str, float], responses: Sequence[str], prompts: Sequence[str]) -> None:

@@ -38,7 +38,8 @@ policy = PeftModel.from_pretrained(base, "policy")  # of this folder
 
 
 def write_model_card(folder: Path, roles: SharedBase, *, base_name: str) -> None:
-    """Write it into the folder of the roles, whose parent is named after the run. One that a user changed stays."""
+    """Write it into the folder of the roles, named after it, or after the run whose stage it is. One that a user
+    changed stays."""
     path = folder / "README.md"
     if path.is_file() and not _is_as_written(path.read_text(encoding="utf-8", errors="replace")):
         phases.tell(f"{path} is not as this version writes it, and stays as it is: delete it to have it written anew.")
@@ -48,7 +49,9 @@ def write_model_card(folder: Path, roles: SharedBase, *, base_name: str) -> None
     revision = getattr(roles.config, "_commit_hash", None)  # of one from the hub
     of_hub = f', revision="{revision}"' if revision else ""
     known = {"base": base, "revision": of_hub, "critic": _critic(roles), "versions": listed}
-    write_whole(path, _sealed(_CARD.format(ours=_OURS, name=folder.resolve().parent.name, **known)))
+    whole = folder.resolve()
+    name = whole.parent.name if whole.name == "ppo" else whole.name
+    write_whole(path, _sealed(_CARD.format(ours=_OURS, name=name, **known)))
 
 
 def _sealed(card: str) -> str:

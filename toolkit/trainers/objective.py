@@ -101,7 +101,8 @@ def describe(experience: Experience, *, kl_coef: float, cap: float | None) -> di
     residual = F.masked_var(experience.returns - experience.old_values, mask)
     lengths = torch.tensor(experience.rollout.lengths, dtype=torch.float32)
     rows = len(experience.rollout)
-    tied = max(Counter(experience.shaped_scores.tolist()).values())
+    # Scores that are alike differ by penalties, and those that differ are alike where they are clipped.
+    tied = max(n for of in (experience.scores, experience.shaped_scores) for n in Counter(of.tolist()).values())
     # Of a critic nothing can be explained where all returns are one number.
     explained = {"explained_variance": float(1 - residual / variance)} if variance > 1e-8 else {}
     of_sampler: dict[str, float] = {}

@@ -92,6 +92,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             self.optimizer = kind(list(self._parameter_groups()), **arguments)
             of_value, defaults = self.args.value_optimizer, self.optimizer.defaults
             unknown = of_value.keys() - defaults.keys()
+            if "lion" in self.args.optim.value:  # bitsandbytes' has an eps that it does not read
+                unknown |= of_value.keys() & {"eps"}
             if unknown:
                 wrong = f"{self.args.optim.value} has no {', '.join(sorted(unknown))}, which the settings of the value "
                 raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_type_hints
 from transformers.trainer_utils import IntervalStrategy
 
 from toolkit.errors import Problem
+from toolkit.functional import ValuePooling
 from toolkit.settings import (
     AT_LEAST_1,
     BELOW_1,
@@ -36,6 +37,8 @@ _NOT_IN_TRL_LOOP = (
     *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last"),
     *("remove_unused_columns", "train_sampling_strategy", "dataset_num_proc", "label_names", "include_for_metrics"),
     *("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel", "torch_empty_cache_steps"),
+    *("liger_kernel_config", "torch_compile", "include_num_input_tokens_seen", "logging_nan_inf_filter"),
+    *("bf16_full_eval", "fp16_full_eval", "skip_memory_metrics"),
 )
 """Fields of TRL's class that its loop does not read, or to which it or `stock_ppo.trl_config` gives a value: nothing is
 evaluated, and of `push_to_hub` an empty repository would come."""
@@ -69,7 +72,7 @@ class PPOConfig(TRLPPOConfig):
         "and the value loss then also trains the policy's adapter).",
         in_trl_loop=True,
     )
-    value_pooling: Literal["none", "response_mean", "prefix_mean"] = setting(
+    value_pooling: ValuePooling = setting(
         "none",
         "Whether each response token has a value of its own, the mean over the whole response (which has then seen "
         "all of it: a baseline of the response), or the mean up to itself.",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from toolkit import phases, processes
-from toolkit.checkpoints import get_random_states, set_random_states
+from toolkit.checkpoints import get_random_states, problem_of, set_random_states
 from toolkit.data import Rollout, concatenate
-from toolkit.errors import NotFiniteError, PeerError, RewardError, ToolkitError
+from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
 from toolkit.functional import Moments
 from toolkit.reports import ROLLOUTS_FILE, WARNINGS_FILE, append_jsonl, keep_until, write_jsonl
 from toolkit.rewards import Scores, concatenate_scores, state_of, total_scores
@@ -44,13 +44,16 @@ class PPOLoop(SharedBaseTrainer):
         self._drawn = 0
         """Prompts that the update in hand has drawn."""
         self._passed_over = 0
-        """Prompts of updates that were passed over."""
+        """Prompts of updates that were passed over, and of passes that a callback has ended."""
+        self._left_out = 0
+        """Of those the prompts of the pass whose end is due."""
         self._parts: dict[str, Tensor] = {}
         """Of the scores of what is learnt from, not of an evaluation's."""
         self._parts_of: Scores | None = None
         self._last_metrics: dict[str, float] = {}
         self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
+        self._best_put_at: int | None = None  # the update at whose end the best weights were put in place of its own
         self._evaluation_due = False  # one that failed: a resumed run makes up for it
         self._end_due = False  # that of the pass; a run that was saved after its last update makes up for it
 
@@ -64,6 +67,8 @@ class PPOLoop(SharedBaseTrainer):
             self._check_not_past(checkpoint, self.state.global_step, self.total_updates)
         args, state = self.args, self.state
         began = state.global_step
+        if checkpoint is None and began:
+            self._go_on()
         state.max_steps = self.total_updates
         state.num_train_epochs = self.total_updates * args.update_batch_size / self.prompts_of_a_pass
         state.compute_steps(args, self.total_updates)
@@ -73,7 +78,7 @@ class PPOLoop(SharedBaseTrainer):
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = self.dataloader
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
-        if args.eval_on_start and checkpoint is None:
+        if args.eval_on_start and not began:
             self.evaluate()
         if self._evaluation_due:
             # What it was saved with does not know of the evaluation, which may be the best, or one too many.
@@ -88,24 +93,51 @@ class PPOLoop(SharedBaseTrainer):
                 self._last_metrics = self._guarded_step()
                 self._end_due = True
                 self.control = self.callback_handler.on_step_end(args, state, self.control)
-                self._act()
+                self._act(ends_pass=True)
+                self._end_pass_if_asked()
                 if state.global_step >= self.total_updates or self.control.should_training_stop:
-                    break
-                if self.control.should_epoch_stop:
-                    self.dataloader.end_pass()
                     break
             if self._request.met and state.global_step < self.total_updates:
                 break  # in the middle of a pass, whose end a resumed run will see
             self._end_pass()
-        if args.load_best_model_at_end and state.best_model_checkpoint:
-            self.load_best()
+        self._put_best()
         self.is_in_train = False
         self.control = self.callback_handler.on_train_end(args, state, self.control)
         return self._last_metrics if state.global_step > began else {}
 
+    def _go_on(self) -> None:
+        """Told to train again: with its own weights where those of the best checkpoint are in their place.
+
+        Raises: CheckpointError: they have not been saved.
+        """
+        step, way_on = self.state.global_step, "train(resume_from_checkpoint=True)"
+        if step >= self.total_updates:
+            over = f"the {step} updates of this run are done, and train() makes no more. "
+            warnings.warn(f"{over}Raise max_steps in a new trainer, and go on with {way_on}.", stacklevel=4)
+        elif step == self._best_put_at:
+            if problem_of(self._folder_of(step)):
+                wrong = f"those of update {step} were not saved, and those of the best checkpoint are in their place."
+                raise CheckpointError(f"Weights to go on with: {wrong}", remedy=f"Take {way_on}.")
+            self.load_saved(self._folder_of(step))
+
+    def _put_best(self) -> None:
+        """The weights of the best checkpoint, but not where a signal has stopped: it may go on with its own."""
+        state, paused = self.state, self._request.met and self.state.global_step < self.total_updates
+        if self.args.load_best_model_at_end and state.best_model_checkpoint and not paused:
+            self.load_best()
+            self._best_put_at = state.global_step
+
+    def _end_pass_if_asked(self) -> None:
+        """Leave the rest of the pass out where a callback ends it."""
+        if self.control.should_epoch_stop and not self.dataloader.pass_is_over:
+            self._left_out = self.dataloader.end_pass() * self.args.rollout_batch_size
+            self.dataloader.pass_is_over = True
+
     def _end_pass(self) -> None:
         self._end_due = self.dataloader.pass_is_over = False
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._passed_over += self._left_out
+        self._left_out = 0
         self._act()
 
     def _place(self) -> dict[str, Any]:
@@ -256,8 +288,8 @@ class PPOLoop(SharedBaseTrainer):
             yield self.dataloader.next_batch()
             self.freed_memory.after_step()
 
-    def _act(self) -> None:
-        """Do what the callbacks asked for: log, evaluate, save."""
+    def _act(self, *, ends_pass: bool = False) -> None:
+        """Do what the callbacks asked for: log, evaluate, save; what is saved knows of a pass that they have ended."""
         if self.control.should_log and self.state.global_step > self._last_logged:
             self._last_logged = self.state.global_step
             self.log(dict(self._last_metrics))
@@ -270,6 +302,8 @@ class PPOLoop(SharedBaseTrainer):
             with self.saved_if_the_reward_fails():
                 best = self.is_best(self.evaluate())
                 self._evaluation_due = False
+        if ends_pass:
+            self._end_pass_if_asked()
         if self.control.should_save or (best and self.args.save_strategy == "best"):
             self.control.should_save = False
             self.save_checkpoint()
@@ -295,6 +329,7 @@ class PPOLoop(SharedBaseTrainer):
             "evaluation_due": self._evaluation_due,
             "end_due": self._end_due,
             "passed_over": self._passed_over,
+            "left_out": self._left_out,
             "scores": self.score_shaper.moments._asdict(),
             "metrics": self._last_metrics,
             "shown": self._shown,
@@ -312,12 +347,13 @@ class PPOLoop(SharedBaseTrainer):
                 raise other_setting(checkpoint, "kl_coef", begun_with, self.args.kl_coef)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
+        """What has a default here is in no checkpoint of before."""
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
-        self._passed_over = state["passed_over"]
+        self._passed_over, self._left_out = state["passed_over"], state.get("left_out", 0)
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
-        self._shown, self._end_due = state.get("shown", []), state.get("end_due", False)  # not in checkpoints of before
+        self._shown, self._end_due = state.get("shown", []), state.get("end_due", False)
         self.watch = Watch(**{name: value for name, value in state["watch"].items() if value is not None})
         if self.measured_before is not None:
             self.watch.measured(0, *self.measured_before)

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, DataError, RunInterrupted, SelfCheckError, ToolkitError
@@ -79,6 +79,11 @@ def steps_of_a_pass(args: TrainingArguments, rows: int, at_once: int) -> int:
     return max(1, math.ceil(whole(rows / at_once) / args.gradient_accumulation_steps))
 
 
+def has_stopped(stopper: EarlyStoppingCallback) -> bool:
+    """Whether its patience is at an end."""
+    return bool(stopper.early_stopping_patience_counter >= stopper.early_stopping_patience)
+
+
 class ResumableTrainer(GuardedSteps):
     """A `Trainer` whose checkpoints hold the whole run. Comes before TRL's class among a trainer's bases.
 
@@ -117,9 +122,8 @@ class ResumableTrainer(GuardedSteps):
                 with processes.agreed():
                     check_same_run(checkpoint, self._restoring, self._identity)
                 self.load_callbacks()
-                for callback in self.callback_handler.callbacks:
-                    if isinstance(callback, MetricsFile):
-                        callback.cut()
+                for one in self._metrics_files:
+                    one.cut()
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
                 self.load_saved(Path(best) if best else checkpoint)
                 self._count_resumption(checkpoint)
@@ -184,6 +188,7 @@ class ResumableTrainer(GuardedSteps):
             try:
                 result = self._run(checkpoint, arguments)
             except BaseException:
+                self.is_in_train = False
                 for one in self.callback_handler.callbacks:
                     if isinstance(one, Progress):
                         one.broke_off()
@@ -239,7 +244,7 @@ class ResumableTrainer(GuardedSteps):
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
     def _folder_of(self, step: int) -> Path:
-        return Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        return Path(self.args.output_dir) / f"{checkpoints.CHECKPOINT}{step}"
 
     def _best(self) -> Path | None:
         """The best checkpoint, where this run now is: of the best evaluation of those at whose step one was saved."""
@@ -252,7 +257,7 @@ class ResumableTrainer(GuardedSteps):
         metric = self._evaluated_at(state.global_step)
         if metric is None or math.isnan(metric):
             return
-        before = None if best is None else self._evaluated_at(int(best.name.rpartition("-")[2]))
+        before = None if best is None else self._evaluated_at(checkpoints.step_of(best))
         if before is None or (metric > before if self.args.greater_is_better else metric < before):
             state.best_model_checkpoint = str(self._folder_of(state.global_step))
 
@@ -318,9 +323,8 @@ class ResumableTrainer(GuardedSteps):
             **self._identity,
             "processes": processes.count(),
             "stopped_early": any(
-                callback.early_stopping_patience_counter >= callback.early_stopping_patience
+                isinstance(callback, EarlyStoppingCallback) and has_stopped(callback)
                 for callback in self.callback_handler.callbacks
-                if isinstance(callback, EarlyStoppingCallback)
             ),  # any other reason to stop, as a signal or a callback of the user's, is a pause
             "seconds": self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began),
             "resumed_at": self.resumed_at,
@@ -349,11 +353,20 @@ class ResumableTrainer(GuardedSteps):
                 one.begin_anew(logged_itself=self.state.global_step > 0)
             wrong = f"{output} holds {earlier[-1]} of an earlier try, and training begins anew: with the first "
             wrong += "checkpoint of this one its own become abandoned-checkpoint-N."
-            warnings.warn(f"{wrong} To go on from it: train(resume_from_checkpoint=True).", stacklevel=3)
+            wrong += " To go on from it: train(resume_from_checkpoint=True)."
+            warnings.warn(f"{wrong}{self._trained_before()}", stacklevel=3)
         elif self.state.global_step:  # of which there is nothing to go back to
             for one in self._metrics_files:
                 one.begin_anew(logged_itself=True)
                 one.drop_earlier()
+            warnings.warn(f"training begins anew.{self._trained_before()}", stacklevel=3)
+
+    def _trained_before(self) -> str:
+        """What does not begin anew where a trainer that has trained is told to train."""
+        if not (steps := self.state.global_step):
+            return ""
+        told = f" Only steps and schedule do: this trainer has {steps} steps behind it, and goes on with weights and "
+        return f"{told}optimizer as they are now. A new trainer begins with the first ones."
 
     def load_callbacks(self) -> None:
         """Callbacks as they were; and the best checkpoint where this run now is, in whichever process."""
@@ -389,6 +402,13 @@ class ResumableTrainer(GuardedSteps):
                 wrong = f"{checkpoint} was written with another weight decay."
                 raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
             check_same_optimizer(checkpoint, groups, now)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Each group keeps the rate that it begins with: a checkpoint is held against it, and "reduce_lr_on_plateau"
+        and "greedy" note none."""
+        for group in (optimizer or self.optimizer).param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def load_optimizer(self, checkpoint: Path) -> None:
         """Optimizer, schedule and scaler as they were; a CheckpointError if those are of another run."""

@@ -1,0 +1,69 @@
+"""What a stage says to a person: sentences, where it runs and what it trains, its figures at the end."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from toolkit import processes, reports
+from toolkit.data import PER_RULE
+from toolkit.errors import printable
+from toolkit.reports import Output
+from toolkit.sampling import SIGNS
+from toolkit.spec.recipe import Recipe
+from toolkit.trainers.stock_ppo import stock_rollouts
+
+
+def say(sentence: str) -> None:
+    """A line for a person, neither coloured nor wrapped; square brackets in it are no markup."""
+    Output().print(printable(sentence), highlight=False, soft_wrap=True, markup=False)
+
+
+def say_shares(stage: str, rows: int) -> None:
+    """Say where several processes do not come out even, and what would."""
+    number = processes.count()
+    if rows % number:
+        wrong = f"{stage}: {number} processes divide the {rows} rows of a step, to the same result, but not evenly: "
+        wrong += f"{number - rows} have none" if rows < number else f"some have {-(-rows // number)}"
+        even = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        say(f"{wrong}. Numbers that divide them: {even}.")
+
+
+def banner(recipe: Recipe, stage: str, trainer: Any) -> Iterator[str]:
+    """Lines about a stage whose trainer has been made: where it runs, what it trains, where it goes."""
+    args, together = trainer.args, f" × {processes.count()} processes" if processes.count() > 1 else ""
+    precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else recipe.precision(stage).dtype
+    bits = recipe.base.quantization
+    base = f", base in {'4' if bits.get('load_in_4bit') else '8'} bits" if bits else ""
+    yield f"{recipe.run} {stage}: {reports.device_in_words(args.device)}{together}; {precision}{base}"
+
+    def number(parameters: Any) -> int:
+        return sum(p.numel() for p in parameters if p.requires_grad)
+
+    roles = trainer.roles if hasattr(trainer, "roles") else stock_rollouts(trainer).roles
+    if roles is None:
+        trained = f"{number(trainer.model.parameters()):,} of the model's own weights"
+    else:
+        of_roles = {role: number(roles.parameters_of(role)) for role in roles.trained_roles}
+        trained = " and ".join(f"{role} ({weights:,} weights)" for role, weights in of_roles.items())
+    yield f"trains {trained}; writes to {recipe.stage_folder(stage)}"
+
+
+def show_result(result: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    """The samples; the figures before and after but the signs of a reward that is fooled and single rules, seconds
+    and memory; a verdict."""
+    console = Output()
+    if samples:
+        console.print(reports.samples_table(samples))
+    before, after = result["before"], result["after"]
+    for key, value in after.items():
+        shown = key not in SIGNS and not key.startswith(PER_RULE)
+        if shown and isinstance(value, float) and isinstance(before.get(key), float):
+            console.print(f"{key:>16}  {before[key]:10.4f} → {value:.4f}", highlight=False)
+    if rules := sum(key.startswith(PER_RULE) for key in after):
+        console.print(f"{PER_RULE + '…':>16}  of {rules} rules: in result.json", highlight=False)
+    low_high = after.get("accuracy_ci")
+    if low_high:
+        console.print(f"{'accuracy_ci':>16}  {low_high[0]:.4f} – {low_high[1]:.4f} (95 %)", highlight=False)
+    memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
+    console.print(f"{result['stage']} took {result['seconds']:.0f} s; peak memory: {memory}", highlight=False)
+    if said := reports.verdict(result, samples):
+        say(said)
