@@ -15,6 +15,7 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from trl import RewardConfig
 
 from benchmarks.architectures import tiny_config
 from tests.tiny_models import lora, shared_base
@@ -25,9 +26,11 @@ from toolkit.costs import (
     Device,
     Lengths,
     Weightless,
+    counted_step,
     named,
     optimizer_bytes,
     take_shape,
+    update,
     weight_bytes_of,
 )
 from toolkit.costs.counted import as_on_a_card
@@ -297,6 +300,20 @@ def deep(adapter, **sizes):
         roles.add_role("reference")
     take_shape(roles)
     return roles
+
+
+def test_every_second_layer_is_counted_as_it_is_kept(monkeypatch):
+    def peak(given):
+        args = RewardConfig(
+            output_dir="nowhere", per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to="none",
+            gradient_checkpointing=True, gradient_checkpointing_kwargs=given,
+        )  # fmt: skip
+        roles = deep(lora(), vocab_size=77, hidden_size=32, num_hidden_layers=6)
+        return counted_step("pairs", roles, args, 24, 24)[0].costs.peak
+
+    every, moved, second = peak(None), peak({"offload": True}), peak({"every_n_layers": 2})
+    monkeypatch.setattr(update, "alike", lambda roles: None)
+    assert (every, second) == (peak(None), peak({"every_n_layers": 2})) and every == moved < second
 
 
 def test_where_adapters_are_large_their_gradients_at_the_end_are_the_most(tmp_path, monkeypatch):

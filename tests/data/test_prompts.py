@@ -535,6 +535,8 @@ def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
     assert task.prompts_of(["12"])["prompt"][:] == ["_:12=x:"]
     ready = Dataset.from_dict({"input_ids": [[1, 5]]})
     assert task.prompts_of(ready.with_format("torch")).to_list() == ready.to_list()
+    formatted = Dataset.from_list([{"messages": [user("12")]}]).with_format("numpy")
+    assert task.prompts_of(formatted)["prompt"][:] == ["_:12=x:"]
     for odd in ([], 5, [7.5], ["a"], [-1], [10**6]):
         with pytest.raises(DataError, match="train_dataset: row 1: input_ids is .*, and ids from 0 to .* are needed"):
             task.prompts_of(Dataset.from_dict({"input_ids": [odd]}))
@@ -556,3 +558,11 @@ def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
     asked = of_ours.tokenizer
     assert [asked.decode(row) for row in given["input_ids"]] == ["S小写:5487x2=", "S大写:1234x2="]
     assert given["topic"][:] == [None, "b"]
+
+
+def test_a_prompt_with_what_the_template_writes_behind_a_question_is_in_it_already(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    task = task_of(tmp_path, tokenizer, [{"prompt": "[INST] q [/INST]"}, {"prompt": "[INST"}])
+    assert task.prompts("train")["prompt"][:] == ["[INST] [INST [/INST]"]
+    assert task.left_out["train"].total() == 1

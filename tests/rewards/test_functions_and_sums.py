@@ -2,6 +2,7 @@ import asyncio
 import builtins
 import importlib
 import json
+import py_compile
 import re
 import sys
 import threading
@@ -100,9 +101,11 @@ def test_so_is_a_changed_module(tmp_path, monkeypatch):
     assert load_function("__main__:rule").mark == "kept"
 
 
-def test_so_is_one_that_a_notebook_has_imported_and_edited_and_no_other(tmp_path, monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled by another process"])
+def test_so_is_one_that_a_notebook_has_imported_and_edited_and_no_other(compiled, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    sys.modules.pop("imported_by_hand", None)
     path = tmp_path / "imported_by_hand.py"
     text = "MODEL = None\ndef rule(rollout):\n    return [{}] * len(rollout)\n"
     path.write_text(text.format(1))
@@ -113,6 +116,8 @@ def test_so_is_one_that_a_notebook_has_imported_and_edited_and_no_other(tmp_path
     del sys.modules["imported_by_hand"]
     importlib.import_module("imported_by_hand")
     path.write_text(text.format(22))
+    if compiled:
+        py_compile.compile(str(path))
     assert score_with(load_function("imported_by_hand:rule"), rollout(RESPONSES)).tolist() == [22] * 4
 
 

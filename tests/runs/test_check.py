@@ -533,6 +533,9 @@ def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path, checkpoint):
     adapter = saved_roles(checkpoint, tmp_path / "run", "policy") / "policy"
     (problem,) = texts(check(chat_recipe(tmp_path, adapter)))
     assert f'"{adapter}" is a PEFT adapter and no whole model. Name the base that it was trained on here' in problem
+    scorer = {"kind": "model", "model": str(adapter)}
+    (problem, *_) = texts(check(chat_recipe(tmp_path, checkpoint, scorer=scorer, reward=None)))
+    assert problem.startswith("scorer.model — ") and "Merge it into its base, and name that; one on the base" in problem
 
 
 def test_problems_of_a_stage_s_own_data_name_its_section(tmp_path, checkpoint):

@@ -17,7 +17,7 @@ from tests.tiny_runs import chat_recipe, command_here, stages_here, texts
 from tests.trainers.helpers import PROMPTS, Counting, rollout
 from toolkit import processes, recipes
 from toolkit.data import doubling
-from toolkit.errors import CheckpointError, DataError, RecipeError, RunInterrupted, SelfCheckError
+from toolkit.errors import CheckpointError, DataError, RecipeError, RunInterrupted, SelfCheckError, ToolkitError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, respond
 from toolkit.inference.saved_run import open_run, trained_sampler
@@ -26,6 +26,7 @@ from toolkit.reports import Progress, read_jsonl, write_jsonl
 from toolkit.rewards import DenseScores, WeightedSum
 from toolkit.runs import collect, stages
 from toolkit.runs.folder import work_of
+from toolkit.runs.memory import out_of_memory
 from toolkit.sampling import SIGNS, Sampler
 
 SMALL = (
@@ -418,6 +419,22 @@ def test_each_batch_draws_its_own_numbers(run, tmp_path, monkeypatch):
     collect.collect(recipe, tmp_path / "responses.jsonl")
     assert len(set(seeds)) == len(seeds) == 4 and asked == [0.5]
     assert seeds == [(4294967295 * 1_000_003 + batch) % 2**32 for batch in range(4)]
+
+
+def test_memory_that_runs_out_where_responses_are_collected(tmp_path, checkpoint, monkeypatch):
+    def runs_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    recipe = made(tmp_path, checkpoint)
+    monkeypatch.setattr(collect.build, "placed_roles", runs_out)
+    with pytest.raises(ToolkitError, match=r"^base: the weights of the models do not fit"):
+        stages.run(recipe, "collect")
+    for stage, said in (
+        ("collect", "with one row at a time. Shorten collect.response_length or the prompts"),
+        ("q", "Set q.gradient_checkpointing=true, or halve q.q_chunk_size, and run it again"),
+        ("q", "A run that begins anew can have shorter rows (collect.response_length)."),
+    ):
+        assert said in str(out_of_memory(recipe, stage))
 
 
 def test_the_seed_of_the_recipe_draws_the_adapter(tmp_path, checkpoint):

@@ -402,7 +402,14 @@ def test_memory_that_runs_out_says_what_to_change(tmp_path, checkpoint, monkeypa
             stages.run(whole, "ppo")
     told = str(out_of_memory(chat(tmp_path, checkpoint, gradient_checkpointing=False, generation="merged"), "ppo"))
     assert "Set ppo.gradient_checkpointing=true, or halve ppo.logprob_chunk_size, and run it again" in told
-    assert "can have ppo.generation=eager or shorter rows" in told
+    assert "can have ppo.generation=eager or shorter rows (ppo.response_length, data.max_prompt_length)" in told
+    by_trl = chat(tmp_path, checkpoint, loop="trl", gradient_checkpointing=False, name="trl") if HAS_PPO else None
+    told = str(out_of_memory(by_trl, "ppo")) if by_trl else ""
+    assert "gradient_checkpointing" not in told and "toolkit plan" not in told
+    of_reward = chat(tmp_path, checkpoint, reward={**REWARD, "gradient_checkpointing": False}, name="reward")
+    told = str(out_of_memory(of_reward, "reward"))
+    assert "Set reward.gradient_checkpointing=true, and run it again" in told
+    assert "rows (data.max_prompt_length, data.max_response_length); toolkit plan says" in told
     cut_short(recipe, "ppo", at=1)
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.trainers.ppo.PPOTrainer._backward_micro_batch", runs_out)

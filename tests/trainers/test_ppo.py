@@ -352,6 +352,10 @@ def test_saved_roles_load_with_plain_peft(tmp_path, caplog):
     with torch.no_grad(), ours.roles.role("policy"):
         torch.testing.assert_close(plain(input_ids=ids).logits, ours.roles(input_ids=ids).logits, **EXACT)
     assert (tmp_path / "out" / "value" / "adapter_model.safetensors").is_file()
+    (tmp_path / "base").mkdir()
+    ours.base_name = str(tmp_path / "base")
+    ours.save_model(str(tmp_path / "beside"))
+    assert 'from_pretrained("../base", ' in (tmp_path / "beside" / "README.md").read_text()
     card = (tmp_path / "out" / "README.md").read_text()
     assert (
         "trained with PPO" in card

@@ -200,7 +200,8 @@ def test_a_checkpoint_from_before_a_run_knew_so_much_is_gone_on_from(tmp_path):
     made.train()
     again = make(ppo, tmp_path / "again")
     state = {**made.own_state(), "watch": {"in_a_row": {}, "given": [], "first": None, "best": None}}
-    del state["shown"]
+    for name in ("shown", "end_due", "left_out"):
+        del state[name]
     again.load_own_state(state)
     again.evaluated(made.watch.first.popitem()[1]["metrics"], ["a"], ["b"])
     assert len(again.watch.first) == 1
@@ -987,6 +988,27 @@ def test_nor_is_one_after_an_error(tmp_path):
     assert not made.control.should_training_stop and not read_state(made.save_checkpoint())["stopped_early"]
 
 
+@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate"])
+def test_it_is_over_too_where_the_evaluation_of_that_update_failed(event, tmp_path):
+    made, ends = make(ppo, tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2), EndsPass(event)
+    made.add_callback(ends)
+    read, failed = made.reward, []
+
+    def fails_once(rollout):
+        if made.state.global_step == 2 and made._evaluation_due and not failed:
+            failed.append(True)
+            raise ValueError("no score today")
+        return read(rollout)
+
+    made.reward = fails_once
+    with pytest.raises(RewardError):
+        made.train()
+    again, ends = make(ppo, tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2), EndsPass(event)
+    again.add_callback(ends)
+    again.train(resume_from_checkpoint=True)
+    assert ends.ends == [(2, 0.5), (4, 1.5)]
+
+
 def test_a_learning_rate_that_a_schedule_does_not_note_is_held_against_that_of_the_checkpoint(tmp_path):
     settings = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
     make(sft_policy, tmp_path, max_steps=2, **settings).train()
@@ -1007,7 +1029,7 @@ class EndsPass(TrainerCallback):
         self.ends.append((state.global_step, state.epoch))
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate"])
+@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate", "on_save"])
 def test_a_pass_that_a_callback_has_ended_is_over_for_whoever_goes_on(event, tmp_path):
     on = {"eval_strategy": "steps", "eval_steps": 2} if event == "on_evaluate" else {}
 
@@ -1020,6 +1042,8 @@ def test_a_pass_that_a_callback_has_ended_is_over_for_whoever_goes_on(event, tmp
     whole, ends = made()
     whole.train()
     assert ends == [(2, 0.5), (4, 1.5)]  # as transformers counts: the second pass is half over
+    if event == "on_save":  # of which the checkpoint that has been saved cannot know
+        return
     for step in (3, 4):
         shutil.rmtree(tmp_path / "cut" / f"checkpoint-{step}")
     again, ends = made()

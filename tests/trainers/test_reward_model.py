@@ -1,5 +1,7 @@
 """A reward model on a base of its own: what it is trained on is what it reads in PPO."""
 
+import json
+
 import pytest
 import torch
 from datasets import Dataset
@@ -207,7 +209,9 @@ def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpoint
     base.save_pretrained(tmp_path / "base")
     tokenizer = doubling.tokenizer()
     tokenizer.save_pretrained(tmp_path / "base")
-    model = add_lora(classifier_at(tmp_path / "base", tokenizer), lora())
+    own = classifier_at(tmp_path / "base", tokenizer)
+    own.config._commit_hash = "abc"  # as of a base from the hub
+    model = add_lora(own, lora())
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     made = trainer(model, tokenizer, tmp_path, gradient_checkpointing=checkpointing)
     made.train()
@@ -216,8 +220,15 @@ def test_lora_trains_adapter_and_head_alone_and_loads_with_plain_peft(checkpoint
     trained = {name for name, p in named.items() if p.requires_grad}
     assert {name.split(".")[-2] for name in trained if "lora" not in name} == {"default"}
     assert pair_figures(judge_pairs(made.scorer, data(tokenizer), tokenizer, batch_size=8))["accuracy"] == 1.0
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "README.md").write_text("mine")
     made.save_model(str(tmp_path))
     assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "model" / "README.md").read_text() == "mine"
+    path = tmp_path / "model" / "adapter_config.json"
+    assert json.loads(path.read_text())["revision"] == "abc"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "revision": None}))  # of a folder there is none
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").padding_side == "right"
     rows = data(tokenizer, 1)["chosen_ids"]
     expected = read_sequences(model, rows, pad_token_id=0, batch_size=3)
     plain = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1).eval()

@@ -135,13 +135,22 @@ class PromptEncoder:
         phases.tell(f"{written}: responses of the data follow its generation prompt without it.")
         return ""
 
+    @cached_property
+    def _behind_question(self) -> str:
+        """What a template writes behind a question, if it is more than words that a question may have."""
+        try:
+            behind = self._rendered(self._with_system([{"role": "user", "content": _MARK}])).split(_MARK)[-1].strip()
+        except Unusable:
+            return ""
+        return behind if any(sign in behind for sign in "<[|｜") else ""
+
     def prompt(self, prompt: Messages | str, limit: int | None = None) -> dict[str, Any]:
         """A conversation or a text that waits for its response, of at most `limit` tokens."""
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] if self.chat else None
         # An earlier turn of the assistant may have its end.
         others = [message["content"] for message in messages or () if message["role"] != "assistant"]
-        end = self.tokenizer.eos_token
-        if self.chat and end is not None and any(end in text for text in others):
+        ends = [end for end in (self.tokenizer.eos_token, self._behind_question if others else "") if end]
+        if self.chat and any(end in text for end in ends for text in others):
             why = "a prompt that goes on after an end, as if it were in a chat template already"
             raise Unusable(f"{why} (chat: false takes it so)")
         text = str(prompt) if messages is None else self._written(messages)

@@ -108,7 +108,7 @@ def as_dataset(columns: Mapping[str, Sequence[Any]], *, place: str, field: str) 
 
 
 def rows_in_memory(rows: Any) -> Any:
-    """Rows that a caller gives: a data set as it is, anything else as a list.
+    """Rows that a caller gives: a data set without its format, anything else as a list.
 
     Raises: DataError, of `train_dataset`: they are a table or a text, which would be gone through by its columns or its
     letters, or none.
@@ -118,7 +118,7 @@ def rows_in_memory(rows: Any) -> Any:
     of_rows = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, Mapping, os.PathLike))
     if not isinstance(rows, Dataset) and (is_table or not of_rows):
         raise DataError(f"a {kind} is no list of rows.", field="train_dataset", remedy=remedy)
-    found = rows if isinstance(rows, Dataset) else list(rows)
+    found = rows.with_format(None) if isinstance(rows, Dataset) else list(rows)  # else ids may come as tensors
     if not len(found):
         raise DataError("it has no rows.", field="train_dataset", remedy=remedy)
     return found

@@ -64,7 +64,6 @@ class Task:
     def prompts_of(self, rows: Any) -> Dataset:
         """Rows in memory as prompts: texts, or mappings with a column of ours for the prompt, or ready `input_ids`."""
         dataset = rows_in_memory(rows)
-        dataset = dataset.with_format(None) if isinstance(dataset, Dataset) else dataset  # ids may come as tensors
         if not (isinstance(dataset, Dataset) and "input_ids" in dataset.column_names):
             given = [dict(row) if isinstance(row, Mapping) else {"prompt": row} for row in dataset]
             numbered = ((f"train_dataset: row {number}", row) for number, row in enumerate(given, 1))

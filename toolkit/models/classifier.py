@@ -63,6 +63,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     with fitting(model, config):
         switch_off_dropout(model)
         config.task_type, config.modules_to_save = "SEQ_CLS", [head_name(model)]
+        config.revision = getattr(model.config, "_commit_hash", None)  # PEFT loads the base at this commit
         return get_peft_model(model, config)
 
 
@@ -89,8 +90,19 @@ def head_in_float32(model: Classifier) -> None:
 
 def save_model(model: Classifier, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Write a model, or its adapter and head where it has one, with the tokenizer: an ordinary checkpoint folder."""
-    # "auto" would ask the hub whether the vocabulary grew; it cannot, the base is frozen.
-    model.save_pretrained(str(folder), **({"save_embedding_layers": False} if isinstance(model, PeftModel) else {}))
+    if isinstance(model, PeftModel):
+        # PEFT would write an empty model card, or change the user's own.
+        vars(model)["create_or_update_model_card"] = lambda folder: None
+        try:
+            # "auto" would ask the hub whether the vocabulary grew; it cannot, the base is frozen.
+            model.save_pretrained(str(folder), save_embedding_layers=False)
+        finally:
+            del vars(model)["create_or_update_model_card"]
+    else:
+        model.save_pretrained(str(folder))
+    if type(_inner(model)).__name__.endswith("ForSequenceClassification"):  # which is read with padding on the right
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.padding_side = "right"
     tokenizer.save_pretrained(folder)
 
 

@@ -261,7 +261,7 @@ def model_config(
         try:
             config = AutoConfig.from_pretrained(spec.model, **code)
         except Exception as error:  # of transformers, as the file has it
-            raise not_loaded(spec.model, error) from error
+            raise not_loaded(spec.model, error, scores=kind == "sequence_classifier") from error
         if getattr(config, "_commit_hash", None) is None:  # transformers 5.23 notes it no more
             config._commit_hash = cached_commit(spec.model, spec.revision)
         check_weights_alone(spec.model, config)

@@ -123,8 +123,9 @@ def _tokenizer(model: str, **code: Any) -> PreTrainedTokenizerBase:
         raise not_loaded(model, error) from error
 
 
-def not_loaded(model: str, error: Exception) -> ModelError:
-    """What to raise where a checkpoint, its configuration or its tokenizer cannot be loaded."""
+def not_loaded(model: str, error: Exception, *, scores: bool = False) -> ModelError:
+    """What to raise where a checkpoint, that of a classifier if it `scores`, its configuration or its tokenizer cannot
+    be loaded."""
     path = Path(model).expanduser()
     kind = "folder" if path.exists() or model.startswith((".", "/", "~")) else "folder or hub id"
     lines = f"{'no ' * isinstance(error, KeyError)}{error}".split("\n")
@@ -139,11 +140,11 @@ def not_loaded(model: str, error: Exception) -> ModelError:
     elif path.is_file():
         reason = "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none."
     elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        return ModelError(
-            f'"{model}" is a PEFT adapter and no whole model.',
-            field="model",
-            remedy="Name the base that it was trained on here, and the adapter as what the policy starts from.",
-        )
+        remedy = "Name the base that it was trained on here, and the adapter as what the policy starts from."
+        if scores:
+            remedy = "Merge it into its base, and name that; one on the base of the roles is "
+            remedy += "scorer.kind: adapter, with start.reward."
+        return ModelError(f'"{model}" is a PEFT adapter and no whole model.', field="model", remedy=remedy)
     remedy = "Name a folder or hub id with safetensors weights and a tokenizer."
     if kind != "folder":
         remedy = _way_to_the_hub(model, error, remedy)

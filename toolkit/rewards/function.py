@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import ClassVar
 
 from toolkit.errors import Problem, RewardError, words_of
@@ -83,13 +83,32 @@ def _loaded(function: str, *, anew: bool = False) -> tuple[ModuleType, Reward]:
 
 def _is_edited(module: ModuleType) -> bool:
     """Whether the file of a module that a notebook has imported is another by now; run again for nothing, it would lose
-    what the notebook has put into it. The compiled file has the time and size of what was compiled (PEP 552)."""
+    what the notebook has put into it. By the code of its functions; and by the compiled file, which has the time and
+    size of what was compiled (PEP 552), unless another process has compiled it since."""
+    if (text := _own_text(module)) is None:
+        return False
+    try:
+        known = set(_codes(compile(text, module.__file__ or "", "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError):
+        return True  # which its reload tells
+    own = [one for one in vars(module).values() if getattr(one, "__module__", None) == module.__name__]
+    own += [one for kind in own if isinstance(kind, type) for one in vars(kind).values()]
+    held = [one.__code__ for one in own if isinstance(one, FunctionType) and one.__closure__ is None]
+    if any(code not in known for code in held if code.co_filename == module.__file__):
+        return True
     compiled = Path(getattr(module.__spec__, "cached", None) or "")
-    if _own_text(module) is None or not compiled.is_file() or len(head := compiled.read_bytes()[:16]) < 16:
+    if not compiled.is_file() or len(head := compiled.read_bytes()[:16]) < 16:
         return False
     flags, seconds, size = struct.unpack("<4x3I", head)
     now = Path(module.__file__ or "").stat()
     return not flags and (seconds, size) != (int(now.st_mtime) & 0xFFFFFFFF, now.st_size & 0xFFFFFFFF)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
 
 
 def _own_text(module: ModuleType) -> bytes | None:

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 import torch
 
 from toolkit.checkpoints import checkpoints_in
+from toolkit.data import TASKS
 from toolkit.errors import ToolkitError
+from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
 
@@ -38,22 +40,34 @@ def out_of_memory(recipe: Recipe, stage: str) -> ToolkitError:
         again = "with $overwrite if responses had been saved: each batch draws by a seed of its own"
         remedy = f"Shorten collect.response_length or the prompts, and run it again, {again}."
         return ToolkitError("collect ran out of GPU memory, with one row at a time.", remedy=remedy)
-    args, ways = recipe.stage_config(stage), []
-    if not args.gradient_checkpointing:
+    args, ways, trls = recipe.stage_config(stage), [], stage == "ppo" and by_trl(recipe.values)
+    if not args.gradient_checkpointing and not trls:  # TRL's loop has none
         ways.append(f"set {stage}.gradient_checkpointing=true")
-    if stage == "ppo" and by_trl(recipe.values):
+    if trls:
         ways.append("halve ppo.per_device_train_batch_size or ppo.local_rollout_forward_batch_size")
     elif stage in _CHUNKS:
         ways.append(f"halve {_CHUNKS[stage]}")
     if stage == "sft" and args.packing:  # the rows of a micro-batch are one
         ways.append("halve sft.per_device_train_batch_size, with sft.gradient_accumulation_steps doubled")
     then = "go on with $resume" if checkpoints_in(folder) else "run it again: nothing had been saved yet"
-    shorter = {"ppo": "ppo.response_length", "sft": "sft.max_length"}.get(stage, f"{recipe.data_section(stage)}.max_…")
     anew = ["ppo.generation=eager"] if stage == "ppo" and args.generation == "merged" else []
-    anew.append(f"shorter rows ({shorter}, {recipe.data_section(stage)}.max_prompt_length)")
+    anew.append(f"shorter rows ({', '.join(_limits(recipe, stage))})")
     goes_on = f"{_one_of(ways)[:-1]}, and {then}. " if ways else ""
-    remedy = f"{goes_on}A run that begins anew can have {' or '.join(anew)}; toolkit plan says what fits."
-    return ToolkitError(f"{stage} ran out of GPU memory, with as few rows at a time as there can be.", remedy=remedy)
+    planned = "; toolkit plan says what fits" if "ppo" in recipe.plan.stages and not by_trl(recipe.values) else ""
+    remedy = f"{goes_on}A run that begins anew can have {' or '.join(anew)}{planned}."
+    rows = "" if trls else ", with as few rows at a time as there can be"
+    return ToolkitError(f"{stage} ran out of GPU memory{rows}.", remedy=remedy)
+
+
+def _limits(recipe: Recipe, stage: str) -> list[str]:
+    """The keys that say how long the rows of a stage may be."""
+    own = {"ppo": ["ppo.response_length"], "sft": ["sft.max_length"]}.get(stage, [])
+    section = recipe.data_section(stage)
+    if stage == "q" and section == "data":
+        return ["collect.response_length"]
+    known = owner_fields(TASKS[recipe.values[section]["task"]])
+    limits = ("max_prompt_length",) if stage == "ppo" else ("max_prompt_length", "max_response_length")
+    return own + [f"{section}.{name}" for name in limits if name in known] or ["those of the data"]
 
 
 def _one_of(ways: list[str]) -> str:

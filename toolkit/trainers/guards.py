@@ -77,7 +77,8 @@ GUARDS = (
         "scores_equal",
         methodcaller("get", "tied_share"),
         lambda share: share == 1.0,
-        "all scores of an update have been the same number {updates} times in a row: there is nothing to learn from.",
+        "all scores of an update have been the same number {updates} times in a row: there is nothing to learn from, "
+        "or from penalties alone.",
         "See in rollouts.jsonl whether the reward tells good from bad; where all are as good as can be, stop here.",
         updates=3,
     ),

@@ -1,6 +1,7 @@
 """The README.md beside trained roles: what they are, and how to load them."""
 
 import hashlib
+import os
 from pathlib import Path
 
 from toolkit import phases
@@ -45,13 +46,24 @@ def write_model_card(folder: Path, roles: SharedBase, *, base_name: str) -> None
         phases.tell(f"{path} is not as this version writes it, and stays as it is: delete it to have it written anew.")
         return
     listed = "\n".join(f"- {package} {number}" for package, number in versions().items())
-    base = base_name or "a base without a name"
+    base = _as_from(folder, base_name) if base_name else "a base without a name"
     revision = getattr(roles.config, "_commit_hash", None)  # of one from the hub
     of_hub = f', revision="{revision}"' if revision else ""
     known = {"base": base, "revision": of_hub, "critic": _critic(roles), "versions": listed}
     whole = folder.resolve()
     name = whole.parent.name if whole.name == "ppo" else whole.name
     write_whole(path, _sealed(_CARD.format(ours=_OURS, name=name, **known)))
+
+
+def _as_from(folder: Path, base: str) -> str:
+    """A base as it is named in a folder; a hub id is everywhere the same."""
+    path = Path(base).expanduser()
+    if not path.is_dir():
+        return base
+    try:
+        return Path(os.path.relpath(path, folder)).as_posix()
+    except ValueError:  # on another drive
+        return str(path.absolute())
 
 
 def _sealed(card: str) -> str:

@@ -83,7 +83,7 @@ class PPOLoop(SharedBaseTrainer):
         if self._evaluation_due:
             # What it was saved with does not know of the evaluation, which may be the best, or one too many.
             self.control.should_evaluate = self.control.should_save = True
-            self._act()
+            self._act(ends_pass=True)
         if self._end_due and (over or self.control.should_training_stop or state.global_step >= self.total_updates):
             self._end_pass()
         while state.global_step < self.total_updates and not (over or self.control.should_training_stop):
@@ -297,6 +297,8 @@ class PPOLoop(SharedBaseTrainer):
             if processes.is_main():
                 append_jsonl(Path(self.args.output_dir) / ROLLOUTS_FILE, rows)
         best = False
+        if ends_pass:
+            self._end_pass_if_asked()
         if self.control.should_evaluate:
             self.control.should_evaluate, self._evaluation_due = False, True
             with self.saved_if_the_reward_fails():
@@ -350,6 +352,7 @@ class PPOLoop(SharedBaseTrainer):
         """What has a default here is in no checkpoint of before."""
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
         self._passed_over, self._left_out = state["passed_over"], state.get("left_out", 0)
+        self._best_put_at = None
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
