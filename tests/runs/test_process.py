@@ -1,5 +1,7 @@
 """Commands in processes of their own: how each kind of end is told."""
 
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -98,16 +100,26 @@ def test_one_that_was_stopped_waits_longer_for_the_others(monkeypatch):
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on(number):
     """To a launcher of two, whose children say that they have saved, and which no terminal sends Ctrl-C to."""
     children = script("signal.signal(15, lambda *_: sys.exit(143)); os.write(1, b'ready\\n'); time.sleep(60)")
-    launcher = f"import sys; from toolkit.runs import process; sys.exit(process.run_in_processes({children}, 2))"
-    command = [sys.executable, "-c", launcher]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert [started.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    started.send_signal(number)
-    assert started.wait(30) == 143
+    said, ours = os.pipe()
+
+    def launch():
+        os.setsid()
+        os.dup2(ours, 1)
+        os._exit(process.run_in_processes(children, 2))
+
+    started = multiprocessing.get_context("fork").Process(target=launch)
+    started.start()
+    os.close(ours)
+    with os.fdopen(said) as lines:
+        assert [lines.readline() for _ in range(2)] == ["ready\n"] * 2
+        os.kill(started.pid, number)
+        started.join(30)
+    assert started.exitcode == 143
 
 
 @pytest.mark.parametrize(("foreground", "passed_on"), [(5, False), (6, True)])
