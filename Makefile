@@ -43,7 +43,7 @@ of_recipes = $(stages) show validate plan
 RECIPE_is_for = $(of_recipes) chat generate eval judge export
 MODEL_is_for = $(of_recipes) bench bench-slice bench-growth bench-agilerl
 SET_is_for = $(of_recipes) eval judge
-RUN_is_for = $(stages) validate chat generate eval judge export
+RUN_is_for = $(of_recipes) chat generate eval judge export
 FROM_is_for = $(stages)
 OVERWRITE_is_for = $(stages)
 RESUME_is_for = $(stages)
@@ -79,9 +79,10 @@ endif
 as_on_plain = ATEN_CPU_CAPABILITY=default
 as_on_avx2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(SET)
-arguments = $(recipe) $(if $(RUN),--run "$(RUN)") $(if $(filter-out 0,$(OVERWRITE)),--overwrite) \
-            $(if $(filter-out 0,$(RESUME)),--resume) $(if $(FROM),--from-run "$(FROM)") $(divided)
+recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(if $(RUN),--run "$(RUN)")
+## SET stands last: it is written as in a shell, where a # of it would take away all that follows.
+arguments = $(recipe) $(if $(filter-out 0,$(OVERWRITE)),--overwrite) $(if $(filter-out 0,$(RESUME)),--resume) \
+            $(if $(FROM),--from-run "$(FROM)") $(divided) $(SET)
 divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
 of_recipe = $(patsubst %.yml,%,$(patsubst %.yaml,%,$(notdir $(RECIPE))))
 run = "$(or $(RUN),$(of_recipe))"
@@ -104,10 +105,10 @@ sft reward ppo collect q: $(BIN)/.installed
 	@$(BIN)/toolkit $@ $(arguments)
 
 show: $(BIN)/.installed
-	@$(BIN)/toolkit show $(recipe)
+	@$(BIN)/toolkit show $(recipe) $(SET)
 
 validate: $(BIN)/.installed
-	@$(BIN)/toolkit check $(recipe) $(if $(RUN),--run "$(RUN)")
+	@$(BIN)/toolkit check $(recipe) $(SET)
 
 chat: $(BIN)/.installed
 	@$(BIN)/toolkit chat $(run)
@@ -116,16 +117,16 @@ generate: $(BIN)/.installed
 	@$(BIN)/toolkit generate $(run) $(divided)
 
 eval: $(BIN)/.installed
-	@$(BIN)/toolkit eval $(run) $(SET) $(divided)
+	@$(BIN)/toolkit eval $(run) $(divided) $(SET)
 
 judge: $(BIN)/.installed
-	@$(BIN)/toolkit judge $(or $(RUN),$(of_recipe)) $(SET) $(if $(OUTPUT),--output "$(OUTPUT)") $(divided)
+	@$(BIN)/toolkit judge $(or $(RUN),$(of_recipe)) $(if $(OUTPUT),--output "$(OUTPUT)") $(divided) $(SET)
 
 export: $(BIN)/.installed
 	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge)
 
 plan: $(BIN)/.installed
-	@$(BIN)/toolkit plan $(recipe) $(if $(GPU),--gpu "$(GPU)")
+	@$(BIN)/toolkit plan $(recipe) $(if $(GPU),--gpu "$(GPU)") $(SET)
 
 recipes: $(BIN)/.installed
 	@$(BIN)/toolkit recipes

@@ -26,6 +26,7 @@ from toolkit import processes
 from toolkit.cli import app
 from toolkit.errors import PeerError
 from toolkit.models import SharedBase, save_role
+from toolkit.runs.process import OUTPUT_CLOSED
 
 REWARDS = """
 def fine(rollout):
@@ -266,6 +267,25 @@ def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(way, monkeypat
         "": "Nothing of it is saved. To begin again: toolkit sft doubling --overwrite",
     }
     assert said.getvalue() == f"Standard output was closed. {told[way]}\n"
+    inner = CliRunner().invoke(app, ["sft", "doubling", "--run", "x", "--name", "x"])
+    assert (inner.exit_code, inner.stderr) == (OUTPUT_CLOSED, "")  # it is part of a command, which says how to go on
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--overwrite"], "Nothing of it is saved. To begin again: toolkit ppo doubling --overwrite"),
+        (["--resume"], "To go on: toolkit ppo doubling --resume (make: RESUME=1)"),
+    ],
+)
+def test_ctrl_c_before_a_stage_has_looked_at_its_run_names_the_same_command(words, told, monkeypatch):
+    def stopped():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("toolkit.cli.command._import_quietly", stopped)
+    monkeypatch.setattr(sys, "argv", ["toolkit", "ppo", "doubling", *words])
+    done = CliRunner().invoke(app, sys.argv[1:])
+    assert (done.exit_code, done.stderr) == (130, f"Interrupted. {told}\n")
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -358,6 +378,7 @@ def test_a_terminal_that_lacks_a_sign_is_told_all_the_same(monkeypatch):
     monkeypatch.setattr("toolkit.spec.load.about", lambda name: "before → after")
     done = CliRunner(charset="cp1252").invoke(app, ["recipes"])
     assert done.exit_code == 0 and r"before \u2192 after" in done.stdout
+    assert CliRunner(charset="iso8859-5").invoke(app, ["--help"]).exit_code == 0  # whose signs nothing replaces
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ def test_the_run_of_a_file_has_its_name():
     assert 'toolkit eval "doubling"' in dry("eval", "RECIPE=doubling").stdout
 
 
+def test_a_remark_in_set_takes_no_option_away():
+    for words in (("ppo", "RUN=odd", "RESUME=1"), ("plan", "GPU=odd"), ("eval", "GPUS=8"), ("judge", "OUTPUT=odd")):
+        alone, remarked = dry(*words).stdout, dry(*words, "SET=ppo.kl_coef=0.4 # more").stdout
+        assert remarked.partition("#")[0].split() == [*alone.split(), "ppo.kl_coef=0.4"]
+
+
 def test_a_switch_is_1_or_not_given():
     for words in (("ppo", "OVERWRITE=no"), ("q", "RESUME=false"), ("export", "OUTPUT=folder", "MERGE=no")):
         name = words[-1].partition("=")[0]

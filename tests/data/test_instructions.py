@@ -48,6 +48,14 @@ def test_held_out_topics_and_pairs_are_never_trained_on(tokenizer):
     assert {row["composition"] for row in rows["train"]} == {"one", "seen"}
 
 
+def test_pairs_that_a_small_training_split_never_has_are_not_seen(tokenizer):
+    task = Instructions(tokenizer, train_size=30)
+    trained = {names(row) for row in task.rows("train")}
+    for split in ("validation", "test"):
+        kinds = [(row["composition"], names(row) in trained) for row in task.rows(split)]
+        assert {kind for kind in kinds if kind[0] != "one"} == {("seen", True), ("unseen", False)}
+
+
 def test_a_prompt_asks_for_its_rules_and_each_can_be_checked(tokenizer):
     task = Instructions(tokenizer, test_size=60)
     prompts = task.prompts("test")

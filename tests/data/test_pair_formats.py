@@ -95,6 +95,9 @@ def test_forms_of_text():
     # Not every text with "Human: " is a dialogue.
     no_turn = {"chosen": "Human: a\n\nb c", "rejected": "Human: a\n\nb d"}
     assert read_pair("x", no_turn) == Pair("Human: a\n\nb", " c", " d")
+    # What stands before the first turn is part of the text.
+    told = {"prompt": f"Be brief.{HH}", "chosen": "a", "rejected": "b"}
+    assert read_pair("x", told) == Pair(told["prompt"], "a", "b")
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,12 @@ def test_what_a_template_passes_over_is_not_lost_in_silence(tmp_path, chat_token
     chat_tokenizer.chat_template = first + chat_tokenizer.chat_template
     task = task_of(tmp_path, chat_tokenizer, [{"prompt": talk} for talk in talks])
     assert task.prompts("train")["prompt"][:] == ["21"] and task.left_out["train"][reasons[2]] == 1
+    # And by its keys: some leave out what stands beside tool calls.
+    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.content if not m.tool_calls }}{% endfor %}"
+    said = {"role": "assistant", "content": "2"}
+    talks = [[user("1"), one, user("3")] for one in (said, {**said, "tool_calls": [{"id": "1"}]})]
+    task = task_of(tmp_path, chat_tokenizer, [{"prompt": talk} for talk in talks])
+    assert task.prompts("train")["prompt"][:] == ["123"] and task.left_out["train"] == {reasons[1]: 1}
 
 
 def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):

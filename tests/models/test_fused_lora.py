@@ -386,3 +386,12 @@ def test_what_a_pass_that_broke_off_has_left_is_let_go_before_the_next_needs_the
         assert left[0]() is not None
         base.hidden_states(IDS, MASK)
     assert alive == [False]
+
+
+def test_layers_of_4_bits_that_give_float32_under_autocast_have_their_adapters(tmp_path):
+    base, _ = of_4_bits(tmp_path, torch.float32)
+    ours, _ = passes(base, "policy", precision=torch.bfloat16)
+    theirs, _ = passes(by_peft(base), "policy", precision=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        without = base.hidden_states(IDS, MASK).float()
+    assert (ours - theirs).norm() < 0.1 * (theirs - without).norm()

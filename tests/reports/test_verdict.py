@@ -10,7 +10,7 @@ def result(before, before_se, after, after_se):
 
 
 def rows(*pairs):
-    return [{"before_score": before, "after_score": after} for before, after in pairs]
+    return [{"prompt": str(i), "before_score": one, "after_score": other} for i, (one, other) in enumerate(pairs)]
 
 
 def test_a_difference_is_held_against_its_noise():
@@ -28,8 +28,17 @@ def test_pairs_of_the_same_prompts_have_less_noise():
     assert said == "The score rose: +1.25 ± 0.25, 5.0 standard errors over the same 4 prompts."
 
 
+def test_rows_of_one_prompt_are_one():
+    """A greedy policy says the same to each of them: by ten prompts 0.3 is no rise, by fifty it would be."""
+    ten = rows(*((0.0, after) for after in [1.0] * 6 + [-1.0] * 3 + [0.0]))
+    said = verdict({}, ten)
+    assert said.startswith("The score did not change by more than its noise: +0.3 ± 0.3, 1.0 standard errors over")
+    assert verdict({}, ten * 5) == said
+
+
 def test_of_one_prompt_there_is_nothing_to_say():
-    assert verdict(result(1.0, 0.0, 2.0, 0.0), rows((1.0, 2.0))) == ""
+    for times in (1, 3):
+        assert verdict(result(1.0, 0.0, 2.0, 0.0), rows((1.0, 2.0)) * times) == ""
     assert verdict(result(1.0, 0.0, 2.0, 0.0) | {"rows": {"held out": 1}}) == ""
 
 
@@ -47,8 +56,8 @@ def test_the_judge_has_a_sentence_of_its_own():
     both["after"] |= {"judge": 1.0, "judge_se": 0.4}
     assert verdict(both).endswith("The judge fell: -1 ± 0.5, 2.0 standard errors of two means.")
     judged = [
-        {"before_score": 0.0, "after_score": 1.0, "before_judge": 2.0, "after_judge": 1.0},
-        {"before_score": 0.0, "after_score": 3.0, "before_judge": 2.5, "after_judge": 1.0},
+        {"prompt": "a", "before_score": 0.0, "after_score": 1.0, "before_judge": 2.0, "after_judge": 1.0},
+        {"prompt": "b", "before_score": 0.0, "after_score": 3.0, "before_judge": 2.5, "after_judge": 1.0},
     ]
     assert verdict(both, judged) == (
         "The score did not change by more than its noise: +2 ± 1, 2.0 standard errors over the same 2 prompts. "

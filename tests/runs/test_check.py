@@ -138,6 +138,8 @@ def test_bits_that_are_not_bitsandbytes_are_said_or_refused_before_loading(check
     assert re.match(rf"base\.{said}", texts(check(recipe))[0])
     with pytest.raises(ModelError, match=said):
         plan(recipe, "4090", notes=False)
+    eight = {"model": str(checkpoint), "quantization": {"load_in_8bit": True}}
+    assert problems_of(tmp_path, checkpoint, base=eight)[0].startswith("base.quantization — a base in 8 bits")
 
 
 def test_pairs_on_a_checkpoint(checkpoint, tmp_path, capfd):
@@ -383,6 +385,14 @@ def test_the_best_checkpoint_goes_by_what_the_held_out_prompts_ask_for(checkpoin
     with pytest.raises(ConfigError, match="none of the 3 validation prompts asks for it"):
         run(recipe, "ppo")
     assert not (recipe.stage_folder("ppo") / "before.json").exists()  # nothing was measured
+    q = {"max_steps": 1, "per_device_train_batch_size": 2, "response_length": 2, "eval_strategy": "steps",
+         "eval_steps": 1, "metric_for_best_model": "kept_json_keys"}  # fmt: skip
+    by_q = chat_recipe(
+        tmp_path, checkpoint, reward=None, ppo=None, data=data, scorer={"kind": "rules", "column": "rules"}, q=q,
+        collect={"response_length": 2, "batch_size": 2}, adapters={"q": {"r": 4, "target_modules": "all-linear"}},
+        name="by_q",
+    )  # fmt: skip
+    assert any(line.startswith("q.metric_for_best_model — 'kept_json_keys' is not") for line in texts(check(by_q)))
 
 
 def test_all_problems_in_one_error(checkpoint, tmp_path):
@@ -467,7 +477,7 @@ def test_a_base_that_scales_its_logits(tmp_path):
     assert not [p for p in texts(report) if "logits" in p]
 
 
-def test_weights_that_are_missing_or_cut_short(tmp_path):
+def test_weights_that_are_missing_or_cut_short(tmp_path, checkpoint):
     folder = save_llama(tmp_path / "llama", byte_tokenizer())
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
@@ -484,6 +494,15 @@ def test_weights_that_are_missing_or_cut_short(tmp_path):
     assert len(found) == 2 and "model-2.safetensors is missing" in found[1]
     index.write_text("[]")
     assert "model.safetensors.index.json cannot be read" in problems_of(tmp_path, folder)[0]
+    own = {"model": str(folder), "dtype": "float32"}
+    adapters = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
+    for section, others, more in (
+        ("reward_model", ("policy", "value"), {"scorer": {"kind": "model"}}),
+        ("value_model", ("policy", "reward"), {}),
+    ):
+        trained = {role: adapters[role] for role in others}
+        found = problems_of(tmp_path, checkpoint, adapters=trained, **{section: own}, **more)
+        assert any(line.startswith(f"{section}.model — {index} cannot be read") for line in found), found
 
 
 def test_a_tokenizer_that_cannot_be_had_is_asked_for_once(checkpoint, tmp_path, monkeypatch):

@@ -454,3 +454,24 @@ def test_what_may_change_is_what_the_docs_say():
     of_trackio = {name for name in _SHOWN_BY if name.startswith("trackio")} | {"project", "hub_private_repo"}
     known = {*_SHOWN_BY, *_MAY_CHANGE, *_ROWS_OF_A_STEP, "dataloader_drop_last"}
     assert {*re.findall(r"`(\w+)`", told)} == known - of_trackio
+
+
+def test_a_reward_model_and_rated_rows_are_read_by_their_stages(tmp_path, checkpoint):
+    own = {
+        "reward_model": {"model": "m", "dtype": "float32"},
+        "scorer": {"kind": "model"},
+        "adapters": {"policy": LORA, "value": LORA},
+    }
+    finish(chat_recipe(tmp_path, checkpoint, **own), "reward", "ppo")
+    other = chat_recipe(tmp_path, checkpoint, "reward_model.model=n", **own)
+    assert [finished(other, name) for name in ("reward", "ppo")] == [None, None]
+    rated = {
+        "reward": None,
+        "ppo": None,
+        "q": FEW,
+        "q_data": {"task": "rated", "train": "a.jsonl"},
+        "adapters": {"q": LORA},
+        "scorer": RULE,
+    }
+    finish(chat_recipe(tmp_path, checkpoint, name="q", **rated), "q")
+    assert finished(chat_recipe(tmp_path, checkpoint, "q_data.train=b.jsonl", name="q", **rated), "q") is None

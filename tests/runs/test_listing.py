@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from tests.tiny_runs import command_here
+from tests.tiny_runs import chat_recipe, command_here
 from toolkit.checkpoints import write_state
 from toolkit.cli.command import complete_run
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import listing
+from toolkit.runs.collect import partial_file
 from toolkit.runs.comparison import compare, differing
 from toolkit.runs.differences import described
+from toolkit.runs.folder import way_on
 from toolkit.runs.listing import all_runs, state_of
 from toolkit.runs.lock import at_work
 
@@ -83,6 +85,19 @@ def test_what_trl_s_own_loop_has_begun_begins_anew(runs):
     assert "--resume" in c.command  # the stages before it do
 
 
+@pytest.mark.parametrize("checkpoint", [None, 1])
+def test_weights_of_an_earlier_stage_without_a_checkpoint_begin_anew(checkpoint, tmp_path):
+    chat = chat_recipe(tmp_path, "some/checkpoint")
+    stage(chat.stage_folder("reward"), checkpoint=checkpoint)
+    (chat.stage_folder("reward") / "reward").mkdir()
+    (chat.stage_folder("reward") / "reward" / "adapter_model.safetensors").touch()
+    (chat.folder / "recipe.yaml").write_text(chat.to_yaml())
+    way = "overwrite" if checkpoint is None else "resume"
+    assert way_on(chat, "ppo") == way and f"--{way}" in state_of(chat.folder).command
+    stage(chat.stage_folder("ppo"), checkpoint=1)  # of a ppo that did without that reward
+    assert "--resume" in state_of(chat.folder).command
+
+
 def test_a_recipe_that_only_collects_goes_on_by_collecting(runs):
     only = {"reward": None, "ppo": None, "sft": {"max_steps": 1}, "collect": {"response_length": 8}}
     (runs / "c" / "recipe.yaml").write_text(yaml.safe_dump({k: v for k, v in only.items() if v is not None}))
@@ -90,6 +105,15 @@ def test_a_recipe_that_only_collects_goes_on_by_collecting(runs):
         stage(runs / "c" / f"{'sft' if result is None else 'collect'}", result=result)
         command = state_of(runs / "c").command
         assert command[:2] == ("toolkit", "collect") if result is None else command == ()
+
+
+@pytest.mark.parametrize(("q", "named"), [({}, "collect"), ({"q": {"max_steps": 1}}, "q")])
+def test_what_was_stopped_is_gone_on_with(q, named, runs):
+    """And not PPO, which the recipe has too; q needs what is collected."""
+    recipe(runs / "c", collect={"response_length": 8}, **q)
+    stage(runs / "c" / "collect")
+    partial_file(runs / "c" / "collect").write_text("{}\n")
+    assert state_of(runs / "c").command[1] == named
 
 
 def test_a_run_that_goes_on_has_its_warnings_and_not_the_answers_of_its_earlier_end(runs, tmp_path):

@@ -16,6 +16,7 @@ from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llam
 from toolkit import recipes
 from toolkit.costs import CARDS, Lengths, named
 from toolkit.errors import ModelError, RecipeError, ToolkitError
+from toolkit.runs.check import check
 from toolkit.runs.plan import _Planner, plan
 from toolkit.trainers.trl_compat import HAS_PPO
 
@@ -167,6 +168,8 @@ def test_a_checkpoint_that_is_quantised_already_takes_what_one_does_that_loading
     asked = plan(chat_recipe(tmp_path, checkpoint), "4090", notes=False)
     found = plan(chat_recipe(tmp_path, quantised, "base.quantization=null"), "4090", notes=False)
     assert {memory.parts["base"] for memory in found.memory} == {memory.parts["base"] for memory in asked.memory}
+    both = chat_recipe(tmp_path, checkpoint), chat_recipe(tmp_path, quantised, "base.quantization=null")
+    assert len({check(recipe).base.gigabytes for recipe in both}) == 1
 
 
 CLASSIFIER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

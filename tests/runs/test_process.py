@@ -1,5 +1,6 @@
 """Commands in processes of their own: how each kind of end is told."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,9 @@ def test_a_stage_that_was_killed_is_told_from_one_that_failed():
         process.run_stage(script("os.kill(os.getpid(), signal.SIGKILL)"), "sft", "ppo")
     with pytest.raises(RunInterrupted, match="was stopped"):
         process.run_stage(script("sys.exit(143)"), "sft", "ppo")
+    with pytest.raises(BrokenPipeError) as closed:
+        process.run_stage(script("sys.exit(141)"), "sft", "ppo")
+    assert closed.value.errno == errno.EPIPE and closed.value.filename is None  # as the system's own
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")

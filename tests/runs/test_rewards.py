@@ -424,11 +424,14 @@ def test_a_scorer_is_held_to_all_prompts_and_a_judge_to_the_held_out_ones(checkp
 def test_a_saved_reward_is_read_with_its_own_pad_token(tmp_path, checkpoint):
     base = SharedBase(load_base(str(checkpoint), dtype="float32"))
     base.add_role("reward", lora(4))
-    save_role(base, "reward", tmp_path / "reward", pad_token_id=0, base_name="tiny")  # the checkpoint's own is 2
-    recipe = chat_recipe(tmp_path, checkpoint, reward=None, start={"reward": str(tmp_path / "reward")})
+    for name, pad in (("reward", 0), ("judge", 1)):  # the checkpoint's own is 2
+        save_role(base, "reward", tmp_path / name, pad_token_id=pad, base_name="tiny")
+    start = {name: str(tmp_path / name) for name in ("reward", "judge")}
+    recipe = chat_recipe(tmp_path, checkpoint, reward=None, start=start, judge={"kind": "adapter"})
     roles, pads = build.placed_roles(recipe, "ppo")
-    assert pads == {"reward": 0, "judge": 2}
+    assert pads == {"reward": 0, "judge": 1}
     assert build.make_reward(recipe, roles, pads, 8).pad_token_id == 0
+    assert build.make_reward(recipe, roles, pads, 8, role="judge").pad_token_id == 1
 
 
 def test_prompts_of_token_ids_have_no_text_for_another_model(classifiers):

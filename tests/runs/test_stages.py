@@ -347,6 +347,9 @@ def test_prerequisites(tmp_path, checkpoint):
         recipes.load("llama3_8b_lora").plan.needs("sft")
     with pytest.raises(RecipeError, match='no stage "pretrain"; the stages are sft, reward, ppo'):
         doubling.plan.needs("pretrain")
+    both = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2}, start={"policy": "x"}, name="both").plan
+    assert both.needs("ppo") == ["reward"]
+    assert both.stages["ppo"].source("policy").folder == both.stages["ppo"].source("reference").folder == "x"
     lacking = chat_recipe(tmp_path, checkpoint, reward=None)
     with pytest.raises(
         RecipeError, match='stage "ppo" needs a trained reward role, and the recipe has no section "reward"'
@@ -476,6 +479,8 @@ def test_the_trainer_of_a_recipe_in_a_script_of_several_processes(two, checkpoin
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     (one, folder), (other, _) = two(trained_in_a_script, tmp_path / "two", checkpoint)
-    alone, _ = trained_in_a_script(tmp_path / "one", checkpoint)
+    alone, own = trained_in_a_script(tmp_path / "one", checkpoint)
     assert one == other == pytest.approx(alone, rel=1e-3, abs=1e-4)
     assert (folder / "recipe.yaml").is_file()
+    steps = [[row["step"] for row in read_jsonl(run / "ppo" / "metrics.jsonl")] for run in (folder, own)]
+    assert steps[0] == steps[1] != []  # written by one of them

@@ -27,7 +27,20 @@ def test_metrics_by_hand_over_batches_that_do_not_divide():
     assert scores.tolist() == pytest.approx(expected) and metrics["score"] == pytest.approx(sum(expected) / 7)
     assert metrics["length"] == sum(map(len, rollout.response_ids)) / 7
     assert metrics["eos_share"] == sum(rollout.ended) / 7
-    assert metrics["score_se"] == pytest.approx(float(torch.tensor(expected).std()) / 7**0.5)
+    by_prompt = [(a + b) / 2 for a, b in zip(expected[:3], expected[4:], strict=True)] + [expected[3]]
+    assert metrics["score_se"] == pytest.approx(float(torch.tensor(by_prompt).std()) / 4**0.5)
+
+
+def test_rows_of_one_prompt_do_not_make_the_error_smaller():
+    """Four prompts, and three rows of each that score the same."""
+
+    def second(rollout):
+        return [float(ids[1]) for ids in rollout.prompt_ids]  # 4, 30, 5 and 20
+
+    once, thrice = (evaluator(second, judge=second)(dataset(copies)).metrics for copies in (1, 3))
+    for name in ("score", "judge"):
+        assert once[name] == thrice[name] == 14.75
+        assert once[f"{name}_se"] == pytest.approx((470.75 / 3) ** 0.5 / 2) == pytest.approx(thrice[f"{name}_se"])
 
 
 def test_the_seed_is_its_own_and_the_caller_s_random_state_stays():
@@ -72,7 +85,8 @@ def test_a_judge_scores_the_same_responses():
     assert rollout.response_ids == alone.rollout.response_ids and torch.equal(scores, alone.scores)
     assert judged.tolist() == [n + 1.0 for n in rollout.lengths] and alone.judged is None
     assert metrics["judge"] == metrics["length"] + 1.0 and metrics["judge/length"] == metrics["length"]
-    assert metrics["judge_se"] == pytest.approx(float(judged.std()) / 8**0.5)
+    by_prompt = judged.view(2, 4).mean(dim=0)  # each prompt stands twice
+    assert metrics["judge_se"] == pytest.approx(float(by_prompt.std()) / 4**0.5)
     assert {name for name in metrics if not name.startswith("judge")} == alone.metrics.keys()
 
 

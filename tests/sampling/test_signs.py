@@ -38,6 +38,8 @@ def test_figures_by_hand():
 def test_scores_beyond_what_a_reward_has_met():
     scores = torch.tensor([1.0, 2.0, 2.5, 3.0])
     assert signs_of(said("a", "b", "c", "d"), scores, high=2.0)["beyond_share"] == 2 / 4
+    of_forty = torch.tensor([3.0] * 6 + [1.0] * 34)
+    assert signs_of(said(*"a" * 40), of_forty, high=2.0)["beyond_share"] == 0.15  # as the guard has it
 
 
 def test_where_there_is_nothing_to_count():

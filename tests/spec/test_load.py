@@ -168,6 +168,11 @@ def test_three_mistakes_one_error(tmp_path):
             "adapters.reward — is missing: the reward stage trains it.",
         ),
         ({"base": {}}, "base — exactly one of model (a checkpoint) and config (random weights) is needed."),
+        (
+            {"base": {"model": "m", "config": {"model_type": "gpt2"}}},
+            "is needed, and both are given. Leave one out: base.config=null or base.model=null, or name a recipe for "
+            "a checkpoint (toolkit recipes).",
+        ),
         ({"base": {"config": {"model_type": "gpt2"}}}, "sft — this section is missing: a base with random weights"),
         (
             {"base": {"config": {"model_type": "gpt2"}}, "sft": {}, "data": {"task": "prompts", "train": "x.txt"}},
@@ -589,8 +594,9 @@ def test_the_recipe_of_a_run_elsewhere_is_no_new_one(tmp_path):
     with pytest.raises(RecipeError, match="is the recipe of the run mine in .*elsewhere, and the runs are"):
         recipes.load(folder / "recipe.yaml", runs_dir=tmp_path)
     assert recipes.load(folder / "recipe.yaml", runs_dir=tmp_path / "elsewhere").run == "mine"
-    done = CliRunner().invoke(app, ["show", str(folder / "recipe.yaml"), "--runs-dir", str(tmp_path / "elsewhere")])
-    assert done.exit_code == 0 and "some/checkpoint" in done.stdout
+    for option in (("--runs-dir", str(tmp_path / "elsewhere")), ("--run", "new")):
+        done = CliRunner().invoke(app, ["show", str(folder / "recipe.yaml"), *option])
+        assert done.exit_code == 0 and "some/checkpoint" in done.stdout
     assert recipes.load(folder / "recipe.yaml", run="new", runs_dir=tmp_path).run == "new"
 
 

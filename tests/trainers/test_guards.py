@@ -209,6 +209,15 @@ def test_cut_responses_are_a_sign_where_they_score_higher(first, now, ended, tol
     assert ["cut_pays" for _ in range(told)] == [one["name"] for one in new]
 
 
+@pytest.mark.parametrize("more", [10, 9])
+def test_a_quarter_more_that_are_cut_is_a_quarter_of_any_number(more):
+    for cut in range(31):
+        watch, (first, now) = Watch(), [{**MEASURED, "eos_share": (40 - of) / 40} for of in (cut, cut + more)]
+        watch.evaluated(0, first, ANSWERS, PROMPTS)
+        new = watch.evaluated(1, now, ANSWERS, PROMPTS)
+        assert [one["name"] for one in new] == ["cut_pays"] * (more == 10)
+
+
 def test_an_evaluation_is_held_against_one_of_the_same_prompts():
     """A policy that says one sentence of each topic, of which validation has 9 and the test 18."""
     watch, said = Watch(), [f"{word} is what I like very much." for word in map(str, range(18))] * 4

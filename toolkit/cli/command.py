@@ -10,7 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from io import TextIOWrapper
@@ -37,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="PPO with LoRA adapters for policy, value, reward and reference on one 4-bit base.",
-    epilog="Examples: toolkit ppo doubling · toolkit check llama3_8b_lora base.model=/models/Llama-3.1-8B · "
+    epilog="Examples: toolkit ppo doubling, toolkit check llama3_8b_lora base.model=/models/Llama-3.1-8B, "
     "toolkit chat my-run",
 )
 
@@ -63,11 +63,12 @@ def command(example: str, *, name: str | None = None) -> Callable[[Callable[...,
         @wraps(function)
         def run(*, debug: bool, **arguments: Any) -> None:
             # With a name it is part of another command, which says how to go on.
-            resumable = "resume" in arguments and arguments["name"] is None
+            inner = arguments.get("name") is not None
+            resumable = "resume" in arguments and not inner
             # A shell expands no ~ after "=", nor within quotes.
             paths = {name: Path(os.path.expanduser(x)) for name, x in arguments.items() if isinstance(x, Path)}
             how = {"divided": "processes" in arguments, "of_recipe": "recipe" in arguments}
-            with _interruptible(), _errors(debug, resumable=resumable, **how):
+            with _interruptible(), _errors(debug, resumable=resumable, inner=inner, **how):
                 function(**{**arguments, **paths})
 
         own = inspect.signature(function).parameters.values()
@@ -114,7 +115,7 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _errors(debug: bool, *, resumable: bool, divided: bool, of_recipe: bool) -> Iterator[None]:
+def _errors(debug: bool, *, resumable: bool, inner: bool, divided: bool, of_recipe: bool) -> Iterator[None]:
     """One message for what a user can mend; one bar, ours, with what matters on it."""
     try:
         _begin(divided)
@@ -146,8 +147,7 @@ def _errors(debug: bool, *, resumable: bool, divided: bool, of_recipe: bool) -> 
     except OSError as error:  # of what nobody has asked first: standard output, a name too long, a folder kept shut
         if debug:
             raise
-        _say_of_the_system(error, resumable=resumable)
-        raise typer.Exit(1) from error
+        raise typer.Exit(_say_of_the_system(error, resumable=resumable, inner=inner)) from error
     except KeyboardInterrupt as error:
         _say_once(f"Interrupted.{_way_on(error) if resumable else ''}")
         raise typer.Exit(130) from error
@@ -180,9 +180,21 @@ def _say_of_the_others(error: PeerError, *, resumable: bool) -> int:
     return 1
 
 
-def _say_of_the_system(error: OSError, *, resumable: bool) -> None:
-    """A sentence about an error of the system; it is raised again where it names no place, as a fault of ours, and for
-    a closed pipe, at which typer ends in silence."""
+def _output_closed() -> int:
+    """The exit code of a stage that is part of another command, which says how to go on."""
+    from toolkit.runs.process import OUTPUT_CLOSED
+
+    with suppress(OSError):  # of what is no file
+        of_output = sys.stdout.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), of_output)  # what is left for it would fail again, with another code
+    return OUTPUT_CLOSED
+
+
+def _say_of_the_system(error: OSError, *, resumable: bool, inner: bool) -> int:
+    """A sentence about an error of the system, and the exit code; it is raised again where it names no place, as a
+    fault of ours, and for a closed pipe, at which typer ends in silence."""
+    if inner and isinstance(error, BrokenPipeError):
+        return _output_closed()
     unnamed = {errno.ENOSPC: "standard output", errno.ENOENT: "the current folder"}
     place = error.filename or unnamed.get(error.errno or 0)
     if isinstance(error, BrokenPipeError) and resumable:
@@ -191,6 +203,7 @@ def _say_of_the_system(error: OSError, *, resumable: bool) -> None:
         raise error
     wrong = f"ToolkitError: {printable(str(place)[:200])}: {error.strerror}."
     print(f"{wrong} Check the name and its permissions, or make room there.", file=sys.stderr)
+    return 1
 
 
 def _begin(divided: bool) -> None:
@@ -216,7 +229,9 @@ def _import_quietly() -> None:
 
 def _way_on(stop: BaseException) -> str:
     """The command that goes on where this one was stopped; the same again, where there is nothing to go on with."""
-    way = getattr(stop, "way_on", "resume")  # as `stages.run` has found; of several processes none may say
+    # As `stages.run` has found; of several processes none may say. Ctrl-C before it has looked leaves all as it was.
+    untouched = isinstance(stop, KeyboardInterrupt) and "--resume" not in sys.argv
+    way = getattr(stop, "way_on", "" if untouched else "resume")
     by = _by_as_many(sys.argv[1:])
     if not way:
         return f" Nothing of it is saved. To begin again{by}: {shlex.join(['toolkit', *sys.argv[1:]])}"

@@ -42,17 +42,21 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option(help="A card, as H100 or 4090, or its memory, as 24GB; this machine if not given.")
     ] = None,
+    run: Run = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Memory and time of a recipe's PPO by phase, on a card or this machine: in seconds, without loading weights."""
     from toolkit import recipes
 
-    print(recipes.plan(recipes.load(recipe, *(overrides or ()), runs_dir=runs_dir), gpu).text(IN_SHELL))
+    loaded = recipes.load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
+    print(recipes.plan(loaded, gpu).text(IN_SHELL))
 
 
 @command("toolkit show llama3_8b_lora ppo.kl_coef=0.1")
-def show(recipe: RecipeName = "doubling", overrides: Overrides = None, runs_dir: RunsDir = Path("runs")) -> None:
+def show(
+    recipe: RecipeName = "doubling", overrides: Overrides = None, run: Run = None, runs_dir: RunsDir = Path("runs")
+) -> None:
     """Print a recipe as it is resolved, with what differs from the libraries' own defaults."""
     from toolkit import recipes
 
-    print(recipes.show(recipes.load(recipe, *(overrides or ()), runs_dir=runs_dir)), end="")
+    print(recipes.show(recipes.load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)), end="")

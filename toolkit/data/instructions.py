@@ -176,10 +176,19 @@ class Instructions(Task):
         tenth = len(drawn) // 10
         return {"validation": drawn[:tenth], "test": drawn[tenth : 3 * tenth], "train": drawn[3 * tenth :]}
 
+    @cached_property
+    def _trained(self) -> set[frozenset[str]]:
+        """The rules that training asks for together."""
+        return {
+            frozenset(asked["rule"] for asked in row["rules"] if not asked["required"]) for row in self.rows("train")
+        }
+
     def rows(self, split: str) -> list[dict[str, Any]]:
         """Plain rows: `question`, `topic`, `rules` and `composition`: "one" rule, or a pair that training has "seen" or
         not."""
         draw, together = random.Random(f"{self.seed} {split}"), pairs()
+        if split != "train":  # a small training split does not have them all
+            together["seen"] = [pair for pair in together["seen"] if frozenset(pair) in self._trained]
         kinds = COMPOSITIONS[:2] if split == "train" else COMPOSITIONS
         rows = []
         for number in range(getattr(self, f"{split}_size")):

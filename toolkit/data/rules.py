@@ -20,7 +20,7 @@ from toolkit.errors import DataError
 _ENDS = ".!?।۔؟"
 _AFTER_A_SENTENCE = re.compile(rf"""(?:(?<=[{_ENDS}])|(?<=[{_ENDS}]["'”’)\]*_])|(?<=[{_ENDS}](?:\*\*|__)))\s+""")
 _COMMAS = ",，、،"
-_QUOTES = dict.fromkeys(map(ord, "‘’ʼ"), "'") | dict.fromkeys(map(ord, "“”„"), '"')
+_QUOTES = dict.fromkeys(map(ord, "‘’‚‛ʼ´′＇"), "'") | dict.fromkeys(map(ord, "“”„‟«»＂"), '"')
 _BULLET = re.compile(r"^[^\S\n]*[-*•][^\S\n]+\S", re.MULTILINE)
 _EMPHASIS = "_*"
 # What may follow an ending, and what it may be asked for with; in French a space stands before a mark.
@@ -28,6 +28,7 @@ _AROUND_AN_END = f'."!{_EMPHASIS}{string.whitespace}\u00a0\u202f'
 _ANSWER = re.compile(r"Answer: \S[^\n]*")
 _BLOCK = re.compile(r"```(?:json)?(.*)```", re.IGNORECASE | re.DOTALL)  # the common way to give code
 _LETTER = r"[\p{L}\p{N}\p{M}]"  # or a digit, or a sign upon one, as are vowels of Indic scripts
+_ANY_CASE = regex.IGNORECASE | regex.FULLCASE  # which finds ß in SS, as "Grüße" in capital letters has it
 _APART = (f"(?<!{_LETTER}_*)", f"(?!_*{_LETTER})")  # _so_ is in italics, and so_on one name
 
 
@@ -50,11 +51,11 @@ def _whole(word: str) -> str:
 
 
 def _occurrences(text: str, word: str) -> int:
-    return len(regex.findall(_whole(word), text, regex.IGNORECASE))
+    return len(regex.findall(_whole(word), text, _ANY_CASE))
 
 
 def _begins(text: str, word: str) -> bool:
-    return regex.match(rf"[{_EMPHASIS}]*{_whole(word)}", text, regex.IGNORECASE) is not None
+    return regex.match(rf"[{_EMPHASIS}]*{_whole(word)}", text, _ANY_CASE) is not None
 
 
 def _ends(text: str, word: str) -> bool:
@@ -62,7 +63,7 @@ def _ends(text: str, word: str) -> bool:
     bare = word.rstrip(_AROUND_AN_END)
     if not bare:
         return text.endswith(word)
-    return regex.search(rf"{_whole(bare)}\Z", text.rstrip(_AROUND_AN_END), regex.IGNORECASE) is not None
+    return regex.search(rf"{_whole(bare)}\Z", text.rstrip(_AROUND_AN_END), _ANY_CASE) is not None
 
 
 def _json_object(text: str) -> Any:
@@ -173,7 +174,7 @@ RULES: dict[str, Rule] = {
     ),
     "json_keys": Rule(
         "Respond with a JSON object with the keys {words} and nothing else.",
-        lambda text, n, w: {_plain(key) for key in _json_object(text) or ()} == set(w),
+        lambda text, n, w: sorted(map(_plain, _json_object(text) or ())) == sorted(set(w)),
         ("words",),
         "form",
         reads_quotes=True,  # of which JSON has one kind, and others stand within its texts
@@ -193,20 +194,25 @@ def instruction(asked: Mapping[str, Any]) -> str:
 
 
 def keeps(asked: Mapping[str, Any], response: str) -> bool:
-    """Whether a response keeps a rule that `check_rules` has passed; one without a word keeps none."""
+    """Whether a response keeps a rule that `check_rules` has passed; one without a word keeps none.
+
+    A thought is no part of the response: what stands before its end, and after a beginning that has none.
+    """
     rule, words = RULES[asked["rule"]], [_plain(word) for word in asked.get("words") or ()]
-    text = _seen(response) if rule.reads_quotes else _plain(response)
+    said = response.rpartition("</think>")[2].partition("<think>")[0]
+    text = _seen(said) if rule.reads_quotes else _plain(said)
     return bool(words_of(text)) and rule.keeps(text, asked.get("number") or 0, words)
 
 
 def _plain(text: str) -> str:
     """A text in one of the forms in which it looks the same: composed letters, straight apostrophes and quotation
-    marks, no signs that nobody sees."""
+    marks, no signs that nobody sees, such as what chooses the form of an emoji."""
     return _seen(text).translate(_QUOTES)
 
 
 def _seen(text: str) -> str:
-    return unicodedata.normalize("NFC", "".join(sign for sign in text if unicodedata.category(sign) != "Cf")).strip()
+    seen = (sign for sign in text if unicodedata.category(sign) != "Cf" and not "\ufe00" <= sign <= "\ufe0f")
+    return unicodedata.normalize("NFC", "".join(seen)).strip()
 
 
 def share_kept(rules: Sequence[Mapping[str, Any]], response: str) -> float:

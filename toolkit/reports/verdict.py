@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ def verdict(result: dict[str, Any], samples: Sequence[dict[str, Any]] = ()) -> s
 
     Args:
         result: with `before` and `after`, where they are known.
-        samples: rows of `sample_rows`: with them the difference is of pairs, which have less noise.
+        samples: rows of `sample_rows`: with them the difference is of pairs, which have less noise. Rows of one prompt
+            count as one.
     """
     held_out = (result.get("rows") or {}).get("held out")
-    if len(samples) == 1 or (not samples and held_out == 1):
+    if len({row["prompt"] for row in samples}) == 1 or (not samples and held_out == 1):
         return ""
     return " ".join(filter(None, (_change(name, result, samples) for name in ("score", "judge"))))
 
@@ -29,9 +31,12 @@ def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]
     """A sentence on the score or the judge; empty where it is not known."""
     scored = (row.get(f"{side}_{name}") for row in samples for side in ("before", "after"))
     noise = NOISE
-    if len(samples) > 1 and all(isinstance(score, (int, float)) for score in scored):
-        changes = [row[f"after_{name}"] - row[f"before_{name}"] for row in samples]
-        difference, of = statistics.fmean(changes), f"over the same {len(samples)} prompts"
+    if samples and all(isinstance(score, (int, float)) for score in scored):
+        by_prompt = defaultdict(list)  # a prompt that stands several times is no more evidence: decoding is greedy
+        for row in samples:
+            by_prompt[row["prompt"]].append(row[f"after_{name}"] - row[f"before_{name}"])
+        changes = [statistics.fmean(of_one) for of_one in by_prompt.values()]
+        difference, of = statistics.fmean(changes), f"over the same {len(changes)} prompts"
         error = statistics.stdev(changes) / math.sqrt(len(changes))
         noise = _FEW[len(changes) - 2] if len(changes) - 2 < len(_FEW) else NOISE
     else:

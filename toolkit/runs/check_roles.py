@@ -126,6 +126,8 @@ class RolesCheck:
                 missing = source.stands_on is not None and source.stands_on not in roles.roles
                 if missing or (self.tokenizer is None and isinstance(source, OwnBase)):
                     continue  # noted already
+                if isinstance(planned, OwnBase) and planned.section == "value_model":
+                    self._check_files(planned.base, planned.section)
                 with self.findings.at(source.key):
                     self.starts[role] = source.place(roles, site).start
                     if source is not planned and planned.stage != role:

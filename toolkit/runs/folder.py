@@ -249,11 +249,13 @@ def way_on(recipe: Recipe, stage: str) -> str:
     """How a stage that was broken off, or one before it, is gone on with: "resume"; "overwrite" where it has left what
     cannot be; "" where it has left nothing."""
     run, unfinished = recipe.folder, recipe.folder / aside.UNFINISHED
+    there = run
     if aside.changing(run, aside.UNFINISHED) and _goes_on_there(recipe, stage):
-        return "overwrite" if leads_nowhere(unfinished / stage, recipe.values) else "resume"
-    if not (run / RECIPE_FILE).is_file() or conflict(recipe, resumed=stage) is not None or finished(recipe, stage):
+        there = unfinished
+    elif not (run / RECIPE_FILE).is_file() or conflict(recipe, resumed=stage) is not None or finished(recipe, stage):
         return ""
-    return "overwrite" if leads_nowhere(recipe.stage_folder(stage), recipe.values) else "resume"
+    tried = (there / name for name in (*recipe.plan.needs(stage), stage))
+    return "overwrite" if any(leads_nowhere(folder, recipe.values) for folder in tried) else "resume"
 
 
 def recover(run: Path) -> None:

@@ -99,14 +99,18 @@ def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[
         return ()
     done = {one.stage for one in states if one.state == FINISHED}
     recipe = recorded(run)
+    begun = [one.stage for one in states if one.state == STOPPED]
+    wanted = {*begun, "q"} if "collect" in begun else {*begun}  # q, where there is one, collects first
     aims = [stage for stage in ("ppo", "q", "collect", "reward", "sft") if stage in recipe]
+    aims.sort(key=lambda stage: stage not in wanted or stage in ("reward", "sft"))
     elsewhere = () if run.parent == Path("runs") else ("--runs-dir", str(run.parent))
     if {"ppo", "q"} & done:
         return ("toolkit", "chat", run.name, *elsewhere)
     if not aims or aims[0] in done:
         return ()
-    anew = leads_nowhere(run / aims[0], recipe)
-    begun = [one.stage for one in states if one.state == STOPPED]
+    # What was stopped before the aim had begun is what it needs.
+    tried = aims[:1] if aims[0] in begun else [*begun, aims[0]]
+    anew = any(leads_nowhere(run / stage, recipe) for stage in tried)
     number = _processes(run / begun[-1]) if begun else 1
     together = ("--processes", str(number)) if number > 1 else ()
     way = "--overwrite" if anew else "--resume"

@@ -1,5 +1,6 @@
 """Commands in processes of their own: an earlier stage, or one stage in several at a time."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -24,6 +25,9 @@ GRACE = 20.0
 _GRACE_OF_A_STOP = 300.0
 """The same where it was asked to stop: the others save, and what reports to a service may wait for it."""
 
+OUTPUT_CLOSED = 128 + 13  # as a shell has it of SIGPIPE
+"""Exit code of an earlier stage whose standard output was closed."""
+
 
 def this_toolkit(*words: str) -> list[str]:
     """A command of the package that runs here; of a file of the user's in the current folder, as `random.py`, it
@@ -37,12 +41,15 @@ def run_stage(command: list[str], stage: str, needed_by: str) -> None:
 
     Raises:
         RunInterrupted: it was asked to stop, and has said what is saved.
+        BrokenPipeError: its standard output, which is that of this process, was closed.
         ToolkitError: it failed.
     """
     (code,) = _ended([subprocess.Popen(command, env=processes.environment())])
     # By its exit code, or at its start or its end, where nothing meets them, by the signal itself.
     if (number := code - 128 if code > 0 else -code) in _STOPS:
         raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped.', number)
+    if code == OUTPUT_CLOSED:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     if code < 0:
         raise ToolkitError(f'stage "{stage}", which "{needed_by}" needs, was killed by {_signal(code)}.')
     if code:

@@ -25,9 +25,9 @@ Metrics: TypeAlias = Callable[[Rollout], dict[str, float]]
 
 class _Measured(NamedTuple):
     metrics: dict[str, float]
-    """`score`, `score_se`, `score/<part>` of a weighted sum, the same of a judge as `judge`, `kl` (mean over responses
-    of log π − log π_ref; an estimate of KL(π, π_ref) where responses are sampled), `length`, `eos_share`, those of
-    `signs_of`, and further metrics."""
+    """`score`, `score_se` (a prompt that stands several times counts once), `score/<part>` of a weighted sum, the
+    same of a judge as `judge`, `kl` (mean over responses of log π − log π_ref; an estimate of KL(π, π_ref) where
+    responses are sampled), `length`, `eos_share`, those of `signs_of`, and further metrics."""
     rollout: Rollout
     scores: Tensor
     """float32 (N,)."""
@@ -90,7 +90,7 @@ class Evaluator:
         for name, given in joined.items():
             metrics[name] = float(given.mean())
             if name in ("score", "judge"):
-                metrics[f"{name}_se"] = standard_error(given)
+                metrics[f"{name}_se"] = standard_error(_by_prompt(given, rollout))
         metrics |= {
             "kl": float(torch.cat(log_ratios).mean()),
             "length": sum(rollout.lengths) / len(rollout),
@@ -110,6 +110,13 @@ def _scored(name: str, reward: Reward | None, rollout: Rollout) -> dict[str, Ten
     with within(name) if name == "judge" else nullcontext():
         total = total_scores(score_with(reward, rollout))
     return {name: total, **{f"{name}/{part}": of for part, of in getattr(reward, "last_parts", {}).items()}}
+
+
+def _by_prompt(scores: Tensor, rollout: Rollout) -> Tensor:
+    """The mean score of each different prompt: rows of one prompt, answered greedily, are no draws of their own."""
+    places: dict[tuple[int, ...], int] = {}
+    place = torch.tensor([places.setdefault(tuple(ids), len(places)) for ids in rollout.prompt_ids])
+    return torch.bincount(place, weights=scores.double().cpu()) / torch.bincount(place)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def signs_of(rollout: Rollout, scores: Tensor, high: float | None = None) -> dic
     rows, ended = len(rollout), torch.tensor(list(rollout.ended), dtype=torch.bool)
     openings = Counter(words[:PHRASE] for words in map(_words, rollout.responses) if len(words) >= PHRASE)
     cut, whole = scores[~ended], scores[ended]
-    beyond = {} if high is None else {"beyond_share": float((scores > high).float().mean())}
+    beyond = {} if high is None else {"beyond_share": int((scores > high).sum()) / rows}
     return {
         "distinct_2": _distinct_2(rollout.responses),
         "distinct_share": distinct_share(rollout),

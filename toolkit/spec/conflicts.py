@@ -33,8 +33,12 @@ def _of_base(values: Values) -> Iterator[Problem]:
     for name in ("base", "reward_model", "value_model"):
         own = at(values, name)
         if isinstance(own, dict) and (own.get("model") is None) == (own.get("config") is None):
-            wrong = "exactly one of model (a checkpoint) and config (random weights) is needed."
-            yield Problem(wrong, name, f"Name a checkpoint with {name}.model=/path/to/checkpoint.")
+            wrong, remedy = "is needed.", f"Name a checkpoint with {name}.model=/path/to/checkpoint."
+            if own.get("model") is not None:
+                other = ", or name a recipe for a checkpoint (toolkit recipes)" if name == "base" else ""
+                wrong = "is needed, and both are given."
+                remedy = f"Leave one out: {name}.config=null or {name}.model=null{other}."
+            yield Problem(f"exactly one of model (a checkpoint) and config (random weights) {wrong}", name, remedy)
     base = section(values, "base")
     if base.get("model") is None and base.get("config") is not None:
         if "sft" not in values:

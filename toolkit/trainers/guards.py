@@ -197,7 +197,7 @@ EVALUATION_GUARDS = (
     Guard(
         "cut_pays",
         _cut_that_pays,
-        lambda more: more >= 0.25,
+        lambda more: more >= 0.25 - 1e-9,  # from 4 of 40 to 14 is less by rounding
         "{eos_share:.0%} of the responses end by themselves, {eos_share_first:.0%} did at first, and those that the "
         "limit cuts score higher.",
         "Set missing_eos_penalty, or raise response_length where the task needs longer ones.",
