@@ -22,7 +22,7 @@ BECOMES = {"OVERWRITE": "--overwrite", "RESUME": "--resume", "MERGE": "--merge",
 
 def dry(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     settings = {"cwd": REPOSITORY, "capture_output": True, "text": True, "env": {**os.environ, **environment}}
-    return subprocess.run(["make", "-n", *words], check=False, **settings)
+    return subprocess.run(["make", "-n", "--no-print-directory", *words], check=False, **settings)
 
 
 def test_a_variable_is_on_the_command_or_refused():
