@@ -206,7 +206,7 @@ def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> 
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """What a finished ppo stage reached, before and after, and its curves."""
+    """What a finished ppo stage reached, before and after, its curves, and what the run took and warned of."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     metrics = read_jsonl(folder / "metrics.jsonl")
     curve = [
@@ -216,7 +216,8 @@ def measured(folder: Path) -> dict[str, Any]:
     ]
     keys = ("score", "value_loss", "explained_variance")
     logged = {key: [[row["step"], row[key]] for row in metrics if key in row] for key in keys}
-    return {"before": result["before"], "after": result["after"], "curve": curve, **logged}
+    of_run = {key: result[key] for key in ("seconds", "peak_memory_gb")} | {"warnings": result.get("warnings", [])}
+    return {"before": result["before"], "after": result["after"], "curve": curve, **logged, **of_run}
 
 
 def _asked(recipe: Recipe) -> dict[str, int]:

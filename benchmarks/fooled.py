@@ -228,6 +228,7 @@ def said(evaluation: Evaluation) -> list[tuple[str, str]]:
 
 
 _APOLOGY = re.compile(r"\b(sorry|apologi[sz]e|apolog(y|ies))\b", re.IGNORECASE)
+_WORDS = "words"
 _BY = {"score": "the reward that PPO optimises", "judge": "the judge beside it", "third": "a third that neither saw"}
 
 
@@ -291,7 +292,9 @@ def _table(result: Mapping[str, Any]) -> str:
         for title, (cell, key) in measured.items()
     ]
     gains = [[f"gain by {whose}", *_gains(policies, key)] for key, whose in _BY.items()] if with_each else []
-    gains += [[f"where both end, by {whose}", *_where_both_end(policies, key)] for key, whose in _BY.items() if gains]
+    if gains:
+        gains += [[f"where both end, by {whose}", *_where_both_end(policies, key)] for key, whose in _BY.items()]
+        gains.append(["where both end, words", *_where_both_end(policies, _WORDS)])
     shown = ("score", "judge", "kl", "length", "distinct_share")
     points = [
         [seed, str(point["update"]), *(f"{point[key]:.2f}" for key in shown)]
@@ -326,18 +329,21 @@ def _gains(policies: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], key:
 
 
 def _where_both_end(policies: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], key: str) -> Iterator[str]:
-    """The gain on prompts whose response ended before PPO and after it, of each seed; of all by prompt, each by its
-    mean over the seeds with which it did."""
+    """The gain on prompts whose response ended before PPO and after it, of each seed with its standard error; of all by
+    prompt, each by its mean over the seeds with which it did, with an interval over the prompts."""
 
-    def shown(gained: Tensor) -> str:
-        return f"{gained.mean():+.2f} ± {standard_error(gained):.2f}" if len(gained) > 1 else "—"
+    def each(of: Mapping[str, Any]) -> Tensor:
+        return torch.tensor([float(len(text.split())) for text in of["said"]] if key == _WORDS else of["each"][key])
 
     ended = torch.stack([torch.tensor(before["ended"]) & torch.tensor(after["ended"]) for before, after in policies])
-    gained = torch.stack([torch.tensor(two[1]["each"][key]) - torch.tensor(two[0]["each"][key]) for two in policies])
-    for of_seed, both in zip(gained, ended, strict=True):
-        yield shown(of_seed[both])
+    gained = torch.stack([each(after) - each(before) for before, after in policies])
     number = ended.sum(dim=0)
-    yield shown(((gained * ended).sum(dim=0) / number)[number > 0])
+    of_all = ((gained * ended).sum(dim=0) / number)[number > 0]
+    for some in (*(of_seed[both] for of_seed, both in zip(gained, ended, strict=True)), of_all):
+        mean, error = float(some.mean()), standard_error(some) if len(some) > 1 else math.nan
+        half = 1.96 * error
+        shown = f"({mean - half:+.2f} to {mean + half:+.2f})" if some is of_all else f"± {error:.2f}"
+        yield f"{mean:+.2f} {shown}" if len(some) > 1 else "—"
 
 
 def _samples(seeds: Mapping[str, Any]) -> str:

