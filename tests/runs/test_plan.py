@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from toolkit.costs import CARDS, Lengths, named
 from toolkit.errors import ModelError, RecipeError, ToolkitError
 from toolkit.runs.check import check
 from toolkit.runs.plan import _Planner, plan
+from toolkit.runs.plan_report import PhaseTime
 from toolkit.trainers.trl_compat import HAS_PPO
 
 
@@ -46,6 +48,10 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     assert found["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
     assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
     assert report.seconds == sum(time.eager for time in report.times)
+    # 1.5 µs is what a kernel of a graph is planned with; and what is left out of the time is said.
+    assert re.search(r"left out, and evaluations .* does not make: 1\.5 µs in place", report.notes[-2].text())
+    several = replace(report, updates=120, times=(PhaseTime("update", 301.0),))
+    assert dict(several.summary())["time"] == "an update about 301 s, 120 of them 10 h, by the model of toolkit plan"
 
 
 def test_a_plan_does_not_depend_on_what_was_loaded_before_it(checkpoint, tmp_path):
@@ -363,6 +369,7 @@ def test_the_command_and_the_end_of_check(checkpoint, tmp_path):
     assert done.returncode == 0 and "with CUDA graphs" in done.stdout and "H100 SXM" in done.stdout
     checked = command_here("check", tmp_path / "chat.yaml", cwd=tmp_path).stdout.splitlines()
     assert checked[-2].startswith("memory     ") and checked[-1].startswith("time       an update about ")
+    assert re.search(r" m?s, 2 of them [\d.]+ s, by the model", checked[-1])
     wrong = command_here("plan", tmp_path / "chat.yaml", "--gpu", "toaster", cwd=tmp_path)
     assert wrong.returncode == 1 and "Name one of T4" in wrong.stderr
 

@@ -317,7 +317,8 @@ def test_trls_own_loop_from_a_recipe(tmp_path, checkpoint, stages_here):
         stages.run(refused, "ppo")
 
 
-def test_sft_of_a_checkpoint_is_where_policy_and_reference_start(tmp_path, checkpoint, monkeypatch):
+def test_sft_of_a_checkpoint_is_where_policy_and_reference_start(tmp_path, checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr("toolkit.runs.build.slow_here", lambda dtype: "nine times as slow.")  # which a run says
     (tmp_path / "rule2_for_test.py").write_text("def rule(rollout):\n    return rollout.lengths\n")
     monkeypatch.chdir(tmp_path)
     recipe = chat_recipe(
@@ -329,8 +330,10 @@ def test_sft_of_a_checkpoint_is_where_policy_and_reference_start(tmp_path, check
     )
     assert recipe.plan.needs("ppo") == ["sft"]
     result = stages.run(recipe, "sft")
+    assert ": nine times as slow. base.dtype=auto takes" in capsys.readouterr().out
     assert result["after"]["loss"] < result["before"]["loss"]
     roles = recipe.ppo_trainer().roles
+    assert ": nine times as slow. base.dtype=auto takes" in capsys.readouterr().out
     policy, reference = roles.parameters_of("policy"), roles.parameters_of("reference")
     assert all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)) and any(p.any() for p in policy[1::2])
 

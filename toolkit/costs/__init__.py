@@ -6,7 +6,7 @@ or this CPU.
 """
 
 from toolkit.costs.counted import Costs, Counted, Weightless
-from toolkit.costs.devices import CARDS, Device, here, named
+from toolkit.costs.devices import CARDS, GRAPH_KERNEL, Device, here, named
 from toolkit.costs.outline import pack, take_shape, weight_bytes_of
 from toolkit.costs.supervised import SUPERVISED, counted_step
 from toolkit.costs.update import PHASES, CountedUpdate, Lengths, Phase, optimizer_bytes

@@ -15,6 +15,7 @@ import torch
 
 from toolkit.costs import (
     CARDS,
+    GRAPH_KERNEL,
     PHASES,
     SUPERVISED,
     Costs,
@@ -151,7 +152,11 @@ class _Planner:
         dtype = self.recipe.precision("ppo").dtype
         name = self.device.name if self.device is not None else f"a card of {size_of(self.limit)}"
         about = (self.recipe.name, f"{name} in {dtype}", self.lengths, memory, self.limit, times)
-        report = PlanReport(*about, ())
+        # The limits of the data stand for their rows here, whose number is known once they are read.
+        updates = (
+            None if self.args.max_steps <= 0 and self.args.total_episodes is None else self.args.number_of_updates(0)
+        )
+        report = PlanReport(*about, (), updates)
         if not notes:
             return report
         steps = [self._step(stage, step) for stage, (_, step) in supervised.items()]
@@ -256,11 +261,17 @@ class _Planner:
         )
         matmuls, bandwidth = device.reached
         thin = f"; {device.products / 1e9:.3g} in matmuls of few rows" if device.products else ""
+        graphs = (
+            f" With graphs, which the toolkit does not make: {GRAPH_KERNEL * 1e6:.3g} µs in place of these; merged: 16-bit "
+            "weights with the adapter in them."
+            if device.graphs
+            else ""
+        )
         return (
             f"time: each operator by its operations ({rates} TFLOP/s, of which {matmuls:.0%} are reached) or its bytes "
             f"({device.bandwidth / 1e9:.3g} GB/s, {bandwidth:.0%}{thin}), whichever take longer, and "
             f"{device.operator * 1e6:.3g} µs of Python for each; all responses at full length; scoring by anything but "
-            "the reward role left out."
+            f"the reward role left out, and evaluations of held-out prompts.{graphs}"
         )
 
     def _way_out(self, report: PlanReport) -> Problem:

@@ -41,6 +41,7 @@ class PlanReport:
         limit: bytes that there are.
         times: of each phase; none where only a size of memory was named.
         notes: what else is to be known, one of them what to change where it does not fit.
+        updates: of the whole run; None where the data decide, which a plan does not read for it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class PlanReport:
     limit: int
     times: tuple[PhaseTime, ...]
     notes: tuple[Problem, ...]
+    updates: int | None = None
 
     @property
     def largest(self) -> PhaseMemory:
@@ -71,7 +73,8 @@ class PlanReport:
         taken = f"{size_of(largest.total)} in {largest.phase}"
         yield "memory", f"{taken}; {verdict} {self.where} ({size_of(self.limit)})"
         if self.times:
-            yield "time", f"an update about {seconds_of(self.seconds)}, by the model of toolkit plan"
+            whole = f", {self.updates} of them {seconds_of(self.updates * self.seconds)}" if self.updates else ""
+            yield "time", f"an update about {seconds_of(self.seconds)}{whole}, by the model of toolkit plan"
 
     def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
         """The report, for a notebook or with the options of the command line."""
@@ -108,7 +111,7 @@ def size_of(number: float) -> str:
 
 def seconds_of(value: float) -> str:
     """A time as a report shows it."""
-    return f"{value:.3g} s" if value < 600 else f"{value / 60:.3g} min"
+    return f"{value:.3g} s" if value < 600 else f"{value / 60:.3g} min" if value < 36_000 else f"{value / 3600:.3g} h"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -15,7 +15,7 @@ from toolkit.checkpoints import checkpoints_in, newest_whole
 from toolkit.errors import CheckpointError, PeerError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
-from toolkit.runs.build import MAKERS, Callbacks, trainer_config
+from toolkit.runs.build import MAKERS, Callbacks, about_precision, trainer_config
 from toolkit.runs.check import check_stages
 from toolkit.runs.folder import (
     check_outputs,
@@ -140,6 +140,8 @@ def prepared(
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
         with _result_comes_back(recipe, stage, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
+            for sentence in about_precision(recipe, stage):
+                say(sentence)
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
             trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
