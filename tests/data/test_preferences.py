@@ -101,6 +101,14 @@ def test_the_response_to_another_prompt_is_that_to_another(seed, making):
     assert len(pairs) == 20 and not {(asked, worse) for asked, _, worse in pairs[10:]} & answers
 
 
+@pytest.mark.parametrize(("answers", "made"), [(("yes", "no"), 8), (("yes",), 0)])
+def test_the_response_to_another_prompt_is_another_response(answers, made, tmp_path):
+    rows = [{"prompt": f"q{n}", "chosen": answers[n % len(answers)], "rejected": "k"} for n in range(8)]
+    path = write(tmp_path / "few.jsonl", rows)
+    pairs = list(parted(Preferences(byte_tokenizer(), path, path, made_pairs=["other_prompt"]).pairs("train")))
+    assert [{chosen, worse} for _, chosen, worse in pairs[8:]] == [{"yes</s>", "no</s>"}] * made
+
+
 def test_what_cannot_be_made_is_not(tmp_path, making):
     assert len(making(made_pairs=["cut"]).pairs("train")) == 19  # one has a letter alone
     path = write(tmp_path / "one.jsonl", SEVERAL[:1])

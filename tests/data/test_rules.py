@@ -15,7 +15,17 @@ CASES = [
         "sentences",
         2,
         None,
-        ["One. Two!", "It is 3.5 m. So what?", "One. Two", "Really?! Yes...", "**Bold.** Next one.", "_So._ Yes"],
+        [
+            "One. Two!",
+            "It is 3.5 m. So what?",
+            "One. Two",
+            "Really?! Yes...",
+            "**Bold.** Next one.",
+            "_So._ Yes",
+            "(One.) Two.",
+            "یہ ایک ہے۔ یہ دو ہے۔",
+            "ما هذا؟ هذا كتاب.",
+        ],
         ["One.", "A. B. C.", "यह एक है। यह दो है। यह तीन है।"],
     ),
     (

@@ -52,12 +52,17 @@ def test_no_logits_of_more_than_a_chunk_exist_and_none_are_kept():
     assert len(sizes) == 10  # each chunk once more, in the backward pass
 
 
-def test_half_precision_logits_are_summed_in_float32():
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_half_precision_logits_are_divided_and_summed_in_float32(temperature):
     hidden, head, tokens = case()
-    half = token_logprobs(hidden.bfloat16(), head.bfloat16(), tokens)
-    assert half.dtype == torch.float32
-    expected = head(hidden.bfloat16()).double().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    given = hidden.bfloat16(), head.bfloat16(), tokens
+    half = token_logprobs(*given, temperature=temperature)
+    with_entropy, _ = token_logprobs_and_entropy(*given, temperature=temperature)
+    assert half.dtype == with_entropy.dtype == torch.float32
+    logits = head(hidden.bfloat16()).double() / temperature
+    expected = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(half.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(with_entropy.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"chunk_size": 0}])

@@ -76,6 +76,21 @@ def test_micro_batches_add_up_and_padding_changes_nothing(loss):
     torch.testing.assert_close(loss(*spoilt, mask, cliprange=0.2).loss, whole, **EXACT)
 
 
+@pytest.mark.parametrize(
+    ("loss", "plain"),
+    [
+        (clipped_policy_loss, lambda logprobs, old, advantages: -advantages * (logprobs - old).exp()),
+        (clipped_value_loss, lambda values, old, returns: 0.5 * (values - returns) ** 2),
+    ],
+)
+def test_micro_batches_add_up_without_a_clip_range(loss, plain):
+    torch.manual_seed(5)
+    given = torch.randn(3, 4, 5)
+    mask = torch.arange(5) < torch.tensor([5, 1, 3, 2]).unsqueeze(1)
+    parts = [loss(*given[:, i : i + 1], mask[i : i + 1], cliprange=None, count=mask.sum()).loss for i in range(4)]
+    torch.testing.assert_close(sum(parts), plain(*given)[mask].mean(), **FP32)
+
+
 def test_without_a_clip_range_the_losses_are_the_plain_ones():
     torch.manual_seed(2)
     logprobs, old, advantages, values, returns = torch.randn(5, 2, 3)

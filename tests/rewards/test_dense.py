@@ -90,6 +90,13 @@ def test_dense_and_plain_parts_make_one_sum():
     assert both.last_parts["spans"].tolist() == [1.0, 2.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_part_without_weight_gives_nothing_at_the_end(weight):
+    parts = {"tokens": lambda r: DenseScores(tokens=TOKENS), "plain": lambda r: [1.0, 2.0, 3.0, 4.0]}
+    found = score_with(WeightedSum(parts, {"plain": weight}), rollout(RESPONSES))
+    assert found.at_end is bool(weight) and list(found.scores) == [weight * n for n in (1, 2, 3, 4)]
+
+
 def test_best_of_n_and_evaluation_go_by_the_sum(tmp_path):
     def sevens(r):
         return DenseScores(tokens=[[float(token == 7) for token in ids] for ids in r.response_ids])

@@ -303,6 +303,27 @@ def test_of_long_tokens_the_last_ones_are_read():
     torch.testing.assert_close(scores, expected, **FP32)
 
 
+@pytest.mark.parametrize("pad", [None, -1])
+def test_a_text_may_end_in_whichever_token_stands_in_for_padding(pad):
+    """Where the configuration names no padding token, or one that is no id; 0 to 3 are read here."""
+    model, tokenizer = llama(pad_token_id=pad)
+    asked, said = [[40, 41, 42], [1, 50]], [[60, 2, 3, 0, 0], [61, 0]]  # of unequal lengths
+    rows = [[*p, *r] for p, r in zip(asked, said, strict=True)]
+    scores = score_with(
+        RewardModel(model, tokenizer, reads="tokens"), Rollout(["-"] * 2, ["-"] * 2, asked, said, [False] * 2)
+    )
+    with torch.no_grad():
+        last = [model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0] for row in rows]
+    torch.testing.assert_close(scores, torch.stack(last), **FP32)
+    assert model.config.pad_token_id == pad
+
+
+def test_the_tokenizer_s_own_limit_is_one():
+    model, tokenizer = llama()
+    tokenizer.model_max_length = 20
+    assert RewardModel(model, tokenizer, reads="text").max_length == 20
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_reward_model_is_of_the_revision_that_is_named(trusted, monkeypatch):
     (model, tokenizer), asked = llama(), []

@@ -76,6 +76,12 @@ def test_the_phrase_that_has_risen():
     assert found["different_kept"] == 2 / 32
 
 
+def test_a_phrase_of_one_in_twenty_was_rare():
+    found = since_first(["I am so sorry"] * 30 + ["No."] * 10, ["I am so sorry"] * 2 + ["No."] * 38)
+    assert (found["phrase"], found["phrase_rows"]) == ("I am so sorry", 30)
+    assert (found["phrase_now"], found["phrase_then"]) == (0.75, 0.05)
+
+
 def test_shares_are_of_equally_many():
     found = since_first(ANSWERS[:10], ANSWERS)
     assert found["pairs_kept"] == found["different_kept"] == 1.0 and found["phrase_now"] == found["phrase_then"]
