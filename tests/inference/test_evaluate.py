@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
+import yaml
 
 from tests.tiny_runs import PAIRS, command_here
 from toolkit.errors import RecipeError
-from toolkit.inference.evaluate import evaluate
+from toolkit.inference.evaluate import evaluate, trained_on
 from toolkit.inference.saved_run import open_run
 from toolkit.spec.validate import measured_names
 
@@ -70,6 +72,30 @@ def test_prompts_of_other_data_that_were_trained_on_are_counted(trained, monkeyp
     assert more["changed"] == {"data.validation": [str(PAIRS), "unseen.jsonl"], "data.max_validation_rows": None}
     said = f"{prompts} of these {prompts + 1} prompts are training prompts of the run's ppo stage."
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_whose_data_are_gone_is_told_of(trained, tmp_path):
+    _, recipe = trained
+    shutil.copytree(recipe.folder, tmp_path / "runs" / "chat")
+    path = tmp_path / "runs" / "chat" / "recipe.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["data"]["train"] = str(tmp_path / "gone.jsonl")
+    path.write_text(yaml.safe_dump(values))
+    found, (said,) = trained_on(open_run("chat", f"data.train={PAIRS}", runs_dir=tmp_path / "runs"))
+    assert found == {} and "gone.jsonl: there is no such file" in said
+    assert said.startswith("data: which of these are training prompts of the run is not known: ")
+
+
+def test_a_result_that_is_not_the_toolkit_s_is_not_written_over(trained, tmp_path, monkeypatch):
+    _, recipe = trained
+    monkeypatch.setattr("toolkit.inference.evaluate.measured", lambda _: pytest.fail("it was measured"))
+    shutil.copytree(recipe.folder, tmp_path / "chat", ignore=shutil.ignore_patterns("eval"))
+    own = tmp_path / "chat" / "eval" / "result.json"
+    own.parent.mkdir()
+    own.write_text("mine")
+    with pytest.raises(RecipeError, match="eval/result.json is not known to be the toolkit's: .*Move that folder away"):
+        evaluate(replace(recipe, runs_dir=tmp_path))
+    assert own.read_text() == "mine" and list(own.parent.iterdir()) == [own]
 
 
 def test_a_base_that_was_moved_is_told_of_by_what_can_be_done(trained, tmp_path, monkeypatch):

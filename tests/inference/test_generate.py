@@ -2,9 +2,12 @@
 
 import contextlib
 import errno
+import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +57,21 @@ def test_the_best_of_several_may_be_longer_than_training_allowed(trained, monkey
     monkeypatch.setattr(SharedBase, "stop_token_ids", lambda self, tokenizer: [len(tokenizer)])  # nothing ends
     generate_best(open_run("chat", f"ppo.max_length={few}", "ppo.response_length=8"), num_samples=2, texts=["Hi"])
     assert lengths == [8, 8]
+
+
+def test_each_prompt_has_its_best_score_and_its_mean_beside_it(trained, monkeypatch):
+    """Of scores that count up over all that is sampled."""
+    folder, _ = trained
+    counted, shown = itertools.count(), []
+
+    def by_count(*arguments, reward, **named):
+        return best_of(*arguments, reward=lambda rollout: [float(next(counted)) for _ in rollout.lengths], **named)
+
+    monkeypatch.chdir(folder)  # where its reward is found
+    monkeypatch.setattr("toolkit.inference.generate.best_of", by_count)
+    monkeypatch.setattr("toolkit.inference.generate.texts_table", lambda rows, *_, **__: shown.extend(rows) or "")
+    generate_best(open_run("chat"), num_samples=2, texts=["Hi", "Bye"])
+    assert [row["score: best, mean"] for row in shown] == ["1.000, 0.500", "3.000, 2.500"]
 
 
 def test_answers_are_on_the_disk_before_they_are_shown(trained, tmp_path, monkeypatch):
@@ -183,19 +201,21 @@ def test_a_file_s_prompts_are_read_as_those_that_were_trained_on(trained, tmp_pa
         prompts_of(recipe, (), path, 5)
 
 
-def test_prompts_are_not_written_over(trained, tmp_path):
+@pytest.mark.parametrize("respond_to", [generate, partial(generate_best, num_samples=2)], ids=["one", "the best"])
+def test_prompts_are_not_written_over(respond_to, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("toolkit.runs.build.placed_roles", lambda *_, **__: pytest.fail("it was loaded"))
     file = tmp_path / "prompts.txt"
     file.write_text("5x2=\n")
     (tmp_path / "same.txt").symlink_to(file)
     for output in (file, tmp_path / "same.txt"):
         with pytest.raises(ToolkitError, match="is the file of the prompts, which would be gone. Name another one"):
-            generate(trained[1], file=file, output=output)
+            respond_to(trained[1], file=file, output=output)
     assert file.read_text() == "5x2=\n"
     recipe = trained[1]
     for own in (recipe.folder / "recipe.yaml", recipe.stage_folder("ppo") / "metrics.jsonl"):
         before = own.read_text()
         with pytest.raises(ToolkitError, match="is a file of the run .*, and would be gone"):
-            generate(recipe, output=own)
+            respond_to(recipe, output=own)
         assert own.read_text() == before
 
 
@@ -213,6 +233,16 @@ def test_a_streamed_response_is_the_response(trained):
     kept = Kept(recipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampler(sampler.collator([row]), streamer=kept)
     assert respond(sampler, [row]) == [kept.text]
+
+
+def test_each_of_many_prompts_is_answered():
+    class Echo:
+        collator = list
+
+        def __call__(self, rows):
+            return SimpleNamespace(responses=[f"{row['input_ids']}" for row in rows])
+
+    assert respond(Echo(), [{"input_ids": n} for n in range(19)]) == [f"{n}" for n in range(19)]
 
 
 def test_a_conversation_is_remembered_until_reset(trained, capsys):

@@ -84,7 +84,7 @@ def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
-    folder, _ = trained
+    folder, recipe = trained
     monkeypatch.chdir(folder)
     monkeypatch.setattr("toolkit.inference.judge.measured", lambda *_: pytest.fail("it was loaded"))
     for names, overrides, wrong in (
@@ -101,6 +101,11 @@ def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
         with pytest.raises(ToolkitError, match="figures go to .*(mine|page).json, which is"):
             judge(["chat"], "judge.kind=function", "judge.function=rule:rule", output=tmp_path / name)
     assert (tmp_path / "mine.json").read_text() == "mine" and not (tmp_path / "page.json").exists()
+    report = recipe.stage_folder("ppo") / "report.html"
+    had = report.read_text()
+    with pytest.raises(ToolkitError, match="report.html is a file of the run .*, and would be gone"):
+        judge(["chat"], "judge.kind=function", "judge.function=rule:rule", output=report)
+    assert report.read_text() == had
 
 
 def test_the_table_has_each_figure_under_its_name():

@@ -3,14 +3,17 @@
 import json
 import shutil
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import one_hot
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.tiny_runs import chat_recipe, command_here
@@ -189,6 +192,21 @@ def test_a_merged_checkpoint_has_the_generation_settings_of_its_base(trained, tm
     saved = json.loads((merged / "generation_config.json").read_text())
     saved.pop("transformers_version")
     assert saved == json.loads(settings.read_text())
+
+
+def test_the_agreement_with_the_quantised_base_is_the_share_of_equal_tokens(monkeypatch):
+    class Roles:
+        device = torch.device("cpu")
+
+        def __call__(self, *, input_ids):
+            assert input_ids.tolist() == [[5, 6, 7, 8]]
+            return SimpleNamespace(logits=one_hot(torch.tensor([[1, 2, 3, 9]]), 10))
+
+        role = staticmethod(nullcontext)
+        autocast = nullcontext
+
+    monkeypatch.setattr(saved_run, "trained_sampler", lambda *_, **__: SimpleNamespace(roles=Roles()))
+    assert saved_run._agreement_on_quantised(None, [5, 6, 7, 8], torch.tensor([[1, 2, 3, 4]])) == 0.75
 
 
 def test_nothing_is_merged_into_four_bits(trained):
