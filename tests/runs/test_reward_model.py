@@ -105,6 +105,9 @@ def test_what_needs_the_stage(tmp_path):
     assert recipe.plan.needs("ppo") == ["reward"]
     other = chat_recipe(tmp_path, "m", **own | {"scorer": {**OWN, "model": "x"}})
     assert other.plan.needs("ppo") == []
+    both = {"kind": "sum", "parts": {"saved": {"kind": "adapter"}, "own": OWN}}
+    recipe = chat_recipe(tmp_path, "m", **own | {"scorer": both, "start": {"reward": "x"}})
+    assert recipe.plan.needs("ppo") == ["reward"]
     seed = recipes.load("doubling_seed")
     # The model has nothing to do with the base, which need not be pretrained for it.
     assert seed.plan.needs("reward") == [] and seed.plan.needs("ppo") == ["sft", "reward"]

@@ -148,7 +148,7 @@ class _Resolver:
                 wrong = f'stage "{stage}" needs a trained reward role, and the recipe has no section "reward".'
                 remedy = "Add one, name a trained adapter with start.reward=FOLDER, or score by something else "
                 missing = Problem(wrong, remedy=f"{remedy}(scorer.kind).")
-        elif self.scores_by_model:
+        if self.scores_by_model:
             needs += ["reward"] if self.key("reward") is not None and self.key("reward_model") is not None else []
         if stage == "ppo":
             value = self._value()
