@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 
 from toolkit import processes
 from toolkit.cli import app
-from toolkit.errors import PeerError, RewardError, ToolkitError
+from toolkit.errors import PeerError, RecipeError, RewardError, ToolkitError
+from toolkit.recipes import Recipe
 
 
 def shares(weights):
@@ -127,6 +129,31 @@ def test_an_error_of_one_is_raised_by_all(two):
     assert two(hears_later, 1) == [([0, 1, 2], "PeerError"), ([0, 1], "RewardError")]
     assert two(hears_later, None) == [None, None]
     assert two(fails_further_out, 1) == [("PeerError", "RewardError", [0, 1]), ("RewardError", "", [0, 1])]
+
+
+def begins(*failing):
+    """How often a stage's command reads its recipe, its exit code and what it says, where that fails in some."""
+    read = []
+
+    def load(*_, **__):
+        read.append(1)
+        if processes.rank() in failing:
+            raise RecipeError("no such recipe.")
+        return Recipe("x", {}, "x", Path())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.recipes.load", load)
+        patch.setattr("toolkit.runs.stages.run", lambda *_, **__: None)
+        patch.setattr("toolkit.cli.stages.join", lambda number: None)  # these have, and keep their output
+        done = CliRunner().invoke(app, ["ppo", "doubling"])
+    return len(read), done.exit_code, done.stderr
+
+
+def test_a_recipe_is_read_once_and_its_errors_are_told_once(two):
+    said = "RecipeError: no such recipe.\n"
+    assert two(begins) == [(1, 0, ""), (1, 0, "")]
+    assert two(begins, 0, 1) == [(1, 1, said), (1, 1, "")]
+    assert two(begins, 1) == [(1, 1, ""), (1, 1, said)]  # a file that one machine lacks
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The stages, each a command of the same options."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,13 +28,12 @@ def _stage(stage: str, text: str, example: str) -> None:
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
     ) -> None:
         join(processes)
-        from toolkit.processes import by_main
+        from toolkit.processes import agreed
         from toolkit.recipes import load
         from toolkit.runs import stages
 
-        asked = partial(load, recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
-        by_main(lambda: bool(asked()))  # whose errors are then said once
-        loaded = asked()
+        with agreed():  # an error of all is told once
+            loaded = load(recipe, *(overrides or ()), run=run, runs_dir=runs_dir)
         named = replace(loaded, name=name or loaded.name)
         stages.run(named, stage, overwrite=overwrite, resume=resume, from_run=from_run)
 
