@@ -46,6 +46,8 @@ def test_what_has_no_noise_or_no_score():
     assert verdict(result(1.0, 0.0, 1.0, 0.0)) == "The score did not change, without noise (of two means)."
     assert verdict(result(1.0, 0.0, 2.0, 0.0)).startswith("The score changed by +1, without noise")
     assert verdict({"before": {"loss": 1.0}, "after": {"loss": 0.5}}) == "" == verdict({"before": None, "after": {}})
+    same = rows((0.1, 0.4), (0.2, 0.5), (0.3, 0.6))  # but for the rounding of 0.5 - 0.2
+    assert verdict({}, same) == "The score changed by +0.3, without noise (over the same 3 prompts)."
     assert verdict(result(float("nan"), 0.1, 1.0, 0.1)) == ""
 
 

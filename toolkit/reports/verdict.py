@@ -47,7 +47,7 @@ def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]
             return ""
         first, first_se, last, last_se = numbers
         difference, error, of = last - first, math.hypot(first_se, last_se), "of two means"
-    if error == 0:
+    if error <= 1e-6 * abs(difference):  # of equal changes rounding leaves a little
         what = "did not change" if difference == 0 else f"changed by {difference:+.4g}"
         return f"The {name} {what}, without noise ({of})."
     sizes = f"{difference:+.4g} ± {error:.2g}, {abs(difference) / error:.1f} standard errors {of}"
