@@ -220,11 +220,10 @@ class OwnBase(Source):
     def _trained_folder(self, site: Site) -> Path:
         """Where the reward stage has left its model; a RecipeError where it has not run."""
         outputs = site.outputs_of("reward")
-        if outputs is None or not (outputs / "model").is_dir():
-            raise RecipeError(
-                f"{'the model' if outputs is None else outputs / 'model'} is missing: the reward stage has to train "
-                "the reward model first."
-            )
+        assert outputs is not None, "weights are asked of a plan"
+        if not (outputs / "model").is_dir():
+            wrong = f"{outputs / 'model'} is missing: the reward stage has to train the reward model first."
+            raise RecipeError(wrong)
         return outputs / "model"
 
     def _lora(self) -> LoraConfig | None:

@@ -184,7 +184,7 @@ def check_stage(
         return check_keys(stage, values, STAGE_CLASSES[stage])
     refused = {**OF_NO_RECIPE, **(_NOT_OFFERED if stage == "ppo" else _OTHER_NAMES)}
     if not (stage == "ppo" and values.get("loop") == "trl"):
-        reasons = WITHOUT_EFFECT.get(stage, {})
+        reasons = WITHOUT_EFFECT[stage]
         refused |= {name: Problem(f"would have no effect: {reason}.") for name, reason in reasons.items()}
 
     def build(**values: Any) -> None:
@@ -236,11 +236,11 @@ def _check_best(config: Any) -> None:
 
 def _check_order(config: Any) -> None:
     """Raises: ConfigError: rows in an order that a run which goes on would not have again."""
-    order = getattr(config, "train_sampling_strategy", _ORDERS[0])
+    order = config.train_sampling_strategy
     if order not in _ORDERS:
         wrong = f"{order} draws batches by the lengths of input_ids, in an order that no checkpoint keeps."
         raise ConfigError(wrong, field="train_sampling_strategy", remedy=f"Take {' or '.join(_ORDERS)}.")
-    if not getattr(config.accelerator_config, "use_seedable_sampler", True):
+    if not config.accelerator_config.use_seedable_sampler:
         wrong = "use_seedable_sampler false draws an order that a run which goes on would not have again."
         raise ConfigError(wrong, field="accelerator_config", remedy="Leave it out.")
 
