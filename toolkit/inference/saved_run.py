@@ -34,7 +34,7 @@ from toolkit.spec.conflicts import of_no_stage
 from toolkit.spec.load import load
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sections import STAGE_CLASSES
+from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
 from toolkit.spec.stage import BREAKS_GOING_ON
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared, at most
@@ -94,7 +94,7 @@ def not_here(folder: Path) -> dict[str, str]:
     trained here."""
     values = recorded(folder)
     found = dict.fromkeys(of_no_stage(values), "null")
-    for model in ("base", "value_model", "reward_model"):
+    for model in MODEL_SECTIONS:
         if not _attention_here(str(section(values, model).get("attn_implementation"))):
             found[f"{model}.attn_implementation"] = "null"
     for stage in STAGE_CLASSES:

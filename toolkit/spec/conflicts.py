@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from toolkit.data import TASKS
 from toolkit.errors import Problem
 from toolkit.spec.keys import owner_fields
-from toolkit.spec.plan import StagePlan, Values, at, by_trl, scorer_parts, section
-from toolkit.spec.sources import SharedWith
+from toolkit.spec.plan import StagePlan, at, by_trl, scorer_parts, section
+from toolkit.spec.sections import MODEL_SECTIONS
+from toolkit.spec.sources import SharedWith, Values
 
 # The stage that alone can read a section: without the stage it would have no effect.
 _READ_BY = {
@@ -30,7 +31,7 @@ def of_no_stage(values: Values) -> dict[str, str]:
 
 
 def _of_base(values: Values) -> Iterator[Problem]:
-    for name in ("base", "reward_model", "value_model"):
+    for name in MODEL_SECTIONS:
         own = at(values, name)
         if isinstance(own, dict) and (own.get("model") is None) == (own.get("config") is None):
             wrong, remedy = "is needed.", f"Name a checkpoint with {name}.model=/path/to/checkpoint."

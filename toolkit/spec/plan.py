@@ -13,9 +13,7 @@ from toolkit.data import Kind
 from toolkit.errors import Problem, RecipeError
 from toolkit.models import Precision
 from toolkit.spec.sections import precision_of
-from toolkit.spec.sources import OwnBase, Source
-
-Values = dict[str, Any]
+from toolkit.spec.sources import OwnBase, Source, Values
 
 STAGES = ("sft", "reward", "ppo", "q", "collect")
 

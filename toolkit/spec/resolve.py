@@ -5,10 +5,11 @@ from typing import Any
 
 from toolkit.data import Kind
 from toolkit.errors import Problem
+from toolkit.rewards import DEFAULT_KIND
 from toolkit.spec.conflicts import JUDGED, conflicts
-from toolkit.spec.plan import Plan, StagePlan, Values, at, by_trl, scorer_parts, section
+from toolkit.spec.plan import Plan, StagePlan, at, by_trl, scorer_parts, section
 from toolkit.spec.sections import precision_of
-from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained
+from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained, Values
 from toolkit.trainers.q_config import QConfig
 
 # Arguments of `QBound`, and the settings that they are.
@@ -30,7 +31,7 @@ class _Resolver:
         self.problems: list[Problem] = []
         self.stages: dict[str, StagePlan] = {}
         self.random_base = at(values, "base.model") is None
-        kinds = [(part.get("kind", "adapter"), part.get("model")) for part in scorer_parts(values).values()]
+        kinds = [(part.get("kind", DEFAULT_KIND), part.get("model")) for part in scorer_parts(values).values()]
         self.scores_by_role = any(kind == "adapter" for kind, _ in kinds)
         self.scores_by_model = any(kind == "model" and model is None for kind, model in kinds)
 
@@ -194,11 +195,11 @@ class _Resolver:
         if "reward_model" in self.values:
             wrong = "adapter reads the reward role, and the reward stage trains reward_model."
             self.problem("scorer.kind", wrong, "Use kind: model.")
-        return self._trained("reward", "reward", num_labels=at(self.values, "reward_head.num_labels") or 1)
+        return self._trained("reward", "reward", num_labels=self._labels())
 
     def _judge(self) -> list[Source]:
         """The role that a judge of kind adapter is read in."""
-        if all(part.get("kind", "adapter") != "adapter" for part in scorer_parts(self.values, "judge").values()):
+        if all(part.get("kind", DEFAULT_KIND) != "adapter" for part in scorer_parts(self.values, "judge").values()):
             return []
         folder = self.key("start.judge")
         if not folder:
@@ -217,7 +218,7 @@ class _Resolver:
         lora = self._lora("value")
         if start == "reward":
             if not self.scores_by_role:
-                kind = section(self.values, "scorer").get("kind", "adapter")
+                kind = section(self.values, "scorer").get("kind", DEFAULT_KIND)
                 self.problem("start.value", f"is reward, but with scorer.kind: {kind} there is no reward role.")
             return CopyOf("value", "start.value", lora=lora)
         if start:

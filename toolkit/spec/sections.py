@@ -114,6 +114,7 @@ PLAIN_SECTIONS: dict[str, type] = {
     "value_model": ValueModelSection,
     "collect": CollectSection,
 }
+MODEL_SECTIONS = ("base", "reward_model", "value_model")
 ADAPTER_ROLES = ("policy", "value", "reward", "q")
 # `data` is for all stages; the others, for one stage each, come before it.
 DATA_SECTIONS = ("data", "sft_data", "reward_data", "q_data")

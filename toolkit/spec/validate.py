@@ -21,6 +21,7 @@ from toolkit.spec.resolve import resolve
 from toolkit.spec.sections import (
     ADAPTER_ROLES,
     DATA_SECTIONS,
+    MODEL_SECTIONS,
     PLAIN_SECTIONS,
     SCORER_SECTIONS,
     STAGE_CLASSES,
@@ -226,7 +227,7 @@ def check_recipe(values: dict[str, Any]) -> list[Problem]:
     for name in SCORER_SECTIONS:
         if name in values:
             problems += check_scorer(values[name], name)
-    for name in ("base", "reward_model", "value_model"):
+    for name in MODEL_SECTIONS:
         if isinstance(values.get(name), dict) and values[name].get("quantization") is not None:
             problems += _check_quantization(name, values[name]["quantization"])
         problems += _check_config(name, at(values, f"{name}.config"))
