@@ -13,6 +13,7 @@ from toolkit.reports import (
     MetricsFile,
     append_jsonl,
     keep_until,
+    memory_in_words,
     peak_memory_gb,
     read_jsonl,
     read_result,
@@ -102,6 +103,7 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path):
 
 def test_memory_and_versions():
     assert 0.05 < peak_memory_gb()["resident"] < 24
+    assert memory_in_words({"resident": 1.0, "gpu": 2.346}) == "resident 1.00 GB, gpu 2.35 GB"
     assert versions()["trl"] == trl.__version__ and "python" in versions()
 
 

@@ -1,5 +1,3 @@
-import base64
-import hashlib
 import html
 import re
 import time
@@ -8,7 +6,8 @@ from types import SimpleNamespace
 from tests.reports.examples import PAIRS, RESULT, pair
 from toolkit import recipes, reports
 from toolkit.reports import Progress, append_jsonl, pair_evaluation, write_report
-from toolkit.reports.page import evaluations, page, score_and_judge, table
+from toolkit.reports.evaluated import evaluations
+from toolkit.reports.page import score_and_judge
 from toolkit.runs.report_on_the_way import ReportAtEvaluations
 
 OWN_SCRIPT = 1
@@ -29,13 +28,6 @@ def test_report_is_one_page_that_escapes_what_models_write(tmp_path):
     plain = write_report(tmp_path, RESULT, metrics[:1], [], "").read_text()
     assert "<figure" not in plain and "Samples" not in plain and "<title>my-run: ppo</title>" in plain
     assert "<td>finished</td>" in plain and "<td>recipe</td><td>r</td>" in plain
-
-
-def test_a_browser_may_run_the_pages_own_script_alone():
-    text = page("t", "")
-    script = re.search("<script>(.*)</script>", text, re.DOTALL)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
 
 
 def test_whatever_a_result_says_is_text(tmp_path):
@@ -60,16 +52,6 @@ def test_whatever_a_result_says_is_text(tmp_path):
     metrics = [{"step": step, "score": 1.0, bad: 1.0} for step in (1, 2)]
     text = write_report(tmp_path, result, metrics, samples, f"seed: {bad}", pairs).read_text()
     assert text.count("<script") == OWN_SCRIPT and text.count("&lt;script&gt;") > 30
-
-
-def test_a_table_escapes_its_cells_and_marks_figures():
-    found = table(("a", "<b>"), [("x & y", 1), ("<i>", 0.5)], numbers={1})
-    assert found == (
-        '<div class="wide"><table><thead><tr><th>a</th><th class="n">&lt;b&gt;</th></tr></thead>'
-        '<tbody><tr><td>x &amp; y</td><td class="n">1</td></tr>'
-        '<tr><td>&lt;i&gt;</td><td class="n" data-v="0.5">0.500</td></tr></tbody></table></div>'
-    )
-    assert "<th><button>a</button></th>" in table(("a",), [], numbers=(), sortable=True)
 
 
 def test_samples_stand_by_their_change_and_of_many_the_ends(tmp_path):

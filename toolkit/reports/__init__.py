@@ -1,6 +1,7 @@
 """What a run leaves behind and shows: metrics, samples, result, report page, progress. Knows no trainer."""
 
 from toolkit.reports.comparison import ComparedRun, comparison_page
+from toolkit.reports.evaluated import APART, at_start, of_evaluation
 from toolkit.reports.files import (
     METRICS_FILE,
     ROLLOUTS_FILE,
@@ -11,6 +12,7 @@ from toolkit.reports.files import (
     iter_jsonl,
     keep_lines,
     keep_until,
+    memory_in_words,
     peak_memory_gb,
     read_json,
     read_jsonl,
@@ -21,7 +23,7 @@ from toolkit.reports.files import (
     write_result,
 )
 from toolkit.reports.machine import device_in_words, environment, machine
-from toolkit.reports.page import APART, RELOADS_AFTER, REPORT_FILE, at_start, of_evaluation, write_report
+from toolkit.reports.page import RELOADS_AFTER, REPORT_FILE, write_report
 from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, pair_evaluation, worst_errors
 from toolkit.reports.progress import Progress, figures_of
 from toolkit.reports.samples import Output, Responses, sample_rows, samples_table, texts_table

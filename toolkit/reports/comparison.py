@@ -6,17 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.reports.charts import curves
-from toolkit.reports.page import (
-    CURVES,
-    evaluations,
-    figures_table,
-    number,
-    page,
-    points_of,
-    score_and_judge,
-    spread_of,
-    table,
-)
+from toolkit.reports.document import page, table
+from toolkit.reports.evaluated import evaluations, points_of, spread_of
+from toolkit.reports.page import CURVES, figures_table, number, score_and_judge
 from toolkit.reports.verdict import verdict
 
 _MOST_PROMPTS = 100

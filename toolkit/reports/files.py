@@ -5,7 +5,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import compress, islice
@@ -219,3 +219,8 @@ def peak_memory_gb() -> dict[str, float]:
     if torch.cuda.is_available():
         peak["gpu"] = torch.cuda.max_memory_allocated() / 1e9
     return {key: round(value, 3) for key, value in peak.items()}
+
+
+def memory_in_words(peak: Mapping[str, float]) -> str:
+    """What `peak_memory_gb` has found, as a person reads it."""
+    return ", ".join(f"{key} {value:.2f} GB" for key, value in peak.items())

@@ -1,22 +1,16 @@
-"""One self-contained HTML page a stage: what came of it, curves, samples, what was run. It loads nothing from anywhere.
+"""One page a stage: what came of it, curves, samples, what was run."""
 
-Whatever a model, a file or a recipe says is text in it; the page's own script, which sorts tables, is the only one that
-a browser may run there, by its hash.
-"""
-
-import base64
-import hashlib
 import html
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.data import PER_RULE
 from toolkit.disk import write_whole, writing
-from toolkit.errors import printable
-from toolkit.reports.charts import COLOURS, Band, Point, bars, curves, histogram, scatter
-from toolkit.reports.files import SPREADS
+from toolkit.reports.charts import bars, curves, histogram, scatter
+from toolkit.reports.document import page, table
+from toolkit.reports.evaluated import evaluations, is_number, points_of, spread_of
+from toolkit.reports.files import memory_in_words
 from toolkit.reports.pairs import ScoredPair, worst_errors
 from toolkit.reports.verdict import verdict
 
@@ -35,149 +29,6 @@ _PAIRS_WHERE = {
     "the chosen response is shorter": "chosen_shorter",
     "both are of one length": "equal",
 }
-_STYLE = """
-:root { color-scheme: light dark; --text: #1f2328; --soft: #59636e; --line: #d5dae0; --back: #fff; --box: #f5f7f9;
-  --s0: #0a62c9; --s1: #c2410c; --s2: #1a7f37; --s3: #8250df; --s4: #b5179e; --s5: #57606a; --warn: #9a6700;
-  --warn-box: #fff6dd }
-@media (prefers-color-scheme: dark) { :root { --text: #e3e8ee; --soft: #9aa5b1; --line: #363d47; --back: #12161b;
-  --box: #1b2027; --s0: #6cb0ff; --s1: #ff9a5c; --s2: #57d17c; --s3: #bd9bff; --s4: #ff7ac8; --s5: #a9b3bd;
-  --warn: #e8b84b; --warn-box: #2c2612 } }
-* { box-sizing: border-box }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 74rem; margin: 0 auto; padding: 1.2rem clamp(.8rem, 3vw, 2rem);
-  color: var(--text); background: var(--back) }
-h1 { margin: .2rem 0; font-size: 1.5rem } h2 { margin: 2rem 0 .4rem; font-size: 1.15rem }
-body { overflow-wrap: anywhere } p { margin: .3rem 0; max-width: 50rem } .soft, small, caption { color: var(--soft) }
-.verdict { font-size: 1.1rem; font-weight: 600; max-width: none }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; margin: .6rem 0 } caption { text-align: left; padding: .2rem 0 }
-td, th { border-bottom: 1px solid var(--line); padding: .3rem .7rem; text-align: left; vertical-align: top }
-td { white-space: pre-wrap; min-width: 4rem; unicode-bidi: plaintext }
-table:not(.text) td:first-child:not(:last-child) { min-width: 9rem; overflow-wrap: break-word }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
-th button { font: inherit; font-weight: 600; color: inherit; background: none; border: 0; padding: 0; cursor: pointer }
-th button::after { content: " \\2195"; color: var(--soft) }
-summary { cursor: pointer; color: var(--soft) }
-table.text { width: 100% } table.text td:not(.n) { min-width: 12rem }
-td.share { width: 12rem } td.share svg { width: 100%; height: .6rem }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); gap: .6rem 1.2rem }
-figure { margin: 0; min-width: 0 }
-figcaption { font-weight: 600; font-size: .85rem } figure svg { width: 100%; height: auto }
-.legend span { margin-left: .8rem; font-weight: 400; color: var(--c) }
-.legend .again { text-decoration: underline dashed } .line.again { stroke-dasharray: 5 3 }
-.tick { font-size: 10px; fill: var(--soft) } .end { text-anchor: end } .middle { text-anchor: middle }
-.grid { stroke: var(--line); stroke-width: .6 }
-.mark { stroke: var(--warn); stroke-width: 1.2; stroke-dasharray: 3 2; fill: none }
-.line { fill: none; stroke-width: 1.5 } .thin { stroke-width: .6; opacity: .5 }
-.line { stroke: var(--c) } .dot, .bar, .band { fill: var(--c) }
-.band { opacity: .22 } .bar { opacity: .6 } .dot { opacity: .75 }
-.warnings { background: var(--warn-box); border-left: 3px solid var(--warn); padding: .4rem .8rem; margin: .6rem 0 }
-pre { background: var(--box); padding: .8rem; overflow: auto; font-size: .85rem }
-""" + "".join(f".s{i} {{ --c: var(--s{i}) }}\n" for i in range(COLOURS))
-_SCRIPT = """
-for (const button of document.querySelectorAll("th button")) button.onclick = () => {
-  const th = button.parentElement, place = th.cellIndex, body = th.closest("table").tBodies[0];
-  const rows = [...body.rows], up = th.dataset.up !== "1";
-  const of = row => { const cell = row.cells[place]; return cell.dataset.v ?? cell.textContent };
-  rows.sort((a, b) => { const x = of(a), y = of(b), n = Number(x) - Number(y);
-    return (isNaN(n) ? x.localeCompare(y) : n) * (up ? 1 : -1) });
-  th.dataset.up = up ? "1" : "0";
-  body.append(...rows);
-};
-"""
-
-
-def page(title: str, body: str, *, refresh: int = 0) -> str:
-    """A whole page; with `refresh` it loads itself again after so many seconds."""
-    own = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
-    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">{again}'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head><body>{body}<script>{_SCRIPT}</script></body></html>\n"
-    )
-
-
-def table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Collection[int], sortable: bool = False
-) -> str:
-    """A table of escaped cells; `numbers` are the places of the columns that hold figures."""
-    mark = dict.fromkeys(numbers, ' class="n"')
-    names = (f"<button>{html.escape(name)}</button>" if sortable and name else html.escape(name) for name in columns)
-    head = "".join(f"<th{mark.get(place, '')}>{name}</th>" for place, name in enumerate(names))
-    lines = "".join(
-        f"<tr>{''.join(_cell(value, mark.get(place, '')) for place, value in enumerate(row))}</tr>" for row in rows
-    )
-    kind = ' class="text"' if sortable else ""
-    return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
-
-
-def _cell(value: object, mark: str) -> str:
-    # A number is sorted by itself, not by the form in which it is shown.
-    own = f' data-v="{value!r}"' if isinstance(value, float) and math.isfinite(value) else ""
-    text = html.escape(f"{value:.3f}" if isinstance(value, float) else printable(str(value)))
-    return f"<td{mark}{own}>{text}</td>"
-
-
-def points_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
-    """A metric by step."""
-    return [(row["step"], row[name]) for row in metrics if _is_number(row.get(name)) and _is_number(row.get("step"))]
-
-
-def spread_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Band]:
-    """A metric with a standard error each way, by step; empty where that is not measured."""
-    if (error := SPREADS.get(name)) is None:
-        return []
-    rows = [row for row in metrics if all(_is_number(row.get(key)) for key in ("step", name, error))]
-    return [(row["step"], row[name] - row[error], row[name] + row[error]) for row in rows]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-APART = "evaluated_apart"
-"""Of a result, where evaluations on the way are of other prompts than those before and after."""
-
-
-_TIMES = ("runtime", "samples_per_second", "steps_per_second")
-
-
-def at_start(metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The row of an evaluation before the first step; empty where there was none."""
-    return next((row for row in metrics if row.get("step") == 0 and any(key[:5] == "eval_" for key in row)), {})
-
-
-def of_evaluation(
-    row: Mapping[str, Any], before: Mapping[str, Any], *, stage: str, smoothed: bool = False
-) -> dict[str, Any]:
-    """What an evaluation on the way has measured, of what was measured before; of all, where nothing was.
-
-    Args:
-        row: of the metrics; without an evaluation the result is empty.
-        before: the figures from before the first step.
-        stage: whose evaluation it is.
-        smoothed: whether classes are trained with `label_smoothing_factor`.
-    """
-    measured = {name.removeprefix("eval_"): value for name, value in row.items() if name.startswith("eval_")}
-    # It has the loss that is trained, and `before` a plain one: of pairs without their margins, centring or every
-    # token, of classes not smoothed.
-    if stage == "reward" and ("accuracy" in measured or smoothed):
-        measured.pop("loss", None)
-    return {name: value for name, value in measured.items() if (name in before if before else name not in _TIMES)}
-
-
-def evaluations(result: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The figures of all evaluations in order: before, while it trained, after; where before and after are of other
-    prompts, those while it trained alone."""
-    during = [
-        {name.removeprefix("eval_"): value for name, value in row.items() if name.startswith("eval_")}
-        for row in metrics
-    ]
-    apart = result.get(APART) is True
-    sides = [during] if apart else [[result.get("before") or {}], during, [result.get("after") or {}]]
-    return [row for part in sides for row in part if all(_is_number(row.get(name)) for name in ("kl", "score"))]
 
 
 def score_and_judge(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -185,7 +36,7 @@ def score_and_judge(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
     Two rewards have scales of their own: each is drawn in the largest standard error of its evaluations.
     """
-    rows = [row for row in rows if all(_is_number(row.get(name)) for name in ("kl", "judge", "judge_se", "score_se"))]
+    rows = [row for row in rows if all(is_number(row.get(name)) for name in ("kl", "judge", "judge_se", "score_se"))]
     if len(rows) < 2:
         return ""
     series = {}
@@ -204,7 +55,7 @@ def _curves(
         for name in CURVES
         if len(points := points_of(metrics, name)) > 1
     ]
-    pairs = [(row["kl"], row["score"]) for row in metrics if _is_number(row.get("kl")) and _is_number(row.get("score"))]
+    pairs = [(row["kl"], row["score"]) for row in metrics if is_number(row.get("kl")) and is_number(row.get("score"))]
     if len(pairs) > 1:
         charts.insert(1, scatter("score over KL, in the order of updates", {"": pairs}, below="KL", joined=True))
     if judged := score_and_judge("gain in standard errors over KL, by evaluation", measured):
@@ -324,11 +175,10 @@ def _unfinished(result: Mapping[str, Any]) -> Any:
 
 
 def _what_was_run(result: dict[str, Any], recipe: str) -> str:
-    memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
     written = "written" if _unfinished(result) else "finished"
     rows = [("recipe", result["recipe"]), ("stage", result["stage"]), ("seed", result["seed"])]
     rows += [(written, result.get("date", "–"))]
-    rows += [("took", f"{result['seconds']:.0f} s"), ("peak memory", memory)]
+    rows += [("took", f"{result['seconds']:.0f} s"), ("peak memory", memory_in_words(result["peak_memory_gb"]))]
     rows += [(f"rows: {split}", count) for split, count in (result.get("rows") or {}).items()]
     for split, reasons in (result.get("left_out") or {}).items():
         rows += [(f"left out of {split}", ", ".join(f"{n} × {why}" for why, n in reasons.items()))] if reasons else []

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.reports.evaluated import is_number
+
 NOISE = 2.0
 """Standard errors below which a difference is not told from chance: about 95 of 100."""
 _FEW = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10]
@@ -42,7 +44,7 @@ def _change(name: str, result: dict[str, Any], samples: Sequence[dict[str, Any]]
     else:
         sides = (result.get("before") or {}, result.get("after") or {})
         given = [side.get(key) for side in sides for key in (name, f"{name}_se")]
-        numbers = [float(value) for value in given if isinstance(value, (int, float)) and math.isfinite(value)]
+        numbers = [float(value) for value in given if is_number(value)]
         if len(numbers) < len(given):
             return ""
         first, first_se, last, last_se = numbers

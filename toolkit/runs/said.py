@@ -63,7 +63,7 @@ def show_result(result: dict[str, Any], samples: list[dict[str, Any]]) -> None:
     low_high = after.get("accuracy_ci")
     if low_high:
         console.print(f"{'accuracy_ci':>16}  {low_high[0]:.4f} – {low_high[1]:.4f} (95 %)", highlight=False)
-    memory = ", ".join(f"{key} {value:.2f} GB" for key, value in result["peak_memory_gb"].items())
+    memory = reports.memory_in_words(result["peak_memory_gb"])
     console.print(f"{result['stage']} took {result['seconds']:.0f} s; peak memory: {memory}", highlight=False)
     if said := reports.verdict(result, samples):
         say(said)
