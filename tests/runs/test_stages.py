@@ -6,6 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import numpy
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +15,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from tests.tiny_models import needs_trl_loop
 from tests.tiny_runs import PAIRS, REPOSITORY, begun, byte_tokenizer, chat_recipe, command_here, ended
 from toolkit import processes, recipes
-from toolkit.errors import DataError, RecipeError, RewardError, ToolkitError
+from toolkit.errors import ConfigError, DataError, RecipeError, RewardError, ToolkitError
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.saved_run import open_run
 from toolkit.models import adapters as saved_roles
@@ -198,6 +199,12 @@ def test_what_is_handed_over_is_taken_as_it_is_now(tmp_path, checkpoint):
     assert len(recipe.sft_trainer(overwrite=True).train_dataset) == 5
     reward = Remembering()
     assert chat_recipe(tmp_path, checkpoint, reward=None).ppo_trainer(reward=reward).reward is reward
+
+
+def test_no_room_to_merge_is_an_error_of_its_section_before_anything_is_sampled(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=2**40))
+    with pytest.raises(ConfigError, match="^ppo.generation: merged needs .* GB for a copy of the weights"):
+        chat_recipe(tmp_path, checkpoint, "ppo.generation=merged").ppo_trainer(lambda rollout: [0.5] * len(rollout))
 
 
 def test_errors_are_one_line_and_debug_shows_more(tmp_path):

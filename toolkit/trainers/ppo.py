@@ -62,6 +62,7 @@ class PPOTrainer(PPOLoop):
         named: those of `SamplingTrainer`.
 
     Raises:
+        ConfigError: `generation` is merged, and there is nothing that it could merge, or no room for it.
         DataError: too few prompts, or no `input_ids`.
         SelfCheckError: tokenizer and base do not agree.
     """
@@ -76,11 +77,9 @@ class PPOTrainer(PPOLoop):
 
         Raises:
             DataError: `max_length` leaves a prompt no room for a response.
-            ConfigError: `generation` is merged, and there is nothing that it could merge, or no room for it.
         """
         do_sample = self.args.rollout_do_sample if do_sample is None else do_sample
         merged = self.args.generation == "merged"
-        self._check_room()
         return self.rollouts.sampler(do_sample=do_sample, merged=merged)(batch)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Scores:

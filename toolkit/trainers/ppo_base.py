@@ -61,6 +61,9 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
                 check_room(map(len, prompts["input_ids"]), args.max_length)
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, reward=reward, **named)
         self.saved_roles = roles.trained_roles
+        if args.generation == "merged":  # before anything is sampled, and before the first copies of weights
+            with self.compute_loss_context_manager():
+                self_checks.check_room_to_merge(roles)
         if args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
         self.score_shaper = ScoreShaper(args)
@@ -79,7 +82,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             num_workers=args.dataloader_num_workers,
         )
         self.total_updates = args.number_of_updates(len(train_dataset))
-        self._ready = self._ratio_checked = self._followed = self._room_checked = False
+        self._ready = self._ratio_checked = self._followed = False
         # Those whose gradient has not been looked at, in a step that was taken.
         self._unchecked_roles = {role for role in self.saved_roles if role != "value" or args.vf_coef > 0}
 
@@ -130,15 +133,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self._check_rollouts()
         self._ready = True
 
-    def _check_room(self) -> None:
-        """Before the first copies of weights are made."""
-        if self.args.generation == "merged" and not self._room_checked:
-            with self.compute_loss_context_manager():
-                self_checks.check_room_to_merge(self.roles)
-            self._room_checked = True
-
     def _check_rollouts(self) -> None:
-        self._check_room()
         prompt, pad = self.train_dataset[0]["input_ids"], self.processing_class.pad_token_id
         autocast, merged = self.compute_loss_context_manager, self.args.generation == "merged"
         self_checks.check_rollout_uses_policy(self.roles, prompt, pad_token_id=pad, merged=merged, autocast=autocast)
