@@ -12,7 +12,7 @@ from bitsandbytes.nn import Linear4bit
 from datasets import Dataset
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import BitsAndBytesConfig, LlamaConfig
+from transformers import BitsAndBytesConfig, LlamaConfig, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from trl import SFTConfig
 
@@ -22,7 +22,7 @@ from toolkit import recipes
 from toolkit.data import doubling
 from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
 from toolkit.models import SharedBase, load_base, save_role
-from toolkit.runs.build import trainer_config
+from toolkit.runs import build
 from toolkit.runs.check import check, check_stages
 from toolkit.runs.check_data import counted_rows
 from toolkit.runs.check_report import Findings
@@ -648,11 +648,41 @@ def test_a_task_with_a_vocabulary_of_its_own_does_not_go_on_another_s_checkpoint
     assert found.startswith("data.task — doubling has a vocabulary of its own") and str(checkpoint) in found
 
 
+def test_gradient_checkpointing_that_a_model_does_not_have_is_named_by_its_stage(checkpoint, tmp_path):
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    config = OpenAIGPTConfig(vocab_size=len(tokenizer), n_embd=32, n_head=4, n_layer=1)
+    OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path / "gpt")
+    tokenizer.save_pretrained(tmp_path / "gpt")
+    gpt, sft = {"model": str(tmp_path / "gpt"), "dtype": "float32"}, {"max_steps": 1, "per_device_train_batch_size": 2}
+
+    def asking(*stages, **sections):
+        asks = [f"{stage}.gradient_checkpointing={str(stage in stages).lower()}" for stage in ("sft", "reward", "ppo")]
+        return chat_recipe(tmp_path, checkpoint, *asks, sft=sft, **sections)
+
+    def asked_in_vain(recipe, *stages):
+        found = [problem for problem in check_stages(recipe, stages).problems if "no gradient ch" in problem.wrong]
+        return [problem.field for problem in found]
+
+    whole, key = {"base": {**gpt, "quantization": None}}, "gradient_checkpointing"
+    recipe = asking("sft", "reward", **whole)
+    assert asked_in_vain(recipe, "sft", "reward", "ppo") == [f"sft.{key}", f"reward.{key}"]
+    critic = {"value_model": gpt, "adapters": {role: ADAPTERS[role] for role in ("policy", "reward")}}
+    assert asked_in_vain(asking("reward", "ppo", **critic), "reward", "ppo") == [f"ppo.{key}"]
+    scorer = {"kind": "rules", "rules": [{"rule": "no_comma"}]}
+    of_its_own = {"reward_model": gpt, "adapters": {role: ADAPTERS[role] for role in ("policy", "value")}}
+    assert asked_in_vain(asking("reward", **of_its_own, scorer=scorer), "reward") == [f"reward.{key}"]
+    for make in (build.make_sft_trainer, build.make_reward_trainer):
+        stage = make.__name__.split("_")[1]
+        with pytest.raises(ModelError, match=rf"^{stage}\.{key}: a OpenAIGPTLMHeadModel"):
+            make(recipe)
+
+
 def test_a_stage_is_not_kept_off_a_card_that_has_the_base(checkpoint, tmp_path, monkeypatch):
     recipe = chat_recipe(tmp_path, checkpoint, "ppo.use_cpu=true", "ppo.bf16=false")
     config = recipe.stage_config("ppo")
     monkeypatch.setattr(type(recipe), "stage_config", lambda *given: config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RecipeError, match=r"^ppo.use_cpu: true leaves the base on the GPU") as refused:
-        trainer_config(recipe, "ppo")
+        build.trainer_config(recipe, "ppo")
     assert refused.value.problems[0].field == "ppo.use_cpu"

@@ -400,6 +400,15 @@ def test_settings_of_which_trl_makes_no_trainer_are_an_error_of_their_stage(chec
         plan(chat_recipe(tmp_path, checkpoint, sft={**SFT, "loss_type": "foo"}), "4090")
 
 
+def test_what_an_update_cannot_have_is_an_error_of_its_section(checkpoint, tmp_path, monkeypatch):
+    def refuses(*given):
+        raise ModelError("there is none.", field="gradient_checkpointing")
+
+    monkeypatch.setattr("toolkit.costs.update.learning", refuses)
+    with pytest.raises(ModelError, match=r"^ppo\.gradient_checkpointing: there is none"):
+        _Planner(chat_recipe(tmp_path, checkpoint), named("4090")).report(notes=False)
+
+
 def test_a_base_that_is_not_there_is_named_by_its_key(tmp_path):
     with pytest.raises(ModelError) as error:
         plan(recipes.load("llama3_8b_lora", f"base.model={tmp_path}/gone", run="plan"), "T4")

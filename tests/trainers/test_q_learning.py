@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from tests.tiny_models import VOCABULARY, lora, tiny_model
 from toolkit.data import Rollout, doubling
-from toolkit.errors import DataError, ToolkitError
+from toolkit.errors import DataError, ModelError, ToolkitError
 from toolkit.models import QBound, Sequences, SharedBase, add_q_roles, load_role, response_q, tensors_digest
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.q_learning import QTrainer
@@ -341,6 +341,13 @@ def test_layers_are_computed_again_where_checkpointing_is_asked_for(on, tmp_path
     base.causal_lm.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
     make(tmp_path, base, max_steps=1, gradient_checkpointing=on).train()
     assert len(passes) == 2 + on  # q_target, q, and q once more in its backward pass
+
+
+def test_a_base_without_gradient_checkpointing_is_refused_before_it_trains(tmp_path, monkeypatch):
+    base = q_roles()
+    monkeypatch.setattr(type(base.causal_lm), "supports_gradient_checkpointing", False)
+    with pytest.raises(ModelError, match="^gradient_checkpointing: a .* has no gradient checkpointing"):
+        make(tmp_path, base, gradient_checkpointing=True)
 
 
 def test_a_response_that_ended_is_over_beside_one_that_was_cut(tmp_path):

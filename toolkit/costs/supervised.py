@@ -14,6 +14,7 @@ from toolkit.checkpoints import kept_random_states
 from toolkit.costs.counted import Counted, as_on_a_card
 from toolkit.costs.update import _TOKEN, Phase, learning, of_all_layers, unpacked
 from toolkit.data import Kind
+from toolkit.errors import within
 from toolkit.models import SharedBase, planned_for_cpu
 from toolkit.trainers.common import made_by_trl, precision
 from toolkit.trainers.reward import reward_trainer
@@ -58,7 +59,7 @@ def counted_step(
         changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False} if sft else {}
         make: Any = sft_trainer if sft else reward_trainer
         given = replace(args, fp16=False, **changes), _tokenizer(), roles
-        with made_by_trl(stage):
+        with within(stage), made_by_trl():
             trainer = make(*given, Dataset.from_list(rows), Dataset.from_list(evaluated))
         trainer.compute_loss_context_manager = precision(args, roles)
         trainer.current_gradient_accumulation_steps = steps

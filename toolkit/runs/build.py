@@ -112,7 +112,7 @@ def _supervised(recipe: Recipe, stage: str, trainer: Callable[..., Any], model: 
     kind = recipe.plan.stages[stage].rows
     config = _for_training(recipe, stage)
     train, held_out = (stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
-    with made_by_trl(stage):
+    with within(stage), made_by_trl():
         return trainer(config, recipe.tokenizer, model, train, held_out, **_named(recipe, stage, callbacks))
 
 

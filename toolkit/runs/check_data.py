@@ -11,6 +11,7 @@ from trl import pack_dataset
 
 from toolkit.data import Rollout, check_rated
 from toolkit.errors import ConfigError, Problem, ToolkitError
+from toolkit.models import check_checkpointing
 from toolkit.runs import build
 from toolkit.runs.check_report import Findings, StageFacts, UpdateFacts
 from toolkit.runs.check_roles import RolesCheck
@@ -115,7 +116,7 @@ class DataCheck:
             others = stage == "ppo" and self.prompts_handed_over
             longest = max(0 if others else longest_row(train), longest_row(held_out))
             with self.findings.at(key=stage):
-                config = build.trainer_config(recipe, stage)
+                config = self._config(stage)
                 prepared = counted_rows(train, config) if stage == "sft" else train
                 check_batch(config, len(prepared))
                 facts = batch_figures(stage, config, len(prepared))
@@ -144,7 +145,7 @@ class DataCheck:
             self.prompts_read = True
             longest = max(longest_row(held_out), longest_row(recipe.task.prompts("test")))
             with self.findings.at("q"):
-                config = build.trainer_config(recipe, "q")
+                config = self._config("q")
                 with self.findings.at("q"):
                     check_best(recipe, config, held_out)
                 lengths: dict[str | None, int] = {"q.response_length": longest + config.response_length}
@@ -188,6 +189,14 @@ class DataCheck:
         if stage != "ppo" and "ppo" in self.stages and stage not in plans["ppo"].needs:
             return _NOT_NEEDED
         return f"to be run, after {' and '.join(first)}" if first else "to be run"
+
+    def _config(self, stage: str) -> Any:
+        """The stage's settings; what it trains has gradient checkpointing where they ask for it."""
+        config = build.trainer_config(self.recipe, stage)
+        for model in self.roles.trained(stage) if config.gradient_checkpointing else ():
+            with self.findings.at(stage):
+                check_checkpointing(model)
+        return config
 
     def _check_ppo(self, config: Any, prompts: Any, longest: int) -> None:
         roles, problems, reward = self.roles.roles, self.findings, self.recipe.plan.stages["ppo"].source("reward")

@@ -62,6 +62,15 @@ class RolesCheck:
         if self.own_reward is not None:
             yield self._classifier_facts(self.own_reward)
 
+    def trained(self, stage: str) -> Iterator[Any]:
+        """The models whose layers a stage has gradients in, as far as they could be made."""
+        if self.recipe.plan.stages[stage].own is not None:
+            yield from [] if self.own_reward is None else [self.own_reward]
+        elif self.roles is not None:
+            yield self.roles.causal_lm
+            if stage == "ppo" and self.roles.value_model is not None:
+                yield self.roles.value_model.classifier
+
     def positions(self, stage: str) -> tuple[int | None, str]:
         """The longest sequence that the model of a stage takes, where its configuration says so; and whose it is."""
         own = None if self.own_reward is None else positions_of(self.own_reward.config)

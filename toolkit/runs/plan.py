@@ -143,7 +143,8 @@ class _Planner:
         return {"reward models": sum(map(weight_bytes_of, models))} if models else {}
 
     def report(self, *, notes: bool = True) -> PlanReport:
-        phases = self.update.phases(*(name for name in PHASES if name != "score" or "reward" in self.roles.roles))
+        with within("ppo"):
+            phases = self.update.phases(*(name for name in PHASES if name != "score" or "reward" in self.roles.roles))
         needed = self.recipe.plan.stages["ppo"].needs  # another one of the recipe is not run for PPO
         stages = {stage: self.recipe.plan.stages[stage] for stage in SUPERVISED if stage in needed}
         supervised = {stage: self._supervised(stage) for stage, planned in stages.items() if planned.roles}

@@ -48,15 +48,15 @@ def precision(args: TrainingArguments, roles: SharedBase) -> Callable[[], Abstra
 
 
 @contextmanager
-def made_by_trl(stage: str) -> Iterator[None]:
-    """What TRL refuses of its own options while it makes a stage's trainer, as a `RecipeError`."""
+def made_by_trl() -> Iterator[None]:
+    """What TRL refuses of its own options while it makes a trainer, as a `RecipeError`."""
     try:
         yield
     except ToolkitError:
         raise
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         wrong = f"TRL makes no trainer of these settings: {' '.join(str(error).split())}"
-        raise RecipeError(wrong, field=stage) from error
+        raise RecipeError(wrong) from error
 
 
 class RoleTrainer(ResumableTrainer):

@@ -45,6 +45,7 @@ class QTrainer(SamplingTrainer):
 
     Raises:
         DataError: a column is missing, a row does not fit, or a return lies outside what the configuration says.
+        ModelError: gradient checkpointing, and the base has none.
         SelfCheckError: tokenizer and base do not agree.
     """
 
@@ -63,6 +64,8 @@ class QTrainer(SamplingTrainer):
         check_rated(train_dataset)
         check_returns(train_dataset, args)
         _check_positions(train_dataset, roles)
+        if args.gradient_checkpointing:
+            models.check_checkpointing(roles.causal_lm)
         # By metric, an entry a micro-batch since the last line, in the place where TRL's trainers have theirs.
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list)}
         self._sums_from = 0  # the step of that line

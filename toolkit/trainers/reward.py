@@ -114,7 +114,7 @@ def reward_trainer(
 
     Raises:
         DataError: the columns do not fit the head, or a row has more tokens than the model has positions.
-        ModelError: a loss at every token, and the model is no decoder.
+        ModelError: a loss at every token, and the model is no decoder; or gradient checkpointing, and it has none.
     """
     roles, pad_token_id = model if isinstance(model, models.SharedBase) else None, processing_class.pad_token_id
     if isinstance(model, models.SharedBase):
@@ -124,8 +124,8 @@ def reward_trainer(
         outputs = int(model.config.num_labels)
         if getattr(args, "loss", None) == "token_level":
             models.check_reads_tokens(model)
-        if args.gradient_checkpointing:
-            models.check_checkpointing(model)
+    if args.gradient_checkpointing:
+        models.check_checkpointing(model if roles is None else roles.causal_lm)
     needed = ("chosen_ids", "rejected_ids") if outputs == 1 else ("input_ids", "labels")
     present = train_dataset.column_names
     if not set(needed) <= set(present):
