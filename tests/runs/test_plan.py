@@ -404,7 +404,7 @@ def test_what_an_update_cannot_have_is_an_error_of_its_section(checkpoint, tmp_p
     def refuses(*given):
         raise ModelError("there is none.", field="gradient_checkpointing")
 
-    monkeypatch.setattr("toolkit.costs.update.learning", refuses)
+    monkeypatch.setattr("toolkit.runs.plan.CountedUpdate.phases", refuses)
     with pytest.raises(ModelError, match=r"^ppo\.gradient_checkpointing: there is none"):
         _Planner(chat_recipe(tmp_path, checkpoint), named("4090")).report(notes=False)
 

@@ -387,6 +387,15 @@ def test_what_makes_a_row_too_long_is_named(changed, longest, shorter, tmp_path,
     assert found.endswith(f"the base has positions for 512. Shorten the limits of the section {shorter}.")
 
 
+@pytest.mark.parametrize(("rows", "collects"), [(6, True), (1, False)])  # two responses to each of three prompts
+def test_responses_that_fill_no_batch_are_found_before_a_run(rows, collects, tmp_path, checkpoint):
+    own = {"collect": None, "q_data": {"task": "rated", "train": str(tmp_path / "mine.jsonl")}}
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "Hello", "response": "a", "rewards": 0}))
+    drops = ("q.dataloader_drop_last=true", "q.per_device_train_batch_size=1000")
+    (found,) = _problems(made(tmp_path, checkpoint, *drops, **({} if collects else own)))
+    assert found.startswith(f"q.dataloader_drop_last — true leaves out the only batch: there are {rows} rows, and")
+
+
 def test_rewards_at_tokens_and_spans_are_collected_where_they_were_given():
     batch = rollout([[12, 13, 2], [9, 9], [5, 2]], PROMPTS[:3])
     given = {"tokens": [[0.5, 0.0, 0.25], [], []], "spans": [[], [(0, 1, -1.0)], [(0, 1, -2.0)]]}

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from tests.tiny_models import lora, randomize, tiny_model
 from tests.trainers.helpers import count_reward
@@ -728,6 +729,21 @@ def test_callbacks_and_the_best_checkpoint_go_on(tmp_path):
     ]
     assert patience[0] == patience[1] and again.state.best_global_step == best
     assert again.state.best_metric == whole.state.best_metric
+
+
+class OfArguments(TrainerCallback, ExportableState):
+    """Its state is what it was made with."""
+
+    def state(self):
+        return {"args": {}}
+
+
+def test_a_callback_whose_state_has_no_attributes_goes_on(tmp_path):
+    for again in (False, True):
+        made = make(reward_pairs, tmp_path, max_steps=1)
+        made.add_callback(OfArguments())
+        made.train(resume_from_checkpoint=again)
+    assert made.state.stateful_callbacks["OfArguments"] == {"args": {}} and made.resumed_at == (1,)
 
 
 def test_the_custom_loop_saves_and_goes_on(tmp_path):

@@ -50,7 +50,7 @@ def batch_figures(stage: str, config: Any, rows: int) -> dict[str, Any]:
     """Fields of `StageFacts`: batch, batches, steps and update."""
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
     if stage != "ppo":
-        each = steps_of_a_pass(config, rows, config.per_device_train_batch_size)
+        each = steps_of_a_pass(config, rows)
         by_epochs = math.ceil(config.num_train_epochs * each)
         steps = config.max_steps if config.max_steps > 0 else by_epochs
         return {"batch": batch, "batches": steps, "steps": steps, "of_a_pass": each}
@@ -165,6 +165,7 @@ class DataCheck:
                     used = min(len(prompts), settings.max_prompts or len(prompts))
                     rows = used * settings.samples_per_prompt
                     lengths["collect.response_length"] = longest_row(prompts) + settings.response_length
+                check_batch(config, rows)
                 limit, longest = max(lengths.items(), key=lambda length: length[1])
                 self._check_length("q", longest, limit)
                 return StageFacts("q", state, rows, len(held_out), longest, **batch_figures("q", config, rows))

@@ -73,10 +73,10 @@ def check_batch(args: TrainingArguments, rows: int) -> None:
         raise DataError(f"{wrong}{args.per_device_train_batch_size}.", field="dataloader_drop_last")
 
 
-def steps_of_a_pass(args: TrainingArguments, rows: int, at_once: int) -> int:
-    """Optimizer steps of a pass over so many rows, of which transformers' trainers take `at_once` at a time."""
+def steps_of_a_pass(args: TrainingArguments, rows: int) -> int:
+    """Optimizer steps of transformers' trainers in a pass over so many rows."""
     whole = math.floor if args.dataloader_drop_last else math.ceil
-    return max(1, math.ceil(whole(rows / at_once) / args.gradient_accumulation_steps))
+    return max(1, math.ceil(whole(rows / args.train_batch_size) / args.gradient_accumulation_steps))
 
 
 def has_stopped(stopper: EarlyStoppingCallback) -> bool:
@@ -152,7 +152,7 @@ class ResumableTrainer(GuardedSteps):
             return bool(args.max_steps > state.global_step)
         if state.global_step < state.max_steps:
             return True
-        return math.ceil(args.num_train_epochs * steps_of_a_pass(args, rows, args.train_batch_size)) > state.global_step
+        return math.ceil(args.num_train_epochs * steps_of_a_pass(args, rows)) > state.global_step
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
@@ -376,7 +376,7 @@ class ResumableTrainer(GuardedSteps):
         stored = {name: list(states) if isinstance(states, list) else [states] for name, states in stored}
         for callback in self.callback_handler.callbacks:
             if waiting := stored.get(type(callback).__name__):
-                for attribute, value in waiting.pop(0)["attributes"].items():
+                for attribute, value in waiting.pop(0).get("attributes", {}).items():
                     setattr(callback, attribute, value)
         # transformers forgets one that is not where it was.
         self.state.best_model_checkpoint = self.state.best_model_checkpoint or self._noted_best
