@@ -1,5 +1,6 @@
 """What we use of upstream's private parts is still there, and the newest that is admitted was read."""
 
+import ast
 import inspect
 from importlib.metadata import version
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 import transformers
 import trl
+from accelerate.state import GradientState
 from packaging.version import Version
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.test_floors import ROOT
 from tests.test_versions import pins
 from tests.trainers.helpers import trainer
 from toolkit.models import Precision
@@ -30,13 +33,15 @@ READ_IN_THIS_ORDER = (
     "self._load_scaler(resume_from_checkpoint)",
     "self._load_rng_state(resume_from_checkpoint)",
 )
-COUNTERS = {
+LINES = {
     transformers.Trainer: (
         "self._tr_loss = torch.tensor(0.0, device=args.device)",
         "self._total_loss_scalar = 0.0",
         "self._globalstep_last_logged = self.state.global_step",
         "train_loss = self._total_loss_scalar / ",  # up to 5.18 by all steps of the run, then of this call
     ),
+    transformers.TrainingArguments: ("return self._n_gpu",),
+    GradientState: ("def _set_sync_gradients(self, sync_gradients):",),
     trl.SFTTrainer: ('self._metrics = {"train": defaultdict(list)', "self._total_train_tokens = 0"),
     trl.RewardTrainer: ('self._metrics = {"train": defaultdict(list)', "self._total_train_tokens = 0"),
 }
@@ -75,11 +80,28 @@ def test_upstream_reads_a_checkpoint_in_the_order_that_is_relied_on():
         place = later
 
 
-@pytest.mark.parametrize("owner", COUNTERS, ids=lambda owner: owner.__name__)
-def test_upstream_has_each_counter(owner):
+@pytest.mark.parametrize("owner", LINES, ids=lambda owner: owner.__name__)
+def test_upstream_has_each_line_that_is_relied_on(owner):
     source = inspect.getsource(owner)
-    for line in COUNTERS[owner]:
+    for line in LINES[owner]:
         assert line in source, moved(f"the line `{line}`", owner.__name__)
+
+
+def test_no_other_module_of_trainers_names_what_is_private_to_others():
+    """Names that nothing here has, which are all but a named tuple's methods."""
+    ours, named = {"_asdict", "_replace"}, set()
+    for path in (path for package in ("trainers", "spec", "runs") for path in (ROOT / package).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                if isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self":
+                    ours.add(node.attr)
+                elif path.name != "trainer_internals.py":
+                    named.add((path.name, node.attr))
+    assert len(named) > 50 and {(name, attribute) for name, attribute in named if attribute not in ours} == set()
 
 
 def test_the_versions_that_were_read_are_the_newest_that_are_admitted():

@@ -54,7 +54,7 @@ def _run_prerequisites(
     """
     needs = recipe.plan.needs(stage)
     if from_run is not None:
-        for sentence in processes.by_main(lambda: list(take_over(recipe, from_run, needs, wanted=stage, **way))):
+        for sentence in processes.by_main(lambda: take_over(recipe, from_run, needs, wanted=stage, **way)):
             say(sentence)
     missing = processes.by_main(lambda: [earlier for earlier in needs if finished(recipe, earlier) is None])
     if missing:

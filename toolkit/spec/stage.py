@@ -18,7 +18,7 @@ from toolkit.spec.keys import check_keys, suggestion
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.spec.trial import check_training
 from toolkit.trainers.ppo_config import PPOConfig
-from toolkit.trainers.trainer_internals import trainers_kept
+from toolkit.trainers.trainer_internals import trainers_kept, use_one_card
 from toolkit.trainers.trl_compat import PPOFields, TRLPPOConfig
 
 _IN_FLOAT32 = Precision("float32")
@@ -299,7 +299,7 @@ def stage_config(stage: str, values: dict[str, Any], *, output_dir: str, seed: i
         made = STAGE_CLASSES[stage](output_dir=output_dir, seed=seed, **{**values, **ours})
         # With several cards in sight transformers would wrap the model in DataParallel, whose copies share one active
         # role, and multiply the batch: the first card is the one (CUDA_VISIBLE_DEVICES chooses another).
-        made._n_gpu = min(made.n_gpu, 1)
+        use_one_card(made)
         # And where neither is set, it would take what accelerate's launcher has in the environment.
         made.mixed_precision = "fp16" if made.fp16 else "bf16" if made.bf16 else "no"
     return made

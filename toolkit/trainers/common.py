@@ -32,6 +32,7 @@ from toolkit.sampling import BestOf, Evaluation, Metrics, Rows, best_of
 from toolkit.trainers.resume import ResumableTrainer, check_undivided
 from toolkit.trainers.rollouts import RoleRollouts
 from toolkit.trainers.self_checks import check_tokenizer
+from toolkit.trainers.trainer_internals import autocast
 
 
 def in_place_of_progress(trainer: Trainer, callbacks: list[TrainerCallback] | None) -> None:
@@ -43,8 +44,7 @@ def in_place_of_progress(trainer: Trainer, callbacks: list[TrainerCallback] | No
 
 def precision(args: TrainingArguments, roles: SharedBase) -> Callable[[], AbstractContextManager]:
     """The region that `bf16` or `fp16` asks for, where there is no trainer to give it."""
-    dtype = torch.float16 if args.fp16 else torch.bfloat16
-    return partial(torch.autocast, roles.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
+    return partial(autocast, args, roles.device.type)
 
 
 @contextmanager

@@ -179,8 +179,7 @@ class PPOTrainer(PPOLoop):
         broken = next((name for name in read if not getattr(experience, name).isfinite().all()), None)
         with processes.agreed():  # an error of all is told once
             if broken is not None:
-                tensors, self._in_scoring = experience._asdict(), experience.rollout
-                self._in_hand = {key: tensor for key, tensor in tensors.items() if torch.is_tensor(tensor)}
+                self._in_hand, self._in_scoring = experience._asdict(), experience.rollout
                 remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not help."
                 raise NotFiniteError(f"what is read of the responses is not finite ({broken}).", remedy=remedy)
 
@@ -239,9 +238,7 @@ class PPOTrainer(PPOLoop):
 
     def _optimize_mini_batch(self, experience: Experience, rows: list[int], *, first: bool) -> dict[str, float] | None:
         """One optimizer step from the gradient over all tokens of the mini-batch; None, and no step, over the limit."""
-        # accelerate passes over optimizer steps by a switch of the whole process, which a stage that was stopped in the
-        # middle of its accumulation leaves off.
-        self.accelerator.gradient_state._set_sync_gradients(True)
+        self.take_steps()
         totals = self._backward_mini_batch(experience, rows)
         self._ratio_checked = True  # by whichever process had a row of it
         # The first step is taken in any case: with active dropout its KL is not 0 either.

@@ -124,9 +124,9 @@ class QTrainer(SamplingTrainer):
             self._sums_from = self.state.global_step
         super().log(logs, *arguments, **named)
 
-    def generate(self, batch: dict[str, Any], *, by_q: bool = True) -> Rollout:
-        """One response to each prompt of a batch from `PromptCollator`, as `decoding` says; of Q or the reference."""
-        return self.rollouts.sampler(by_q=by_q)(batch)
+    def generate(self, batch: dict[str, Any]) -> Rollout:
+        """One response to each prompt of a batch from `PromptCollator`, as `decoding` says."""
+        return self.rollouts.sampler()(batch)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Tensor:
         """One score for each response, float32 (B,), by the reward that the trainer was made with."""

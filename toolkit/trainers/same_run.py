@@ -123,7 +123,7 @@ def check_same_optimizer(checkpoint: Path, then: Sequence[Mapping[str, Any]], no
                 raise other_setting(checkpoint, name, there, here)
 
 
-def other_setting(checkpoint: Path | None, name: str, then: Any, now: Any) -> CheckpointError:
+def other_setting(checkpoint: Path, name: str, then: Any, now: Any) -> CheckpointError:
     """The error of a setting that a run cannot change on its way."""
     wrong = f"{checkpoint} is of a run with a {name} of {then}, and here it is {now}: all of a run has one."
     return CheckpointError(wrong, remedy="Give it back, or begin a new run with it.")

@@ -12,11 +12,17 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from toolkit import processes
 
 READ_FROM = {"transformers": "5.23.0", "trl": "1.16.0", "accelerate": "1.15.0"}
+
+
+def autocast(args: TrainingArguments, device: str, *, cache_enabled: bool | None = True) -> torch.autocast:
+    """The region that `bf16` or `fp16` asks for."""
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    return torch.autocast(device, dtype=dtype, enabled=args.bf16 or args.fp16, cache_enabled=cache_enabled)
 
 
 class TrainerHooks(Trainer):
@@ -70,11 +76,10 @@ class TrainerHooks(Trainer):
         return self.is_best(metrics)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """The autocast region that `bf16` or `fp16` asks for. transformers leaves it to accelerate's wrapper around the
-        forward pass of the whole model, and the forward passes here are of its parts. (accelerate's own is that of the
-        trainer that was made last.)"""
-        dtype, on = torch.float16 if self.args.fp16 else torch.bfloat16, self.args.bf16 or self.args.fp16
-        return torch.autocast(self.args.device.type, dtype=dtype, enabled=on, cache_enabled=cache_enabled)
+        """The region of these settings. transformers leaves it to accelerate's wrapper around the forward pass of the
+        whole model, and the forward passes here are of its parts. (accelerate's own is that of the trainer that was
+        made last.)"""
+        return autocast(self.args, self.args.device.type, cache_enabled=cache_enabled)
 
     def create_accelerator_and_postprocess(self) -> None:
         AcceleratorState._reset_state()  # of an earlier trainer, which may have another precision
@@ -93,6 +98,11 @@ class TrainerHooks(Trainer):
         """Upload a checkpoint, where the settings ask for it."""
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
+
+    def take_steps(self) -> None:
+        """Optimizers take steps. accelerate passes over them by a switch of the whole process, which a stage that was
+        stopped in the middle of its accumulation leaves off."""
+        self.accelerator.gradient_state._set_sync_gradients(True)
 
     def measured(self, mode: str = "train") -> dict[str, list[float]]:
         """What TRL has measured since the last line of metrics, an entry a micro-batch; transformers nothing."""
@@ -153,6 +163,11 @@ def trainers_kept() -> Iterator[None]:
                 state.update(values)
         else:  # a plan's trainer, on the CPU, would choose the device of the next one
             AcceleratorState._reset_state()
+
+
+def use_one_card(args: TrainingArguments) -> None:
+    """Of several cards in sight the first, where transformers would divide each batch among them."""
+    args._n_gpu = min(args.n_gpu, 1)
 
 
 def take_rates_of_schedule(scheduler: Any, optimizer: Any) -> None:
