@@ -22,7 +22,8 @@ from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, DataError, RunInterrupted, SelfCheckError, ToolkitError
 from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.reports import MetricsFile, Progress
-from toolkit.trainers.not_finite import GuardedSteps, SkipNotFinite, loss_scale
+from toolkit.trainers.best import BestOfSaved
+from toolkit.trainers.not_finite import SkipNotFinite, loss_scale
 from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, identity
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
@@ -84,7 +85,7 @@ def has_stopped(stopper: EarlyStoppingCallback) -> bool:
     return bool(stopper.early_stopping_patience_counter >= stopper.early_stopping_patience)
 
 
-class ResumableTrainer(GuardedSteps):
+class ResumableTrainer(BestOfSaved):
     """A `Trainer` whose checkpoints hold the whole run. Comes before TRL's class among a trainer's bases.
 
     A subclass has `load_saved`, and says by `own_state` and `load_own_state` what else it carries from step to step.
@@ -95,7 +96,6 @@ class ResumableTrainer(GuardedSteps):
     resumed_at: tuple[int, ...] = ()
     """Steps at which this run was resumed."""
 
-    state: Any  # set by transformers' Trainer
     roles: Any = None  # the shared base, where a role of one is trained
     _trains_on = False  # whether `train()` called again takes up its own state; transformers' makes a new one
     _request = checkpoints.StopRequest()
@@ -103,7 +103,6 @@ class ResumableTrainer(GuardedSteps):
     _began: float | None = None
     _goes_on_from: int | None = None  # the step of another course's checkpoint, or 0, until the first one of this
     _saved_at: int | None = None  # the step of what this run has saved, or read, last
-    _noted_best: str | None = None  # the best checkpoint as the one from which it went on has it, wherever that was
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         if checkpoint is not None:
@@ -228,44 +227,7 @@ class ResumableTrainer(GuardedSteps):
     def is_best(self, metrics: dict[str, float]) -> bool:
         """As of every trainer; and whatever the strategy "best" says, whoever asked to stop gets a checkpoint."""
         best = super().is_best(metrics)
-        if (key := self._best_by) is not None:
-            self._metrics_at[self.state.global_step] = float(metrics[key])
         return best or self._request.met
-
-    @cached_property
-    def _metrics_at(self) -> dict[int, float]:
-        """By step what decides which checkpoint is the best, of this process's evaluations."""
-        return {}
-
-    @property
-    def _best_by(self) -> str | None:
-        """The metric that decides which checkpoint is the best."""
-        name = self.args.metric_for_best_model
-        return name if name is None or name.startswith("eval_") else f"eval_{name}"
-
-    def _folder_of(self, step: int) -> Path:
-        return Path(self.args.output_dir) / f"{checkpoints.CHECKPOINT}{step}"
-
-    def _best(self) -> Path | None:
-        """The best checkpoint, where this run now is: of the best evaluation of those at whose step one was saved."""
-        noted = self.state.best_model_checkpoint
-        return None if noted is None else Path(self.args.output_dir) / Path(noted).name
-
-    def _note_best(self) -> None:
-        """Whether what is saved now is the best so far; what transformers compares with may lie between two saves."""
-        state, best = self.state, self._best()
-        metric = self._evaluated_at(state.global_step)
-        if metric is None or math.isnan(metric):
-            return
-        before = None if best is None else self._evaluated_at(checkpoints.step_of(best))
-        if before is None or (metric > before if self.args.greater_is_better else metric < before):
-            state.best_model_checkpoint = str(self._folder_of(state.global_step))
-
-    def _evaluated_at(self, step: int) -> float | None:
-        """What decides which checkpoint is the best, as of a step."""
-        rows = (row for row in reversed(self.state.log_history) if row["step"] == step and self._best_by in row)
-        logged = next((float(row[self._best_by]) for row in rows), None)
-        return self._metrics_at.get(step, logged)
 
     def save_checkpoint(self) -> Path:
         """Write the whole run into `checkpoint-N` of the output folder, whole or not at all, and delete old ones.
@@ -378,20 +340,7 @@ class ResumableTrainer(GuardedSteps):
             if waiting := stored.get(type(callback).__name__):
                 for attribute, value in waiting.pop(0).get("attributes", {}).items():
                     setattr(callback, attribute, value)
-        # transformers forgets one that is not where it was.
-        self.state.best_model_checkpoint = self.state.best_model_checkpoint or self._noted_best
-        best = processes.by_main(self._whole_best)
-        self.state.best_model_checkpoint = None if best is None else str(best)
-
-    def _whole_best(self) -> Path | None:
-        """The best checkpoint, if nothing of it is damaged."""
-        best = self._best()
-        if best is None or not best.is_dir():
-            return None
-        if problem := checkpoints.problem_of(best):
-            warnings.warn(f"{best}, the best so far, is skipped: {problem}.", stacklevel=4)
-            return None
-        return best
+        self._find_best()
 
     def check_checkpoint(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Raises CheckpointError: the whole state of a checkpoint is that of another run."""

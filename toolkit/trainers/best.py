@@ -1,0 +1,76 @@
+"""Which of the saved checkpoints is the best, for the trainers of every stage."""
+
+import math
+import warnings
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from toolkit import checkpoints, processes
+from toolkit.trainers.not_finite import GuardedSteps
+
+
+class BestOfSaved(GuardedSteps):
+    """A `Trainer` that knows its best checkpoint: of the best evaluation of those at whose step one was saved."""
+
+    state: Any  # set by transformers' Trainer
+    _noted_best: str | None = None  # the best checkpoint as the one from which it went on has it, wherever that was
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """As of every trainer; and what decides is noted, for when this step is saved."""
+        best = super().is_best(metrics)
+        if (key := self._best_by) is not None:
+            self._metrics_at[self.state.global_step] = float(metrics[key])
+        return best
+
+    @cached_property
+    def _metrics_at(self) -> dict[int, float]:
+        """By step what decides which checkpoint is the best, of this process's evaluations."""
+        return {}
+
+    @property
+    def _best_by(self) -> str | None:
+        """The metric that decides which checkpoint is the best."""
+        name = self.args.metric_for_best_model
+        return name if name is None or name.startswith("eval_") else f"eval_{name}"
+
+    def _folder_of(self, step: int) -> Path:
+        return Path(self.args.output_dir) / f"{checkpoints.CHECKPOINT}{step}"
+
+    def _best(self) -> Path | None:
+        """The best checkpoint, where this run now is."""
+        noted = self.state.best_model_checkpoint
+        return None if noted is None else Path(self.args.output_dir) / Path(noted).name
+
+    def _note_best(self) -> None:
+        """Whether what is saved now is the best so far; what transformers compares with may lie between two saves."""
+        state, best = self.state, self._best()
+        metric = self._evaluated_at(state.global_step)
+        if metric is None or math.isnan(metric):
+            return
+        before = None if best is None else self._evaluated_at(checkpoints.step_of(best))
+        if before is None or (metric > before if self.args.greater_is_better else metric < before):
+            state.best_model_checkpoint = str(self._folder_of(state.global_step))
+
+    def _evaluated_at(self, step: int) -> float | None:
+        """What decides which checkpoint is the best, as of a step."""
+        rows = (row for row in reversed(self.state.log_history) if row["step"] == step and self._best_by in row)
+        logged = next((float(row[self._best_by]) for row in rows), None)
+        return self._metrics_at.get(step, logged)
+
+    def _find_best(self) -> None:
+        """The best checkpoint where this run now is, of one that goes on."""
+        # transformers forgets one that is not where it was.
+        self.state.best_model_checkpoint = self.state.best_model_checkpoint or self._noted_best
+        best = processes.by_main(self._whole_best)
+        self.state.best_model_checkpoint = None if best is None else str(best)
+
+    def _whole_best(self) -> Path | None:
+        """The best checkpoint, if nothing of it is damaged."""
+        best = self._best()
+        if best is None or not best.is_dir():
+            return None
+        if problem := checkpoints.problem_of(best):
+            warnings.warn(f"{best}, the best so far, is skipped: {problem}.", stacklevel=5)
+            return None
+        return best
