@@ -53,7 +53,7 @@ def test_no_logits_of_more_than_a_chunk_exist_and_none_are_kept():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_half_precision_logits_are_divided_and_summed_in_float32(temperature):
+def test_half_precision_logits_are_summed_in_float32(temperature):
     hidden, head, tokens = case()
     given = hidden.bfloat16(), head.bfloat16(), tokens
     half = token_logprobs(*given, temperature=temperature)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from toolkit.reports.charts import Band, Point
 from toolkit.reports.files import SPREADS
@@ -25,7 +25,7 @@ def spread_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Band]:
     return [(row["step"], row[name] - row[error], row[name] + row[error]) for row in rows]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a figure is there, and finite."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 

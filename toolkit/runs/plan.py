@@ -263,8 +263,8 @@ class _Planner:
         matmuls, bandwidth = device.reached
         thin = f"; {device.products / 1e9:.3g} in matmuls of few rows" if device.products else ""
         graphs = (
-            f" With graphs, which the toolkit does not make: {GRAPH_KERNEL * 1e6:.3g} µs in place of these; merged: 16-bit "
-            "weights with the adapter in them."
+            f" With graphs, which the toolkit does not make: {GRAPH_KERNEL * 1e6:.3g} µs in place of these; merged: "
+            "16-bit weights with the adapter in them."
             if device.graphs
             else ""
         )
