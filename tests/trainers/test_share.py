@@ -109,6 +109,21 @@ def test_dropout_is_of_a_process_and_a_place_and_all_else_of_none(two):
     assert of_all == of_all_too == torch.rand(2).tolist()
 
 
+def seeds(folder):
+    """That of each forward pass of two steps of four micro-batches."""
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 2}
+    made = resumable.make(resumable.sft_policy, Path(folder), save_strategy="no", **settings)
+    compute_loss, seen = made.compute_loss, []
+    made.compute_loss = lambda *of, **named: (seen.append(torch.initial_seed()), compute_loss(*of, **named))[1]
+    made.train()
+    return seen
+
+
+def test_no_two_passes_of_a_run_draw_the_same_dropout(two, tmp_path):
+    one, other = two(seeds, tmp_path)
+    assert len(one) == len(other) == 4 and len({*one, *other}) == 8
+
+
 def in_float16(folder, stage):
     if stage == "ppo":
         made = test_float16.in_float16(Path(folder) / "ppo", num_mini_batches=4, max_steps=1)
@@ -341,6 +356,32 @@ def stops_by_its_clock(folder, stage):
 def test_what_a_callback_asks_for_in_one_all_do(stage, two, tmp_path):
     one, other = two(stops_by_its_clock, tmp_path, stage)
     assert one == other and one[0] == 2
+
+
+class _Alone(TrainerCallback):
+    """Changes the weights of the second process alone."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if processes.rank() == 1:
+            with torch.no_grad():
+                next(p for p in model.parameters() if p.requires_grad).add_(1.0)
+
+
+def parts_ways(folder, strategy):
+    made = resumable.make(resumable.sft_policy, Path(folder), save_strategy=strategy, max_steps=1)
+    made.add_callback(_Alone())
+    try:
+        made.train()
+    except ToolkitError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("strategy", ["no", "steps"])
+def test_processes_whose_weights_differ_end_and_save_nothing(strategy, two, tmp_path):
+    (main, said), (other, heard) = two(parts_ways, tmp_path, strategy)
+    assert (main, other) == ("SelfCheckError", "PeerError") and said in heard
+    assert said.startswith("after step 1 the processes do not hold the same weights any more.")
+    assert list(tmp_path.glob("*checkpoint*")) == []
 
 
 def goes_on_with_fewer_rows(folder, stage):
