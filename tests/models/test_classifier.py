@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from tests.tiny_models import lora
+from tests.tiny_models import lora, tiny_model
 from tests.trainers.helpers import own_classifier
 from toolkit.errors import AdapterError, ModelError
-from toolkit.models import add_lora, check_reads_tokens, head_name
+from toolkit.models import add_lora, check_reads_tokens, head_name, table_of_positions
 
 
 def test_a_head_by_either_name_under_an_adapter_too():
@@ -44,3 +44,13 @@ def test_a_base_under_an_adapter_draws_nothing_in_training():
     two.load_state_dict(one.state_dict())
     with torch.no_grad():
         assert torch.equal(one(input_ids=ids).logits, two(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+def test_a_table_of_positions_is_as_long_as_what_the_model_takes(architecture):
+    model = tiny_model(architecture)
+    limit = table_of_positions(model)
+    with torch.no_grad():
+        assert model(input_ids=torch.full((1, limit), 5)).logits.shape[1] == limit
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, limit + 1), 5))

@@ -1,5 +1,7 @@
 """Merged checkpoints say what base and adapter say apart; the oracle is PEFT on a base that nothing was merged into."""
 
+import math
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -27,9 +29,9 @@ def model(kind):
     return LlamaForCausalLM(LlamaConfig(**_LLAMA_LIKE, tie_word_embeddings=True, **SPECIAL)).eval()
 
 
-def saved_adapter(kind, targets, folder):
+def saved_adapter(kind, targets, folder, **more):
     base = SharedBase(model(kind))
-    base.add_role("policy", LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    base.add_role("policy", LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **more))
     randomize(base, "policy")
     return save_role(base, "policy", folder, pad_token_id=0, base_name="tiny")
 
@@ -83,6 +85,31 @@ def test_a_merge_says_what_the_role_says(kind, targets, tmp_path):
         expected = base(input_ids=PROBE).logits
     found = merge_adapter(tiny_architecture(kind), folder, PROBE).logits
     assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_dropout_of_an_adapter_has_no_part_in_a_merge(tmp_path):
+    folder = saved_adapter("gpt2", ["c_attn"], tmp_path, lora_dropout=0.5)
+    found = merge_adapter(model("gpt2"), folder, PROBE)
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(model("gpt2"), str(folder)).eval()(input_ids=PROBE).logits
+    torch.testing.assert_close(found.logits, expected, rtol=FP32["rtol"], atol=1e-4)
+    assert found.largest < 1e-3 and found.agreement == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_merge_says_how_far_it_is_from_base_and_adapter(tmp_path, monkeypatch):
+    """Of one that gives another model."""
+    folder, ids = saved_adapter("llama", ["lm_head"], tmp_path), torch.arange(3, 33).view(2, 15)
+    monkeypatch.setattr(weights, "_untie", lambda *_: None)
+    monkeypatch.setattr(weights, "tolerance", lambda _: math.inf)
+    found = merge_adapter(model("llama"), folder, ids)
+    with torch.no_grad():
+        apart = PeftModel.from_pretrained(model("llama"), str(folder)).eval()(input_ids=ids).logits
+    pairs = list(zip(found.logits.flatten(0, 1).tolist(), apart.flatten(0, 1).tolist(), strict=True))
+    largest = max(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))
+    same = sum(one.index(max(one)) == other.index(max(other)) for one, other in pairs) / 30
+    assert 0 < same < 1
+    assert found[2:] == pytest.approx((largest, max(abs(b) for _, other in pairs for b in other), same), rel=1e-4)
 
 
 def test_a_projection_that_experts_keep_with_another_is_no_traceback_alone():

@@ -171,6 +171,16 @@ def test_packed_rows_that_lose_their_response_are_left_out_and_said(tmp_path):
     assert [sum(map(len, made.eval_dataset["input_ids"])), packs(args, "validation")] == [6, True]
 
 
+@pytest.mark.parametrize(
+    ("packing", "strategy", "cut"), [(False, "wrapped", 1), (True, "bfd", 1), (True, "wrapped", 0)]
+)
+def test_a_row_of_just_the_limit_is_not_cut_and_none_that_is_wrapped(packing, strategy, cut, tmp_path):
+    rows = [{"input_ids": [5] * n, "labels": [5] * n} for n in (20, 8)]
+    named = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "bf16": False}
+    args = SFTConfig(max_length=8, packing=packing, packing_strategy=strategy, **named)
+    assert cut_rows(Dataset.from_list(rows), args, packing=packing).get("cut", 0) == cut
+
+
 def test_updates_follow_from_episodes(checkpoint, tmp_path):
     assert (
         stage(check(chat_recipe(tmp_path, checkpoint, *_EPISODES)), "ppo").batches == 8

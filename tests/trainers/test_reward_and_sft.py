@@ -6,6 +6,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import RewardTrainer as TRLRewardTrainer
 from trl import SFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
@@ -19,8 +20,16 @@ from toolkit.data import doubling
 from toolkit.errors import DataError
 from toolkit.models import SharedBase, load_base, load_role, sequence_logits
 from toolkit.spec.validate import measured_names
-from toolkit.trainers.reward import RewardConfig, class_figures, judge_pairs, pair_figures, reward_trainer
-from toolkit.trainers.sft import sft_trainer
+from toolkit.trainers import reward
+from toolkit.trainers.reward import (
+    RewardConfig,
+    RewardTrainer,
+    class_figures,
+    judge_pairs,
+    pair_figures,
+    reward_trainer,
+)
+from toolkit.trainers.sft import _loss_of_own_logits, sft_trainer
 
 COMMON = {
     "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "learning_rate": 1e-2,
@@ -185,6 +194,12 @@ def test_margins_reach_trls_loss(tmp_path):
     assert float(trainer.compute_loss(trainer.model, inputs).detach()) == pytest.approx(expected, abs=1e-5)
 
 
+def test_some_pairs_of_a_batch_keep_their_own_margins():
+    inputs = {"input_ids": torch.arange(6).view(6, 1), "margin": torch.tensor([0.0, 1.0, 2.0])}
+    some = RewardTrainer.some_rows(object.__new__(RewardTrainer), inputs, [1, 2])
+    assert (some["input_ids"].flatten().tolist(), some["margin"].tolist()) == ([1, 2, 4, 5], [1.0, 2.0])
+
+
 def test_adapter_and_head_stay_in_float32_on_a_quantised_base(tmp_path):
     """TRL casts what it trains to bfloat16 there, where AdamW's small steps round to nothing."""
     tiny_model(size=64).save_pretrained(tmp_path / "base")
@@ -319,6 +334,37 @@ def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(besides, tmp_path, mon
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_rows_that_trl_has_packed_are_not_packed_again(tmp_path):
+    rows = [[1, 5, 6, 2], [9, 8, 7, 6, 2], [4, 11, 2]]
+    settings = {**COMMON, "max_length": 16, "packing": True, "gradient_checkpointing": False}
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    randomize(base, "policy")
+    data, args = Dataset.from_dict({"input_ids": rows}), SFTConfig(output_dir=str(tmp_path), **settings)
+    trainer = sft_trainer(args, doubling.tokenizer(), base, data, callbacks=[])
+    (inputs,) = trainer.get_train_dataloader()
+    assert inputs["input_ids"].shape == (1, 12)
+    with torch.no_grad(), base.role("policy"):
+        losses = []
+        for ids in map(torch.tensor, rows):
+            logits = base.causal_lm(input_ids=ids.unsqueeze(0)).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none"))
+        found = float(trainer.compute_loss(trainer.model, inputs))
+    assert found == pytest.approx(float(torch.cat(losses).mean()), rel=1e-4)
+
+
+def test_the_loss_of_own_logits_is_divided_by_the_tokens_of_the_whole_step():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 4, 7, generator=generator)
+    labels = torch.tensor([[-100, 3, 6, 1], [2, -100, 5, -100]])
+    given = [(0, 1, 3), (0, 2, 6), (0, 3, 1), (1, 2, 5)]  # by row and place, each told by the place before
+    total = -sum(logits[row, place - 1].log_softmax(-1)[token] for row, place, token in given)
+    outputs = SequenceClassifierOutput(logits=logits)
+    for number in (20, None):
+        found = _loss_of_own_logits(outputs, labels, number and torch.tensor(number))
+        torch.testing.assert_close(found, total / (number or len(given)), **FP32)
+
+
 def test_columns_must_fit_the_head(tmp_path):
     args = RewardConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **COMMON)
     with pytest.raises(
@@ -426,6 +472,27 @@ def test_the_policys_adapter_stays_in_float32_on_a_quantised_base(tmp_path):
     assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}
     trainer.train()
     assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}
+
+
+def test_figures_of_classes_are_means_over_rows(monkeypatch):
+    """The right class has a probability of 3/4, 1/4 and 1/2."""
+    logits = torch.tensor([[math.log(3), 0.0], [0.0, math.log(3)], [0.0, 0.0]])
+    monkeypatch.setattr(reward, "read_sequences", lambda *_, **__: logits)
+    rows = Dataset.from_dict({"input_ids": [[1], [1], [1]], "labels": [0, 0, 1]})
+    found = class_figures(None, rows, pad_token_id=0, batch_size=3)
+    assert found["loss"] == pytest.approx((math.log(4 / 3) + math.log(4) + math.log(2)) / 3)
+    assert found["accuracy"] == pytest.approx(1 / 3) and found["rows"] == 3
+
+
+def test_the_prompt_of_a_pair_is_what_both_begin_with(monkeypatch):
+    """Where no column says how long it is; what they have in common later on is none of it."""
+    monkeypatch.setattr(reward, "read_sequences", lambda _, ids, **__: torch.zeros(len(ids), 1))
+    tokenizer = doubling.tokenizer()
+    held_out = Dataset.from_dict({"chosen_ids": [[1, 8, 9, 10, 2], [5, 2]], "rejected_ids": [[1, 8, 7, 10], [6, 2]]})
+    found = judge_pairs(None, held_out, tokenizer, batch_size=2)
+    assert [pair["prompt"] for pair in found] == [tokenizer.decode([1, 8]), ""]
+    assert [(pair["chosen_length"], pair["rejected_length"]) for pair in found] == [(3, 2), (2, 2)]
+    assert found[0]["chosen"] == tokenizer.decode([9, 10]) and found[0]["rejected"] == tokenizer.decode([7, 10])
 
 
 def test_a_tie_counts_as_wrong():
