@@ -13,7 +13,7 @@ from toolkit.data import Rollout, doubling
 from toolkit.errors import DataError, ModelError, ToolkitError
 from toolkit.models import QBound, Sequences, SharedBase, add_q_roles, load_role, response_q, tensors_digest
 from toolkit.trainers.q_config import QConfig
-from toolkit.trainers.q_learning import QTrainer
+from toolkit.trainers.q_learning import QTrainer, check_returns
 
 EOS, A, B = 2, 5, 9
 PROMPTS = [[1, 20, 21], [1, 30, 31, 32, 33]]
@@ -280,6 +280,8 @@ def test_data_that_does_not_fit(tmp_path):
     long = {"prompt_ids": [1] * 40, "response_ids": [A] * 30, "rewards": [None] * 29 + [0.0], "ended": True}
     with pytest.raises(DataError, match="row 2 of the rated responses has 70 tokens, and the base has pos.* 64"):
         make(tmp_path, data=Dataset.from_list([*rows()[:2], long]))
+    fits = long | {"response_ids": [A] * 24, "rewards": [None] * 23 + [0.0]}
+    make(tmp_path, data=Dataset.from_list([fits]))
     data = Dataset.from_list(rows())
     with pytest.raises(DataError, match="needs the columns prompt_ids, response_ids, rewards, ended; present: prompt"):
         make(tmp_path, data=data.remove_columns("rewards"))
@@ -296,6 +298,24 @@ def test_data_that_does_not_fit(tmp_path):
     assert f"gets {-0.5 + 0.998 * -4.1234512}." in str(refused.value)  # rewards None, -0.5, -4.1234512
     make(tmp_path, data=odd, lowest_return=float(str(refused.value).split("Set it to ")[1].split()[0]))
     make(tmp_path, lowest_return=0.0, conservative_coef=0.0)  # then nothing is drawn there
+
+
+def test_a_return_below_the_bound_is_refused_without_the_conservative_term_too(tmp_path):
+    bounds = {"bound": "sigmoid", "lowest_return": -0.5, "highest_return": 1.0, "conservative_coef": 0.0}
+    args, data = QConfig(output_dir=str(tmp_path), **{**SETTINGS, **bounds}), Dataset.from_dict({"rewards": [[-1.0]]})
+    with pytest.raises(DataError, match="^lowest_return: it is -0.5, and a response in the data gets -1.0"):
+        check_returns(data, args)
+
+
+@pytest.mark.filterwarnings("ignore:training begins anew")
+def test_figures_of_a_trainer_that_begins_anew_are_means_over_its_own_steps(tmp_path):
+    """Of three steps each, of which two are logged: what the third has left is none of the next."""
+    settings = {"per_device_train_batch_size": 30, "learning_rate": 0.0, "logging_steps": 2, "max_steps": 3}
+    made, logged = make(tmp_path, **settings), []
+    for _ in range(2):
+        made.train()
+        logged += [row["td_loss"] for row in made.state.log_history if "td_loss" in row]
+    assert len(logged) == 2 and logged[1] == pytest.approx(logged[0], rel=1e-4) and logged[0] > 1e-3
 
 
 def test_figures_of_a_trainer_that_goes_on_count_each_step_once(tmp_path):

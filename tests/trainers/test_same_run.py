@@ -1,10 +1,13 @@
 """A checkpoint of other data, another base or other versions is not gone on with in silence."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.trainers.resumable import make, ppo, reward_pairs, sft_policy
 from toolkit.errors import CheckpointError
+from toolkit.trainers.same_run import check_same_run
 
 
 def test_other_data_weights_alone_and_other_versions(tmp_path, monkeypatch):
@@ -20,6 +23,17 @@ def test_other_data_weights_alone_and_other_versions(tmp_path, monkeypatch):
                                                                      "peft": "9", "bitsandbytes": "9"})  # fmt: skip
     with pytest.warns(UserWarning, match=r"other versions \(torch .* → 9.9, .*not exact to the last bit"):
         make(reward_pairs, tmp_path / "a", max_steps=1).train(resume_from_checkpoint=True)
+
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_another_version_of_any_package_that_counts_is_said(name):
+    of_run = {"data": {}, "base": None, "dtype": "float32", "reward": {}, "processes": 1}
+    then, now = (of_run | {"versions": dict.fromkeys(PACKAGES, "1") | other} for other in ({}, {name: "2"}))
+    with pytest.warns(UserWarning, match=rf"other versions \({name} 1 → 2\): not exact to the last bit"):
+        check_same_run(Path("checkpoint-1"), then, now)
 
 
 @pytest.mark.parametrize("stage", [ppo, sft_policy], ids=lambda stage: stage.__name__)
