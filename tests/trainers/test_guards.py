@@ -89,6 +89,42 @@ def test_each_sign_is_told_once_after_so_many_updates(name):
     assert again.seen(300, broken) == [] and names(again) == [name]
 
 
+# As docs/watching_a_run.md and docs/fooled_rewards.md have them: of each a number that is a sign, and one that is not.
+LIMITS = [
+    ("kl_explosion", 1.01, 1.0),
+    ("entropy_collapse", 0.49, 0.5),
+    ("scores_equal", 1.0, 0.99),
+    ("scores_at_bound", 0.9, 0.89),
+    ("critic_explains_nothing", 0.0, 0.001),
+    ("nothing_ends", 0.0, 0.001),
+    ("sampler_gap", 0.201, 0.2),
+    ("steps_skipped", 1, 0),
+    ("phrase", 0.21, 0.2),
+    ("less_varied", 0.69, 0.7),
+    ("responses_repeated", 0.79, 0.8),
+    ("length_pays", -0.5, -0.49),
+    ("length_pays", 0.5, 0.49),
+    ("length_pays", 0.95, 0.951),
+    ("cut_pays", 0.25, 0.249),
+    ("responses_shrink", 0.249, 0.25),
+    ("beyond_reward", 0.151, 0.15),
+    ("judge_falls", 3.01, 3.0),
+]
+
+
+@pytest.mark.parametrize(("name", "sign", "none"), LIMITS)
+def test_a_sign_begins_where_the_pages_say(name, sign, none):
+    (guard,) = [guard for guard in (*GUARDS, *EVALUATION_GUARDS) if guard.name == name]
+    assert (guard.out_of_bounds(sign), guard.out_of_bounds(none)) == (True, False)
+    assert {limit[0] for limit in LIMITS} == BROKEN.keys() | FOOLED.keys()
+
+
+@pytest.mark.parametrize(("entropy", "number"), [(0.49, 0.3), (0.51, None)])
+def test_a_policy_is_certain_below_a_twentieth_of_a_nat_a_token(entropy, number):
+    (guard,) = [guard for guard in GUARDS if guard.name == "entropy_collapse"]
+    assert guard.number({"entropy": entropy, "length": 10, "distinct_share": 0.3}) == number
+
+
 def test_scores_that_are_now_and_then_all_equal_are_at_a_bound():
     watch = Watch()
     for step in range(30):
