@@ -49,7 +49,12 @@ OF_OTHERS = 9
 _WORDS = (12, 32)
 _RARE = 6
 """Pairs with an opening that may be held out: all of them are."""
-_STAGE = {"lr_scheduler_type": "cosine", "logging_steps": 5, "save_strategy": "no", "gradient_checkpointing": False}
+_STAGE: dict[str, Any] = {
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 5,
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+}
 _STAGE |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 16, "learning_rate": 2e-4}
 SFT = {**_STAGE, "max_steps": 80, "warmup_steps": 4, "max_length": 96}
 REWARD = {**_STAGE, "num_train_epochs": 1, "warmup_steps": 10, "logging_steps": 10}

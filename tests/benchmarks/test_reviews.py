@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
 from benchmarks import records, reviews
+from tests.tiny_runs import byte_tokenizer
 from toolkit.spec.validate import check_recipe
 
 LAST = "It is a film that all of my friends have liked well enough to see."  # 15 words
@@ -84,13 +86,40 @@ def test_reward_and_critic_of_their_own_are_models_and_the_policy_alone_has_an_a
     assert own["scorer"] == {"kind": "model"} and own["ppo"]["value"] == "separate"
     same = ("base", "data", "sft", "sft_data", "judge", "seed")
     assert [own[key] for key in same] == [shared[key] for key in same]
+    other = reviews.recipe_of(tmp_path, 3, (), other=tmp_path / "bert")
+    assert "reward" not in other and other["adapters"] == own["adapters"] and other["ppo"] == shared["ppo"]
+    assert (other["scorer"]["model"], other["scorer"]["reads"]) == (str(tmp_path / "bert"), "text")
+    assert [other[key] for key in same] == [shared[key] for key in same]
+
+
+def test_a_model_of_another_kind_is_taught_text_by_its_own_tokenizer(tmp_path, monkeypatch):
+    tokenizer, base = byte_tokenizer(), tmp_path / "bert"
+    tokenizer.pad_token = "<pad>"
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(tokenizer), **size)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    pairs = [{"prompt": f"It is {n}", "chosen": " good", "rejected": " a bad film"} for n in range(8)]
+    for name in ("pairs", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    few = {"per_device_train_batch_size": 4, "learning_rate": 0.02, "max_steps": 8, "logging_steps": 8}
+    monkeypatch.setattr(reviews, "OTHER_REWARD", {"save_strategy": "no", "gradient_checkpointing": False, **few})
+    folder = reviews.taught(str(base), tmp_path, 0, tmp_path / "taught")
+    found = json.loads((folder / "reward.json").read_text())
+    assert found["rows"] == 8 and found["accuracy"] == 1.0
+    scores = [
+        AutoModelForSequenceClassification.from_pretrained(folder)(**tokenizer(text, return_tensors="pt")).logits.item()
+        for text in ("It is 3 good", "It is 3 a bad film")
+    ]
+    assert scores[0] > scores[1]
+    monkeypatch.setattr(reviews, "reward_trainer", None)
+    assert reviews.taught(str(base), tmp_path, 0, folder) == folder  # which is not taught again
 
 
 def nothing(rollout):
     return [0.0] * len(rollout.responses)
 
 
-@pytest.mark.parametrize("name", ["reviews", "own_models"])
+@pytest.mark.parametrize("name", ["reviews", "own_models", "other_model"])
 def test_the_page_holds_what_was_measured(tmp_path, monkeypatch, name):
     keys = ("score", "judge", "others", "kl", "length", "eos_share", "distinct_2", "perplexity")
     keys += ("beyond_share",) if name == "reviews" else ()  # which a model has not

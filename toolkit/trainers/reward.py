@@ -106,7 +106,7 @@ def reward_trainer(
 
     Args:
         args: TRL's or ours, also for classes.
-        processing_class: the policy's tokenizer, whose ids the data sets hold.
+        processing_class: the tokenizer whose ids the data sets hold; with a shared base the policy's.
         model: a shared base, whose role "reward" is made trainable, alone; or a sequence classifier on a base of its
             own, of which all weights are trained, or those of its adapter and head.
         train_dataset: `chosen_ids` and `rejected_ids` for one output, `input_ids` and `labels` for classes.
