@@ -88,6 +88,17 @@ def test_its_adapter_names_its_own_base(checkpoint, tmp_path):
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == checkpoint
 
 
+def test_saved_whole_it_leaves_nothing_of_an_earlier_value_beside_it(tmp_path):
+    config = tiny_model().config
+    config.num_labels = 1
+    whole = placed(ValueModel(AutoModelForSequenceClassification.from_config(config), None))
+    for earlier in ("separate", "shared"):
+        save_role(shared_base(value=earlier), "value", tmp_path, pad_token_id=0, base_name="tiny")
+        save_role(whole, "value", tmp_path, pad_token_id=0, base_name="tiny")
+        assert {"config.json", "model.safetensors"} <= (names := {path.name for path in tmp_path.iterdir()})
+        assert not names & {"adapter_config.json", "adapter_model.safetensors", "value_head.safetensors"}
+
+
 def test_an_adapter_that_does_not_fit_it(tmp_path):
     config = tiny_model().config
     config.num_labels = 1

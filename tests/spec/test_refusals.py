@@ -87,6 +87,7 @@ def test_what_training_takes():
         {"optim": "adafactor"},
         {"optim": "paged_adamw_8bit"},
         {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": True},
+        {"gradient_checkpointing_kwargs": {"preserve_rng_state": False}, "gradient_checkpointing": True},
         {**BEST, "metric_for_best_model": "eval_loss", "greater_is_better": False},
     ):
         for stage in ("sft", "reward", "ppo", "q"):

@@ -49,11 +49,12 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         reads = "every response token" if role == "value" else "the last token that is not pad_token_id"
         about |= {"num_labels": head.out_features, "pad_token_id": pad_token_id, "head_reads": reads}
         about |= {} if head.bias is None else {"head_bias": True}
-    shared = head is not None and role == "value" and base.shares_value
-    if shared:
-        assert head is not None
+    written: tuple[str, ...] = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME)
+    if head is not None and role == "value" and base.shares_value:
+        written = (SHARED_HEAD_FILE,)
         _write(head.state_dict(), folder / SHARED_HEAD_FILE)
     elif role == "value" and base.value_model is not None and base.value_model.adapted is None:
+        written = ()
         base.value_model.classifier.save_pretrained(folder)
     else:
         config = copy.deepcopy(base.adapter_config(role))
@@ -67,7 +68,7 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         own = {} if head is None else head.state_dict(prefix="base_model.model.score.")
         _write(adapter_state(_adapted(base, role), role) | own, folder / SAFETENSORS_WEIGHTS_NAME)
     if role == "value":  # of an earlier one
-        for name in (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME) if shared else (SHARED_HEAD_FILE,):
+        for name in {CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, SHARED_HEAD_FILE}.difference(written):
             (folder / name).unlink(missing_ok=True)
     if role in Q_ROLES:
         (folder / Q_BOUND_FILE).unlink(missing_ok=True)  # of an earlier one

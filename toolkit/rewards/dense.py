@@ -208,6 +208,8 @@ def _completing_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], t
     beginnings = tokenizer.batch_decode([list(ids[:n]) for n in range(1, len(ids) + 1)], skip_special_tokens=True)
     completing: list[int] = []
     for token, beginning in enumerate(beginnings):
-        agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(beginning, text, strict=False)))
+        agreed = len(beginning)
+        if not text.startswith(beginning):
+            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(beginning, text, strict=False)))
         completing += [token] * (agreed - len(completing))
     return completing + [len(ids) - 1] * (len(text) - len(completing))

@@ -75,6 +75,7 @@ def check_training(config: TrainingArguments) -> None:
             if not all(math.isfinite(factor(step)) for step in (0, 1, steps // 2, steps - 1, steps)):
                 raise ValueError("a learning rate of it is not finite.")
     known = inspect.signature(checkpoint).parameters.keys() - {"function", "args", "kwargs"}
+    known |= {"preserve_rng_state"}  # which torch takes from kwargs
     if not isinstance(config, PPOConfig):  # of transformers' loop, which takes them before torch sees them
         known |= {"every_n_layers", "offload"}
     for name in (config.gradient_checkpointing_kwargs or {}).keys() - known:
