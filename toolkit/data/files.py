@@ -134,7 +134,7 @@ def _json_lines(path: Path, lines: Iterable[str], hint: str) -> Iterator[Row]:
 
 def _parsed(path: Path, text: str, first_line: int, remedy: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=object_without_repetition)
     except (ValueError, RecursionError) as error:
         line, why = first_line, reason(error)
         if isinstance(error, json.JSONDecodeError):
@@ -142,7 +142,7 @@ def _parsed(path: Path, text: str, first_line: int, remedy: str) -> Any:
         raise DataError(f"{path}, line {line}: not valid JSON ({why}).", remedy=remedy) from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, whose keys are each there once: Python would take the last."""
     made = dict(pairs)
     if len(made) < len(pairs):

@@ -176,9 +176,8 @@ class Split:
         return ", ".join(f"{count} × {why} (first: {first[why]})" for why, count in self.counts().most_common())
 
     def take(self, numbers: Sequence[int]) -> "Split":
-        """Some of the rows, in the order given."""
-        rows = self.rows.select(numbers) if isinstance(self.rows, Dataset) else [self.rows[n] for n in numbers]
-        return replace(self, rows=rows, places=[self.places[n] for n in numbers])
+        """Some of the rows of a data set, in the order given."""
+        return replace(self, rows=self.rows.select(numbers), places=[self.places[n] for n in numbers])
 
 
 def usable_rows(

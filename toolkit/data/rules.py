@@ -15,6 +15,7 @@ from typing import Any
 
 import regex
 
+from toolkit.data.files import object_without_repetition
 from toolkit.errors import DataError
 
 _ENDS = ".!?।۔؟"
@@ -70,7 +71,7 @@ def _json_object(text: str) -> Any:
     block = _BLOCK.fullmatch(text)
     inside = block[1].strip() if block else text
     try:
-        value = json.loads(inside, parse_constant=_refused, object_pairs_hook=_without_repetition)
+        value = json.loads(inside, parse_constant=_refused, object_pairs_hook=object_without_repetition)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -78,12 +79,6 @@ def _json_object(text: str) -> Any:
 
 def _refused(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key stands twice")
-    return dict(pairs)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ of tokens, `V` vocabulary, `H` hidden size. A mask is named for what True keeps.
 """
 
 from toolkit.functional.advantages import (
-    VALUE_POOLINGS,
     ValuePooling,
     generalized_advantage_estimation,
     pool_values,

@@ -57,7 +57,7 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     a larger split reaches into what the run did not hold out. Nothing where the data are those of the run."""
     beyond = [f"{key}={value}" for key, value in not_here(recipe.folder).items()]
     run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
-    by = "q" if responds_by_q(recipe) else "ppo"
+    by = "q" if responds_by_q(recipe.folder) else "ppo"
     if run.values["data"] == recipe.values["data"]:
         held_out = (read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}).get("held_out")
         if held_out in (None, data_digest(recipe.task.prompts("test"))):
@@ -96,7 +96,7 @@ def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _evaluated(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation]:
     """Where the policy starts and what was trained; of Q-values the reference, and what Q makes of it."""
-    by_q = responds_by_q(recipe)
+    by_q = responds_by_q(recipe.folder)
     name, trained = ("q", recipe.stage_folder("q") / "q") if by_q else ("ppo", None)
     with phase("load"), processes.agreed():
         roles, pad_tokens = build.placed_roles(recipe, name, trained=trained)

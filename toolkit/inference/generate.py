@@ -13,6 +13,7 @@ from transformers import TextStreamer, set_seed
 
 from toolkit import processes
 from toolkit.data import read_rows
+from toolkit.data.messages import Messages
 from toolkit.disk import write_output
 from toolkit.errors import DataError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
@@ -23,7 +24,6 @@ from toolkit.runs.owned import check_output
 from toolkit.sampling import Sampler, batches, best_of
 from toolkit.spec.recipe import Recipe
 
-Messages = list[dict[str, str]]
 _BATCH_SIZE = 8  # of a process
 _ROWS_OF_ALL = 16  # of a table
 

@@ -51,7 +51,7 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
     runs, figures, told = [], {}, []
     for label, recipe in zip(labels_of(folders), recipes, strict=True):
         result, samples = measured(recipe)
-        trained = read_result(recipe.stage_folder("q" if responds_by_q(recipe) else "ppo")) or {}
+        trained = read_result(recipe.stage_folder("q" if responds_by_q(recipe.folder) else "ppo")) or {}
         sides = {side: result[side] for side in ("before", "after")}
         # Without the metrics of training.
         runs.append(ComparedRun(label, sides | {"warnings": trained.get("warnings", [])}, [], samples))

@@ -65,7 +65,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
         processes.by_main(lambda: recover(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
-        last = "q" if _responds_by_q(folder) else "ppo"
+        last = "q" if responds_by_q(folder) else "ppo"
         if last == "q" and not by_q:  # before the overrides, of a section that such a run may not have
             wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
             raise RecipeError(wrong, remedy="Its responses are shown by generate and chat, and measured by eval.")
@@ -120,12 +120,8 @@ def _attention_here(implementation: str) -> bool:
     return torch.cuda.is_available() and (packaged() or is_kernels_available())
 
 
-def responds_by_q(recipe: Recipe) -> bool:
-    """Whether what the run has trained are Q-values, and no policy."""
-    return _responds_by_q(recipe.folder)
-
-
-def _responds_by_q(run: Path) -> bool:
+def responds_by_q(run: Path) -> bool:
+    """Whether what the run in a folder has trained are Q-values, and no policy."""
     return [stage for stage in ("ppo", "q") if read_result(run / stage) is not None] == ["q"]
 
 
@@ -152,7 +148,7 @@ def trained_sampler(
         of_policy: the temperature where it is None, and a policy responds.
         compare: whether the reference is wanted. Without it what a policy was held to need not be here; Q reads it.
     """
-    stage, role = ("q", "q") if responds_by_q(recipe) else ("ppo", "policy")
+    stage, role = ("q", "q") if responds_by_q(recipe.folder) else ("ppo", "policy")
     wanted = (role, "reference") if compare or role == "q" else (role,)
     roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, wanted=wanted)
     config = recipe.stage_config(stage)

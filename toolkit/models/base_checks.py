@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from toolkit.errors import AdapterError, ModelError
 from toolkit.models.attention import attention_by_rows
 from toolkit.models.decoding import RowProcessor, decode
 from toolkit.models.logit_changes import Logits, as_they_are, logits_of
+from toolkit.models.lora import under_adapter
 from toolkit.models.trials import SUGGESTION, apart_by, ids_of, probe, random_state, tolerance, tried
 
 
@@ -289,8 +289,7 @@ def _end(name: str, others: Collection[str]) -> str:
 
 def check_checkpointing(model: nn.Module) -> None:
     """Nothing, if the model, or the one under its adapter, has gradient checkpointing; else a `ModelError`."""
-    if isinstance(model, PeftModel):
-        model = model.get_base_model()
+    model = under_adapter(model)
     if not model.supports_gradient_checkpointing:
         wrong = f"a {type(model).__name__} of transformers has no gradient checkpointing."
         raise ModelError(wrong, field="gradient_checkpointing", remedy="Set it to false.")

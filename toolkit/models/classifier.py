@@ -19,7 +19,7 @@ from toolkit.errors import ModelError
 from toolkit.models.base_checks import switch_off_dropout
 from toolkit.models.decoding import all_positions_of
 from toolkit.models.folders import load_whole, put_adapter, read_tensors
-from toolkit.models.lora import fitting, trained_copy
+from toolkit.models.lora import fitting, trained_copy, under_adapter
 
 HEAD_NAMES = ("score", "classifier")  # of transformers' sequence classifiers
 Classifier: TypeAlias = PreTrainedModel | PeftModel
@@ -27,7 +27,7 @@ Classifier: TypeAlias = PreTrainedModel | PeftModel
 
 def head_name(model: Classifier) -> str:
     """What the model calls its head: one of `HEAD_NAMES`, or a `ModelError`."""
-    inner = _inner(model)
+    inner = under_adapter(model)
     for name in HEAD_NAMES:
         if isinstance(getattr(inner, name, None), nn.Module):
             return name
@@ -38,9 +38,9 @@ def head_name(model: Classifier) -> str:
 def check_reads_tokens(model: Classifier) -> None:
     """Nothing, if the head can be read at every token; a `ModelError` if it reads whole sequences, as BERT's does."""
     if head_name(model) != "score":
+        name = type(under_adapter(model)).__name__
         raise ModelError(
-            f"token_level reads the head at every token, and that of a {type(_inner(model)).__name__} reads the whole "
-            "sequence at once.",
+            f"token_level reads the head at every token, and that of a {name} reads the whole sequence at once.",
             field="loss",
             remedy="Use bradley_terry, or a decoder such as Llama, OPT or GPT-2.",
         )
@@ -48,7 +48,7 @@ def check_reads_tokens(model: Classifier) -> None:
 
 def classifier_token_scores(model: Classifier, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """The head of a decoder with one output at every token, float32 (B, L), of rows that are padded on the right."""
-    inner = _inner(model)
+    inner = under_adapter(model)
     states = inner.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     return inner.score(states).squeeze(-1)
 
@@ -77,7 +77,7 @@ def train_in_float32(model: Classifier) -> None:
 
 def head_in_float32(model: Classifier) -> None:
     """Make the classifier's head compute in float32, as `ScoreHead` does."""
-    head = trained_copy(getattr(_inner(model), head_name(model))).float()
+    head = trained_copy(getattr(under_adapter(model), head_name(model))).float()
     plain = type(head).forward
 
     @functools.wraps(plain)
@@ -100,7 +100,9 @@ def save_model(model: Classifier, tokenizer: PreTrainedTokenizerBase, folder: st
             del vars(model)["create_or_update_model_card"]
     else:
         model.save_pretrained(str(folder))
-    if type(_inner(model)).__name__.endswith("ForSequenceClassification"):  # which is read with padding on the right
+    if type(under_adapter(model)).__name__.endswith(
+        "ForSequenceClassification"
+    ):  # which is read with padding on the right
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.padding_side = "right"
     tokenizer.save_pretrained(folder)
@@ -112,10 +114,6 @@ def load_classifier_weights(model: Classifier, folder: str | Path) -> None:
         put_adapter(model, "default", read_tensors(Path(folder)), Path(folder))
     else:
         load_whole(model, Path(folder))
-
-
-def _inner(model: Classifier) -> PreTrainedModel:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def table_of_positions(model: nn.Module) -> int | None:

@@ -65,46 +65,35 @@ def forwards(by_layer: Iterable[tuple[Any, Callable[[], Callable[..., Tensor]]]]
 
 
 def unpackable(model: nn.Module, *, besides: Collection[nn.Module], on_cpu: bool) -> list[Any]:
-    """Linear layers of a model that are faster with a copy of their weight: those of 4 bits; on a CPU that lays
-    weights of bfloat16 out for its kernel, these too. Not those `besides`."""
-
-    def gains(layer: Any) -> bool:
-        if layer in besides or "forward" in vars(layer):  # another library's
-            return False
-        if type(layer) is Linear4bit:
-            return _computes_as_unpacked(layer)
-        return on_cpu and type(layer) is nn.Linear and _dtype(layer) is torch.bfloat16 and lays_out()
-
-    return [layer for layer in model.modules() if gains(layer)]
+    """Linear layers of a model that are faster with a copy of their weight, but not those `besides`."""
+    return [layer for layer in model.modules() if layer not in besides and _gains(layer, on_cpu=on_cpu)]
 
 
-def _computes_as_unpacked(layer: Linear4bit) -> bool:
-    return layer.compute_dtype in (None, _dtype(layer))
+def _gains(layer: Any, *, on_cpu: bool) -> bool:
+    """Whether with a copy of its weight it gives the same faster: a linear layer of 4 bits; on a CPU that lays weights
+    of bfloat16 out for its kernel, one of these too."""
+    if "forward" in vars(layer):  # another library's
+        return False
+    if type(layer) is Linear4bit:
+        return layer.compute_dtype in (None, _dtype(layer))
+    return on_cpu and type(layer) is nn.Linear and _dtype(layer) is torch.bfloat16 and lays_out()
 
 
 @contextmanager
 def unpacked_weights(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, those of 4 bits hold their weights unpacked as well, for passes and for gradients, where there is room
     for all. The results are the same bits."""
-    packed = [
-        layer
-        for layer in layers
-        if type(layer) is Linear4bit and "forward" not in vars(layer) and _computes_as_unpacked(layer)
-    ]
+    packed: list[Any] = [layer for layer in layers if _gains(layer, on_cpu=False)]
     if not have_room(packed):
         packed = []
     try:
         for layer in packed:
             layer.unpacked_weight = weight_of(layer)
-        with forwards((layer, partial(_ready_forward, layer)) for layer in packed):
+        with forwards((layer, partial(_Copied, (layer,), layer.unpacked_weight)) for layer in packed):
             yield
     finally:
         for layer in packed:
             vars(layer).pop("unpacked_weight", None)
-
-
-def _ready_forward(layer: Any) -> Callable[..., Tensor]:
-    return _Copied((layer,), layer.unpacked_weight)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def _check_not_widened(model: nn.Module, linear: list[str], config: LoraConfig) 
     it puts adapters on the experts of all layers or none."""
     put = deepcopy(config)
     with peft_errors():
-        convert_peft_config_for_transformers(put, _inner(model), None)
+        convert_peft_config_for_transformers(put, under_adapter(model), None)
     experts = sorted(set(put.target_parameters or ()) - set(config.target_parameters or ()))
     pattern = isinstance(config.target_modules, str) and config.target_modules != "all-linear"
     if experts and (pattern or config.layers_to_transform is not None):
@@ -101,13 +101,14 @@ def _check_not_widened(model: nn.Module, linear: list[str], config: LoraConfig) 
         raise AdapterError(wrong, field="target_modules", remedy="List names, and limit them by layers_to_transform.")
 
 
-def _inner(model: nn.Module) -> Any:
+def under_adapter(model: nn.Module) -> Any:
+    """The model itself, or the one on which PEFT's stands."""
     return model.base_model.model if isinstance(model, PeftModel) else model
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
     """The names of those that "all-linear" means."""
-    inner = _inner(model)
+    inner = under_adapter(model)
     heads = [getattr(one, "base_layer", one) for one in (inner.get_output_embeddings(), getattr(inner, "score", None))]
     layers = (name for name, module in inner.named_modules() if isinstance(module, nn.Linear) and module not in heads)
     return [name.removesuffix(".base_layer") for name in layers if ".lora_" not in name]
