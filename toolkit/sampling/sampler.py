@@ -214,7 +214,7 @@ class _Sampled(RowProcessor):
         tokens, probabilities = inverse_cdf(scores, uniform, temperature=self.temperature)
         self.probabilities[self.rows, self.drawn] = probabilities
         self.drawn += 1
-        return scores.scatter(1, tokens.unsqueeze(1), float("inf"))
+        return scores.scatter_(1, tokens.unsqueeze(1), float("inf"))
 
 
 def uniforms(keys: Tensor, length: int) -> Tensor:
