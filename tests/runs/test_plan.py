@@ -28,7 +28,9 @@ def phases(report):
 
 
 def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
-    report = plan(chat_recipe(tmp_path, checkpoint), "4090")
+    recipe, drawn = chat_recipe(tmp_path, checkpoint), torch.get_rng_state()
+    report = plan(recipe, "4090")
+    assert torch.equal(torch.get_rng_state(), drawn)  # of who plans in a notebook
     found = phases(report)
     assert list(found) == ["reward", "reward evaluation", "rollout", "score", "read", "update", "evaluation"]
     assert [time.phase for time in report.times] == ["prefill", "decode", "score", "read", "update", "optimizer"]

@@ -313,7 +313,9 @@ class CountedUpdate:
 
 def optimizer_bytes(args: TrainingArguments) -> float:
     """Bytes of an optimizer's state for each number that trains: tried, or what AdamW has where that takes a card."""
-    layer = torch.nn.Linear(1024, 1024, bias=False)  # so large that of 8 bits the tables hardly count
+    # So large that of 8 bits the tables hardly count; without a draw, which would change those of who asks.
+    layer = torch.nn.utils.skip_init(torch.nn.Linear, 1024, 1024, bias=False)
+    torch.nn.init.zeros_(layer.weight)
     kind, arguments = Trainer.get_optimizer_cls_and_kwargs(args, layer)
     optimizer = kind(layer.parameters(), **arguments)
     layer(torch.ones(1, 1024)).sum().backward()
