@@ -84,9 +84,9 @@ class Device:
         bandwidth = self.products if flops and self.products else self.bandwidth
         return max(flops / (of_peak * peak), moved / (of_bandwidth * bandwidth))
 
-    def busy(self, costs: Costs) -> float:
-        """The time of all operators."""
-        return sum(n * self.seconds(k.flops, self.moved(k), k.dtype) for k, n in costs.kernels.items())
+    def busy(self, costs: Costs, *, merged: bool = False) -> float:
+        """The time of all operators; `merged` with 16-bit weights for 4-bit ones."""
+        return sum(n * self.seconds(k.flops, self.moved(k, merged=merged), k.dtype) for k, n in costs.kernels.items())
 
     def eager(self, costs: Costs) -> float:
         """As Python goes through them: a card computes one while later ones are prepared, a CPU does both itself."""
@@ -95,10 +95,7 @@ class Device:
 
     def recorded(self, costs: Costs, *, merged: bool = False) -> float:
         """As a CUDA graph plays them back; `merged` with 16-bit weights for 4-bit ones."""
-        busy = 0.0
-        for kernel, number in costs.kernels.items():
-            busy += number * self.seconds(kernel.flops, self.moved(kernel, merged=merged), kernel.dtype)
-        return busy + costs.kernels.total() * GRAPH_KERNEL
+        return self.busy(costs, merged=merged) + costs.kernels.total() * GRAPH_KERNEL
 
 
 # Seconds an operator of transformers' eager code: bitsandbytes publishes some 25 ms for a token of Llama-3.1-8B in
