@@ -33,6 +33,7 @@ from toolkit.costs import (
     update,
     weight_bytes_of,
 )
+from toolkit.costs import counted as counted_module
 from toolkit.costs.counted import as_on_a_card
 from toolkit.costs.devices import here, this_cpu
 from toolkit.costs.outline import alike
@@ -74,6 +75,54 @@ def test_operations_of_products_that_torch_counts_by_another_name_or_not_at_all(
     assert grouped.shape == (ROWS, WIDTH) and grouped.dtype is torch.float32
     # A row of each is multiplied with one matrix of its kind.
     assert [kernel.flops for kernel in costs.kernels.elements()] == [2 * ROWS * 16 * WIDTH] * 2
+
+
+@pytest.mark.parametrize(("causal", "of_all_pairs"), [(True, 0.5), (False, 1.0)])
+def test_operations_of_attention_with_and_without_a_mask(causal, of_all_pairs):
+    counted, query = fresh(2, 3, 10, 16)
+    mask = None if causal else Weightless.like(torch.empty(2, 1, 10, 10, device="meta"))
+    with counted.phase() as costs:
+        F.scaled_dot_product_attention(query, query, query, mask, is_causal=causal).sum().backward()
+    flops = [kernel.flops for kernel in costs.kernels.elements() if kernel.flops]
+    product = 2 * 2 * 3 * 10 * 10 * 16 * of_all_pairs
+    assert flops == [2 * product, 5 * product]  # the two again, and two for each one's gradients, of which one is again
+
+
+def test_what_is_remembered_of_an_operator_is_what_it_gives(monkeypatch):
+    monkeypatch.setattr(counted_module, "_remembered", {})
+    counted, data = fresh(300, 400)
+    with counted.phase() as costs, torch.no_grad():
+        whole = data.int()
+        for _ in range(2):
+            assert (data + 1).dtype is torch.float32 and (whole + 1).dtype is torch.int32
+            assert (whole + 1.0).dtype is torch.float32 and (data.double() + 1).dtype is torch.float64
+            assert (data.t() + 1).stride() == (1, 400) and (data[:1] + data).shape == (300, 400)
+            values, places = data.max(1)
+            assert (values.shape, values.dtype, places.dtype) == ((300,), torch.float32, torch.int64)
+            first, second = data + 1, data + 1
+            assert counted.total >= whole.nbytes + 2 * first.nbytes  # each has bytes of its own
+            del values, places, first, second
+            assert counted.total == whole.nbytes
+        kernels = Counter(costs.kernels)
+        same_bytes = [torch.ops.aten._unsafe_view(data, [400, 300]) for _ in range(2)]
+        assert counted.total == whole.nbytes and costs.kernels == kernels and same_bytes[1].shape == (400, 300)
+        assert (whole / 2).dtype is torch.float32
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert (whole / 2).dtype is torch.bfloat16
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert len(counted_module._remembered) > 5
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(counted_module, "_remembered", {})
+    monkeypatch.setattr(counted_module, "_MOST", 3)
+    counted, data = fresh(4, 6)
+    with counted.phase(), torch.no_grad():
+        for number in range(10):
+            data + number
+            assert 0 < len(counted_module._remembered) <= 3
 
 
 def test_a_lookup_reads_the_rows_that_it_is_asked_for():
@@ -287,7 +336,9 @@ def test_this_cpu_is_measured():
 )
 def test_bytes_of_an_optimizer(optim, expected, tmp_path):
     args = PPOConfig(str(tmp_path), optim=optim, use_cpu=True, bf16=False)
+    before = torch.get_rng_state()
     assert optimizer_bytes(args) == pytest.approx(expected, rel=0.05)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def deep(adapter, **sizes):

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 _ASKED = torch.int64, torch.int32, torch.bool  # dtypes of which code may ask the numbers
@@ -26,6 +25,8 @@ _GROUPED = _aten._grouped_mm.default
 _ALSO = {_aten.addmm_: _aten.addmm}  # operators whose operations torch counts by another one's name
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 _EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default)
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MOST = 2**14  # operators of which the results are remembered
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,71 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
         asked = leaf.dtype in _ASKED and leaf.numel() < _LARGE
         return torch.zeros(leaf.shape, dtype=leaf.dtype) if asked else Weightless(leaf)
 
-    args, kwargs = tree_map(bare, (args, kwargs))
-    made = _grouped(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
-    return tree_map(wrapped, made), made, _tensors((*args, *kwargs.values()))
+    args, kwargs = _mapped(bare, args), {name: _mapped(bare, value) for name, value in kwargs.items()}
+    inputs = _tensors((*args, *kwargs.values()))
+    made = _made(_grouped if func is _GROUPED else func, args, kwargs, inputs)
+    return _mapped(wrapped, made), made, inputs
+
+
+_remembered: dict[Any, Any] = {}  # what an operator gives of arguments of such forms: a form, or several in a tuple
+
+
+def _made(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+    """What an operator gives of forms, which torch works out in Python: made anew where it is remembered."""
+    if func is _grouped or func.is_view or func._schema.is_mutable:
+        return func(*args, **kwargs)
+    try:
+        key = func, torch.get_default_dtype(), _described(args), _described((*kwargs, *kwargs.values()))
+    except TypeError:  # an argument of another kind
+        return func(*args, **kwargs)
+    if (known := _remembered.get(key)) is not None:
+        return _again(known) if isinstance(known, _Form) else tuple(map(_again, known))
+    made = func(*args, **kwargs)
+    parts = made if type(made) is tuple else (made,)
+    if all(type(part) in (Tensor, *_PLAIN) for part in parts) and _stand_alone(_tensors(parts), inputs):
+        if len(_remembered) >= _MOST:
+            _remembered.clear()
+        known = tuple(_form_of(part) if isinstance(part, Tensor) else part for part in parts)
+        _remembered[key] = known if type(made) is tuple else known[0]
+    return made
+
+
+class _Form(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _form_of(tensor: Tensor) -> _Form:
+    return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _again(known: Any) -> Any:
+    if not isinstance(known, _Form):
+        return known
+    return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+
+
+def _described(value: Any) -> Any:
+    """An argument as a key, in which 1, 1.0 and True are three; raises TypeError for one of an unknown kind."""
+    if isinstance(value, Tensor):
+        return _form_of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if type(value) not in _PLAIN:
+        raise TypeError
+    return type(value), value
+
+
+def _stand_alone(made: list[Tensor], inputs: list[Tensor]) -> bool:
+    """Whether there are such results, each in a storage of its own as large as one made anew of its form."""
+    if not made or len(_storages([*made, *inputs])) != len(made) + len(_storages(inputs)):
+        return False
+    anew = ((tensor, _again(_form_of(tensor))) for tensor in made)
+    return all(
+        not tensor.storage_offset() and tensor.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        for tensor, other in anew
+    )
 
 
 @contextmanager
@@ -195,9 +258,8 @@ class Counted(TorchDispatchMode):
             self.live[kind] += size
             self._known[key] = (kind, size)
 
-    def _note(self, made: Any, given: list[Tensor]) -> None:
-        """Count the new storages among an operator's results."""
-        theirs = {tensor.untyped_storage()._cdata for tensor in given}
+    def _note(self, made: Any, theirs: set[int]) -> None:
+        """Count the storages among an operator's results that are not those of its arguments, `theirs`."""
         for tensor in _tensors((made,)):
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -231,7 +293,8 @@ class Counted(TorchDispatchMode):
             made = func(*args, **kwargs)
             if not given and isinstance(made, Tensor) and made.is_floating_point() and made.numel() >= _LARGE:
                 made = Weightless(_form(made))
-            self._note(tree_map(lambda leaf: leaf.form if isinstance(leaf, Weightless) else leaf, made), given)
+            bare = _mapped(lambda leaf: leaf.form if isinstance(leaf, Weightless) else leaf, made)
+            self._note(bare, _storages(given))
             return made
         if func is _aten._local_scalar_dense.default:
             return 0
@@ -240,13 +303,13 @@ class Counted(TorchDispatchMode):
         if func in _INDEXING:
             args = (args[0], [i for index in args[1] for i in _positions(index)], *args[2:])
         wrapped, made, inputs = _run(func, args, kwargs)
-        self._note(made, inputs)
-        self._count(func, args, kwargs, inputs, made)
+        theirs = _storages(inputs)
+        self._note(made, theirs)
+        self._count(func, args, kwargs, inputs, made, theirs)
         return wrapped
 
-    def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], made: Any) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], made: Any, theirs: set[int]) -> None:
         outputs = _tensors((made,))
-        theirs = {tensor.untyped_storage()._cdata for tensor in inputs}
         aliases = all(tensor.untyped_storage()._cdata in theirs for tensor in outputs)
         if (aliases and not func._schema.is_mutable) or func in _EMPTY:
             return  # a view, or a place
@@ -275,6 +338,18 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """An operator's arguments or results, each changed, and those in lists of them; torch's `tree_map` takes several
+    times as long."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(change, item) for item in value)
+    return change(value)
+
+
+def _storages(tensors: list[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
 def _positions(index: Tensor | None) -> list[Tensor | None]:
     """An index of positions in place of a real one of truth values."""
     if index is None or index.dtype is not torch.bool or isinstance(index, Weightless):
@@ -288,6 +363,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
     causal = len(rest) > 1 and rest[1] is True
     rows, heads, length, size = query.shape
     return 4.0 * rows * heads * length * key.shape[2] * size * (0.5 if causal else 1.0)
+
+
+def _attention_gradients(grad: Tensor, *given: Any, **named: Any) -> float:
+    """Its two products again, and three for the gradients of each: of query, key, value, two results and the rest."""
+    return 2.5 * _attention(*given[:3], *given[5:])
 
 
 def _grouped(
@@ -310,8 +390,5 @@ def _grouped_operations(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> float
 _OPERATIONS: dict[Any, Callable[..., float]] = {
     _GROUPED: _grouped_operations,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    # Its two products again, and three for the gradients of each.
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda grad, *qkv, **named: (
-        2.5 * _attention(*qkv[:3]) * 0.5
-    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_gradients,
 }
