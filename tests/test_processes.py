@@ -4,7 +4,9 @@ import os
 import re
 import signal
 import time
+from contextlib import redirect_stdout
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from toolkit import processes
 from toolkit.cli import app
 from toolkit.errors import PeerError, RecipeError, RewardError, ToolkitError
 from toolkit.recipes import Recipe
+from toolkit.runs.said import say
 
 
 def shares(weights):
@@ -154,6 +157,17 @@ def test_a_recipe_is_read_once_and_its_errors_are_told_once(two):
     assert two(begins) == [(1, 0, ""), (1, 0, "")]
     assert two(begins, 0, 1) == [(1, 1, said), (1, 1, "")]
     assert two(begins, 1) == [(1, 1, ""), (1, 1, said)]  # a file that one machine lacks
+
+
+def told():
+    with redirect_stdout(StringIO()) as printed:
+        say("a sentence")
+    return printed.getvalue()
+
+
+def test_one_process_says_what_concerns_all(two):
+    """Of a script of one's own, too, where nobody silences the others."""
+    assert two(told) == ["a sentence\n", ""]
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,10 @@ def problems_of(tmp_path, checkpoint, *overrides, **sections):
         (["ppo.max_length=8"], "ppo.max_length — a prompt has"),
         (["ppo.response_length=500"], "and the base has positions for 512. Shorten the"),
         (["base.dtype=float16"], "reward — float16 training needs a GPU, and none is here."),
+        (
+            ["reward.dataloader_drop_last=true", "reward.per_device_train_batch_size=1000"],
+            "reward.dataloader_drop_last — true leaves out the only batch",
+        ),
         (["base.attn_implementation=no_such"], "transformers cannot build this model: "),
         (
             ["adapters.policy.rank_pattern={no_proj: 4}"],

@@ -260,7 +260,7 @@ class CountedUpdate:
         output = self.roles(input_ids=ids, use_cache=True, **given, **last_alone)
         cache.is_used = getattr(output, name, None) is not None  # openai-gpt has none
         uniform = torch.zeros(rows, dtype=torch.float64)
-        inverse_cdf(output.logits[:, -1, :].to(torch.float32, copy=True), uniform)
+        inverse_cdf(output.logits[:, -1, :].to(torch.float32, copy=True), uniform, temperature=self.args.temperature)
 
     @torch.no_grad()
     def _scoring(self, rows: int, role: str = "reward") -> Costs:

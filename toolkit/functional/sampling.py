@@ -13,8 +13,8 @@ def inverse_cdf(logits: Tensor, uniform: Tensor, *, temperature: float = 1.0) ->
     The second is their probabilities, float32 (B,): NaN where a row had no distribution to draw from, a logit being
     NaN or inf. Two searches: for the block of the vocabulary that u falls into, and within that block.
     """
-    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
-    probabilities = logits.softmax(dim=-1)
+    logits = logits.float()
+    probabilities = (logits if temperature == 1.0 else logits / temperature).softmax(dim=-1)
     missing = -logits.shape[-1] % BLOCK
     if missing:
         probabilities = torch.nn.functional.pad(probabilities, (0, missing))

@@ -118,7 +118,8 @@ class DataCheck:
             with self.findings.at(key=stage):
                 config = self._config(stage)
                 prepared = counted_rows(train, config) if stage == "sft" else train
-                check_batch(config, len(prepared))
+                with self.findings.at(stage):
+                    check_batch(config, len(prepared))
                 facts = batch_figures(stage, config, len(prepared))
                 if stage == "ppo":
                     self.prompts_read = True

@@ -143,7 +143,8 @@ def prepared(
             for sentence in about_precision(recipe, stage):
                 say(sentence)
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
-            trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
+            with processes.agreed():  # room for copies is that of each one's card
+                trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
