@@ -2,8 +2,8 @@
 
 AgileRL's, which has no reward role, runs in `agile`, and beside it ours without that role.
 
-All start as the same functions. Each adapter's B is zero and its A, like each head, comes from a seed and the name of
-its place, so that losses and gradients can be compared; the reference is the base.
+All start as the same functions. Each adapter's A and B, like each head, come from a seed and the name of their place,
+so that losses and gradients can be compared; the reference is the base.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
-from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.start import MOVED, PRECISIONS, Built, Job, lora, nf4, seed_adapter, seed_head
@@ -179,6 +178,8 @@ def build_stock(job: Job, *, adapters: bool) -> Built:
         job: what it is built for.
         adapters: whether value and reward are PEFT models like the policy, or whole ones.
     """
+    from trl.experimental.ppo import PPOTrainer as TRLPPOTrainer  # not above: `gpu` reads this module beside later TRL
+
     dataset = prompts(job.work)
     value = _classifier(job, "value", adapter=adapters)
     trainer = TRLPPOTrainer(

@@ -66,16 +66,13 @@ def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
     """Those of the benchmark, or the small ones.
 
     Raises:
-        BenchmarkError: there is no GPU, it has no bfloat16, or its limits are not known.
+        BenchmarkError: there is no GPU, or it has no bfloat16.
     """
     if small:
         size = Size(rollouts=4, response_length=6, micro_batch=2)
         return Settings(TINY, size, prompt_length=10, updates=1, device=torch.device("cpu"))
     if not torch.cuda.is_available():
         raise BenchmarkError("bench-gpu needs a CUDA device, and torch sees none.")
-    if not isinstance(here(), Device):
-        name = torch.cuda.get_device_name(0)
-        raise BenchmarkError(f"the limits of {name} are not known: add them to toolkit/costs/devices.py.")
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise BenchmarkError(f"bench-gpu runs in bfloat16, which {torch.cuda.get_device_name(0)} does not have.")
     size = Size(rollouts=rollouts, response_length=128, micro_batch=8)
@@ -142,14 +139,16 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
     peaks = PeakMemory(given.device)
     clock = PhaseClock(peaks)
     with tempfile.TemporaryDirectory() as folder:
-        built = build(given, roles, work, Path(folder), value=value, **form)
         try:
+            built = build(given, roles, work, Path(folder), value=value, **form)
             run_ours(built, work, clock, WARM_UP + given.updates)
         except (torch.cuda.OutOfMemoryError, ToolkitError) as error:
             at_an_end = isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError)  # in the reward, or outside
-            if not at_an_end and not isinstance(error, ConfigError):
+            no_room = isinstance(error, ConfigError)  # to merge, which is asked for as the trainer is built
+            if not at_an_end and not no_room:
                 raise
-            return {**row, "out_of_memory": clock.phase if at_an_end else f"{clock.phase}: {error}"}
+            where = clock.phase or "building"
+            return {**row, "out_of_memory": f"{where}: {error}" if no_room else where}
         finally:
             roles.gradient_checkpointing_disable()
             roles.zero_grad()  # where memory ran out, some are left
@@ -175,14 +174,17 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
 
 
 def _foreseen(given: Settings, args: Any, value: str) -> dict[str, dict[str, float]]:
-    """What a plan says of a row: allocated memory, without what the context takes, and seconds as it runs."""
+    """What a plan says of a row: allocated memory, without what the context takes, and seconds as it runs, unless the
+    limits of the card are not known."""
     lengths = Lengths(given.prompt_length, given.size.response_length)
-    device = here() if given.device.type == "cuda" else this_cpu()
-    assert isinstance(device, Device)  # see `settings`
     static, phases = planned(given.llama, args, lengths, value=value, weights="nf4", names=_OF_PLAN)
     peaks = {name: static + max(part.costs.peak for part in parts) for name, parts in phases.items()}
+    found = {"planned_gb": {name: peak / 1e9 for name, peak in peaks.items()}}
+    device = here() if given.device.type == "cuda" else this_cpu()
+    if not isinstance(device, Device):
+        return found
     seconds = {name: sum(part.times * device.eager(part.costs) for part in parts) for name, parts in phases.items()}
-    return {"planned_gb": {name: peak / 1e9 for name, peak in peaks.items()}, "planned_seconds": seconds}
+    return found | {"planned_seconds": seconds}
 
 
 def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:

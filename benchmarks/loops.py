@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 from transformers import TrainerCallback
-from trl.experimental.ppo import ppo_trainer as trl_module
 
 from benchmarks.clock import PhaseClock
 from benchmarks.start import Built
@@ -71,6 +70,8 @@ def run_trl(built: Built, work: Work, clock: PhaseClock, updates: int) -> dict[s
     Every batch holds the prompts of `work` in order. TRL shuffles, and in the last batch of a data set it steps after
     each micro-batch; a list of batches does neither.
     """
+    from trl.experimental.ppo import ppo_trainer as trl_module  # not above: `gpu` reads this module beside later TRL
+
     trainer = built.trainer
     listener = _Listener(clock)
     trainer.add_callback(listener)

@@ -179,10 +179,15 @@ def _gpu_cells(row: Mapping[str, Any]) -> list[str]:
     first = [row["value"], "on" if row["gradient_checkpointing"] else "off", f"{row['generation']}{lowered}"]
     if "out_of_memory" in row:
         return [*first, f"out of memory in {row['out_of_memory']}", *[""] * (len(_GPU_COLUMNS) - 4)]
+
+    def measured(name: str, planned: str) -> list[str]:
+        beside = {phase: f" ({figure:.2f})" for phase, figure in row.get(planned, {}).items()}  # not of every card
+        return [f"{row[name][phase]:.2f}{beside.get(phase, '')}" for phase in PHASES]
+
     return [
         *first,
-        *(f"{row['seconds'][phase]:.2f} ({row['planned_seconds'][phase]:.2f})" for phase in PHASES),
-        *(f"{row['peak_gb'][phase]:.2f} ({row['planned_gb'][phase]:.2f})" for phase in PHASES),
+        *measured("seconds", "planned_seconds"),
+        *measured("peak_gb", "planned_gb"),
         f"{row['samples_per_second']:.2f}",
         f"{row['over_floor']:.2f}",
     ]

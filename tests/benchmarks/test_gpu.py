@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.work import PHASES
 from tests.tiny_runs import REPOSITORY
 from toolkit.errors import ConfigError, RewardError
+from toolkit.trainers import self_checks
 
 
 def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
@@ -32,11 +34,7 @@ def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
 
 ABSENT = """
 import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"tenacity", "matplotlib"}:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
+sys.modules.update(dict.fromkeys(["tenacity", "matplotlib", "trl.experimental.ppo"]))  # None: as where there is none
 import benchmarks.gpu
 from toolkit.rewards import remote
 assert not hasattr(remote, "httpx2")  # which the hub's library may have of its own
@@ -50,7 +48,6 @@ def test_bench_gpu_needs_nothing_that_a_machine_that_is_lent_may_lack():
 @pytest.mark.parametrize(("error", "said"), [
     (torch.cuda.OutOfMemoryError("out"), "update"),
     (RewardError("the reward raised"), "update"),
-    (ConfigError("merged needs 16 GB"), "update: merged needs 16 GB"),
 ])  # fmt: skip
 def test_a_row_that_does_not_fit_loses_no_other(error, said, monkeypatch):
     def runs_out(built, work, clock, updates):
@@ -66,6 +63,35 @@ def test_a_row_that_does_not_fit_loses_no_other(error, said, monkeypatch):
     with pytest.raises(RewardError):
         monkeypatch.setattr(gpu, "run_ours", lambda *arguments: (_ for _ in ()).throw(RewardError("another")))
         gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
+
+
+def test_a_row_without_room_to_merge_loses_no_other(monkeypatch):
+    def no_room(base):
+        raise ConfigError("merged needs 16 GB", field="generation")
+
+    monkeypatch.setattr(self_checks, "check_room_to_merge", no_room)
+    given = gpu.settings(small=True, updates=1, rollouts=4)
+    work = gpu.random_work(given.llama, given.size, given.prompt_length)
+    roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
+    row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="merged")
+    assert row["out_of_memory"] == "building: generation: merged needs 16 GB"
+
+
+def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(tmp_path, monkeypatch):
+    figures = dict.fromkeys(PHASES, 1.0)
+    planned = {"planned_seconds": dict.fromkeys(PHASES, 2.0), "planned_gb": dict.fromkeys(PHASES, 3.0)}
+    row = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "seconds": figures}
+    row |= {"peak_gb": figures, "samples_per_second": 1.0, "over_floor": 1.0}
+    _, (both, without) = table.gpu_rows({"rows": [row | planned, row | {"planned_gb": planned["planned_gb"]}]})
+    assert both[3:9] == ["1.00 (2.00)"] * 3 + ["1.00 (3.00)"] * 3
+    assert without[3:9] == ["1.00"] * 3 + ["1.00 (3.00)"] * 3
+    monkeypatch.setattr(gpu, "here", lambda: 24 * 10**9)
+    given = replace(gpu.settings(small=True, updates=1, rollouts=4), device=torch.device("cuda"))
+    args = gpu.ppo_config(gpu.Job("", gpu.random_work(given.llama, given.size, 10), None, tmp_path, 1))
+    assert set(gpu._foreseen(given, args, "shared")) == {"planned_gb"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **named: True)
+    assert gpu.settings(small=False, updates=1, rollouts=8).device.type == "cuda"
 
 
 def test_a_row_whose_micro_batch_was_halved_says_so():
