@@ -162,8 +162,9 @@ docs: $(BIN)/.installed
 
 agilerl = $(if $(filter bench-agilerl,$@),--agilerl "$(or $(AGILERL),$(error make $@ needs an environment that has AgileRL: add AGILERL=/path/to/environment))")
 
+## Without the card: its processes run on the CPU, and the precision is chosen before they start.
 bench bench-slice bench-growth bench-agilerl: $(BIN)/.installed
-	$(BIN)/python -m benchmarks.run $(subst bench,cpu,$(@:bench-%=%)) --model "$(or $(MODEL),$(error make $@ needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct))" $(agilerl)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m benchmarks.run $(subst bench,cpu,$(@:bench-%=%)) --model "$(or $(MODEL),$(error make $@ needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct))" $(agilerl)
 	$(BIN)/python -m benchmarks.table
 
 bench-gpu: $(BIN)/.installed

@@ -4,8 +4,8 @@
     PYTHON -m benchmarks.agile compare --model FOLDER --work FILE --base nf4    its figures on one micro-batch
     PYTHON -m benchmarks.agile time    --model FOLDER --work FILE --base plain  its seconds and its memory
 
-`run` starts these; each writes its answer as JSON to `--output`. TRL and what reads it are not imported here: AgileRL
-pins other releases of what both need.
+`run` starts these; each writes its answer as JSON to `--output`, or prints it. TRL and what reads it are not imported
+here: AgileRL pins other releases of what both need.
 
 `LLMPPO` has the adapters "actor" and "critic" on one base, and the base itself as reference. It has no reward role:
 rewards come from an environment of the user's. So this contender is held against ours without a reward role, and both

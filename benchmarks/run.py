@@ -1,10 +1,10 @@
 """`make bench`: contenders on the same work, one process each, in turn, several rounds.
 
-    python -m benchmarks.run cpu --model /path/to/SmolLM2-135M-Instruct
+    CUDA_VISIBLE_DEVICES= python -m benchmarks.run cpu --model /path/to/SmolLM2-135M-Instruct
 
 First the contenders' losses on one micro-batch are compared; if one differs, nothing is timed. Then each round runs
-all contenders and the floor. The result goes to `benchmarks/results/<date>_<kind>_<dtype>.json` after every round, and
-`python -m benchmarks.table` makes the docs' table from it.
+all contenders and the floor. The result goes to `benchmarks/results/<date>_<kind>_<dtype>.json` after every round, in
+place of one of the same day, and `python -m benchmarks.table` makes the docs' table from it.
 """
 
 import argparse
@@ -265,7 +265,7 @@ def run(
     """Run a benchmark: so many rounds of each size. Returns the result, which is also saved after each round.
 
     `others` are versions of what another environment holds. `before` gives what stands where a result is to be saved: a
-    run that was broken off goes on with its next size.
+    run that was broken off on the same day goes on with its next size.
     """
     dtype = resolved(BENCHMARKS[kind].dtype)
     arguments = {"updates": updates, "rounds": rounds, "dtype": dtype}

@@ -6,7 +6,7 @@
     python -m benchmarks.worker floor   --model FOLDER --work FILE                 what the matmuls alone take
     python -m benchmarks.worker rollout --model FOLDER --work FILE --contender N   our loop over new tokens, and others
 
-`run` starts these but the last; each writes its answer as JSON to `--output`.
+`run` starts these but the last; each writes its answer as JSON to `--output`, or prints it.
 """
 
 import argparse
@@ -138,6 +138,8 @@ def main() -> None:
         found = measure_floor(args.model, work, dtype=args.dtype)
     if args.output:
         args.output.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    elif args.step != "rollout":  # which has printed its table
+        print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -100,3 +100,9 @@ def test_a_benchmark_says_what_it_needs():
     assert "add AGILERL=/path/to/environment" in dry("bench-agilerl", "MODEL=model").stderr
     said = dry("bench-agilerl", "MODEL=model", "AGILERL=its/own").stdout
     assert 'benchmarks.run agilerl --model "model" --agilerl "its/own"' in said
+
+
+def test_a_benchmark_of_the_cpu_does_not_take_the_precision_of_a_card():
+    for kind in ("bench", "bench-slice", "bench-growth"):
+        (line,) = [line for line in dry(kind, "MODEL=model").stdout.splitlines() if "benchmarks.run" in line]
+        assert line.startswith("CUDA_VISIBLE_DEVICES= ")
