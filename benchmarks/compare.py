@@ -51,11 +51,12 @@ def differences(found: Mapping[str, Mapping[str, float]]) -> list[str]:
     """One line for each figure that is further from its partner's than `TOLERANCES` allow.
 
     Args:
-        found: by contender, from `worker.compare`.
+        found: by contender, from `worker.compare`; those whose partner is not among them are held to nothing.
     """
     lines = []
     for name, figures in found.items():
-        partner = partner_of(name)
+        if (partner := partner_of(name)) not in found:  # memory did not hold it
+            continue
         for figure in _compared(name):
             relative, absolute = TOLERANCES[figure]
             ours, theirs = found[partner][figure], figures[figure]

