@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.records import DOCS, fill, markdown
+from benchmarks.records import DOCS, fill_file, markdown
 from toolkit.errors import ToolkitError
 from toolkit.models import (
     Sequences,
@@ -360,8 +360,7 @@ def main() -> None:
         said = row.refused or row.failed + " ".join(f"{name} {value:.0e}" for name, value in row.apart.items())
         print(f"{kind:24} {'right' if row.is_right else 'refused' if row.refused else 'WRONG':8} {said}", flush=True)
     if not asked:
-        text = fill(PAGE.read_text(encoding="utf-8"), BEGIN, END, page(rows, left_out))
-        PAGE.write_text(text, encoding="utf-8")
+        fill_file(PAGE, BEGIN, END, page(rows, left_out))
     raise SystemExit(1 if any(not row.is_right and not row.refused for row in rows) else 0)
 
 

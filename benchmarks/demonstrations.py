@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, save_figure, write_result
+from benchmarks.records import DOCS, RESULTS, chip_and_day, fill_file, markdown, new_result, save_figure, write_result
 from toolkit import recipes
 from toolkit.data.instructions import COMPOSITIONS
 from toolkit.functional import best_of_kl_bound, expected_best, wilson_interval
@@ -503,9 +503,10 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     return "\n\n".join([*tables, f"{len(runs)} seed(s) of {each} prompts"])
 
 
-def with_range(values: Sequence[float]) -> str:
+def with_range(values: Sequence[float], digits: int = 3) -> str:
     """The mean of seeds, with the lowest and the highest where there are several."""
-    return f"{statistics.mean(values):.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")
+    mean, least, most = (f"{value:.{digits}f}" for value in (statistics.mean(values), min(values), max(values)))
+    return f"{mean} ({least}–{most})" if len(values) > 1 else mean
 
 
 def share(values: Sequence[float], numbers: Sequence[int]) -> str:
@@ -582,12 +583,10 @@ def show(path: Path) -> None:
     demonstration = DEMONSTRATIONS[name]
     figure = _FIGURES[name](demonstration, result["arms"])
     save_figure(figure, name)
-    where = f"{result['machine']['processor']}, {result['date'][:10]}"
     of_arms = {"critic": _critic_table, "ideas": _ideas_table}.get(name, _table)
     table = (of_arms if demonstration.arms else _recipe_table)(demonstration, result["arms"])
-    text = f"{table}\n\n{where}."
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(fill(page, f"{name}: made by benchmarks.demonstrations", f"end of {name}", text), encoding="utf-8")
+    text = f"{table}\n\n{chip_and_day(result)}"
+    fill_file(PAGE, f"{name}: made by benchmarks.demonstrations", f"end of {name}", text)
 
 
 def main(

@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.demonstrations import cell_of, perplexity, run_stage
 from benchmarks.errors import BenchmarkError
 from benchmarks.paired import bootstrap
-from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, save_figure, where, write_result
+from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
 from toolkit.functional import standard_error, wilson_interval
-from toolkit.reports import read_jsonl
+from toolkit.reports import read_jsonl, write_jsonl
 from toolkit.sampling import Evaluation
 
 RECIPE = "smollm2_135m_lora"
@@ -128,8 +128,7 @@ def _divided(train: Path, validation: Path, folder: Path) -> dict[str, tuple[str
         "belongs_validation": list(belonging(rows["held"], 1)),
     }
     for name, content in files.items():
-        lines = "".join(json.dumps(row) + "\n" for row in content)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", content)
 
     def of(train: str, held: str) -> tuple[str, str]:
         return f"data.train={folder / f'{train}.jsonl'}", f"data.validation={folder / f'{held}.jsonl'}"
@@ -153,14 +152,14 @@ def run(name: str, train: Path, validation: Path, folder: Path, overrides: Seque
         run_stage("reward", RECIPE, one, runs, f"seed={judge.seed}", *data[judge.data], *overrides, *judge.settings)
     own = [*data["pairs"], *overrides]
     found = {str(seed): _of_seed(name, seed, runs, [f"seed={seed}", *own]) for seed in seeds}
-    accuracies = {one: _accuracy(runs / one) for one in judges}
+    accuracies = {one: reward_figures(runs / one)["accuracy"] for one in judges}
     return write_result(new_result(name, seeds=found, judges=accuracies), RESULTS)
 
 
-def _accuracy(run: Path) -> float:
-    """Of the reward of a run, on held-out pairs."""
-    result = json.loads((run / "reward" / "result.json").read_text(encoding="utf-8"))
-    return float(result["after"]["accuracy"])
+def reward_figures(run: Path) -> dict[str, float]:
+    """Of the reward stage of a run, on held-out pairs."""
+    after: dict[str, float] = json.loads((run / "reward" / "result.json").read_text(encoding="utf-8"))["after"]
+    return after
 
 
 def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
@@ -204,7 +203,8 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str]) -> dict[
             "each": {whose: of.tolist() for whose, of in each.items()},
         }
     warnings = result.get("warnings", [])
-    return {"accuracy": _accuracy(runs / begun.run), "curve": curve, "warnings": warnings, "policies": policies}
+    accuracy = reward_figures(runs / begun.run)["accuracy"]
+    return {"accuracy": accuracy, "curve": curve, "warnings": warnings, "policies": policies}
 
 
 def asked(values: Mapping[str, Any], **start: str) -> Evaluation:
@@ -368,10 +368,8 @@ def show(name: str, path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     save_figure(_figure(result["seeds"]), name)
     page = DOCS / "fooled_rewards.md"
-    text = page.read_text(encoding="utf-8")
     for what, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(result["seeds"]))):
-        text = fill(text, f"{name} {what}: made by benchmarks.fooled", f"end of {name} {what}", table)
-    page.write_text(text, encoding="utf-8")
+        fill_file(page, f"{name} {what}: made by benchmarks.fooled", f"end of {name} {what}", table)
 
 
 def main(

@@ -32,7 +32,7 @@ from benchmarks.contenders import add_roles, our_loop, ppo_config
 from benchmarks.gpu import random_work
 from benchmarks.planned import planned, static_bytes, without_numbers
 from benchmarks.random_llama import TINY, id_tokenizer, random_llama
-from benchmarks.records import fill, markdown, new_result, where
+from benchmarks.records import fill_file, markdown, new_result, where
 from benchmarks.start import Job
 from benchmarks.work import Size, given_responses
 from toolkit.costs import Lengths, counted_step, weight_bytes_of
@@ -318,10 +318,10 @@ def main() -> int:
             worst = max(worst, *map(abs, errors(ours, theirs).values()))
             print(" | ".join(rows[-1]), flush=True)
         if args.page is not None:
-            text, made = args.page.read_text(encoding="utf-8"), markdown(table.columns, rows)
+            made = markdown(table.columns, rows)
             if table.limit is None:  # what it shows is this machine's
                 made += f"\n\n{where(new_result(name))}"
-            args.page.write_text(fill(text, name, f"end of {name}", made), encoding="utf-8")
+            fill_file(args.page, name, f"end of {name}", made)
         print(f"{name}: largest error {worst:.1%}")
         good = good and (table.limit is None or worst <= table.limit)
     return int(not good)

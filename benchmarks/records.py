@@ -66,6 +66,11 @@ def where(result: Mapping[str, Any]) -> str:
     )
 
 
+def chip_and_day(result: Mapping[str, Any]) -> str:
+    """Processor and date of a result."""
+    return f"{result['machine']['processor']}, {result['date'][:10]}."
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], *, texts: bool = False) -> str:
     """A table, its columns but the first aligned to the right, unless they are texts."""
     lines = [columns, ["---", *["---" if texts else "---:"] * (len(columns) - 1)], *rows]
@@ -89,6 +94,11 @@ def fill(page: str, begin: str, end: str, text: str) -> str:
     if not opening or not closing:
         raise ValueError(f'the page lacks the markers "{begin}" and "{end}"')
     return f"{before}{opening}{text}\n{closing}{after}"
+
+
+def fill_file(page: Path, begin: str, end: str, text: str) -> None:
+    """`fill` a page where it lies."""
+    page.write_text(fill(page.read_text(encoding="utf-8"), begin, end, text), encoding="utf-8")
 
 
 def save_figure(figure: "Figure", name: str) -> None:

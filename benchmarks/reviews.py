@@ -18,7 +18,6 @@ import csv
 import json
 import random
 import re
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -32,12 +31,13 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-from benchmarks.demonstrations import PAGE, cell_of, measured, perplexity, run_stage
+from benchmarks.demonstrations import PAGE, cell_of, measured, perplexity, run_stage, with_range
 from benchmarks.errors import BenchmarkError
-from benchmarks.fooled import asked, said
-from benchmarks.records import RESULTS, fill, markdown, new_result, save_figure, where, write_result
+from benchmarks.fooled import asked, reward_figures, said
+from benchmarks.records import RESULTS, fill_file, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
 from toolkit.data import Rollout
+from toolkit.reports import read_jsonl, write_jsonl
 from toolkit.trainers.reward import RewardConfig, judge_pairs, pair_figures, reward_trainer
 
 RECIPE = "smollm2_135m_sentiment"
@@ -132,8 +132,7 @@ def _write(folder: Path) -> None:
         for name, rows in as_pairs.items()
     }
     for name, rows in files.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", rows)
 
 
 def recipe_of(
@@ -210,10 +209,9 @@ def taught(checkpoint: str, data: Path, seed: int, folder: Path) -> Path:
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
 
     def rows(name: str) -> Dataset:
-        lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         sides = [
             {f"{side}_ids": row["prompt"] + row[side] for side in ("chosen", "rejected")}
-            for row in map(json.loads, lines)
+            for row in read_jsonl(data / f"{name}.jsonl")
         ]
         return Dataset.from_list([{key: tokenizer(text)["input_ids"] for key, text in pair.items()} for pair in sides])
 
@@ -251,20 +249,14 @@ def run(
         if other is None:
             name = "own_models" if own else "reviews"
             path = stages(f"{name}-{seed}", seed, "sft", "reward", "ppo", own=own)
-            reward = _figures(runs / path.stem)
+            reward = reward_figures(runs / path.stem)
         else:
             name = "other_model"
             model = taught(other, folder, seed, folder / f"{name}-{seed}")
             path = stages(f"{name}-{seed}", seed, "sft", "ppo", other=model)
             reward = json.loads((model / "reward.json").read_text(encoding="utf-8"))
         found[str(seed)] = {"reward": _reward(reward), **_of_seed(path, runs)}
-    return write_result(new_result(name, seeds=found, others=_reward(_figures(runs / "others"))), RESULTS)
-
-
-def _figures(run: Path) -> dict[str, float]:
-    """Of the reward stage of a run, on held-out pairs."""
-    after: dict[str, float] = json.loads((run / "reward" / "result.json").read_text(encoding="utf-8"))["after"]
-    return after
+    return write_result(new_result(name, seeds=found, others=_reward(reward_figures(runs / "others"))), RESULTS)
 
 
 def _reward(figures: Mapping[str, float]) -> dict[str, float]:
@@ -328,9 +320,6 @@ def _table(result: Mapping[str, Any]) -> str:
     seeds = list(result["seeds"].values())
     whens = {"before": "before PPO", "after": "after PPO"}
 
-    def cell(values: Sequence[float]) -> str:
-        return f"{statistics.mean(values):.2f}" + (f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else "")
-
     titles = {key: f"by {whose}" for key, whose in _BY.items()}
     titles |= {"kl": "KL a response", "length": "tokens", "eos_share": "share that ends by itself"}
     titles |= {"beyond_share": "share of scores beyond what the reward has met"}
@@ -339,7 +328,10 @@ def _table(result: Mapping[str, Any]) -> str:
         "perplexity": "perplexity under the base, not quantised",
     }
     there = {key: title for key, title in titles.items() if key in seeds[0]["after"]}  # beyond_share is of adapters
-    rows = [[title, *(cell([one[when][key] for one in seeds]) for when in whens)] for key, title in there.items()]
+    rows = [
+        [title, *(with_range([one[when][key] for one in seeds], digits=2) for when in whens)]
+        for key, title in there.items()
+    ]
     different = [[len(set(one[when]["said"])) for one in seeds] for when in whens]
     rows.append([f"different texts, of {len(seeds[0]['after']['said'])}", *map(_range, different)])
     texts = zip(*(map(cell_of, seeds[0][when]["said"]) for when in whens), strict=True)
@@ -361,8 +353,7 @@ def show(path: Path) -> None:
     name = result["kind"]
     save_figure(_figure(result["seeds"]), name)
     text = f"{_table(result)}\n\n{where(result)}"
-    page = fill(PAGE.read_text(encoding="utf-8"), f"{name}: made by benchmarks.reviews", f"end of {name}", text)
-    PAGE.write_text(page, encoding="utf-8")
+    fill_file(PAGE, f"{name}: made by benchmarks.reviews", f"end of {name}", text)
 
 
 def main(

@@ -18,7 +18,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.records import DOCS, RESULTS, fill, markdown, new_result, where, write_result
+from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, where, write_result
 from toolkit.data import Rollout
 from toolkit.functional import standard_error
 from toolkit.reports import read_jsonl
@@ -146,8 +146,7 @@ def main(
     result = measure(answers_of(pairs), runs)
     write_result(result, RESULTS)
     page = DOCS / "fooled_rewards.md"
-    text = page.read_text(encoding="utf-8")
-    page.write_text(fill(text, "signs: made by benchmarks.signs", "end of signs", tables(result)), encoding="utf-8")
+    fill_file(page, "signs: made by benchmarks.signs", "end of signs", tables(result))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ import yaml
 from matplotlib.figure import Figure
 
 from benchmarks.demonstrations import PAGE, measured, run_stage, untrained, with_range
-from benchmarks.records import RESULTS, fill, markdown, new_result, newest, save_figure, write_result
+from benchmarks.records import RESULTS, chip_and_day, fill_file, markdown, new_result, newest, save_figure, write_result
 from toolkit import recipes
 from toolkit.recipes import Recipe
-from toolkit.reports import read_jsonl
+from toolkit.reports import read_jsonl, write_jsonl
 
 RECIPE = "smollm2_135m_instructions"
 UPDATES = {RECIPE: (50, 32), "actor_critic_lora": (25, 64), "llama3_8b_lora": (150, 2), "llama3_8b_lora_fast": (50, 32)}
@@ -91,7 +91,7 @@ def with_cloning(begun: Recipe, collected: Path, kept: Path) -> dict[str, Any]:
         for row in read_jsonl(collected)
         if row["ended"] and row["rewards"][-1] == 1.0
     ]
-    kept.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(kept, rows)
     data = {"task": "demonstrations", "train": str(kept), "validation_size": 32, "chat": False}
     return without_stages(begun, sft_data=data, sft=begun.values["sft"])
 
@@ -210,11 +210,8 @@ def show(path: Path) -> None:
     """Draw the figure of a result and put its table into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
     save_figure(_figure(result["arms"]), "systems")
-    machine = result["machine"]
-    where = f"{machine['processor']}, {result['date'][:10]}."
-    text = f"{_table(result['arms'], result['prompts'])}; {where}"
-    page = fill(PAGE.read_text(encoding="utf-8"), "systems: made by benchmarks.systems", "end of systems", text)
-    PAGE.write_text(page, encoding="utf-8")
+    text = f"{_table(result['arms'], result['prompts'])}; {chip_and_day(result)}"
+    fill_file(PAGE, "systems: made by benchmarks.systems", "end of systems", text)
 
 
 def main(
