@@ -10,6 +10,7 @@ from benchmarks import gpu, table
 from benchmarks.errors import BenchmarkError
 from benchmarks.work import PHASES
 from tests.tiny_runs import REPOSITORY
+from toolkit.costs import Costs, Phase
 from toolkit.errors import ConfigError, RewardError
 from toolkit.trainers import self_checks
 
@@ -77,7 +78,7 @@ def test_a_row_without_room_to_merge_loses_no_other(monkeypatch):
     assert row["out_of_memory"] == "building: generation: merged needs 16 GB"
 
 
-def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(tmp_path, monkeypatch):
+def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):
     figures = dict.fromkeys(PHASES, 1.0)
     planned = {"planned_seconds": dict.fromkeys(PHASES, 2.0), "planned_gb": dict.fromkeys(PHASES, 3.0)}
     row = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "seconds": figures}
@@ -86,9 +87,10 @@ def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(tmp_path, mon
     assert both[3:9] == ["1.00 (2.00)"] * 3 + ["1.00 (3.00)"] * 3
     assert without[3:9] == ["1.00"] * 3 + ["1.00 (3.00)"] * 3
     monkeypatch.setattr(gpu, "here", lambda: 24 * 10**9)
+    phases = {"update": [Phase("update", Costs(peak=500_000_000), 1)]}
+    monkeypatch.setattr(gpu, "planned", lambda *arguments, **named: (1_000_000_000, phases))
     given = replace(gpu.settings(small=True, updates=1, rollouts=4), device=torch.device("cuda"))
-    args = gpu.ppo_config(gpu.Job("", gpu.random_work(given.llama, given.size, 10), None, tmp_path, 1))
-    assert set(gpu._foreseen(given, args, "shared")) == {"planned_gb"}
+    assert gpu._foreseen(given, None, "shared") == {"planned_gb": {"update": 1.5}}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **named: True)
     assert gpu.settings(small=False, updates=1, rollouts=8).device.type == "cuda"
