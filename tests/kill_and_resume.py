@@ -34,6 +34,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import FSYNC
 from tests.several import context
 from toolkit.checkpoints import checkpoint_folders, problem_of
 
@@ -52,6 +53,7 @@ def run(folder: Path, name: str, stage: str, way: dict[str, bool], *overrides: s
     from toolkit.recipes import load
     from toolkit.runs import stages
 
+    os.fsync = FSYNC  # while which a write is killed most often
     recipe = load("doubling", *SMALL, *overrides, run=name, runs_dir=folder)
     with (folder / f"{name}.log").open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())

@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import FSYNC
 from toolkit import disk
 from toolkit.disk import check_file, unfinished_in, write_output, write_whole
 from toolkit.errors import ToolkitError
+
+
+@pytest.fixture(autouse=True)
+def disk_that_is_waited_for(monkeypatch):
+    monkeypatch.setattr(os, "fsync", FSYNC)
 
 
 def test_what_is_written_whole_touches_no_file_beside_it(tmp_path):

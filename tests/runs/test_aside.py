@@ -286,8 +286,7 @@ def given_up(run):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 @pytest.mark.parametrize(("steps", "fewest"), [(in_its_place, 50), (put_back_and_taken_up, 70), (given_up, 40)])
-def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, fewest, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # which a kill of a process has nothing to do with
+def test_a_kill_before_any_operation_leaves_the_old_or_the_new(steps, fewest, run, tmp_path):
     old = content(run)
     if steps is not in_its_place:  # of which the kills while something is begun are
         begin_anew(run)
