@@ -19,6 +19,8 @@ from tests.several import context
 from toolkit import recipes
 from toolkit.cli import app
 from toolkit.runs import process, stages
+from toolkit.runs.folder import claim, finish
+from toolkit.runs.owned import begin
 from toolkit.trainers.resume import ResumableTrainer
 
 REPOSITORY = Path(__file__).parents[1]
@@ -105,6 +107,20 @@ def cut_short(recipe, stage, at, **way):
         patch.setattr(ResumableTrainer, "save_checkpoint", stops)
         with pytest.raises(Stop):
             stages.run(recipe, stage, **way)
+
+
+def finished(recipe, *names):
+    """Stand-ins for finished stages with files of all kinds; what they hold is not read here."""
+    for name in names:
+        claim(recipe, name)
+        folder = recipe.stage_folder(name)
+        (folder / "policy").mkdir()
+        (folder / "policy" / "adapter_model.safetensors").write_bytes(b"weights of the old one")
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+        finish(folder, {"stage": name, "mark": "old"})
+    begin(recipe.folder / "eval")
+    (recipe.folder / "eval" / "result.json").write_text("{}")
+    (recipe.folder / "eval" / "judge.py").write_text("mine")
 
 
 def byte_tokenizer():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_runs import Stop, chat_recipe, cut_short
+from tests.tiny_runs import Stop, chat_recipe, cut_short, finished
 from toolkit.disk import damage
 from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 from toolkit.inference.saved_run import open_run
@@ -20,7 +20,6 @@ from toolkit.runs.comparison import compare
 from toolkit.runs.folder import claim, finish, way_on
 from toolkit.runs.listing import all_runs
 from toolkit.runs.lock import at_work
-from toolkit.runs.owned import begin
 from toolkit.runs.take_over import take_over
 from toolkit.trainers.resume import ResumableTrainer
 
@@ -32,20 +31,6 @@ SAVING = {"max_steps": 2, "per_device_train_batch_size": 2, "response_length": 4
 def recipe_of(tmp_path, checkpoint, *overrides, reward=None, name="chat"):
     scorer = {} if reward else {"scorer": RULE}
     return chat_recipe(tmp_path, checkpoint, *overrides, reward=reward, ppo=SAVING, name=name, **scorer)
-
-
-def finished(recipe, *names):
-    """Stand-ins for finished stages with files of all kinds; what they hold is not read here."""
-    for name in names:
-        claim(recipe, name)
-        folder = recipe.stage_folder(name)
-        (folder / "policy").mkdir()
-        (folder / "policy" / "adapter_model.safetensors").write_bytes(b"weights of the old one")
-        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-        finish(folder, {"stage": name, "mark": "old"})
-    begin(recipe.folder / "eval")
-    (recipe.folder / "eval" / "result.json").write_text("{}")
-    (recipe.folder / "eval" / "judge.py").write_text("mine")
 
 
 def content(folder):
