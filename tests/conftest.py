@@ -23,6 +23,7 @@ LONGEST = (
     "test_notebooks.py",
     "test_kill_and_resume.py",
     "test_share.py",
+    "test_plan.py",
 )
 
 
