@@ -95,7 +95,7 @@ def test_all_have_time_to_save_where_all_were_asked_to_stop():
 
 def test_one_that_was_stopped_waits_longer_for_the_others(monkeypatch):
     monkeypatch.setattr(process, "GRACE", 0.1)
-    assert process.run_in_processes(script("rank or time.sleep(2); sys.exit(130)"), 2) == 130
+    assert process.run_in_processes(script("rank or time.sleep(0.5); sys.exit(130)"), 2) == 130
     began = time.monotonic()
     with pytest.raises(RunInterrupted):  # not where the signal itself has ended one, which has saved nothing
         process.run_in_processes(script("rank and os.kill(os.getpid(), 15); time.sleep(60)"), 2)

@@ -654,23 +654,6 @@ class Recorder(TrainerCallback):
         self.call()
 
 
-def test_a_server_that_is_gone_at_an_evaluation_leaves_all_updates_saved(tmp_path):
-    calls = []
-
-    def reward(rollout):
-        calls.append(1)
-        if len(calls) == 4:  # two updates, an evaluation after each
-            raise RewardError("the server gave no answer.")
-        return count_reward(9)(rollout)
-
-    ours = trainer(tmp_path, shared_base(), reward, max_steps=5, eval_strategy="steps", eval_steps=1)
-    with pytest.raises(RewardError, match=r"no answer.*All up to update 2 is saved in .*checkpoint-2"):
-        ours.train()
-    again = trainer(tmp_path, shared_base(), count_reward(9), max_steps=5)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 5 and again.resumed_at == (2,)
-
-
 # ---------------------------------------------------------------------- two processes
 
 
