@@ -397,6 +397,7 @@ def test_while_a_run_goes_on_figures_of_other_prompts_are_not_compared(tmp_path)
 )  # fmt: skip
 def test_processes_that_do_not_come_out_even_are_told_of(rows, said, monkeypatch, capsys):
     monkeypatch.setattr(processes, "count", lambda: 4)
+    monkeypatch.setattr(processes, "rank", lambda: 0)
     say_shares("sft", rows)
     found = capsys.readouterr().out
     assert found.endswith(said) and bool(found) == bool(said)
