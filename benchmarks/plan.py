@@ -202,7 +202,8 @@ def steps_predicted(case: Case) -> dict[str, int]:
 
 def steps_measured(case: Case) -> dict[str, int]:
     """The same of a real step, the second, and of an evaluation after it."""
-    found, ids = {}, [1] * (case.prompt + case.response)
+    found = dict[str, int]()
+    ids, others = ([token] * (case.prompt + case.response) for token in (1, 3))  # which share no beginning
     for stage, kind in STAGES.items():
         roles, sft = case.roles(), stage == "sft"
 
@@ -210,7 +211,7 @@ def steps_measured(case: Case) -> dict[str, int]:
             with roles.unpacked_for_gradients():  # as in a run
                 step(*given)
 
-        row = {"input_ids": ids, "labels": ids} if sft else {"chosen_ids": ids, "rejected_ids": ids}
+        row = {"input_ids": ids, "labels": ids} if sft else {"chosen_ids": ids, "rejected_ids": others}
         rows = [row] * case.micro_batch
         with tempfile.TemporaryDirectory() as folder, roles.role("policy") if sft else nullcontext():
             given = case.stage(kind, Path(folder)), id_tokenizer(case.llama), roles, Dataset.from_list(rows)

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -42,15 +43,15 @@ class Seen(RowProcessor):
         return scores
 
 
-def greedy(model, *, by, eos=None, tokens=9):
+def greedy(model, *, by, eos=None, tokens=9, ids=IDS):
     """int64 (B, T) and the logits of each step: by `decode` or, where that is None, by transformers' own loop."""
     seen = Seen()
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=eos, pad_token_id=0)
     output = model.generate(
-        input_ids=IDS, attention_mask=MASK, generation_config=config, custom_generate=by,
+        input_ids=ids, attention_mask=(ids != 0).long(), generation_config=config, custom_generate=by,
         logits_processor=LogitsProcessorList([seen]),
     )  # fmt: skip
-    return output[:, IDS.shape[1] :], seen.scores
+    return output[:, ids.shape[1] :], seen.scores
 
 
 def base_of(kind, tmp_path):
@@ -79,6 +80,32 @@ def test_tokens_and_logits_are_those_of_transformers_own_loop(kind, tmp_path):
         assert len(our_logits[-1]) < 6 == len(their_logits[-1])
 
 
+@pytest.mark.parametrize(("common", "padded"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, "llama in NF4", "gemma3_text"])
+def test_prompts_in_a_line_are_followed_by_what_follows_padded_ones(kind, common, padded, tmp_path):
+    """They are not where a cache forgets tokens, by their places in it: mistral's and gemma3's, with windows."""
+    base = SharedBase(tiny_architecture(kind)) if kind == "gemma3_text" else base_of(kind, tmp_path)
+    if kind == "gemma3_text":
+        base.add_role("policy", lora())
+    beginning = [20, 21, 22, 23, 24, 25, 26, 27] if common else []
+    rows = [beginning + prompt for prompt in (PROMPTS if padded else [[1, 2 + row, 9] for row in range(6)])]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    read = []
+    hook = base.causal_lm.register_forward_pre_hook(
+        lambda _, given, named: read.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    with base.role("policy"):
+        ours, our_logits = greedy(base.causal_lm, by=partial(decode, packs_prompts=True), ids=ids)
+        in_line = (1, -(-(sum(map(len, rows)) - 5 * len(beginning)) // 8) * 8)
+        assert read == [ids.shape if kind in ("mistral", "gemma3_text") else in_line] + [(6, 1)] * 8
+        hook.remove()
+        theirs, their_logits = greedy(base.causal_lm, by=None, ids=ids)
+    assert torch.equal(ours, theirs)
+    for one, other in zip(our_logits, their_logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rows", "times"), [(1, 1), (6, 0)])
 def test_kernels_for_few_tokens_are_taken_for_few_rows(rows, times, monkeypatch):
     """A mixture's would copy experts for each row."""
@@ -98,9 +125,8 @@ def test_kernels_for_few_tokens_are_taken_for_few_rows(rows, times, monkeypatch)
 def sampled(base, *, role, **settings):
     """Responses to twelve prompts by their keys, and how many rows each pass of the model had."""
     numbers = []
-    hook = base.causal_lm.register_forward_pre_hook(
-        lambda _, given, named: numbers.append(len(named["input_ids"])), with_kwargs=True
-    )
+    # Of the first pass, too, in which prompts may stand in one line: then there are the logits of so many tokens of it.
+    hook = base.causal_lm.register_forward_hook(lambda _, __, made: numbers.append(max(made.logits.shape[:2])))
     base.stop_token_ids = lambda tokenizer: list(range(2, 8))  # so that many rows end soon
     made = Sampler(base, doubling.tokenizer(), role=role, response_length=16, **settings)
     rollout = made(made.collator([{"input_ids": ids} for ids in PROMPTS * 2]), keys=torch.arange(12))

@@ -1,5 +1,7 @@
 """Rows one after the other in a line, against the same rows by themselves."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
@@ -33,9 +35,41 @@ def test_rows_are_packed_where_it_is_asked_for():
     of_8 = [[1, 2]] * 4, [[3] * 6] * 4
     assert Sequences.from_ids(*of_8, pad_token_id=0, pack=True).input_ids.shape == (1, 32)  # nothing is padded
     assert not Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0).packed
-    long = [[1] * 500, [1] * 260], [[2] * 4] * 2
+    long = [[1] * 500, [2] * 260], [[2] * 4] * 2
     sequences = Sequences.from_ids(*long, pad_token_id=0, pack=True)
     assert sequences.input_ids.shape == (1, 768)  # a multiple of 32, the power of two up to a sixteenth
+
+
+BEGINNING = [20, 21, 22, 23, 24, 25, 26, 27, 28]  # of which 8 tokens are shared
+BEGUN = [BEGINNING + prompt for prompt in PROMPTS]
+
+
+def begun():
+    return Sequences.from_ids(BEGUN, RESPONSES, pad_token_id=0, pack=True)
+
+
+def test_what_all_prompts_begin_with_stands_in_the_line_once():
+    """15, 20, 14 and 12 tokens, of which the last three rows have 12, 6 and 4 of their own: 37 rounded up to 40."""
+    sequences = begun()
+    own = [*BEGUN[0], *RESPONSES[0]], *([*p[8:], *r] for p, r in zip(BEGUN[1:], RESPONSES[1:], strict=True))
+    assert sequences.input_ids.tolist() == [[token for row in own for token in row] + [0] * 3]
+    assert sequences.common_length == 8 and sequences.row_lengths == [15, 12, 6, 4, 3]
+    positions = [*range(15), *range(8, 20), *range(8, 14), *range(8, 12), 11, 11, 11]
+    assert sequences.position_ids.tolist() == [positions]
+    assert sequences.own_starts.tolist() == [0, 15, 27, 33]
+    assert sequences.response_positions[1].tolist() == [21, 22, 23, 24, 25, 26]
+    assert sequences.response_tokens.tolist() == [token for response in RESPONSES for token in response]
+    assert sequences.places(torch.tensor([0, 7, 8])).tolist() == [[0, 7, 8], [0, 7, 15], [0, 7, 27], [0, 7, 33]]
+
+
+def test_each_row_has_the_last_token_of_its_prompt_and_few_tokens_are_not_shared():
+    def common(*prompts):
+        rows = list(prompts), [[3, 2]] * len(prompts)
+        assert Sequences.from_ids(*rows, pad_token_id=0).common_length == 0  # rows that are not packed
+        return Sequences.from_ids(*rows, pad_token_id=0, pack=True).common_length
+
+    assert common([1] * 16, [1] * 16) == 8 and common([1] * 17, [1] * 20) == 16
+    assert common([1] * 7 + [4] * 9, [1] * 7 + [5] * 9) == common([1] * 8, [1] * 20) == common([1] * 20) == 0
 
 
 _WINDOWS = {
@@ -47,8 +81,13 @@ _WINDOWS = {
 # Full attention, windows shorter than a row, both in turn, learned positions. Doge keeps so many keys of a whole line,
 # by a mask of numbers, and DeepSeek-V3.2 by one of True and False: they would keep all of the trial's few tokens, and
 # not all of these rows.
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "qwen3", "gpt2", "opt", "doge", "deepseek_v32"])
-def test_packed_rows_say_what_they_say_alone(kind):
+PACKED = ["llama", "mistral", "gemma3_text", "qwen3", "gpt2", "opt"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "common"), [*product(PACKED, [False, True]), ("doge", False), ("deepseek_v32", False)]
+)
+def test_packed_rows_say_what_they_say_alone(kind, common):
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")
     try:
@@ -59,10 +98,11 @@ def test_packed_rows_say_what_they_say_alone(kind):
         pytest.skip(f"with this transformers and torch {kind} reads both ways by SDPA")
     base.add_role("reference")
     assert base.packs_rows == (kind not in ("doge", "deepseek_v32"))
-    sequences = packed() if base.packs_rows else Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
+    prompts = BEGUN if common else PROMPTS
+    sequences = Sequences.from_ids(prompts, RESPONSES, pad_token_id=0, pack=base.packs_rows)
     with torch.no_grad(), base.role("reference"):
         found = response_logprobs(base, sequences)
-        for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        for row, (prompt, response) in enumerate(zip(prompts, RESPONSES, strict=True)):
             logits = base(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
             expected = logits.float().log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
             torch.testing.assert_close(found[row, : len(response)], expected, rtol=1e-4, atol=1e-5)
@@ -98,12 +138,13 @@ def test_padded_rows_have_the_positions_of_single_ones_where_positions_are_learn
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("besides", ["", "checkpointing", "noise"])
+@pytest.mark.parametrize("besides", ["", "a common beginning", "checkpointing", "noise"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_reward_reads_packed_rows_and_learns_from_them(side, besides, monkeypatch):
     """Scores and gradients of padded rows, against those of each row by itself; with checkpointing none is packed, nor
     where transformers has NEFTune's noise on, whose hook is left out here."""
-    base, rows = shared_base(), [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    prompts = BEGUN if besides == "a common beginning" else PROMPTS
+    base, rows = shared_base(), [prompt + response for prompt, response in zip(prompts, RESPONSES, strict=True)]
     base.train_roles("reward")
     weights = torch.tensor([0.5, -2.0, 1.5, 1.0])
 
@@ -123,6 +164,7 @@ def test_a_reward_reads_packed_rows_and_learns_from_them(side, besides, monkeypa
     monkeypatch.setattr(base, "hidden_states", lambda ids, *of, **named: read.append(ids) or whole(ids, *of, **named))
     ids, mask = pad_rows(rows, pad_token_id=0, side=side)
     found = sequence_logits(base, ids, mask, pad_token_id=0).squeeze(1)
-    assert read[0].shape == ((4, 11) if besides else (1, 32))
+    packed = {"": (1, 32), "a common beginning": (1, 40)}
+    assert read[0].shape == packed.get(besides, (4, 11))
     for ours, alone in zip((found, *gradients(found)), (expected, *of_expected), strict=True):
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)

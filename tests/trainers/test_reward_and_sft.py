@@ -298,11 +298,19 @@ def test_the_loss_of_sft_is_a_mean_over_the_tokens_that_are_predicted(made, tmp_
     assert len(places) == 4 and trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("besides", [{}, {"gradient_checkpointing": True}, {"neftune_noise_alpha": 5.0}])
-def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(besides, tmp_path, monkeypatch):
-    """By TRL's own pass over padded rows; with checkpointing, or noise (which comes with a run), there is no other."""
+@pytest.mark.parametrize(
+    ("common", "besides"), [(0, {}), (9, {}), (0, {"gradient_checkpointing": True}), (0, {"neftune_noise_alpha": 5.0})]
+)
+def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(common, besides, tmp_path, monkeypatch):
+    """By TRL's own pass over padded rows; with checkpointing, or noise (which comes with a run), there is no other.
+
+    Args:
+        common: tokens that begin every prompt, of which 8 are read once: the first of a loss follows one of its row.
+    """
     rows = [[1, 5, 6, 2], [9, 8, 7, 6, 5, 4, 3, 2, 1], [4, 2], [7, 11, 12, 13, 2]]
-    data = Dataset.from_dict({"input_ids": rows, "labels": [[-100, *row[1:]] for row in rows[:3]] + [rows[3]]})
+    labels = [[-100, *row[1:]] for row in rows[:3]] + [rows[3]]
+    rows, labels = ([[token] * common + of_row for of_row in of] for token, of in ((14, rows), (-100, labels)))
+    data = Dataset.from_dict({"input_ids": rows, "labels": labels})
     args = SFTConfig(
         output_dir=str(tmp_path), max_length=None, dataset_kwargs={"skip_prepare_dataset": True},
         **COMMON, **{"gradient_checkpointing": False, **besides},
@@ -325,11 +333,11 @@ def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(besides, tmp_path, mon
             loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(data)))
             loss.backward()
         packs &= not besides and args.loss_type == "chunked_nll"  # later TRLs have it in another form, and pad
-        assert read[0]["input_ids"].shape == ((1, 24) if packs else (4, 9))
+        assert read[0]["input_ids"].shape == ((1, 32 if common else 24) if packs else (4, 9 + common))
         found.append([loss.detach(), *(p.grad for p in base.parameters_of("policy")), trainer.measured()])
     (*ours, metrics), (*padded, expected) = found
     assert metrics == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
-    assert metrics["num_tokens"] == [20]
+    assert metrics["num_tokens"] == [20 + 4 * common]
     for one, other in zip(ours, padded, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 

@@ -33,14 +33,16 @@ def attention_by_rows(
     attention_mask: Tensor | None,
     *,
     row_lengths: Sequence[int] | None = None,
+    common_length: int = 0,
     **named: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' `sdpa_attention_forward`; with `row_lengths` within the rows of one line, (1, heads, L, size) of
     each of the three, without padding between them.
 
     transformers can tell such rows by their positions, too, by a mask of all pairs of tokens, most of which it computes
-    to leave them out. Here each row's part goes through causal attention by itself. A model that hands `row_lengths`
-    down to its attention needs nothing else; whether it does, `base_checks` tries.
+    to leave them out. Here each row's part goes through causal attention by itself, and that of the first
+    `common_length` tokens of the line, which begin all its rows, goes before it. A model that hands both down to its
+    attention needs nothing else; whether it does, `base_checks` tries.
 
     In bfloat16 on a CPU whole rows are computed in float32, which is faster there and nearer to the exact result.
 
@@ -54,16 +56,19 @@ def attention_by_rows(
     if named.get("cache") is not None or not _whole_in_bfloat16(query, key):
         attend = sdpa_attention_forward
     elif attention_mask is None and _is_plain_causal(module, named):
-        return _causal(*given, row_lengths or (query.shape[2],), named.get("scaling")), None
+        return _causal(*given, row_lengths or (query.shape[2],), common_length, named.get("scaling")), None
     else:
         attend = _in_float32
     if row_lengths is None:
         return attend(module, *given, attention_mask, **named)
-    parts, start = [], 0
-    for q, k, v, length in zip(*(of_all.split(list(row_lengths), dim=2) for of_all in given), row_lengths, strict=True):
-        row = slice(start, start := start + length)
-        mask = None if attention_mask is None else attention_mask[..., row, row]
-        parts.append(attend(module, q, k, v, mask, **named)[0])
+    parts = list[Tensor]()
+    for own in zip(*(of_all.split(list(row_lengths), dim=2) for of_all in given), strict=True):
+        before = common_length if parts else 0
+        # Queries of the beginning go with the others: keys alone would ask for a mask, with which kernels are slower.
+        row = own if not before else (torch.cat([x[:, :, :before], y], dim=2) for x, y in zip(given, own, strict=True))
+        length = before + own[0].shape[2]
+        mask = None if attention_mask is None else attention_mask[..., :length, :length]  # one is like the other
+        parts.append(attend(module, *row, mask, **named)[0][:, before:])
     return torch.cat(parts, dim=1), None
 
 
@@ -96,33 +101,40 @@ def _in_float32(
         return sdpa_attention_forward(module, *exact, attention_mask, **named)[0].to(query.dtype), None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float | None) -> Tensor:
-    """(B, L, heads, size) of rows that have these lengths in every line."""
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], common: int, scale: float | None
+) -> Tensor:
+    """(B, L, heads, size) of rows that have these lengths in every line, and such a common beginning."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    batches = _batches(tuple(lengths), *query.shape[:2])
+    batches = _batches(tuple(lengths), common, *query.shape[:2])
     with torch.autocast("cpu", enabled=False):
         found: Tensor = _Causal.apply(query, key, value, batches, scale)
     return found
 
 
 class _Block(NamedTuple):
-    """Queries of a row and its keys up to the last of them; or several short rows, which leave each other out."""
+    """Queries of a row and its keys up to the last of them; or several short rows, which leave each other out.
+
+    All of them attend to the `common` first keys of the line, too.
+    """
 
     line: int
     queries: slice
     real: int  # of them; others fill up the size: they are of the next row, and no real one attends to them
     keys: slice
+    common: int
     rows: tuple[int, ...]  # lengths, together as many as queries
 
 
 @lru_cache(maxsize=64)
-def _batches(lengths: tuple[int, ...], lines: int, heads: int) -> tuple[tuple[_Block, ...], ...]:
+def _batches(lengths: tuple[int, ...], common: int, lines: int, heads: int) -> tuple[tuple[_Block, ...], ...]:
     """What is computed together, of lines that have rows of these lengths: blocks of one size and one mask."""
     batches = list[list[_Block]]()
     alike = dict[Any, list[_Block]]()
-    for line, block in product(range(lines), _blocks(lengths)):
-        products = heads * (block.queries.stop - block.queries.start) * (block.keys.stop - block.keys.start)
-        sizes = block.rows, block.keys.stop - block.keys.start
+    for line, block in product(range(lines), _blocks(lengths, common)):
+        keys = block.common + block.keys.stop - block.keys.start
+        products = heads * (block.queries.stop - block.queries.start) * keys
+        sizes = block.rows, block.common, keys
         if sizes not in alike or (len(alike[sizes]) + 1) * products > _AT_ONCE:
             batches.append([])
             alike[sizes] = batches[-1]
@@ -130,11 +142,11 @@ def _batches(lengths: tuple[int, ...], lines: int, heads: int) -> tuple[tuple[_B
     return tuple(map(tuple, batches))
 
 
-def _blocks(lengths: tuple[int, ...]) -> Iterator[_Block]:
+def _blocks(lengths: tuple[int, ...], common: int) -> Iterator[_Block]:
     """Of one line."""
     groups, line, start = list[list[int]](), sum(lengths), 0
-    for length in lengths:
-        if groups and sum(groups[-1]) + length <= _TOGETHER:
+    for number, length in enumerate(lengths):
+        if number > (common > 0) and sum(groups[-1]) + length <= _TOGETHER:  # the first one has it in itself
             groups[-1].append(length)
         else:
             groups.append([length])
@@ -143,7 +155,7 @@ def _blocks(lengths: tuple[int, ...]) -> Iterator[_Block]:
             real = min(_QUERIES, start + sum(rows) - first)
             end = min(first + -(-real // _ROUNDED_UP) * _ROUNDED_UP, line)
             of_rows = (*rows[:-1], end - first - sum(rows[:-1]))
-            yield _Block(0, slice(first, end), real, slice(start, end), of_rows)
+            yield _Block(0, slice(first, end), real, slice(start, end), common if start else 0, of_rows)
         start += sum(rows)
 
 
@@ -221,7 +233,10 @@ def _queries(of_all: Tensor, batch: Sequence[_Block], *, real: bool = False) -> 
 
 def _keys(of_all: Tensor, batch: Sequence[_Block]) -> Tensor:
     """(blocks · heads of keys, keys, size) of (B, heads of keys, L, size)."""
-    return torch.cat([of_all[block.line, :, block.keys] for block in batch])
+    if not batch[0].common:
+        return torch.cat([of_all[block.line, :, block.keys] for block in batch])
+    parts = ((of_all[block.line, :, : block.common], of_all[block.line, :, block.keys]) for block in batch)
+    return torch.cat([torch.cat(part, dim=1) for part in parts])
 
 
 def _shares(asked: Tensor, keys: Tensor, batch: Sequence[_Block]) -> Tensor:
@@ -243,7 +258,8 @@ def _write(line: Tensor, found: Tensor, batch: Sequence[_Block]) -> None:
 def _add(line: Tensor, found: Tensor, batch: Sequence[_Block]) -> None:
     """Add what keys found, as `_keys` has them; those that queries filled up with found 0."""
     for part, block in zip(found.unflatten(0, (-1, line.shape[1])), batch, strict=True):
-        line[block.line, :, block.keys] += part
+        line[block.line, :, : block.common] += part[:, : block.common]
+        line[block.line, :, block.keys] += part[:, block.common :]
 
 
 class _OneDNN:

@@ -41,8 +41,8 @@ def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
 
 
 def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> tuple[Logits, Tensor, bool, bool]:
-    """What the model does with the logits of `lm_head`, what `check_states` gives, `rows_can_leave`, and
-    `rows_can_be_packed`.
+    """What the model does with the logits of `lm_head`, what `check_states` gives, `rows_can_leave`, and whether rows,
+    prompts among them, can be packed.
 
     On the meta device nothing can be tried.
 
@@ -65,13 +65,19 @@ def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> 
         given = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
         _check_finite(model, given)
         logits = logits_of(model, model.get_output_embeddings()(states), given)
-        steps = _decoded(model, ids[0], torch.stack([ids[0, 2:4], ids[0, 4:6]]))
-        apart = apart_by(torch.stack(steps), torch.stack([given[0, [1, 3]], given[0, [2, 4]]]))
+        apart = _decoding_apart(model, ids[0], given[0])
     if not apart <= tolerance(model):
         wrong = f"a {name} gives other logits where tokens are decoded one by one after left padding (by {apart:.1%}): "
         wrong += "responses would not be sampled from the policy whose log-probabilities are trained."
         raise ModelError(wrong, remedy=SUGGESTION)
-    return logits, states, rows_can_leave(model, ids[0], given[0]), rows_can_be_packed(model, hidden_states, states)
+    packed = rows_can_be_packed(model, hidden_states, states) and prompts_can_be_packed(model, ids[0], given[0])
+    return logits, states, rows_can_leave(model, ids[0], given[0]), packed
+
+
+def _decoding_apart(model: PreTrainedModel, ids: Tensor, given: Tensor, *, packs_prompts: bool = False) -> float:
+    """By how much the logits of tokens that are decoded one by one are off those of a whole pass, `given` (L, V)."""
+    steps = _decoded(model, ids, torch.stack([ids[2:4], ids[4:6]]), packs_prompts=packs_prompts)
+    return apart_by(torch.stack(steps), torch.stack([given[[1, 3]], given[[2, 4]]]))
 
 
 def rows_can_leave(model: PreTrainedModel, ids: Tensor, given: Tensor) -> bool:
@@ -90,13 +96,20 @@ def rows_can_leave(model: PreTrainedModel, ids: Tensor, given: Tensor) -> bool:
 
 
 def _decoded(
-    model: PreTrainedModel, ids: Tensor, tokens: Tensor, *, new_tokens: int = 2, end: int | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    tokens: Tensor,
+    *,
+    new_tokens: int = 2,
+    end: int | None = None,
+    packs_prompts: bool = False,
 ) -> list[Tensor]:
     """The logits, (rows, V), of each step of decoding after the first two and the first four of the ids.
 
     Args:
         tokens: what each row goes on with, (2, T).
         end: ends a row, which then leaves the batch.
+        packs_prompts: as of `decode`.
     """
     forced, pad = _Forced(tokens), int(ids[0])
     model.generate(
@@ -106,13 +119,14 @@ def _decoded(
             max_new_tokens=new_tokens, do_sample=False, eos_token_id=end, pad_token_id=pad
         ),
         logits_processor=LogitsProcessorList([forced]),
-        custom_generate=partial(decode, rows_leave=end is not None),
+        custom_generate=partial(decode, rows_leave=end is not None, packs_prompts=packs_prompts),
     )
     return forced.seen
 
 
 def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tensor], states: Tensor) -> bool:
-    """Whether rows that stand one after the other in a line have the hidden states that they have by themselves.
+    """Whether rows that stand one after the other in a line, their common beginning once, have the hidden states that
+    they have by themselves.
 
     Args:
         states: those that `check_states` gave.
@@ -120,8 +134,9 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
     # A token that keeps so many keys of all that stand in its line (DeepSeek-V3.2) keeps all of the trial's few.
     if states.is_meta or hasattr(model.config.get_text_config(), "index_topk"):
         return False
-    lengths = [4, 5]
-    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths]).unsqueeze(0)
+    lengths, common = [4, 3], 2
+    rows = torch.arange(lengths[0]), common + torch.arange(lengths[1])
+    positions = torch.cat(rows).unsqueeze(0).to(model.device)
     ids, alone = ids_of(model)[0][positions], states[0][positions]
     read = partial(hidden_states, ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)
     embedded = list[Tensor]()
@@ -136,7 +151,7 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
             hook = model.get_input_embeddings().register_forward_hook(kept)
             try:
                 with torch.enable_grad():
-                    packed = read(row_lengths=lengths)
+                    packed = read(row_lengths=lengths, common_length=common)
                     second = packed[0, lengths[0] :].float()
                     along = torch.linspace(-1, 2, second.numel(), device=second.device).view_as(second)
                     reaches = torch.autograd.grad((second * along).sum(), embedded)
@@ -144,10 +159,21 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
                 hook.remove()
     except ModelError:
         return False
-    # What the second row owes to the first, through whatever layer, is a gradient; of rounding there is none.
-    if any(of_tokens.view(len(positions[0]), -1)[: lengths[0]].any() for of_tokens in reaches):
+    # What the second row owes to what is the first one's own, through whatever layer, is a gradient; of rounding there
+    # is none.
+    if any(of_tokens.view(len(positions[0]), -1)[common : lengths[0]].any() for of_tokens in reaches):
         return False
     return apart_by(packed.detach(), alone) <= min(tolerance(model), apart_by(mixed, alone) / 4)
+
+
+def prompts_can_be_packed(model: PreTrainedModel, ids: Tensor, given: Tensor) -> bool:
+    """Whether prompts that are read in a line are followed by the logits `given`, as for `rows_can_leave`."""
+    try:
+        with tried(model):
+            apart = _decoding_apart(model, ids, given, packs_prompts=True)
+    except ModelError:
+        return False
+    return apart <= tolerance(model)
 
 
 class _Forced(RowProcessor):

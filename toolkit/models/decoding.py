@@ -1,8 +1,8 @@
 """The loop over new tokens of `generate`: transformers' own, from which rows that have ended leave.
 
 transformers computes a row that has ended until the last one has. Here the rows that go on are taken together whenever
-a quarter has ended: cache, masks and positions of the others are dropped. What is prepared before the loop, and each
-pass's inputs, stay transformers'.
+a quarter has ended: cache, masks and positions of the others are dropped. Prompts may be read in one line, without
+padding and what they begin with once. What is prepared before the loop, and each pass's inputs, stay transformers'.
 """
 
 from contextlib import nullcontext
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import (
     Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -20,6 +21,9 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
+from transformers.cache_utils import DynamicLayer
+
+from toolkit.models.sequences import Sequences
 
 _FEW = 4  # rows for which transformers' kernels of few tokens are taken: of a mixture they copy experts for each row
 _LIVING = 0.75  # of the rows computed; at or below it the others leave. Each time costs a copy of the cache
@@ -77,6 +81,7 @@ def decode(
     generation_config: GenerationConfig,
     streamer: TextStreamer | None = None,
     rows_leave: bool = True,
+    packs_prompts: bool = False,
     **inputs: Any,
 ) -> Tensor:
     """Prompts (B, P) with the greedy tokens after them, int64 (B, P + T): a `custom_generate` of transformers.
@@ -84,6 +89,8 @@ def decode(
     Args:
         rows_leave: whether the cache may be taken apart by rows, as `base_checks` has tried, so that those that have
             ended leave; none does beside a processor that is no `RowProcessor`.
+        packs_prompts: whether prompts may be read one after the other in a line, as `base_checks` has tried; they are
+            where the cache is one of keys and values of all tokens.
         inputs: of the model's passes, as `generate` prepares them.
     """
     rows_leave = rows_leave and all(isinstance(processor, RowProcessor) for processor in logits_processor)
@@ -93,7 +100,9 @@ def decode(
     rows = torch.arange(len(ids), device=ids.device)  # of the output
     living = torch.ones_like(rows, dtype=torch.bool)
     positions = positions_of(model.config)
-    passed = model(**model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs), return_dict=True)
+    first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
+    in_line = packs_prompts and len(ids) > 1 and "logits_to_keep" in first and _keeps_all(first.get("past_key_values"))
+    passed = _read_in_line(model, first) if in_line else model(**first, return_dict=True)
     with model._optimize_model_for_decode() if len(ids) <= _FEW else nullcontext():
         while True:
             inputs = model._update_model_kwargs_for_generation(passed, inputs)
@@ -127,6 +136,28 @@ def decode(
     if streamer is not None:
         streamer.end()
     return output[:, :width]
+
+
+def _keeps_all(cache: Any) -> bool:
+    return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def _read_in_line(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
+    """What a pass over left-padded prompts gives and leaves in its cache, from one over their tokens alone.
+
+    Args:
+        inputs: of that pass: `input_ids` (B, P) and, where there is padding, `attention_mask`, among others.
+    """
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    line = Sequences.from_padded(inputs["input_ids"], mask)
+    places = line.places((mask.cumsum(dim=1) - 1).clamp(min=0))  # of padding, which is masked, any
+    laid_out = {"input_ids": line.input_ids, "attention_mask": line.attention_mask, "position_ids": line.position_ids}
+    rows = {"row_lengths": line.row_lengths, "common_length": line.common_length, "logits_to_keep": places[:, -1]}
+    passed = model(**{**inputs, **laid_out, **rows}, return_dict=True)
+    passed.logits = passed.logits.transpose(0, 1)
+    for layer in inputs["past_key_values"].layers:
+        layer.keys, layer.values = (of_line[0][:, places].transpose(0, 1) for of_line in (layer.keys, layer.values))
+    return passed
 
 
 def _kept(value: Any, rows: Tensor, number: int) -> Any:

@@ -23,7 +23,9 @@ def hidden_states_of(base: SharedBase, sequences: Sequences, *, of_value: bool =
     """(B, L, H), or (1, L, H) of packed rows, of the base or of what the value head stands on; where there is padding
     they mean nothing."""
     model = base.value_model if of_value and base.value_model is not None else base
-    rows: dict[str, Any] = {"row_lengths": sequences.row_lengths} if sequences.packed else {}
+    rows: dict[str, Any] = {}
+    if sequences.packed:
+        rows = {"row_lengths": sequences.row_lengths, "common_length": sequences.common_length}
     positions = sequences.position_ids
     return model.hidden_states(sequences.input_ids, sequences.attention_mask, position_ids=positions, **rows)
 
@@ -147,9 +149,9 @@ def sequence_logits(
 def reward_states(base: SharedBase, input_ids: Tensor, attention_mask: Tensor, *, role: str = "reward") -> Tensor:
     """(B, L, H) in the role, of rows padded on either side, where it means nothing."""
     with base.role(role):
+        positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)  # of padding, the token before it
         if not base.packs_rows:
-            positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
             return base.hidden_states(input_ids, attention_mask, position_ids=positions)
-        places = (attention_mask.long().flatten().cumsum(0) - 1).clamp(min=0)  # of padding, the token before it
-        packed = hidden_states_of(base, Sequences.from_padded(input_ids, attention_mask))[0]
-        return packed.index_select(0, places).view(*input_ids.shape, -1)
+        sequences = Sequences.from_padded(input_ids, attention_mask)
+        places = sequences.places(positions)
+        return hidden_states_of(base, sequences)[0].index_select(0, places.flatten()).view(*places.shape, -1)

@@ -114,7 +114,12 @@ class FrozenLM(nn.Module):
             further: arguments of transformers' `generate`.
         """
         # transformers gives its streamer the prompt, and a loop that is not its own no streamer.
-        loop = partial(decode, rows_leave=self._rows_leave, streamer=further.get("streamer"))
+        loop = partial(
+            decode,
+            rows_leave=self._rows_leave,
+            packs_prompts=self._packs_rows and self.device.type == "cpu",
+            streamer=further.get("streamer"),
+        )
         with self.weights_kept(), self.in_eval_mode(), self.unpacked(merged=merged):
             output = self.causal_lm.generate(
                 input_ids=input_ids,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
@@ -10,12 +11,17 @@ from torch import Tensor
 # Lengths are rounded up to this. Each new shape costs a CPU a compiled kernel, and memory to keep it (measured on
 # SmolLM2-135M: resident memory grows by some 20 MB a length); a GPU's matrix units like multiples of 8 too.
 LENGTH_MULTIPLE = 8
+# What rows share is a multiple of this: each number of tokens that some happen to begin with would be a new shape.
+_COMMON_MULTIPLE = 8
 _PADDING = 1 / 16  # of a line of packed rows, at the most: lengths are then few
 
 
 @dataclass(frozen=True)
 class Sequences:
     """B prompts with their responses, right-padded to the longest of these B; or packed, one after the other in a line.
+
+    What all packed prompts begin with, such as a chat template's system message, stands in the line once, as part of
+    the first row: nothing that comes after it changes what causal attention makes of it.
 
     Lengths are rounded up to `LENGTH_MULTIPLE`. Every mask comes from the lengths, none from token ids: a checkpoint
     whose pad token is its end-of-sequence token loses nothing.
@@ -25,6 +31,7 @@ class Sequences:
     prompt_lengths: Tensor  # int64 (B,), each at least 1
     response_lengths: Tensor  # int64 (B,)
     packed: bool = False
+    common_length: int = 0  # of packed rows: tokens of the first that begin all others, fewer than any prompt has
 
     @classmethod
     def from_ids(
@@ -45,7 +52,9 @@ class Sequences:
         if not all(map(len, prompt_ids)):
             raise ValueError("a prompt needs at least one token")
         rows = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-        longest, line = _rounded_up(max(map(len, rows))), [token for row in rows for token in row]
+        common = _common_length(prompt_ids) if pack else 0
+        longest = _rounded_up(max(map(len, rows)))
+        line = [*rows[0][:common], *(token for row in rows for token in row[common:])]
         width = _rounded_up(len(line), multiple=2 ** int(math.log2(max(1, len(line) * _PADDING))))
         lines, length = ([line], width) if pack else (rows, longest)
         return cls(
@@ -53,13 +62,19 @@ class Sequences:
             torch.tensor([len(ids) for ids in prompt_ids], device=device),
             torch.tensor([len(ids) for ids in response_ids], device=device),
             pack,
+            common,
         )
 
     @classmethod
-    def from_padded(cls, input_ids: Tensor, attention_mask: Tensor) -> "Sequences":
-        """The real tokens of rows (B, L) that are padded on either side, packed, as prompts without responses."""
+    def from_padded(
+        cls, input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Tensor | None = None
+    ) -> "Sequences":
+        """The real tokens of rows (B, L) that are padded on either side, packed; all prompt, where no lengths (B,) say
+        how many are."""
         rows = [ids[real].tolist() for ids, real in zip(input_ids, attention_mask.bool(), strict=True)]
-        return cls.from_ids(rows, [[]] * len(rows), pad_token_id=0, device=input_ids.device, pack=True)
+        ends = map(len, rows) if prompt_lengths is None else prompt_lengths.tolist()
+        prompts, responses = zip(*((row[:end], row[end:]) for row, end in zip(rows, ends, strict=True)), strict=True)
+        return cls.from_ids(prompts, responses, pad_token_id=0, device=input_ids.device, pack=True)
 
     @property
     def lengths(self) -> Tensor:
@@ -83,24 +98,37 @@ class Sequences:
 
     @property
     def starts(self) -> Tensor:
-        """int64 (B,), where in its line each row begins."""
-        return self.lengths.cumsum(0) - self.lengths if self.packed else torch.zeros_like(self.lengths)
+        """int64 (B,), where in its line the first token of each row would stand, were its beginning there: its own
+        tokens, those after `common_length`, stand as far from it as in the row."""
+        own = self.lengths - self.common_length
+        return own.cumsum(0) - own if self.packed else torch.zeros_like(own)
+
+    @property
+    def own_starts(self) -> Tensor:
+        """int64 (B,), where in its line the first token stands that is of this row alone, or of the first row."""
+        starts = self.starts
+        return torch.where(starts > 0, starts + self.common_length, starts)
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """int64 (B, T), where in its line the tokens of each row stand that are given by their number in it, int64
+        (B, T) or (T,)."""
+        return torch.where(tokens < self.common_length, tokens, self.starts[:, None] + tokens)
 
     @property
     def row_lengths(self) -> list[int] | None:
-        """Of packed rows, and of the padding after them, which attends to itself."""
+        """Tokens in the line of packed rows, and of the padding after them, which is a row by itself."""
         if not self.packed:
             return None
-        lengths = self.lengths.tolist()
-        padding = self.input_ids.shape[1] - sum(lengths)
-        return lengths + [padding] * (padding > 0)
+        starts = [*self.own_starts.tolist(), int(self.starts[-1] + self.lengths[-1]), self.input_ids.shape[1]]
+        return [end - start for start, end in pairwise(starts) if end > start]
 
     @property
     def position_ids(self) -> Tensor:
         """int64, as `input_ids`: from 0 in each row; padding stands at the last one of the row before it, since lengths
         are rounded up, and GPT-2's and OPT's positions end."""
         first, last = torch.zeros_like(self.input_ids), torch.zeros_like(self.input_ids)
-        first[self.lines, self.starts], last[self.lines, self.starts] = self.starts, self.starts + self.lengths - 1
+        begun = self.lines, self.own_starts
+        first[begun], last[begun] = self.starts, self.starts + self.lengths - 1
         steps = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return torch.minimum(steps, last.cummax(dim=1).values) - first.cummax(dim=1).values
 
@@ -112,8 +140,9 @@ class Sequences:
     @property
     def response_positions(self) -> Tensor:
         """int64 (B, T), where in its line each response token stands; outside the mask, the row's last token."""
-        in_row = torch.minimum(self.prompt_lengths[:, None] + self._response_steps, self.lengths[:, None] - 1)
-        return self.starts[:, None] + in_row
+        return self.places(
+            torch.minimum(self.prompt_lengths[:, None] + self._response_steps, self.lengths[:, None] - 1)
+        )
 
     @property
     def _response_steps(self) -> Tensor:
@@ -123,6 +152,15 @@ class Sequences:
     def response_tokens(self) -> Tensor:
         """int64 (N,), the real tokens of all responses, a row after the other."""
         return self.input_ids[self.lines[:, None], self.response_positions][self.response_mask]
+
+
+def _common_length(prompt_ids: Sequence[Sequence[int]]) -> int:
+    """How many tokens at their beginning several prompts share, but for the last one of each."""
+    if len(prompt_ids) == 1:
+        return 0
+    before_last = zip(*(ids[:-1] for ids in prompt_ids), strict=False)
+    shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, before_last))
+    return shared // _COMMON_MULTIPLE * _COMMON_MULTIPLE
 
 
 def _rounded_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:

@@ -31,9 +31,9 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's loss, of rows without padding where the base takes packed ones and TRL makes the logits."""
-        padding = 0
+        further = 0
         if self._packs and "position_ids" not in inputs:
-            inputs, padding = _packed(inputs)
+            inputs, further = _packed(inputs)
         added = self.aux_loss_enabled and self.args.loss_type != "dft"  # which TRL takes of the logits alone
         whole = added and not BALANCE_BY_PARTS and self.share < 1 and num_items_in_batch is not None
         loss = super().compute_loss(model, inputs, return_outputs or whole, num_items_in_batch)
@@ -43,8 +43,8 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
             coefficient = getattr(self, "router_aux_loss_coef", self.args.router_aux_loss_coef)
             loss = loss - (1 - self.share) * coefficient * outputs.aux_loss
             loss = (loss, outputs) if return_outputs else loss
-        if padding and self.model.training:  # TRL counts what the mask lets through
-            self.tokens_read -= padding
+        if further and self.model.training:  # TRL counts what the mask lets through
+            self.tokens_read -= further
             self.measured()["num_tokens"] = [self.tokens_read]
         return loss
 
@@ -69,15 +69,20 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
 
 
 def _packed(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """A batch with its rows one after the other, and how many tokens of padding come after them."""
+    """A batch with its rows one after the other, and how many tokens they are more than its own: padding, less what
+    stands there once."""
     real = inputs["attention_mask"].bool()
-    packed, tokens = Sequences.from_padded(inputs["input_ids"], real), int(real.sum())
+    numbers, learnt = real.cumsum(dim=1) - 1, (inputs["labels"] != -100) & real
+    # Tokens before the first of the loss may stand in the line once.
+    prompts = torch.where(learnt, numbers, real.sum(dim=1, keepdim=True)).amin(dim=1).clamp(min=1)
+    packed = Sequences.from_padded(inputs["input_ids"], real, prompts)
     labels = torch.full_like(packed.input_ids, -100)
-    labels[0, :tokens] = inputs["labels"][real]
-    labels[0, packed.starts] = -100  # the row before would predict it
+    labels[0, packed.places(numbers)[real]] = inputs["labels"][real]
+    labels[0, packed.own_starts] = -100  # the row before would predict it
     found: dict[str, Any] = {"input_ids": packed.input_ids, "attention_mask": packed.attention_mask, "labels": labels}
     found |= {"position_ids": packed.position_ids, "row_lengths": packed.row_lengths}
-    return {**inputs, **found}, labels.numel() - tokens
+    found["common_length"] = packed.common_length
+    return {**inputs, **found}, labels.numel() - int(real.sum())
 
 
 def cut_rows(dataset: Dataset, args: SFTConfig, *, packing: bool) -> dict[str, int]:
