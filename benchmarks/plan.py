@@ -203,7 +203,7 @@ def steps_predicted(case: Case) -> dict[str, int]:
 def steps_measured(case: Case) -> dict[str, int]:
     """The same of a real step, the second, and of an evaluation after it."""
     found = dict[str, int]()
-    ids, others = ([token] * (case.prompt + case.response) for token in (1, 3))  # which share no beginning
+    ids, others = ([token] * (case.prompt + case.response) for token in (1, 3))  # a pair shares no beginning
     for stage, kind in STAGES.items():
         roles, sft = case.roles(), stage == "sft"
 

@@ -341,6 +341,15 @@ def test_bytes_of_an_optimizer(optim, expected, tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def without_numbers(dtype=torch.float32):
+    """A tiny Llama with all roles, as a plan has it: packed rows are tried on numbers alone."""
+    with torch.device("meta"):
+        roles = shared_base()
+    roles.causal_lm.to(dtype)
+    take_shape(roles)
+    return roles
+
+
 def deep(adapter, **sizes):
     """A Llama without numbers, with all roles."""
     with torch.device("meta"):
@@ -389,8 +398,7 @@ def test_gradients_of_an_update_are_of_no_other_phase(tmp_path):
         str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=1,
         gradient_accumulation_steps=8, num_mini_batches=1, local_rollout_forward_batch_size=1,
     )  # fmt: skip
-    roles = shared_base()
-    take_shape(roles)
+    roles = without_numbers()
     phases = CountedUpdate(Counted(len(doubling.VOCABULARY)), roles, args, Lengths(16, 8)).phases()
     with_them = {phase.name for phase in phases if phase.costs.of_peak.get("gradients")}
     assert with_them == {"update"} and min(size for phase in phases for size in phase.costs.of_peak.values()) >= 0
@@ -404,9 +412,9 @@ def test_a_micro_batch_has_no_more_rows_than_its_mini_batch(tmp_path):
             str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=rows,
             gradient_accumulation_steps=8 // rows, num_mini_batches=4, local_rollout_forward_batch_size=8,
         )  # fmt: skip
-        roles = shared_base()
-        take_shape(roles)
-        return CountedUpdate(Counted(len(doubling.VOCABULARY)), roles, args, Lengths(16, 8)).phases("update")
+        return CountedUpdate(Counted(len(doubling.VOCABULARY)), without_numbers(), args, Lengths(16, 8)).phases(
+            "update"
+        )
 
     two, eight = update(2), update(8)
     assert [phase.times for phase in two] == [phase.times for phase in eight] == [4 * 4, 4 * 4]
@@ -447,8 +455,7 @@ def test_each_phase_is_told_as_often_as_an_update_does_it(tmp_path):
         str(tmp_path), use_cpu=True, bf16=False, response_length=9, per_device_train_batch_size=2, num_ppo_epochs=1,
         gradient_accumulation_steps=2, rollouts_per_update=3, num_mini_batches=1, local_rollout_forward_batch_size=4,
     )  # fmt: skip
-    roles, times = shared_base(), Counter()
-    take_shape(roles)
+    roles, times = without_numbers(), Counter()
     for phase in CountedUpdate(Counted(len(doubling.VOCABULARY)), roles, args, Lengths(16, 9)).phases():
         times[phase.name] += phase.times
     # 12 rows in three batches; of nine tokens the prompt gives the first.
@@ -463,9 +470,6 @@ def test_a_reading_is_counted_as_its_settings_and_its_machine_have_it(tmp_path):
         (phase,) = CountedUpdate(counted, roles, args, Lengths(16, 8), on_cpu=on_cpu).phases("read")
         return phase.costs.kernels
 
-    exact, half = shared_base(), shared_base()
-    half.causal_lm.to(torch.bfloat16)
-    for roles in (exact, half):
-        take_shape(roles)
+    exact, half = without_numbers(), without_numbers(torch.bfloat16)
     assert kernels(exact, bf16=False, kl_estimator="full") != kernels(exact, bf16=False)
     assert kernels(half, bf16=True, on_cpu=True) != kernels(half, bf16=True)  # attention in float32

@@ -4,14 +4,8 @@ import pytest
 import torch
 from trl import RewardConfig, SFTConfig
 
-from tests.tiny_models import shared_base
-from toolkit.costs import counted_step, take_shape
-
-
-def without_numbers():
-    roles = shared_base()
-    take_shape(roles)
-    return roles
+from tests.costs.test_counted import without_numbers
+from toolkit.costs import counted_step
 
 
 def phases(kind, *, rows=2, length=24, steps=1, roles=None, **settings):

@@ -78,11 +78,18 @@ def test_gradients_of_rows_in_bfloat16_are_exact_to_their_last_bit(lines, length
     assert_exact_to_the_last_bit(found, given, within_rows(lengths), autocast=autocast)
 
 
-@pytest.mark.parametrize("lengths", [[40, 5, 20, 9, 60], [140, 5, 300, 20, 30, 1, 64, 64]])
+@pytest.mark.parametrize(
+    ("common", "lengths"),
+    [
+        (24, [40, 5, 20, 9, 60]),
+        (24, [140, 5, 300, 20, 30, 1, 64, 64]),
+        (128, [144, 16, 70]),  # a block of the first row has as many queries and keys as another one with the beginning
+    ],
+)
 @pytest.mark.parametrize("masked", [False, True])
-def test_so_are_those_of_rows_with_a_common_beginning(lengths, masked):
-    """Of 24 tokens; a mask of a window, too, as a model makes it for the line, goes by each row's own numbers."""
-    given, common, window = heads(1, sum(lengths)), 24, 30
+def test_so_are_those_of_rows_with_a_common_beginning(common, lengths, masked):
+    """A mask of a window, too, as a model makes it for the line, goes by each row's own numbers."""
+    given, window = heads(1, sum(lengths)), 30
     number = torch.cat([torch.arange(n) + (common if row else 0) for row, n in enumerate(lengths)])
     allowed = within_rows(lengths)
     allowed[lengths[0] :, :common] = True

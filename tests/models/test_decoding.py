@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -95,15 +94,16 @@ def test_prompts_in_a_line_are_followed_by_what_follows_padded_ones(kind, common
     hook = base.causal_lm.register_forward_pre_hook(
         lambda _, given, named: read.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
+    seen, config = Seen(), GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
     with base.role("policy"):
-        ours, our_logits = greedy(base.causal_lm, by=partial(decode, packs_prompts=True), ids=ids)
+        ours = base.generate(ids, (ids != 0).long(), config, logits_processor=LogitsProcessorList([seen]))
         in_line = (1, -(-(sum(map(len, rows)) - 5 * len(beginning)) // 8) * 8)
         assert read == [ids.shape if kind in ("mistral", "gemma3_text") else in_line] + [(6, 1)] * 8
         hook.remove()
         theirs, their_logits = greedy(base.causal_lm, by=None, ids=ids)
     assert torch.equal(ours, theirs)
-    for one, other in zip(our_logits, their_logits, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for one, other in zip(seen.scores, their_logits, strict=True):  # by the weights as rollouts have them
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "times"), [(1, 1), (6, 0)])

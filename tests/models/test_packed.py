@@ -4,13 +4,13 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from benchmarks.architectures import tiny_model as tiny_architecture
-from tests.tiny_models import shared_base
+from tests.tiny_models import shared_base, tiny_model
 from toolkit.data import pad_rows
 from toolkit.errors import ModelError
-from toolkit.models import Sequences, SharedBase, response_logprobs, sequence_logits, value_after_response
+from toolkit.models import Sequences, SharedBase, load_base, response_logprobs, sequence_logits, value_after_response
 
 PROMPTS = [[1, 4, 9], [1, 30, 31, 32, 33], [8], [5, 6]]
 RESPONSES = [[12, 13, 2], [20, 21, 22, 23, 24, 2], [7, 7, 7, 2], [3]]
@@ -109,6 +109,28 @@ def test_packed_rows_say_what_they_say_alone(kind, common):
             assert (found[row, len(response) :] == 0).all()
 
 
+def test_rows_are_packed_in_16_and_in_4_bits(tmp_path):
+    assert SharedBase(tiny_model().to(torch.bfloat16)).packs_rows
+    tiny_model(size=64).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = load_base(str(tmp_path), device=torch.device("cpu"), quantization=quantization, dtype="bfloat16")
+    assert SharedBase(base).packs_rows
+
+
+def test_a_base_that_reads_no_line_of_prompts_is_not_packed():
+    model = tiny_model()
+
+    def without_lengths(module, given, named):
+        if named.get("past_key_values") is not None:
+            named = {name: value for name, value in named.items() if name != "row_lengths"}
+        return given, named
+
+    hook = model.model.register_forward_pre_hook(without_lengths, with_kwargs=True)
+    assert not SharedBase(model).packs_rows
+    hook.remove()
+    assert SharedBase(model).packs_rows
+
+
 @pytest.mark.parametrize("kind", ["jamba", "lfm2", "olmo_hybrid", "qwen3_5_text", "bloom"])
 @pytest.mark.parametrize(("scale", "dtype"), [(0.3, torch.float32), (0.02, torch.float32), (0.2, torch.bfloat16)])
 def test_states_that_reach_from_row_to_row_are_not_packed(kind, scale, dtype):
@@ -120,10 +142,14 @@ def test_states_that_reach_from_row_to_row_are_not_packed(kind, scale, dtype):
     assert not SharedBase(tiny_architecture(kind, initializer_range=scale, **layers).to(dtype)).packs_rows
 
 
-def test_what_comes_after_packed_responses():
-    base, alone = shared_base(), Sequences.from_ids(PROMPTS, RESPONSES, pad_token_id=0)
+@pytest.mark.parametrize("prompts", [PROMPTS, BEGUN], ids=["", "a common beginning"])
+def test_what_comes_after_packed_responses(prompts):
+    base, (line, alone) = (
+        shared_base(),
+        (Sequences.from_ids(prompts, RESPONSES, pad_token_id=0, pack=pack) for pack in (True, False)),
+    )
     with torch.no_grad(), base.role("value"):
-        found, expected = (value_after_response(base, sequences) for sequences in (packed(), alone))
+        found, expected = (value_after_response(base, sequences) for sequences in (line, alone))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -299,13 +299,15 @@ def test_the_loss_of_sft_is_a_mean_over_the_tokens_that_are_predicted(made, tmp_
 
 
 @pytest.mark.parametrize(
-    ("common", "besides"), [(0, {}), (9, {}), (0, {"gradient_checkpointing": True}), (0, {"neftune_noise_alpha": 5.0})]
+    ("common", "besides"),
+    [(0, {}), (8, {}), (9, {}), (0, {"gradient_checkpointing": True}), (0, {"neftune_noise_alpha": 5.0})],
 )
 def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(common, besides, tmp_path, monkeypatch):
     """By TRL's own pass over padded rows; with checkpointing, or noise (which comes with a run), there is no other.
 
     Args:
-        common: tokens that begin every prompt, of which 8 are read once: the first of a loss follows one of its row.
+        common: tokens that begin every prompt, of nine of which 8 are read once; of 8 none, as the first token of a
+            loss follows one of its own row.
     """
     rows = [[1, 5, 6, 2], [9, 8, 7, 6, 5, 4, 3, 2, 1], [4, 2], [7, 11, 12, 13, 2]]
     labels = [[-100, *row[1:]] for row in rows[:3]] + [rows[3]]
@@ -333,7 +335,7 @@ def test_rows_of_sft_are_packed_and_learnt_as_padded_ones(common, besides, tmp_p
             loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(data)))
             loss.backward()
         packs &= not besides and args.loss_type == "chunked_nll"  # later TRLs have it in another form, and pad
-        assert read[0]["input_ids"].shape == ((1, 32 if common else 24) if packs else (4, 9 + common))
+        assert read[0]["input_ids"].shape == ((1, {0: 24, 8: 56, 9: 32}[common]) if packs else (4, 9 + common))
         found.append([loss.detach(), *(p.grad for p in base.parameters_of("policy")), trainer.measured()])
     (*ours, metrics), (*padded, expected) = found
     assert metrics == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle, islice
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from toolkit.checkpoints import kept_random_states
 from toolkit.costs.counted import Counted, as_on_a_card
-from toolkit.costs.update import TOKENS, Phase, learning, of_all_layers, unpacked
+from toolkit.costs.update import _TOKEN, Phase, learning, of_all_layers, unpacked
 from toolkit.data import Kind
 from toolkit.errors import within
 from toolkit.models import SharedBase, planned_for_cpu
@@ -41,13 +40,13 @@ def counted_step(
     stage = "sft" if sft else "reward"
 
     def rows_of(number: int, tokens: int) -> list[dict[str, Any]]:
-        some, others = ([token] * tokens for token in TOKENS)
-        forms: dict[str, tuple[dict[str, Any], ...]] = {
-            "demonstrations": tuple({"input_ids": ids, "labels": ids} for ids in (some, others)),
-            "pairs": ({"chosen_ids": some, "rejected_ids": others},),
-            "labelled": tuple({"input_ids": ids, "labels": 0} for ids in (some, others)),
+        ids = [_TOKEN] * tokens
+        forms: dict[str, dict[str, Any]] = {
+            "demonstrations": {"input_ids": ids, "labels": ids},
+            "pairs": {"chosen_ids": ids, "rejected_ids": ids},
+            "labelled": {"input_ids": ids, "labels": 0},
         }
-        return list(islice(cycle(forms[kind]), number))
+        return [forms[kind]] * number
 
     rows, steps = rows_of(args.per_device_train_batch_size, length), args.gradient_accumulation_steps
     evaluated = rows_of(args.per_device_eval_batch_size, held_out)
@@ -84,5 +83,5 @@ def counted_step(
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """One for ids that nobody reads, so that a plan needs no file of a tokenizer."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<any>": TOKENS[0], "<end>": 2}, unk_token="<any>"))
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<any>": _TOKEN, "<end>": 2}, unk_token="<any>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")

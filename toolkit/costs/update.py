@@ -24,7 +24,7 @@ from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.rollouts import Rollouts
 
-TOKENS = 1, 3  # any two: rows that begin alike would be fewer tokens
+_TOKEN = 1  # any
 _FEW = 2  # layers from which those of a deep model are told
 PHASES = ("rollout", "score", "read", "update", "evaluation")
 
@@ -164,9 +164,8 @@ class CountedUpdate:
 
     def _rollout(self, rows: int, *, ended: bool = True) -> Rollout:
         lengths, texts = self.lengths, [""] * rows
-        tokens = [TOKENS[row % 2] for row in range(rows)]
-        prompts, responses = ([[token] * n for token in tokens] for n in (lengths.prompt, lengths.response))
-        return Rollout(texts, texts, prompts, responses, ended=[ended] * rows)
+        ids = [[_TOKEN] * lengths.prompt] * rows, [[_TOKEN] * lengths.response] * rows
+        return Rollout(texts, texts, *ids, ended=[ended] * rows)
 
     # ------------------------------------------------------------------ the phases
 

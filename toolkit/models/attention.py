@@ -61,11 +61,11 @@ def attention_by_rows(
         attend = _in_float32
     if row_lengths is None:
         return attend(module, *given, attention_mask, **named)
-    parts = list[Tensor]()
+    parts, beginnings = list[Tensor](), [of_all[:, :, :common_length] for of_all in given]
     for own in zip(*(of_all.split(list(row_lengths), dim=2) for of_all in given), strict=True):
         before = common_length if parts else 0
         # Queries of the beginning go with the others: keys alone would ask for a mask, with which kernels are slower.
-        row = own if not before else (torch.cat([x[:, :, :before], y], dim=2) for x, y in zip(given, own, strict=True))
+        row = (torch.cat(both, dim=2) for both in zip(beginnings, own, strict=True)) if before else own
         length = before + own[0].shape[2]
         mask = None if attention_mask is None else attention_mask[..., :length, :length]  # one is like the other
         parts.append(attend(module, *row, mask, **named)[0][:, before:])

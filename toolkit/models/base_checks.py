@@ -134,7 +134,7 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
     # A token that keeps so many keys of all that stand in its line (DeepSeek-V3.2) keeps all of the trial's few.
     if states.is_meta or hasattr(model.config.get_text_config(), "index_topk"):
         return False
-    lengths, common = [4, 3], 2
+    lengths, common = [6, 3], 2
     rows = torch.arange(lengths[0]), common + torch.arange(lengths[1])
     positions = torch.cat(rows).unsqueeze(0).to(model.device)
     ids, alone = ids_of(model)[0][positions], states[0][positions]

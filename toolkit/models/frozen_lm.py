@@ -81,6 +81,14 @@ class FrozenLM(nn.Module):
         """Whether the model does something to its logits after `lm_head`."""
         return self._logits_of is not as_they_are
 
+    @property
+    def can_pack(self) -> bool:
+        """Whether the base takes rows that stand one after the other in a line.
+
+        On a card attention row by row costs launches, and whether it wins there has not been measured.
+        """
+        return self._packs_rows and self.device.type == "cpu"
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The last hidden state (..., H) to logits (..., V), with what the model does to them after `lm_head`."""
         return self._logits_of(self.lm_head(hidden))
@@ -117,7 +125,7 @@ class FrozenLM(nn.Module):
         loop = partial(
             decode,
             rows_leave=self._rows_leave,
-            packs_prompts=self._packs_rows and self.device.type == "cpu",
+            packs_prompts=self.can_pack,
             streamer=further.get("streamer"),
         )
         with self.weights_kept(), self.in_eval_mode(), self.unpacked(merged=merged):

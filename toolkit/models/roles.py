@@ -89,12 +89,11 @@ class SharedBase(FrozenLM):
     def packs_rows(self) -> bool:
         """Whether rows stand one after the other in a pass of the base, and of the value role's own.
 
-        On a card attention row by row costs launches, and whether it wins there has not been measured. With
-        checkpointing, without which the trial at load is, a model might lose the lengths of the rows; NEFTune's noise
-        is the smaller the longer a line is.
+        With checkpointing, without which the trial at load is, a model might lose the lengths of the rows; NEFTune's
+        noise is the smaller the longer a line is.
         """
         noise = hasattr(self.causal_lm.get_input_embeddings(), "neftune_noise_alpha")
-        if self.device.type != "cpu" or not self._packs_rows or (self.training and (self._checkpoints or noise)):
+        if not self.can_pack or (self.training and (self._checkpoints or noise)):
             return False
         return self.value_model is None or self.value_model.packs_rows
 
