@@ -1,9 +1,9 @@
 """The floor: the time that the matmuls of the work take at the rate reached on such matmuls.
 
-Counted are the linear layers of the ideal run of the work on one shared base: no padding, no role computed twice,
-`lm_head` on response positions alone, no weight gradient for frozen weights, the adapters' own small products included.
-Left out is all else: attention's scores, norms, sampling, the optimizer, 4-bit weights' unpacking. One multiply-add is
-two operations.
+Counted are the linear layers of the ideal run of the work on one shared base: no padding, no role computed twice, what
+prompts begin with in each row, `lm_head` on response positions alone, no weight gradient for frozen weights, the
+adapters' own small products included. Left out is all else: attention's scores, norms, sampling, the optimizer, 4-bit
+weights' unpacking. One multiply-add is two operations.
 
 The rate is measured on matmuls of the same shapes, with as many rows as the work gives them, over the weights of all
 layers one after another, as a forward pass reads them.
