@@ -67,7 +67,8 @@ def attention_by_rows(
         # Queries of the beginning go with the others: keys alone would ask for a mask, with which kernels are slower.
         row = (torch.cat(both, dim=2) for both in zip(beginnings, own, strict=True)) if before else own
         length = before + own[0].shape[2]
-        mask = None if attention_mask is None else attention_mask[..., :length, :length]  # one is like the other
+        # Of the line's first tokens: a model's mask goes by the distance of tokens, which is that of a row by itself.
+        mask = None if attention_mask is None else attention_mask[..., :length, :length]
         parts.append(attend(module, *row, mask, **named)[0][:, before:])
     return torch.cat(parts, dim=1), None
 
@@ -146,7 +147,8 @@ def _blocks(lengths: tuple[int, ...], common: int) -> Iterator[_Block]:
     """Of one line."""
     groups, line, start = list[list[int]](), sum(lengths), 0
     for number, length in enumerate(lengths):
-        if number > (common > 0) and sum(groups[-1]) + length <= _TOGETHER:  # the first one has it in itself
+        # The first row holds the beginning as tokens of its own, and goes with no other.
+        if number > (common > 0) and sum(groups[-1]) + length <= _TOGETHER:
             groups[-1].append(length)
         else:
             groups.append([length])
