@@ -15,7 +15,7 @@
 # make test VERSIONS=newest | oldest         the tests with the newest packages that are allowed, or the oldest
 # make test CPU=plain | avx2                 the tests as on a CPU without vector instructions, or with AVX2 at most
 # make smoke                                 a few tests with the packages of the newest set that differ, as CI runs them
-# make test-gpu                              the tests that only a GPU can run: float16
+# make test-gpu                              what only a GPU can show: float16, CUDA graphs
 # make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
 # make bench-slice MODEL=/path/to/SmolLM2-135M-Instruct   on two layers of Llama-3.1-8B's width (15 GB)
 # make bench-growth MODEL=/path/to/SmolLM2-135M-Instruct  up to 1,024 new tokens, and 64 rollouts
@@ -142,7 +142,7 @@ smoke: $(BIN)/.installed
 	PYTHONPATH=$(abspath $(VENV)/newer) $(BIN)/python -m pytest -m smoke
 
 test-gpu: $(BIN)/.installed
-	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/runs/test_llama3.py tests/trainers/test_float16.py
+	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/runs/test_llama3.py tests/trainers/test_float16.py tests/models/test_graphs.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

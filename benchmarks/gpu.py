@@ -3,9 +3,9 @@
     python -m benchmarks.gpu
 
 No network, no checkpoint, no tokenizer file: the model has Llama-3.1-8B's configuration and random weights, prompts and
-responses are random ids of fixed lengths. All four roles, value separate and shared; checkpointing off and on, and
-responses by a merged copy of the weights; seconds and peak memory by phase, each with what `toolkit plan` says of it.
-`--small` runs the same code on a CPU with a tiny model, for the tests.
+responses are random ids of fixed lengths. All four roles, value separate and shared; checkpointing off and on,
+responses by a merged copy of the weights, and either with CUDA graphs; seconds and peak memory by phase, each with what
+`toolkit plan` says of it. `--small` runs the same code on a CPU with a tiny model, for the tests.
 """
 
 import argparse
@@ -41,12 +41,16 @@ from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
 
 WARM_UP = 1  # updates
-FORMS = (
+FORMS: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": False, "generation": "eager"},
     {"gradient_checkpointing": True, "generation": "eager"},
     {"gradient_checkpointing": False, "generation": "merged"},
 )
 """Settings of each row, with either value role."""
+BY_GRAPHS: tuple[dict[str, Any], ...] = tuple(
+    {"gradient_checkpointing": False, "generation": way} for way in ("graphs", "merged_graphs")
+)
+"""Those of a card alone."""
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
 _OF_PLAN = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "score", "update": "update"}
 
@@ -121,7 +125,7 @@ class PeakMemory:
 
 
 def build(given: Settings, roles: SharedBase, work: Work, folder: Path, **form: Any) -> Built:
-    """Our trainer on a base that has its roles, in one of `FORMS`, or without checkpointing and eager."""
+    """Our trainer on a base that has its roles, in a form of a row, or without checkpointing and eager."""
     job = Job("", work, id_tokenizer(given.llama), folder, WARM_UP + given.updates)
     args = ppo_config(
         job,
@@ -134,7 +138,7 @@ def build(given: Settings, roles: SharedBase, work: Work, folder: Path, **form: 
 
 def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **form: Any) -> dict[str, Any]:
     """One row, a form of `FORMS`: median seconds, and the peak memory, of each phase, and whose rows at a time were
-    halved since they did not fit. Where memory runs out, the phase it ran out in."""
+    halved since they did not fit. Where memory runs out, the phase it ran out in; where it is refused, why."""
     row: dict[str, Any] = {"value": value, **form}
     peaks = PeakMemory(given.device)
     clock = PhaseClock(peaks)
@@ -143,12 +147,11 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
             built = build(given, roles, work, Path(folder), value=value, **form)
             run_ours(built, work, clock, WARM_UP + given.updates)
         except (torch.cuda.OutOfMemoryError, ToolkitError) as error:
-            at_an_end = isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError)  # in the reward, or outside
-            no_room = isinstance(error, ConfigError)  # to merge, which is asked for as the trainer is built
-            if not at_an_end and not no_room:
+            if isinstance(error, ConfigError):  # no room to merge, or a base without graphs
+                return {**row, "refused": str(error)}
+            if not isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError):  # in the reward, or outside
                 raise
-            where = clock.phase or "building"
-            return {**row, "out_of_memory": f"{where}: {error}" if no_room else where}
+            return {**row, "out_of_memory": clock.phase or "building"}
         finally:
             roles.gradient_checkpointing_disable()
             roles.zero_grad()  # where memory ran out, some are left
@@ -183,7 +186,7 @@ def _foreseen(given: Settings, args: Any, value: str) -> dict[str, dict[str, flo
     device = here() if given.device.type == "cuda" else this_cpu()
     if not isinstance(device, Device):
         return found
-    seconds = {name: sum(part.times * device.eager(part.costs) for part in parts) for name, parts in phases.items()}
+    seconds = {name: sum(part.seconds(device) for part in parts) for name, parts in phases.items()}
     return found | {"planned_seconds": seconds}
 
 
@@ -227,7 +230,7 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
         base = random_llama(given.llama, given.device)
         result["model"]["weights_gb"] = weight_bytes_of(base) / 1e9
         roles = add_roles(SharedBase(base), value)
-        for form in FORMS:
+        for form in (*FORMS, *(BY_GRAPHS if given.device.type == "cuda" else ())):
             row = measure(given, roles, work, value=value, **form)
             if "seconds" in row:
                 row["over_floor"] = sum(row["seconds"].values()) / sum(floor_seconds[value]["seconds"].values())
@@ -244,6 +247,8 @@ def _line(row: dict[str, Any]) -> str:
     """A row for whoever watches."""
     checkpointing = "on" if row["gradient_checkpointing"] else "off"
     name = f"{row['value']} value, checkpointing {checkpointing}, {row['generation']}"
+    if "refused" in row:
+        return f"{name}: {row['refused']}"
     if "out_of_memory" in row:
         return f"{name}: out of memory in {row['out_of_memory']}"
     phases = (f"{phase} {row['seconds'][phase]:.2f} s, {row['peak_gb'][phase]:.2f} GB" for phase in PHASES)

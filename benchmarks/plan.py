@@ -148,7 +148,7 @@ def seconds_predicted(case: Case) -> dict[str, float]:
         _, args = case.job(Path(folder))
     lengths, device = Lengths(case.prompt, case.response), this_cpu()
     _, phases = planned(case.llama, args, lengths, value=case.value, weights=case.weights, names=_OF_PHASE)
-    return {name: sum(part.times * device.eager(part.costs) for part in parts) for name, parts in phases.items()}
+    return {name: sum(part.seconds(device) for part in parts) for name, parts in phases.items()}
 
 
 def seconds_measured(case: Case) -> dict[str, float]:

@@ -177,8 +177,9 @@ _GPU_COLUMNS = (
 def _gpu_cells(row: Mapping[str, Any]) -> list[str]:
     lowered = "".join(f", {phase} by {rows} rows" for phase, rows in row.get("lowered", {}).items())
     first = [row["value"], "on" if row["gradient_checkpointing"] else "off", f"{row['generation']}{lowered}"]
-    if "out_of_memory" in row:
-        return [*first, f"out of memory in {row['out_of_memory']}", *[""] * (len(_GPU_COLUMNS) - 4)]
+    if "refused" in row or "out_of_memory" in row:
+        why = row.get("refused") or f"out of memory in {row['out_of_memory']}"
+        return [*first, why, *[""] * (len(_GPU_COLUMNS) - 4)]
 
     def measured(name: str, planned: str) -> list[str]:
         beside = {phase: f" ({figure:.2f})" for phase, figure in row.get(planned, {}).items()}  # not of every card

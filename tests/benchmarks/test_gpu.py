@@ -9,6 +9,7 @@ import torch
 from benchmarks import gpu, table
 from benchmarks.errors import BenchmarkError
 from benchmarks.work import PHASES
+from tests.recorded import graphs_without_a_card
 from tests.tiny_runs import REPOSITORY
 from toolkit.costs import Costs, Phase
 from toolkit.errors import ConfigError, RewardError
@@ -75,7 +76,22 @@ def test_a_row_without_room_to_merge_loses_no_other(monkeypatch):
     work = gpu.random_work(given.llama, given.size, given.prompt_length)
     roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
     row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="merged")
-    assert row["out_of_memory"] == "building: generation: merged needs 16 GB"
+    assert row["refused"] == "generation: merged needs 16 GB"
+    assert table.gpu_rows({"rows": [row]})[1][0][3] == row["refused"]
+
+
+def test_graphs_are_rows_of_a_card(monkeypatch):
+    """Here by graphs that are played back without one; what a plan says of them is not what it says of eager ones."""
+    monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
+    given = gpu.settings(small=True, updates=1, rollouts=4)
+    work = gpu.random_work(given.llama, given.size, given.prompt_length)
+    roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
+    with graphs_without_a_card() as graphs:
+        rows = [gpu.measure(given, roles, work, value="shared", **form) for form in gpu.BY_GRAPHS]
+    assert [row["generation"] for row in rows] == ["graphs", "merged_graphs"]
+    assert all(set(row["seconds"]) == set(PHASES) for row in rows)
+    # An update of six tokens, the checks of the first one of four, and another update.
+    assert [graph.played for graph in graphs] == [4, 2, 2, 2, 2, 4] * 2
 
 
 def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):

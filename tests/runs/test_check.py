@@ -700,3 +700,12 @@ def test_a_stage_is_not_kept_off_a_card_that_has_the_base(checkpoint, tmp_path, 
     with pytest.raises(RecipeError, match=r"^ppo.use_cpu: true leaves the base on the GPU") as refused:
         build.trainer_config(recipe, "ppo")
     assert refused.value.problems[0].field == "ppo.use_cpu"
+
+
+def test_graphs_without_a_card_are_refused_before_earlier_stages_run(checkpoint, tmp_path):
+    (problem,) = check(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs")).problems
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert (
+        problem.field == "ppo.generation" and "graphs are of CUDA devices, and the base is on the CPU" in problem.wrong
+    )

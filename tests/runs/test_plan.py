@@ -47,7 +47,7 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     assert list(found) == ["reward", "reward evaluation", "rollout", "score", "read", "update", "evaluation"]
     assert [time.phase for time in report.times] == ["prefill", "decode", "score", "read", "update", "optimizer"]
     decode = report.times[1]
-    assert decode.eager > decode.graphs > decode.merged > 0 and report.times[0].graphs is None
+    assert decode.seconds > decode.graphs > decode.merged > 0 and report.times[0].graphs is None
     kinds = {kind for memory in report.memory for kind in memory.parts}
     assert {"base", "adapters", "optimizer", "gradients", "KV cache", "activations", "context"} <= kinds
     # Rank 4 on every linear layer of 64 and 128: for policy, value and reward; AdamW's two numbers for the first two.
@@ -61,9 +61,9 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     tokens = report.lengths.prompt + report.lengths.response - 1
     assert found["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
     assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
-    assert report.seconds == sum(time.eager for time in report.times)
+    assert report.seconds == sum(time.seconds for time in report.times)
     # 1.5 µs is what a kernel of a graph is planned with; and what is left out of the time is said.
-    assert re.search(r"left out, and evaluations .* does not make: 1\.5 µs in place", report.notes[-2].text())
+    assert re.search(r"left out, and evaluations .* With graphs: 1\.5 µs in place", report.notes[-2].text())
     several = replace(report, updates=120, times=(PhaseTime("update", 301.0),))
     assert dict(several.summary())["time"] == "an update about 301 s, 120 of them 10 h, by the model of toolkit plan"
 
@@ -119,11 +119,33 @@ def test_merged_generation_holds_the_weights_a_second_time(checkpoint, tmp_path)
     assert both  # where neither is enough
 
 
+def test_a_recipe_with_graphs_is_planned_with_them(checkpoint, tmp_path):
+    ways = ("eager", "graphs", "merged", "merged_graphs")
+    long = "ppo.response_length=400"
+    reports = {
+        how: plan(chat_recipe(tmp_path, checkpoint, f"ppo.generation={how}", long), "4090", notes=False) for how in ways
+    }
+    decode = {how: report.times[1] for how, report in reports.items()}
+    for how, time in decode.items():
+        assert time.phase == "decode" and (time.seconds == time.graphs) == ("graphs" in how)
+    assert decode["graphs"].graphs == pytest.approx(decode["eager"].graphs)
+    assert decode["merged_graphs"].seconds < decode["graphs"].seconds < decode["eager"].seconds
+    planner = _Planner(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs", long), named("4090"))
+    # Keys and values of 2 layers of 32 numbers in 16 bits, of 4 rows: there is room for all tokens, a multiple of 8.
+    assert planner.lengths == Lengths(105, 400, 512)
+    decoded = [phase.costs for phase in planner.update.phases("rollout") if phase.name == "decode"]
+    assert [costs.of_peak["KV cache"] for costs in decoded] == [2 * 2 * 32 * 2 * 4 * 512] * 2
+    planner = _Planner(chat_recipe(tmp_path, checkpoint, "ppo.generation=merged_graphs"), named("4090"))
+    assert next(planner._changes("rollout")) == {"generation": "graphs"}
+    on_cpu = plan(chat_recipe(tmp_path, checkpoint), None, notes=False)
+    assert torch.cuda.is_available() or on_cpu.times[1].graphs is None
+
+
 def test_responses_that_were_cut_are_read_by_the_value_role_once_more(checkpoint, tmp_path):
     def read(*given):
         recipe = chat_recipe(tmp_path, checkpoint, *given)
         parts = part_of_plan(recipe, lambda planner: planner.update.phases("read"))
-        return sum(part.times * named("4090").eager(part.costs) for part in parts)
+        return sum(part.seconds(named("4090")) for part in parts)
 
     assert 1.2 * read() < read("ppo.truncated_as=bootstrap")
 

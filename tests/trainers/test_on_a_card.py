@@ -7,14 +7,17 @@ import pytest
 import torch
 
 from tests.on_a_card import CARD, OnCard, a_card
+from tests.recorded import graphs_without_a_card
 from tests.tiny_models import shared_base
 from tests.trainers.helpers import trainer
 from toolkit.errors import RewardError
 from toolkit.functional import inverse_cdf
 from toolkit.models import Sequences
 from toolkit.models import forward as forward_module
+from toolkit.models.graphs import RecordedPass
 from toolkit.rewards import adapter
 from toolkit.sampling.sampler import Sampler, _Sampled
+from toolkit.trainers import self_checks
 from toolkit.trainers.objective import Experience
 from toolkit.trainers.rollouts import RoleRollouts
 
@@ -45,12 +48,15 @@ def test_the_card_that_is_not_there_raises_as_a_real_one_does():
         {"optim": "adamw_torch", "value": "shared", "kl_estimator": "full", "kl_penalty_in": "loss"},
         {"optim": "adamw_torch", "gradient_checkpointing": True, "entropy_coef": 0.01, "truncated_as": "bootstrap"},
         {"optim": "adamw_torch", "generation": "merged", "importance_sampling_cap": 2.0},
+        {"optim": "adamw_torch", "generation": "merged_graphs"},
     ],
-    ids=["plain", "shared-and-full-kl", "checkpointing-and-bootstrap", "merged"],
+    ids=["plain", "shared-and-full-kl", "checkpointing-and-bootstrap", "merged", "graphs"],
 )
-def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, tmp_path):
+def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
     torch.manual_seed(1)
-    here = trainer(tmp_path / "here", shared_base(value=settings.get("value", "separate")), **settings)
+    eager = settings | {"generation": settings.get("generation", "eager").removesuffix("_graphs")}
+    here = trainer(tmp_path / "here", shared_base(value=settings.get("value", "separate")), **eager)
     torch.manual_seed(2)
     batch = next(iter(here.dataloader))
     expected = here.generate(batch)
@@ -58,13 +64,14 @@ def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, tmp_path):
     torch.manual_seed(1)
     there = trainer(tmp_path / "there", shared_base(value=settings.get("value", "separate")), **settings)
     torch.manual_seed(2)
-    with a_card():
+    with a_card(), graphs_without_a_card() as graphs:
         batch = next(iter(there.dataloader))
         there.roles.replace_tensors(OnCard)
         assert there.roles.device == CARD
         responses = there.generate(batch)
         found = there.step(batch, responses, there.score(batch, responses))
     assert responses.response_ids == expected.response_ids and found == pytest.approx(stats, rel=1e-4, abs=1e-6)
+    assert any(graph.played for graph in graphs) == ("graphs" in settings.get("generation", ""))
     moved = there.roles.parameters_of("policy")[1]
     assert moved.device == CARD
     torch.testing.assert_close(moved.numbers, here.roles.parameters_of("policy")[1].detach(), rtol=1e-3, atol=1e-5)
@@ -100,6 +107,7 @@ MUTANTS = [
     (Sampler, "__call__", ".to(self.roles.device)"),
     (Sampler, "__call__", ".to(ids.device)"),
     (_Sampled, "__init__", ", device=of_rows.device"),
+    (RecordedPass, "__init__", ", device=model.device"),
     (Experience, "of", ".to(mask.device)"),
     (RoleRollouts, "sequences", ", device=self.roles.device"),
     (adapter, "read_sequences", ".to(base.device)"),
@@ -110,14 +118,16 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("owner", "name", "part"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
 def test_what_is_left_on_the_cpu_is_noticed(owner, name, part, tmp_path, monkeypatch):
-    made = trainer(tmp_path, shared_base(), optim="adamw_torch")
+    monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
+    generation = "graphs" if owner is RecordedPass else "eager"
+    made = trainer(tmp_path, shared_base(), optim="adamw_torch", generation=generation)
     made.roles.stop_token_ids = lambda tokenizer: list(range(2, 12))  # so that rows leave
     batch = next(iter(made.dataloader))
     function = inspect.getattr_static(owner, name)
     inner = function.fget if isinstance(function, property) else function
     mutant = without(inner, part)
     monkeypatch.setattr(owner, name, property(mutant) if isinstance(function, property) else mutant)
-    with a_card(), pytest.raises((RuntimeError, RewardError), match="same device"):
+    with a_card(), graphs_without_a_card(), pytest.raises((RuntimeError, RewardError), match="same device"):
         made.roles.replace_tensors(OnCard)
         responses = made.generate(batch)
         made.step(batch, responses, made.score(batch, responses))

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.recorded import graphs_without_a_card
 from tests.tiny_models import lora, shared_base, tiny_model
 from tests.trainers.helpers import PROMPTS, rollout, trainer
 from toolkit.data import doubling
-from toolkit.errors import SelfCheckError
+from toolkit.errors import ConfigError, SelfCheckError
 from toolkit.models import SharedBase
+from toolkit.models.graphs import RecordedPass
 from toolkit.trainers import ppo, self_checks
 
 
@@ -28,6 +30,30 @@ def test_rollouts_from_the_bare_base_are_noticed(monkeypatch):
     with pytest.raises(SelfCheckError, match="do not come from the policy's adapter"):
         self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0)
     assert all(torch.equal(a, b) for a, b in zip(before, base.parameters_of("policy"), strict=True))
+
+
+def test_graphs_that_play_back_another_pass_are_noticed(monkeypatch):
+    base = shared_base()
+    with graphs_without_a_card() as graphs:
+        self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0, graphs=True)
+        assert [graph.played for graph in graphs] == [2, 2]  # before the change and after it
+        # As a model does that takes positions from elsewhere: played back, a pass has those of the first one.
+        own = RecordedPass.__call__
+
+        def of_the_first(recorded, **inputs):
+            if recorded._given:
+                inputs["position_ids"] = recorded._given["position_ids"]
+            return own(recorded, **inputs)
+
+        monkeypatch.setattr(RecordedPass, "__call__", of_the_first)
+        with pytest.raises(ConfigError, match="generation: tokens that a graph of this base gives"):
+            self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0, graphs=True)
+
+
+@pytest.mark.parametrize("generation", ["graphs", "merged_graphs"])
+def test_graphs_without_a_card_are_refused(generation, tmp_path):
+    with pytest.raises(ConfigError, match="generation: graphs are of CUDA devices, and the base is on the CPU"):
+        trainer(tmp_path, generation=generation)
 
 
 def test_rollouts_that_do_not_follow_the_first_update_are_noticed(tmp_path):

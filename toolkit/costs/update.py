@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +14,12 @@ import torch
 from transformers import DynamicCache, Trainer, TrainingArguments
 
 from toolkit.costs.counted import Costs, Counted, Kernel, as_on_a_card
+from toolkit.costs.devices import Device
 from toolkit.costs.outline import alike, truncated
 from toolkit.data import Rollout
+from toolkit.errors import ConfigError
 from toolkit.functional import inverse_cdf
-from toolkit.models import InRole, SharedBase, planned_for_cpu, sequence_logits
+from toolkit.models import InRole, RecordedPass, SharedBase, planned_for_cpu, sequence_logits
 from toolkit.trainers.common import precision
 from toolkit.trainers.objective import Experience
 from toolkit.trainers.ppo import PPOTrainer
@@ -31,11 +33,23 @@ PHASES = ("rollout", "score", "read", "update", "evaluation")
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of an update: what it costs once, and how often it is done."""
+    """A part of an update: what it costs once, and how often it is done.
+
+    Args:
+        recorded: whether it is played back from a CUDA graph.
+        merged: whether weights of 4 bits are taken for such of 16.
+    """
 
     name: str
     costs: Costs
     times: float
+    recorded: bool = False
+    merged: bool = False
+
+    def seconds(self, device: Device) -> float:
+        """Of all times."""
+        once = device.recorded(self.costs, merged=self.merged) if self.recorded else device.eager(self.costs)
+        return self.times * once
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,22 @@ class Lengths:
             return Lengths(self.prompt, self.response)
         response = min(self.response, max(1, self.both - 1))
         return Lengths(max(1, self.both - response), response)
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """What responses cost.
+
+    Args:
+        prefill: of the prompts.
+        ends: of the first token after them, and of the last one.
+        by_graphs: of any token by the pass that is recorded, of that by the base alone, and of the draw from its
+            logits, which is not recorded; None for a base that has no graphs, or on a CPU.
+    """
+
+    prefill: Costs
+    ends: tuple[Costs, Costs]
+    by_graphs: tuple[Costs, Costs, Costs] | None
 
 
 class _Cache(DynamicCache):
@@ -172,7 +202,8 @@ class CountedUpdate:
     def phases(self, *names: str) -> list[Phase]:
         """Those of these names of all layers, in their order; all of an update, and an evaluation, if none is named.
 
-        A "rollout" is prefill, decode, and what its tokens would be by the base alone, "merged".
+        A "rollout" is prefill, decode, and what its tokens would be on a card by "graphs", and by these of the base
+        alone, "merged", of bases that have them.
         """
 
         def count() -> list[Phase]:
@@ -185,14 +216,20 @@ class CountedUpdate:
         args, batch = self.args, self.args.update_batch_size
         rows = min(args.local_rollout_forward_batch_size, batch)
         if name == "rollout":
-            merged = args.generation == "merged"
-            prefill, ends, alone = self._decoding(self.generated, args.rollout_batch_size, merged=merged)
             tokens = args.rollouts_per_update * (self.generated.response - 1)
+            rows, merges = args.rollout_batch_size, args.decoding["merged"]
+            made = self._decoding(self.generated, rows, graphs=not self.on_cpu, merged=merges)
             # A token costs more the further on it is: half of them as the first, half as the last.
-            halves = [
-                Phase(of, costs, tokens / 2) for of, two in (("decode", ends), ("merged", alone)) for costs in two
-            ]
-            return [Phase("prefill", prefill, args.rollouts_per_update), *halves]
+            decode = [Phase("decode", costs, tokens / 2) for costs in made.ends]
+            others = []
+            if made.by_graphs is not None:
+                token, alone, draw = made.by_graphs
+                graphs = [Phase("graphs", token, tokens, recorded=True), Phase("graphs", draw, tokens)]
+                merged = [Phase("merged", alone, tokens, recorded=True, merged=True), Phase("merged", draw, tokens)]
+                others = [*graphs, *merged]
+                if args.decoding["graphs"]:
+                    decode = [replace(phase, name="decode") for phase in graphs]
+            return [Phase("prefill", made.prefill, args.rollouts_per_update), *decode, *others]
         if name == "evaluation":  # no part of an update
             return [Phase(name, costs, 0) for costs in self._evaluation()]
         if name == "update":
@@ -206,19 +243,16 @@ class CountedUpdate:
     def _evaluation(self) -> Iterator[Costs]:
         """What an evaluation does: it responds, reads the responses and has them scored."""
         rows = min(self.args.local_rollout_forward_batch_size, self.args.per_device_eval_batch_size)
-        prefill, (_, last), _ = self._decoding(self.evaluated, self.args.per_device_eval_batch_size)
+        made = self._decoding(self.evaluated, self.args.per_device_eval_batch_size, graphs=False)
         learnt, self.lengths = self.lengths, self.evaluated.of_a_row
         try:
             scoring = [self._scoring(rows, role=role) for role in ("reward", "judge") if role in self.roles.roles]
-            yield from (prefill, last, self._reading(rows), *scoring)
+            yield from (made.prefill, made.ends[1], self._reading(rows), *scoring)
         finally:
             self.lengths = learnt
 
     @torch.no_grad()
-    def _decoding(
-        self, lengths: Lengths, rows: int, *, merged: bool = False
-    ) -> tuple[Costs, tuple[Costs, Costs], tuple[Costs, Costs]]:
-        """Prompts of so many rows, the first token after them and the last one; and these two by the base alone."""
+    def _decoding(self, lengths: Lengths, rows: int, *, graphs: bool, merged: bool = False) -> "_Decoding":
         cache, most, (positions, _) = _Cache(self.counted, self.roles.config), math.inf, self.roles.positions
         if positions is not None and self.roles.padding_takes_positions:
             lengths, most = lengths.of_a_row, positions - 2  # a table, of which two tokens at the end need a place each
@@ -229,25 +263,37 @@ class CountedUpdate:
                     held.enter_context(self.roles.unpacked(merged=merged, on_cpu=self.on_cpu))
             with self.counted.phase() as prefill:
                 self._forward(rows, int(min(lengths.prompt, most - 2)), cache)
-            first, first_alone = self._tokens(rows, cache)
+            with self.counted.phase() as first:
+                self._forward(rows, 1, cache)
             if (missing := int(min(lengths.prompt + lengths.response - 1, most)) - cache.tokens) > 0:
                 with self.counted.phase():  # of all tokens but the last there are keys and values
                     self._forward(rows, missing, cache)
-            last, last_alone = self._tokens(rows, cache)
-            return prefill, (first, last), (first_alone, last_alone)
+            with self.counted.phase() as last:
+                self._forward(rows, 1, cache)
+            takes = {"past_key_values", "position_ids"} <= self._known.keys()
+            by_graphs = self._by_graphs(rows, cache) if graphs and takes and cache.is_used else None
+        return _Decoding(prefill, (first, last), by_graphs)
 
-    def _tokens(self, rows: int, cache: "_Cache") -> tuple[Costs, Costs]:
-        """A token of each row, and one by the base alone."""
-        with self.counted.phase() as costs:
-            self._forward(rows, 1, cache)
+    def _by_graphs(self, rows: int, cache: "_Cache") -> tuple[Costs, Costs, Costs] | None:
+        step, token = RecordedPass(self.roles.causal_lm, cache.tokens), torch.ones(rows, 1).long()
+        given = {"input_ids": token, "position_ids": token, "past_key_values": cache, "use_cache": True}
+        given |= self._last_alone
+        try:
+            with self.counted.phase():  # which makes the room for all tokens: a layer's keys and values are there twice
+                step.plain(**given)
+        except ConfigError:
+            return None
+        with self.counted.phase() as recorded:
+            logits = step.plain(**given).logits
+        with self.counted.phase() as draw:
+            self._draw(logits)
         with InRole(self.roles, None), self.counted.phase() as alone:
-            self._forward(rows, 1, cache)
-        return costs, alone
+            step.plain(**given)
+        return recorded, alone, draw
 
     def _forward(self, rows: int, tokens: int, cache: "_Cache") -> None:
         """A step of generation, and the draw from the logits of its last token."""
-        known = inspect.signature(self.roles.causal_lm.forward).parameters
-        last_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        known = self._known
         cache.tokens += tokens
         ids, mask = (
             torch.ones(rows, tokens if cache.is_used else cache.tokens).long(),
@@ -257,10 +303,21 @@ class CountedUpdate:
         given: dict[str, Any] = {name: cache, "attention_mask": mask}
         if name == "cache_params" and tokens < cache.tokens:  # Mamba reads no mask after the prompts
             given["attention_mask"] = None
-        output = self.roles(input_ids=ids, use_cache=True, **given, **last_alone)
+        output = self.roles(input_ids=ids, use_cache=True, **given, **self._last_alone)
         cache.is_used = getattr(output, name, None) is not None  # openai-gpt has none
-        uniform = torch.zeros(rows, dtype=torch.float64)
-        inverse_cdf(output.logits[:, -1, :].to(torch.float32, copy=True), uniform, temperature=self.args.temperature)
+        self._draw(output.logits)
+
+    @property
+    def _known(self) -> Mapping[str, Any]:
+        return inspect.signature(self.roles.causal_lm.forward).parameters
+
+    @property
+    def _last_alone(self) -> dict[str, int]:
+        return {"logits_to_keep": 1} if "logits_to_keep" in self._known else {}
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        uniform = torch.zeros(len(logits), dtype=torch.float64)
+        inverse_cdf(logits[:, -1, :].to(torch.float32, copy=True), uniform, temperature=self.args.temperature)
 
     @torch.no_grad()
     def _scoring(self, rows: int, role: str = "reward") -> Costs:

@@ -6,7 +6,8 @@ on, `logit_changes` what comes after `lm_head`. `roles` holds the adapters and s
 `forward` reads values, scores and log-probabilities of `sequences`, whose rows `attention` keeps apart, `q_values`
 reads a role's logits as Q-values. `value_model` is a value role with a base of its own and `classifier` a reward with
 one. `adapters` saves and loads PEFT folders, `views` shows roles to trainers that are not ours, `lora` has all that is
-used of PEFT beyond its public interface, `fused_lora` computes its layers, and `decoding` is the loop over new tokens.
+used of PEFT beyond its public interface, `fused_lora` computes its layers, and `decoding` is the loop over new tokens,
+whose passes `graphs` records on a card.
 """
 
 from toolkit.models.adapters import ROLE_FILE, load_role, load_weights, save_high_score, save_role
@@ -35,6 +36,7 @@ from toolkit.models.forward import (
     value_after_response,
 )
 from toolkit.models.freed_memory import FreedMemory, keep_freed_memory
+from toolkit.models.graphs import RecordedPass
 from toolkit.models.heads import HeadInit, QBound, ScoreHead, score_positions
 from toolkit.models.load import (
     META,
@@ -54,6 +56,7 @@ from toolkit.models.precision import (
     AUTO,
     Dtype,
     Precision,
+    default_device,
     fast_precision,
     on_another_machine,
     quantization_config,

@@ -2,17 +2,18 @@
 
 transformers computes a row that has ended until the last one has. Here the rows that go on are taken together whenever
 a quarter has ended: cache, masks and positions of the others are dropped. Prompts may be read in one line, without
-padding and what they begin with once. What is prepared before the loop, and each pass's inputs, stay transformers'.
+padding and what they begin with once; passes over new tokens may be played back from a CUDA graph. What is prepared
+before the loop, and each pass's inputs, stay transformers'.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     Cache,
-    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -21,12 +22,13 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
-from transformers.cache_utils import DynamicLayer
 
+from toolkit.models.graphs import RecordedPass, keeps_all
 from toolkit.models.sequences import Sequences
 
 _FEW = 4  # rows for which transformers' kernels of few tokens are taken: of a mixture they copy experts for each row
 _LIVING = 0.75  # of the rows computed; at or below it the others leave. Each time costs a copy of the cache
+_LIVING_IN_GRAPHS = 0.5  # where it costs a pass to record, too, and one before
 
 
 def all_positions_of(config: PreTrainedConfig) -> int | None:
@@ -82,6 +84,7 @@ def decode(
     streamer: TextStreamer | None = None,
     rows_leave: bool = True,
     packs_prompts: bool = False,
+    graphs: bool = False,
     **inputs: Any,
 ) -> Tensor:
     """Prompts (B, P) with the greedy tokens after them, int64 (B, P + T): a `custom_generate` of transformers.
@@ -91,7 +94,11 @@ def decode(
             ended leave; none does beside a processor that is no `RowProcessor`.
         packs_prompts: whether prompts may be read one after the other in a line, as `base_checks` has tried; they are
             where the cache is one of keys and values of all tokens.
+        graphs: whether passes over new tokens are recorded, and played back.
         inputs: of the model's passes, as `generate` prepares them.
+
+    Raises:
+        ConfigError: passes of this model cannot be recorded.
     """
     rows_leave = rows_leave and all(isinstance(processor, RowProcessor) for processor in logits_processor)
     width, pad, ids = input_ids.shape[1], generation_config._pad_token_tensor, input_ids
@@ -101,8 +108,10 @@ def decode(
     living = torch.ones_like(rows, dtype=torch.bool)
     positions = positions_of(model.config)
     first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
-    in_line = packs_prompts and len(ids) > 1 and "logits_to_keep" in first and _keeps_all(first.get("past_key_values"))
+    in_line = packs_prompts and len(ids) > 1 and "logits_to_keep" in first and keeps_all(first.get("past_key_values"))
     passed = _read_in_line(model, first) if in_line else model(**first, return_dict=True)
+    step = RecordedPass(model, output.shape[1]) if graphs else partial(model, return_dict=True)
+    living_at_least = _LIVING_IN_GRAPHS if graphs else _LIVING
     with model._optimize_model_for_decode() if len(ids) <= _FEW else nullcontext():
         while True:
             inputs = model._update_model_kwargs_for_generation(passed, inputs)
@@ -120,7 +129,7 @@ def decode(
             number = int(living.sum())
             if not number:
                 break
-            if rows_leave and number <= _LIVING * len(rows):
+            if rows_leave and number <= living_at_least * len(rows):
                 stay = living.nonzero().squeeze(1)
                 for processor in logits_processor:
                     processor.keep(stay)
@@ -132,14 +141,10 @@ def decode(
             if positions is not None and of_token.get("position_ids") is not None:
                 # A row that is at its own limit, of which nothing more is kept, is computed beside others.
                 of_token["position_ids"] = of_token["position_ids"].clamp(max=positions - 1)
-            passed = model(**of_token, return_dict=True)
+            passed = step(**of_token)
     if streamer is not None:
         streamer.end()
     return output[:, :width]
-
-
-def _keeps_all(cache: Any) -> bool:
-    return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def _read_in_line(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:

@@ -113,12 +113,14 @@ class FrozenLM(nn.Module):
         config: GenerationConfig,
         *,
         merged: bool = False,
+        graphs: bool = False,
         **further: Any,
     ) -> Tensor:
         """The likeliest tokens after left-padded prompts (B, P): int64 (B, T). No setting comes from the checkpoint.
 
         Args:
             merged: see `unpacked`.
+            graphs: see `decode`.
             further: arguments of transformers' `generate`.
         """
         # transformers gives its streamer the prompt, and a loop that is not its own no streamer.
@@ -126,6 +128,7 @@ class FrozenLM(nn.Module):
             decode,
             rows_leave=self._rows_leave,
             packs_prompts=self.can_pack,
+            graphs=graphs,
             streamer=further.get("streamer"),
         )
         with self.weights_kept(), self.in_eval_mode(), self.unpacked(merged=merged):

@@ -11,7 +11,7 @@ from transformers.utils import is_torch_tf32_available
 from toolkit import phases, processes
 from toolkit.data import Kind, RatedResponses, Task
 from toolkit.errors import RecipeError, RewardError, within
-from toolkit.models import SharedBase, fast_precision, load_model, slow_here
+from toolkit.models import SharedBase, default_device, fast_precision, load_model, slow_here
 from toolkit.reports import METRICS_FILE, MetricsFile
 from toolkit.rewards import Prompts, Reward, ScorerContext
 from toolkit.spec.recipe import Recipe
@@ -21,6 +21,7 @@ from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_learning import QTrainer
 from toolkit.trainers.reward import reward_trainer
 from toolkit.trainers.rollouts import QRollouts, Rollouts
+from toolkit.trainers.self_checks import check_device_records
 from toolkit.trainers.sft import sft_trainer
 from toolkit.trainers.stock_ppo import stock_ppo_trainer
 
@@ -84,6 +85,9 @@ def trainer_config(recipe: Recipe, stage: str) -> Any:
     if config.fp16 and not torch.cuda.is_available():
         wrong = "float16 training needs a GPU, and none is here."
         raise RecipeError(wrong, remedy="Set base.dtype to auto, bfloat16 or float32.")
+    if stage == "ppo" and config.decoding["graphs"]:  # before earlier stages have run
+        with within(stage):
+            check_device_records(default_device())
     return config
 
 

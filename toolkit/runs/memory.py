@@ -11,6 +11,7 @@ from toolkit.errors import ToolkitError
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
+from toolkit.trainers.ppo_config import WITHOUT_COPY
 
 _CHUNKS = {"ppo": "ppo.logprob_chunk_size", "q": "q.q_chunk_size"}
 
@@ -50,7 +51,9 @@ def out_of_memory(recipe: Recipe, stage: str) -> ToolkitError:
     if stage == "sft" and args.packing:  # the rows of a micro-batch are one
         ways.append("halve sft.per_device_train_batch_size, with sft.gradient_accumulation_steps doubled")
     then = "go on with $resume" if checkpoints_in(folder) else "run it again: nothing had been saved yet"
-    anew = ["ppo.generation=eager"] if stage == "ppo" and args.generation == "merged" else []
+    anew = []
+    if stage == "ppo" and args.decoding["merged"]:
+        anew.append(f"ppo.generation={WITHOUT_COPY[args.generation]}")
     anew.append(f"shorter rows ({', '.join(_limits(recipe, stage))})")
     goes_on = f"{_one_of(ways)[:-1]}, and {then}. " if ways else ""
     planned = "; toolkit plan says what fits" if "ppo" in recipe.plan.stages and not by_trl(recipe.values) else ""

@@ -40,6 +40,7 @@ from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, seconds
 from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase, Site
+from toolkit.trainers.ppo_config import WITHOUT_COPY
 
 # Settings that say how many rows a phase without gradients has at a time.
 _AT_ONCE = "local_rollout_forward_batch_size"
@@ -205,7 +206,11 @@ class _Planner:
     def _memory(self, phases: Sequence[Phase]) -> Iterator[PhaseMemory]:
         of: dict[str, Costs] = {}
         for phase in phases:
-            if phase.name in ("merged", "optimizer"):  # the optimizer's step has less than the update before it
+            if phase.name in (
+                "graphs",
+                "merged",
+                "optimizer",
+            ):  # the optimizer's step has less than the update before it
                 continue
             name = "rollout" if phase.name in ("prefill", "decode") else phase.name
             if name not in of or phase.costs.peak > of[name].peak:
@@ -220,18 +225,13 @@ class _Planner:
     # ------------------------------------------------------------------ time
 
     def _times(self, phases: Sequence[Phase], device: Device) -> Iterator[PhaseTime]:
-        of: dict[str, list[Phase]] = {}
+        of: dict[str, float] = {}
         for phase in phases:
-            of.setdefault(phase.name, []).append(phase)
-        merged = sum(part.times * device.recorded(part.costs, merged=True) for part in of.pop("merged"))
+            of[phase.name] = of.get(phase.name, 0.0) + phase.seconds(device)
+        others = {"graphs": of.pop("graphs", None), "merged": of.pop("merged", None)}
         del of["evaluation"]
-        for name, parts in of.items():
-            eager = sum(part.times * device.eager(part.costs) for part in parts)
-            if name != "decode" or not device.graphs:
-                yield PhaseTime(name, eager)
-                continue
-            graphs = sum(part.times * device.recorded(part.costs) for part in parts)
-            yield PhaseTime(name, eager, graphs, merged)
+        for name, seconds in of.items():
+            yield PhaseTime(name, seconds, **(others if name == "decode" else {}))
 
     # ------------------------------------------------------------------ what to change, and what is assumed
 
@@ -263,8 +263,8 @@ class _Planner:
         matmuls, bandwidth = device.reached
         thin = f"; {device.products / 1e9:.3g} in matmuls of few rows" if device.products else ""
         graphs = (
-            f" With graphs, which the toolkit does not make: {GRAPH_KERNEL * 1e6:.3g} µs in place of these; merged: "
-            "16-bit weights with the adapter in them."
+            f" With graphs: {GRAPH_KERNEL * 1e6:.3g} µs in place of these, but for the draw of each token; merged: "
+            "16-bit weights with the adapter in them (ppo.generation)."
             if device.graphs
             else ""
         )
@@ -299,8 +299,10 @@ class _Planner:
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
         """What takes less memory in a phase and changes no gradient, the cheapest first."""
         args = self.recipe.stage_config(_stage_of(phase))
-        if phase == "rollout" and args.generation == "merged":
-            yield {"generation": "eager"}
+        apart = []
+        if phase == "rollout" and args.decoding["merged"]:
+            apart.append({"generation": WITHOUT_COPY[args.generation]})
+        yield from apart
         if name := _ROWS.get(phase.split()[-1]):
             rows = getattr(args, name)
             while rows > 1:
@@ -316,8 +318,7 @@ class _Planner:
             for parts in _divisors(rows):
                 changed = {"per_device_train_batch_size": rows // parts, "gradient_accumulation_steps": steps * parts}
                 yield {**checkpointing, **changed}
-        eager = [{"generation": "eager"}] if args.generation == "merged" else []
-        for also in [{}, *eager] if phase == "rollout" else ():
+        for also in [{}, *apart] if phase == "rollout" else ():
             for parts in _divisors(rows * steps):
                 of_steps = math.gcd(steps, parts)
                 changed = {**also, "gradient_accumulation_steps": steps // of_steps}

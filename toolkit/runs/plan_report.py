@@ -24,7 +24,7 @@ class PhaseTime:
     """Seconds of a phase in an update, and of those that rollouts could take with CUDA graphs, or merged, too."""
 
     phase: str
-    eager: float
+    seconds: float
     graphs: float | None = None
     merged: float | None = None
 
@@ -64,7 +64,7 @@ class PlanReport:
     @property
     def seconds(self) -> float:
         """Of an update, as it runs now."""
-        return sum(time.eager for time in self.times)
+        return sum(time.seconds for time in self.times)
 
     def summary(self) -> Iterator[tuple[str, str]]:
         """The two lines with which `toolkit check` ends."""
@@ -95,7 +95,7 @@ class PlanReport:
             columns = ["seconds", "as it runs"]
             columns += ["with CUDA graphs", "and merged"] if any(time.graphs for time in self.times) else []
             shown = [
-                [t.phase, *(seconds_of(s) if s else "" for s in (t.eager, t.graphs, t.merged))] for t in self.times
+                [t.phase, *(seconds_of(s) if s else "" for s in (t.seconds, t.graphs, t.merged))] for t in self.times
             ]
             lines += ["", *_table(columns, [row[: len(columns)] for row in shown])]
         lines += ["", *(f"- {note.text(options)}" for note in self.notes)]

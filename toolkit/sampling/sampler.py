@@ -44,6 +44,7 @@ class Sampler:
         temperature: of sampling from the whole vocabulary; for "q" the τ of π ∝ π_ref · exp(Q/τ). None decodes
             greedily.
         merged: whether the policy's adapter is merged into a copy of the weights: see `SharedBase.generate`.
+        graphs: whether passes over new tokens are recorded as CUDA graphs, and played back.
         autocast: gives the precision region to respond in; that of the base if None.
         portion: rows that are generated at a time; as many as there are, where memory holds them.
     """
@@ -56,6 +57,7 @@ class Sampler:
     max_length: int | None = None
     temperature: float | None = 1.0
     merged: bool = False
+    graphs: bool = False
     autocast: Callable[[], AbstractContextManager] | None = None
     portion: Portion = field(default_factory=all_at_once)
 
@@ -133,7 +135,13 @@ class Sampler:
         processors.append(sampled or finite)
         with self.roles.role(role), (self.autocast or self.roles.autocast)():
             output = self.roles.generate(
-                ids, mask, config, merged=self.merged, logits_processor=processors, streamer=streamer
+                ids,
+                mask,
+                config,
+                merged=self.merged,
+                graphs=self.graphs,
+                logits_processor=processors,
+                streamer=streamer,
             ).tolist()
         if not bool(finite.so_far if sampled is None else sampled.probabilities.isfinite().all()):
             wrong = f'the logits of the role "{self.role}" are not finite, so that nothing can be sampled.'

@@ -62,7 +62,8 @@ class PPOTrainer(PPOLoop):
         named: those of `SamplingTrainer`.
 
     Raises:
-        ConfigError: `generation` is merged, and there is nothing that it could merge, or no room for it.
+        ConfigError: `generation` is merged, and there is nothing that it could merge, or no room for it; or it is with
+            graphs, and the base is on no CUDA device.
         DataError: too few prompts, or no `input_ids`.
         SelfCheckError: tokenizer and base do not agree.
     """
@@ -79,8 +80,7 @@ class PPOTrainer(PPOLoop):
             DataError: `max_length` leaves a prompt no room for a response.
         """
         do_sample = self.args.rollout_do_sample if do_sample is None else do_sample
-        merged = self.args.generation == "merged"
-        return self.rollouts.sampler(do_sample=do_sample, merged=merged)(batch)
+        return self.rollouts.sampler(do_sample=do_sample, **self.args.decoding)(batch)
 
     def score(self, batch: dict[str, Any], responses: Rollout) -> Scores:
         """One score for each response: float32 (B,); `DenseScores` from a reward that gives them.

@@ -61,7 +61,9 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
                 check_room(map(len, prompts["input_ids"]), args.max_length)
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, reward=reward, **named)
         self.saved_roles = roles.trained_roles
-        if args.generation == "merged":  # before anything is sampled, and before the first copies of weights
+        if args.decoding["graphs"]:
+            self_checks.check_device_records(roles.device)
+        if args.decoding["merged"]:  # before anything is sampled, and before the first copies of weights
             with self.compute_loss_context_manager():
                 self_checks.check_room_to_merge(roles)
         if args.early_stopping_patience is not None:
@@ -135,8 +137,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
 
     def _check_rollouts(self) -> None:
         prompt, pad = self.train_dataset[0]["input_ids"], self.processing_class.pad_token_id
-        autocast, merged = self.compute_loss_context_manager, self.args.generation == "merged"
-        self_checks.check_rollout_uses_policy(self.roles, prompt, pad_token_id=pad, merged=merged, autocast=autocast)
+        autocast, decoding = self.compute_loss_context_manager, self.args.decoding
+        self_checks.check_rollout_uses_policy(self.roles, prompt, pad_token_id=pad, autocast=autocast, **decoding)
 
     # ------------------------------------------------------------------ saving
 

@@ -49,6 +49,10 @@ def _of_the_value_role(name: str, allowed: Range) -> Any:
     return setting(None, f"Of the value role's own parameters; null for {name}.", allowed)
 
 
+WITHOUT_COPY = {"merged": "eager", "merged_graphs": "graphs"}
+"""The same `generation` without a copy of the weights."""
+
+
 @dataclass
 class PPOConfig(TRLPPOConfig):
     """The `PPOConfig` of TRL 1.12 and what it lacks.
@@ -80,11 +84,12 @@ class PPOConfig(TRLPPOConfig):
     eval_do_sample: bool = setting(
         False, "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily.", in_trl_loop=True
     )
-    generation: Literal["eager", "merged"] = setting(
+    generation: Literal["eager", "graphs", "merged", "merged_graphs"] = setting(
         "eager",
         "How responses are generated that are learnt from: eager by the layers as they are (on a CPU in float32 merged "
         "where an eighth of the memory holds it), merged by a copy of the weights with the adapter in it, in the "
-        "precision of the passes, made each time.",
+        "precision of the passes, made each time; with graphs (of either) a card plays a pass over new tokens back "
+        "from a CUDA graph, which is recorded each time.",
     )
     importance_sampling_cap: float | None = setting(
         None,
@@ -268,6 +273,11 @@ class PPOConfig(TRLPPOConfig):
             "betas": None if beta1 is None and beta2 is None else betas,
         }
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def decoding(self) -> dict[str, bool]:
+        """`generation`, by the arguments of `SharedBase.generate`."""
+        return {"merged": "merged" in self.generation, "graphs": "graphs" in self.generation}
 
     @property
     def rollout_batch_size(self) -> int:

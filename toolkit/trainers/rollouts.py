@@ -112,10 +112,10 @@ class Rollouts(RoleRollouts):
     args: PPOConfig
     at_a_time = "local_rollout_forward_batch_size"
 
-    def sampler(self, *, do_sample: bool = True, merged: bool = False) -> Sampler:
-        """The policy, sampled or decoded greedily; its adapter merged into a copy of the weights where asked for."""
+    def sampler(self, *, do_sample: bool = True, **decoding: bool) -> Sampler:
+        """The policy, sampled or decoded greedily; `merged` and with `graphs` where asked for."""
         temperature = self.args.temperature if do_sample else None
-        return self._sampler(max_length=self.args.max_length, temperature=temperature, merged=merged)
+        return self._sampler(max_length=self.args.max_length, temperature=temperature, **decoding)
 
     def measured(self) -> tuple[Sampler, Callable[[Rollout], Tensor]]:
         return self.sampler(do_sample=self.args.eval_do_sample), self.log_ratios

@@ -19,6 +19,7 @@ from toolkit import processes
 from toolkit.errors import ConfigError, DataError, SelfCheckError
 from toolkit.models import SharedBase, embeddings_needed
 
+_IN_GRAPHS = 4  # tokens: of the prompt, of a plain pass, of one that is recorded, of one that is played back again
 # How far from 1 the ratio may be before the first update, as the mean of |log ratio|. Old and new
 # log-probabilities come from the same kind of forward pass, but the rows of a batch differ, and with them
 # the order of summation. Far below what one wrong adapter or a dropout would give.
@@ -65,39 +66,62 @@ def check_rollout_uses_policy(
     *,
     pad_token_id: int,
     merged: bool = False,
+    graphs: bool = False,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> None:
     """What generation samples from is the policy: it changes when the policy's adapter does.
 
-    The adapter is changed for two forward passes of any prompt, each in a context of `autocast`, since a region keeps
-    the cast weights that it has seen, and put back. Peers sampled from the bare base for whole runs without noticing
+    The adapter is changed for a few forward passes of any prompt, in contexts of `autocast`, since a region keeps the
+    cast weights that it has seen, and put back. Peers sampled from the bare base for whole runs without noticing
     (verl#3821).
     """
-    ids = torch.tensor([prompt], device=base.device)
-    mask, parameters = torch.ones_like(ids), base.parameters_of("policy")
-    config = GenerationConfig(max_new_tokens=1, do_sample=False, pad_token_id=pad_token_id)
+    parameters, tokens = base.parameters_of("policy"), _IN_GRAPHS if graphs else 1
+    positions, _ = base.positions
+    never = base.causal_lm.get_input_embeddings().weight.shape[0]  # the first id that no token has
+    ids = torch.tensor([prompt if positions is None else prompt[: positions + 1 - tokens]], device=base.device)
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=never, pad_token_id=pad_token_id)
 
-    def generated() -> Tensor:
+    def generated() -> tuple[Tensor, Tensor]:
+        """Prompt and tokens, int64 (1, L), and what each token was taken from, float32 (T, V)."""
         seen = _Seen()
         with base.role("policy"), autocast():
-            base.generate(ids, mask, config, merged=merged, logits_processor=LogitsProcessorList([seen]))
-        return seen.scores
+            new = base.generate(
+                ids,
+                torch.ones_like(ids),
+                config,
+                merged=merged,
+                graphs=graphs,
+                logits_processor=LogitsProcessorList([seen]),
+            )
+        return torch.cat([ids, new], dim=1), torch.cat(seen.scores)
 
-    before = generated()
+    _, before = generated()
     noise = torch.Generator().manual_seed(0)
     saved = [p.clone() for p in parameters]
     try:
         for parameter in parameters:  # of both signs: alike they would add up, past float16's range
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise).to(parameter))
-        changed = generated()
+        row, changed = generated()
         with base.role("policy"), base.in_eval_mode(), autocast():
-            expected = base.logits(base.hidden_states(ids, mask))[:, -1].float()
+            read = row[:, :-1]
+            expected = base.logits(base.hidden_states(read, torch.ones_like(read)))[0, -len(changed) :].float()
     finally:  # Ctrl-C in a notebook would leave another policy behind
         for parameter, old in zip(parameters, saved, strict=True):
             parameter.copy_(old)
-    scale = (expected - before).abs().max()
-    if not (scale > 0 and (changed - expected).abs().max() <= 0.2 * scale):  # nor where they are NaN
+    scale = (expected[0] - before[0]).abs().max()
+    off = (changed - expected).abs().amax(dim=1)
+    if not (scale > 0 and off[0] <= 0.2 * scale):  # nor where they are NaN
         raise SelfCheckError("rollouts do not come from the policy's adapter: generation ignores a change of it.")
+    if not off.max() <= 0.2 * scale:
+        wrong = "tokens that a graph of this base gives come from other logits than a pass over them has."
+        raise ConfigError(wrong, field="generation", remedy="Take eager or merged.")
+
+
+def check_device_records(device: torch.device) -> None:
+    """What the base is on has graphs."""
+    if device.type != "cuda":
+        wrong = f"graphs are of CUDA devices, and the base is on the {device.type.upper()}."
+        raise ConfigError(wrong, field="generation", remedy="Take eager or merged.")
 
 
 def check_room_to_merge(base: SharedBase) -> None:
@@ -117,10 +141,13 @@ def check_room_to_merge(base: SharedBase) -> None:
 
 
 class _Seen(LogitsProcessor):
-    """What a token is drawn from, float32 (B, V)."""
+    """What each token is drawn from, float32 (B, V)."""
+
+    def __init__(self) -> None:
+        self.scores = list[Tensor]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.scores = scores
+        self.scores.append(scores)
         return scores
 
 
