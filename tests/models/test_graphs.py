@@ -178,8 +178,7 @@ def test_a_pass_reads_what_it_is_given_each_time():
         assert torch.equal(positions[:, 0], lengths + step) and torch.equal(seen, lengths + step + 1)
 
 
-@pytest.mark.parametrize("generation", ["graphs", "merged_graphs"])
-@pytest.mark.parametrize("nf4", [False, True])
+@pytest.mark.parametrize(("generation", "nf4"), [("graphs", False), ("graphs", True), ("merged_graphs", False)])
 def test_an_update_learns_from_what_was_played_back(generation, nf4, tmp_path, monkeypatch):
     """On a card where there is one (`make test-gpu`): what a graph needs of real kernels only it can show."""
     on_card, dtype = torch.cuda.is_available(), "bfloat16" if nf4 else "float32"
