@@ -2,13 +2,15 @@
 
     python -m benchmarks.fooled train.jsonl validation.jsonl base.model=/path/to/SmolLM2-135M-Instruct
     python -m benchmarks.fooled --form made train.jsonl validation.jsonl base.model=/path/to/SmolLM2-135M-Instruct
+    python -m benchmarks.fooled --form relevant --encoder /path/to/all-MiniLM-L6-v2 train.jsonl validation.jsonl …
 
 Runs a form of `smollm2_135m_lora` for each seed, with a judge that PPO does not see, and puts the policy beside that
 from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs that a program makes; its judge
 was taught whether a response belongs to its prompt or to another's, and what comes back at the end is what the judge
-likes best. `made` is the recipe, whose judge has other pairs; `plain` is that without the made pairs, from the same sft
-adapters. Stages that are finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`,
-`docs/figures/FORM.svg`, and the tables in `docs/fooled_rewards.md`.
+likes best. `relevant` is the same with a judge that nobody taught, a sentence encoder. `made` is the recipe, whose
+judge has other pairs; `plain` is that without the made pairs, from the same sft adapters. Stages that are finished are
+not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
+`docs/fooled_rewards.md`.
 """
 
 import json
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
@@ -33,6 +35,7 @@ from benchmarks.demonstrations import cell_of, perplexity, run_stage
 from benchmarks.errors import BenchmarkError
 from benchmarks.paired import bootstrap
 from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, save_figure, where, write_result
+from benchmarks.relevance import as_function, share_told
 from toolkit import recipes
 from toolkit.functional import standard_error, wilson_interval
 from toolkit.reports import read_jsonl, write_jsonl
@@ -68,7 +71,7 @@ class Form:
     """What is run.
 
     Args:
-        judge: beside PPO.
+        judge: beside PPO, of `JUDGES`, or `RELEVANCE`.
         ppo: settings of that stage.
         settings: of the recipe, for all stages.
         updates: between two evaluations.
@@ -89,6 +92,8 @@ JUDGES = {
     "judge": Judge("third", 8),
     "third": Judge("third", 9, (_PLAIN,)),
 }
+RELEVANCE = "relevance"
+"""A judge by `benchmarks.relevance`, in place of a reward adapter."""
 AS_IT_WAS = {
     "max_steps": 60,
     "gradient_accumulation_steps": 4,
@@ -97,8 +102,11 @@ AS_IT_WAS = {
     "kl_coef": 0.05,
 }
 """PPO of the recipe before its reward had pairs that a program makes."""
+Beside: TypeAlias = tuple[Mapping[str, Any], Mapping[str, str]]
+"""A reward that PPO does not see: the section `judge` of it, and the adapter that it has."""
 FORMS = {
     "fooled": Form("belongs", 15, AS_IT_WAS, (_PLAIN,), follows=True),
+    "relevant": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), follows=True),
     "made": Form("judge", 10, {}),
     "plain": Form("judge", 10, {}, (_PLAIN,), begins_as="made"),
 }
@@ -140,20 +148,40 @@ def _divided(train: Path, validation: Path, folder: Path) -> dict[str, tuple[str
     }
 
 
-def run(name: str, train: Path, validation: Path, folder: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
+def run(
+    name: str,
+    train: Path,
+    validation: Path,
+    folder: Path,
+    overrides: Sequence[str],
+    seeds: Sequence[int],
+    encoder: str = "",
+) -> Path:
     """All stages of all seeds of a form, and the result's path."""
     runs = folder.resolve() / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     data = _divided(train, validation, runs.parent)
     form = FORMS[name]
-    judges = (form.judge, "third")
-    for one in judges:
-        judge = JUDGES[one]
-        run_stage("reward", RECIPE, one, runs, f"seed={judge.seed}", *data[judge.data], *overrides, *judge.settings)
+    beside, accuracies = list[Beside](), dict[str, float]()
+    for one in (form.judge, "third"):
+        if one == RELEVANCE:
+            told = [_apart(pair) for pair in read_jsonl(runs.parent / "belongs_validation.jsonl")]
+            accuracies[one] = share_told(told, encoder)
+            beside.append(({"kind": "function", "function": as_function(encoder, runs.parent)}, {}))
+        else:
+            judge = JUDGES[one]
+            run_stage("reward", RECIPE, one, runs, f"seed={judge.seed}", *data[judge.data], *overrides, *judge.settings)
+            accuracies[one] = reward_figures(runs / one)["accuracy"]
+            beside.append(({"kind": "adapter"}, {"judge": str(runs / one / "reward" / "reward")}))
     own = [*data["pairs"], *overrides]
-    found = {str(seed): _of_seed(name, seed, runs, [f"seed={seed}", *own]) for seed in seeds}
-    accuracies = {one: reward_figures(runs / one)["accuracy"] for one in judges}
+    found = {str(seed): _of_seed(name, seed, runs, [f"seed={seed}", *own], *beside) for seed in seeds}
     return write_result(new_result(name, seeds=found, judges=accuracies), RESULTS)
+
+
+def _apart(pair: Mapping[str, str]) -> tuple[str, str, str]:
+    """The prompt of a pair of `belonging`, its own response, and the other one."""
+    start = pair["chosen"].rindex(_ANSWER) + len(_ANSWER)
+    return pair["chosen"][:start], pair["chosen"][start:].strip(), pair["rejected"][start:].strip()
 
 
 def reward_figures(run: Path) -> dict[str, float]:
@@ -162,16 +190,17 @@ def reward_figures(run: Path) -> dict[str, float]:
     return after
 
 
-def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
+def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: Beside, third: Beside) -> dict[str, Any]:
     """The stages of a seed, its curve and warnings, and its policies before PPO and after it."""
     form = FORMS[name]
     for stage, of in {"sft": form.begins_as or name, "reward": name}.items():
         run_stage(stage, RECIPE, f"{of}-{seed}", runs, *settings, *FORMS[of].settings)
     begun = recipes.load(RECIPE, *settings, *form.settings, run=f"{name}-{seed}", runs_dir=runs)
-    reward, judge, third = (str(runs / name / "reward" / "reward") for name in (begun.run, form.judge, "third"))
+    reward = str(runs / begun.run / "reward" / "reward")
     values = {key: value for key, value in begun.values.items() if key not in ("sft", "reward", "reward_head")}
     before = str(runs / f"{form.begins_as or name}-{seed}" / "sft" / "policy")
-    values |= {"start": {"policy": before, "reward": reward, "judge": judge}, "judge": {"kind": "adapter"}}
+    section, start = judge
+    values |= {"start": {"policy": before, "reward": reward, **start}, "judge": section}
     values["data"]["max_validation_rows"] = PROMPTS
     values["ppo"] |= {**form.ppo, "eval_strategy": "steps", "eval_steps": form.updates, "save_steps": form.updates}
     values["ppo"] |= {"per_device_eval_batch_size": PROMPTS}
@@ -187,8 +216,10 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str]) -> dict[
     curve = [{"update": 0, **{key: result["before"][key] for key in _DRAWN}}, *curve]
     model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
     for when, policy in {"before": before, "after": str(ppo / "policy")}.items():
-        roles = {"policy": policy, "reward": reward}
-        judged, by_third = (asked(recipe.values, **roles, judge=one) for one in (judge, third))
+        judged, by_third = (
+            asked({**recipe.values, "judge": section}, policy=policy, reward=reward, **start)
+            for section, start in (judge, third)
+        )
         if judged.rollout.response_ids != by_third.rollout.response_ids:
             raise BenchmarkError(f"{recipe.run}: the two evaluations {when} PPO have not the same responses.")
         assert judged.judged is not None and by_third.judged is not None
@@ -379,11 +410,15 @@ def main(
     folder: Annotated[Path, typer.Option(help="Where the data that it makes and the runs go.")] = Path("runs/fooled"),
     seed: Annotated[list[int] | None, typer.Option(help="Only this one; may be given several times.")] = None,
     form: Annotated[str, typer.Option(help=" or ".join(FORMS))] = "fooled",
+    encoder: Annotated[Path | None, typer.Option(help="Of `relevant`, the folder of a sentence encoder.")] = None,
 ) -> None:
     """Run what is not finished yet, draw the figure and fill the tables."""
     if form not in FORMS:
         raise typer.BadParameter(f"{form!r} is none of {', '.join(FORMS)}.")
-    show(form, run(form, train, validation, folder, overrides or (), seed or SEEDS))
+    if (encoder is None) == (FORMS[form].judge == RELEVANCE):
+        raise typer.BadParameter("--encoder is of the form `relevant`, which needs one.")
+    folder_of_encoder = "" if encoder is None else str(encoder.resolve())
+    show(form, run(form, train, validation, folder, overrides or (), seed or SEEDS, folder_of_encoder))
 
 
 if __name__ == "__main__":
