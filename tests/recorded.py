@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 _ASKING = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default, _aten.masked_select.default}
+_ASKING.add(_aten._grouped_mm.default)  # torch's kernel for all cards but Hopper and B200 (pytorch#169970)
 
 
 class Graph:

@@ -1,5 +1,7 @@
 """New tokens by passes that are played back, against transformers' own loop; without a card: `tests.recorded`."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -34,8 +36,8 @@ def a_base(kind, tmp_path):
         return randomize(base, "policy")
 
 
-# By positions learnt and turned, latent attention, a mixture, and windows that are longer than a row.
-KINDS = ["llama", "qwen2", "gpt2", "opt", "llama in NF4", "mistral", "deepseek_v3", "qwen3_moe", "gemma3_text"]
+# By positions learnt and turned, latent attention, and windows that are longer than a row.
+KINDS = ["llama", "qwen2", "gpt2", "opt", "llama in NF4", "mistral", "youtu", "gemma3_text"]
 
 
 @pytest.mark.parametrize(("kind", "padded"), [*((kind, True) for kind in KINDS), ("llama", False), ("gpt2", False)])
@@ -123,7 +125,9 @@ def with_eager_attention():
         ),
         (partial(tiny_architecture, "mamba"), "of a MambaForCausalLM: its cache is not one of keys and values"),
         (partial(tiny_architecture, "bloom"), "of a BloomForCausalLM: it takes no positions"),
-        (with_eager_attention, 'of a LlamaForCausalLM with "eager" attention'),
+        (partial(tiny_architecture, "qwen3_moe"), "of a Qwen3MoeForCausalLM: operation not permitted"),
+        (partial(tiny_architecture, "gemma2"), 'of a Gemma2ForCausalLM with "eager" attention. Take eager or merged'),
+        (with_eager_attention, 'of a LlamaForCausalLM with "eager" attention. Set base.attn_implementation to "sdpa"'),
     ],
 )
 def test_what_has_no_graphs_is_refused(model, says):
@@ -140,19 +144,45 @@ def test_a_pass_that_asks_for_a_number_is_refused():
         greedy(base.causal_lm, by=recorded, eos=99)
 
 
-def test_where_memory_runs_out_it_says_so():
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])  # of the allocator, and of CUDA itself
+def test_where_memory_runs_out_it_says_so_and_holds_none(kind):
     """The rows of a pass are then halved (`toolkit.portion`)."""
-    base = shared_base()
-    passes = []
+    base, passes, caches = shared_base(), [], []
 
-    def out_of_memory(*_):
-        passes.append(1)
-        if len(passes) == 3:  # the one that is recorded
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+    def out_of_memory(_, given, named):
+        caches.append(weakref.ref(named["past_key_values"]))
+        if len(caches) == 3:  # the one that is recorded
+            raise kind("CUDA error: out of memory")
 
-    base.causal_lm.model.norm.register_forward_hook(out_of_memory)
-    with graphs_without_a_card(), pytest.raises(torch.OutOfMemoryError):
-        base.generate(IDS, MASK, FIVE_TOKENS, graphs=True)
+    base.causal_lm.register_forward_pre_hook(out_of_memory, with_kwargs=True)
+    gc.disable()
+    try:
+        with graphs_without_a_card():
+            try:
+                base.generate(IDS, MASK, FIVE_TOKENS, graphs=True)
+            except torch.OutOfMemoryError:
+                passes.append(1)
+            assert passes and caches[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_windows_are_held_against_the_longest_prompt_before_a_run(tmp_path, monkeypatch):
+    """A batch of shorter ones would do, and the check of a few tokens, too."""
+    monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
+
+    def made(window):
+        base = SharedBase(tiny_architecture("mistral", sliding_window=window))
+        base.add_role("reference")
+        for role in ("policy", "value"):
+            base.add_role(role, lora())
+        return trainer(tmp_path, base, lambda rollout: [0.5] * len(rollout), generation="graphs", response_length=9)
+
+    made(25)  # prompts of six tokens, padded to eight, and nine more: room is in eights
+    with pytest.raises(
+        ConfigError, match="generation: graphs cannot be made of a MistralForCausalLM: its cache is not"
+    ):
+        made(17)
 
 
 def test_a_pass_reads_what_it_is_given_each_time():

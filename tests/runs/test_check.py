@@ -702,10 +702,17 @@ def test_a_stage_is_not_kept_off_a_card_that_has_the_base(checkpoint, tmp_path, 
     assert refused.value.problems[0].field == "ppo.use_cpu"
 
 
-def test_graphs_without_a_card_are_refused_before_earlier_stages_run(checkpoint, tmp_path):
+def test_graphs_that_there_cannot_be_are_refused_before_earlier_stages_run(checkpoint, tmp_path, monkeypatch):
     (problem,) = check(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs")).problems
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     assert (
         problem.field == "ppo.generation" and "graphs are of CUDA devices, and the base is on the CPU" in problem.wrong
     )
+    monkeypatch.setattr(build, "check_device_records", lambda device: None)
+    assert check(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs")).problems == ()
+    recipe = chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs", "base.attn_implementation=eager")
+    (problem,) = check(recipe).problems
+    assert problem.field == "ppo.generation" and 'of a LlamaForCausalLM with "eager" attention' in problem.wrong
+    with pytest.raises(
+        ConfigError, match=r'^ppo\.generation: graphs cannot be made of a LlamaForCausalLM with "eager"'
+    ):
+        plan(recipe, "4090")

@@ -270,19 +270,21 @@ class CountedUpdate:
                     self._forward(rows, missing, cache)
             with self.counted.phase() as last:
                 self._forward(rows, 1, cache)
-            takes = {"past_key_values", "position_ids"} <= self._known.keys()
-            by_graphs = self._by_graphs(rows, cache) if graphs and takes and cache.is_used else None
+            by_graphs = self._by_graphs(rows, cache) if graphs else None
         return _Decoding(prefill, (first, last), by_graphs)
 
     def _by_graphs(self, rows: int, cache: "_Cache") -> tuple[Costs, Costs, Costs] | None:
-        step, token = RecordedPass(self.roles.causal_lm, cache.tokens), torch.ones(rows, 1).long()
+        try:
+            step = RecordedPass(self.roles.causal_lm, cache.tokens)
+        except ConfigError:
+            if self.args.decoding["graphs"]:
+                raise
+            return None
+        token = torch.ones(rows, 1).long()
         given = {"input_ids": token, "position_ids": token, "past_key_values": cache, "use_cache": True}
         given |= self._last_alone
-        try:
-            with self.counted.phase():  # which makes the room for all tokens: a layer's keys and values are there twice
-                step.plain(**given)
-        except ConfigError:
-            return None
+        with self.counted.phase():  # which makes the room for all tokens: a layer's keys and values are there twice
+            step.plain(**given)
         with self.counted.phase() as recorded:
             logits = step.plain(**given).logits
         with self.counted.phase() as draw:

@@ -36,7 +36,7 @@ from toolkit.models.forward import (
     value_after_response,
 )
 from toolkit.models.freed_memory import FreedMemory, keep_freed_memory
-from toolkit.models.graphs import RecordedPass
+from toolkit.models.graphs import RecordedPass, check_records
 from toolkit.models.heads import HeadInit, QBound, ScoreHead, score_positions
 from toolkit.models.load import (
     META,

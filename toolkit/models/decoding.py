@@ -109,8 +109,8 @@ def decode(
     positions = positions_of(model.config)
     first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
     in_line = packs_prompts and len(ids) > 1 and "logits_to_keep" in first and keeps_all(first.get("past_key_values"))
-    passed = _read_in_line(model, first) if in_line else model(**first, return_dict=True)
     step = RecordedPass(model, output.shape[1]) if graphs else partial(model, return_dict=True)
+    passed = _read_in_line(model, first) if in_line else model(**first, return_dict=True)
     living_at_least = _LIVING_IN_GRAPHS if graphs else _LIVING
     with model._optimize_model_for_decode() if len(ids) <= _FEW else nullcontext():
         while True:

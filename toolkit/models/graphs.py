@@ -5,9 +5,10 @@ played back, the card goes from one to the next by itself. A graph reads and wri
 and values stand in slots for all tokens to come, and what a pass is given is copied to where the graph reads it.
 
 It is recorded anew in each rollout, and whenever rows have left. That executes nothing and costs Python's time for one
-pass. In return nothing stays behind that an optimizer's step would make stale, and no memory is held during an update.
+pass. In return nothing stays behind that an optimizer's step would make stale, and an update has the memory.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,9 +21,36 @@ from toolkit.errors import ConfigError
 _MULTIPLE = 8  # of slots: where a mask has another width, attention copies it to such a one in each layer
 
 
+_REMEDY = "Take eager or merged."
+
+
 def keeps_all(cache: Any) -> bool:
     """Whether it is a cache of keys and values of all tokens, in each layer."""
     return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def check_records(model: PreTrainedModel, width: int) -> None:
+    """Nothing, if passes over one token of rows of at most `width` tokens are of a kind that is known here.
+
+    Raises:
+        ConfigError: they are not. That one of another kind asks for a number, which no graph can, only a card tells.
+    """
+    what, takes = f"graphs cannot be made of a {type(model).__name__}", inspect.signature(model.forward).parameters
+    if "past_key_values" not in takes or not _have_slots(DynamicCache(config=model.config), width):
+        raise _refused(f"{what}: its cache is not one of keys and values of all {width} tokens of a row.")
+    if "position_ids" not in takes:
+        raise _refused(f"{what}: it takes no positions.")
+    if (attention := model.config.get_text_config()._attn_implementation) != "sdpa":
+        remedy = 'Set base.attn_implementation to "sdpa", or take eager or merged.' if model._supports_sdpa else _REMEDY
+        raise _refused(f'{what} with "{attention}" attention.', remedy)
+
+
+def _have_slots(cache: Any, width: int) -> bool:
+    """Whether all layers keep all tokens of rows that are so wide: one with a window does that wants more."""
+    return isinstance(cache, DynamicCache) and all(
+        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > width)
+        for layer in cache.layers
+    )
 
 
 class _Slots(CacheLayerMixin):
@@ -66,10 +94,14 @@ class RecordedPass:
 
     Args:
         width: tokens of a row at most, prompt and response.
+
+    Raises:
+        ConfigError: as `check_records` does.
     """
 
     def __init__(self, model: PreTrainedModel, width: int):
         self.model, self.width = model, -(-width // _MULTIPLE) * _MULTIPLE
+        check_records(model, self.width)
         self._place = torch.zeros(1, dtype=torch.int64, device=model.device)
         self._rows = self._tokens = 0  # now, and of a row, with padding
         self._given: dict[str, Any] = {}  # what each pass over so many rows reads
@@ -107,25 +139,11 @@ class RecordedPass:
             elif isinstance(held, Tensor):
                 held.copy_(inputs[name])
 
-    def _check(self, inputs: dict[str, Any]) -> None:
-        what = f"graphs cannot be made of a {type(self.model).__name__}"
-        cache = inputs.get("past_key_values")
-        if not (isinstance(cache, DynamicCache) and all(map(self._has_slots, cache.layers))):
-            raise _refused(f"{what}: its cache is not one of keys and values of all {self.width} tokens of a row.")
-        if inputs.get("position_ids") is None:
-            raise _refused(f"{what}: it takes no positions.")
-        if (attention := self.model.config.get_text_config()._attn_implementation) != "sdpa":
-            remedy = "Leave out base.attn_implementation, or take eager or merged."
-            raise _refused(f'{what} with "{attention}" attention.', remedy)
-
-    def _has_slots(self, layer: Any) -> bool:
-        is_whole = type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > self.width
-        return is_whole or type(layer) is DynamicLayer
-
     def _make_room(self, inputs: dict[str, Any]) -> None:
         if not self._rows:
-            self._check(inputs)
             cache = inputs["past_key_values"]
+            if not _have_slots(cache, self.width):
+                raise _refused(f"graphs cannot be made of a {type(cache).__name__}.")
             self._tokens = cache.get_seq_length()
             for number, layer in enumerate(cache.layers):
                 cache.layers[number] = _Slots(layer, self.width, self._place)
@@ -142,14 +160,15 @@ class RecordedPass:
             # What other threads do meanwhile, as those of a tracker, has no part in it.
             with torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._passed = self.model(**self._given, return_dict=True)
-        except RuntimeError as error:
-            first = error.__context__ or error  # a recording that fails raises again at its end
-            if isinstance(first, torch.OutOfMemoryError):
-                raise first from None
-            reason = (str(first).splitlines() or [""])[0]
-            raise _refused(f"graphs cannot be made of a {type(self.model).__name__}: {reason}.") from error
-        return graph
+        except RuntimeError as error:  # a recording that fails raises again at its end
+            reason = (str(error.__context__ or error).splitlines() or [""])[0]
+            if "out of memory" not in reason:
+                raise _refused(f"graphs cannot be made of a {type(self.model).__name__}: {reason}.") from error
+        else:
+            return graph
+        # Out of the handler, where nothing holds the frames of the pass: half of the rows are tried next.
+        raise torch.OutOfMemoryError(reason)
 
 
-def _refused(wrong: str, remedy: str = "Take eager or merged.") -> ConfigError:
+def _refused(wrong: str, remedy: str = _REMEDY) -> ConfigError:
     return ConfigError(wrong, field="generation", remedy=remedy)

@@ -20,7 +20,7 @@ from toolkit.sampling import check_room
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.q_learning import check_returns
 from toolkit.trainers.resume import check_batch, steps_of_a_pass
-from toolkit.trainers.self_checks import check_dataset
+from toolkit.trainers.self_checks import check_dataset, check_graphs
 from toolkit.trainers.sft import with_loss
 from toolkit.trainers.stock_ppo import check_trl_loop
 
@@ -211,6 +211,9 @@ class DataCheck:
                 check_dataset(prompts, config.rollout_batch_size)
         with problems.at("ppo"):
             check_room([longest], config.max_length)
+        if roles:
+            with problems.at("ppo"):
+                check_graphs(roles, config, longest)
 
     def _check_length(self, stage: str, longest: int, limit: str | None) -> None:
         """`limit` is the key of what a prompt of section data is to have as a response; None where rows are whole."""

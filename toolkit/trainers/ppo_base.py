@@ -63,6 +63,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.saved_roles = roles.trained_roles
         if args.decoding["graphs"]:
             self_checks.check_device_records(roles.device)
+            self_checks.check_graphs(roles, args, max(map(len, train_dataset["input_ids"])))
         if args.decoding["merged"]:  # before anything is sampled, and before the first copies of weights
             with self.compute_loss_context_manager():
                 self_checks.check_room_to_merge(roles)

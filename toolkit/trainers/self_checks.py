@@ -17,9 +17,11 @@ from transformers import (
 
 from toolkit import processes
 from toolkit.errors import ConfigError, DataError, SelfCheckError
-from toolkit.models import SharedBase, embeddings_needed
+from toolkit.models import LENGTH_MULTIPLE, SharedBase, check_records, embeddings_needed
+from toolkit.trainers.ppo_config import PPOConfig
 
 _IN_GRAPHS = 4  # tokens: of the prompt, of a plain pass, of one that is recorded, of one that is played back again
+_ROWS_IN_GRAPHS = 9
 # How far from 1 the ratio may be before the first update, as the mean of |log ratio|. Old and new
 # log-probabilities come from the same kind of forward pass, but the rows of a batch differ, and with them
 # the order of summation. Far below what one wrong adapter or a dropout would give.
@@ -78,11 +80,13 @@ def check_rollout_uses_policy(
     parameters, tokens = base.parameters_of("policy"), _IN_GRAPHS if graphs else 1
     positions, _ = base.positions
     never = base.causal_lm.get_input_embeddings().weight.shape[0]  # the first id that no token has
-    ids = torch.tensor([prompt if positions is None else prompt[: positions + 1 - tokens]], device=base.device)
+    prompt = prompt if positions is None else prompt[: positions + 1 - tokens]
+    # Of few rows kernels are others than in a rollout: a mixture's, and those of bits.
+    ids = torch.tensor([prompt] * (_ROWS_IN_GRAPHS if graphs else 1), device=base.device)
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=never, pad_token_id=pad_token_id)
 
     def generated() -> tuple[Tensor, Tensor]:
-        """Prompt and tokens, int64 (1, L), and what each token was taken from, float32 (T, V)."""
+        """Prompt and tokens, int64 (rows, L), and what each token of a row was taken from, float32 (T, V)."""
         seen = _Seen()
         with base.role("policy"), autocast():
             new = base.generate(
@@ -93,7 +97,7 @@ def check_rollout_uses_policy(
                 graphs=graphs,
                 logits_processor=LogitsProcessorList([seen]),
             )
-        return torch.cat([ids, new], dim=1), torch.cat(seen.scores)
+        return torch.cat([ids, new], dim=1), torch.stack([scores[0] for scores in seen.scores])
 
     _, before = generated()
     noise = torch.Generator().manual_seed(0)
@@ -101,9 +105,9 @@ def check_rollout_uses_policy(
     try:
         for parameter in parameters:  # of both signs: alike they would add up, past float16's range
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise).to(parameter))
-        row, changed = generated()
+        rows, changed = generated()
         with base.role("policy"), base.in_eval_mode(), autocast():
-            read = row[:, :-1]
+            read = rows[:1, :-1]
             expected = base.logits(base.hidden_states(read, torch.ones_like(read)))[0, -len(changed) :].float()
     finally:  # Ctrl-C in a notebook would leave another policy behind
         for parameter, old in zip(parameters, saved, strict=True):
@@ -122,6 +126,13 @@ def check_device_records(device: torch.device) -> None:
     if device.type != "cuda":
         wrong = f"graphs are of CUDA devices, and the base is on the {device.type.upper()}."
         raise ConfigError(wrong, field="generation", remedy="Take eager or merged.")
+
+
+def check_graphs(base: SharedBase, args: PPOConfig, longest: int) -> None:
+    """Where graphs are asked for, the base has them for prompts of up to so many tokens."""
+    if args.decoding["graphs"]:
+        prompts = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE  # as they are padded
+        check_records(base.causal_lm, prompts + args.response_length)
 
 
 def check_room_to_merge(base: SharedBase) -> None:
