@@ -9,6 +9,7 @@ pass. In return nothing stays behind that an optimizer's step would make stale, 
 """
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -24,9 +25,12 @@ _MULTIPLE = 8  # of slots: where a mask has another width, attention copies it t
 _REMEDY = "Take eager or merged."
 
 
-def keeps_all(cache: Any) -> bool:
-    """Whether it is a cache of keys and values of all tokens, in each layer."""
-    return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+def keeps_all(cache: Any, width: float = math.inf) -> bool:
+    """Whether it is a cache of keys and values, of which each layer keeps all tokens of rows that are so wide."""
+    return isinstance(cache, DynamicCache) and all(
+        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > width)
+        for layer in cache.layers
+    )
 
 
 def check_records(model: PreTrainedModel, width: int) -> None:
@@ -36,21 +40,13 @@ def check_records(model: PreTrainedModel, width: int) -> None:
         ConfigError: they are not. That one of another kind asks for a number, which no graph can, only a card tells.
     """
     what, takes = f"graphs cannot be made of a {type(model).__name__}", inspect.signature(model.forward).parameters
-    if "past_key_values" not in takes or not _have_slots(DynamicCache(config=model.config), width):
+    if "past_key_values" not in takes or not keeps_all(DynamicCache(config=model.config), width):
         raise _refused(f"{what}: its cache is not one of keys and values of all {width} tokens of a row.")
     if "position_ids" not in takes:
         raise _refused(f"{what}: it takes no positions.")
     if (attention := model.config.get_text_config()._attn_implementation) != "sdpa":
         remedy = 'Set base.attn_implementation to "sdpa", or take eager or merged.' if model._supports_sdpa else _REMEDY
         raise _refused(f'{what} with "{attention}" attention.', remedy)
-
-
-def _have_slots(cache: Any, width: int) -> bool:
-    """Whether all layers keep all tokens of rows that are so wide: one with a window does that wants more."""
-    return isinstance(cache, DynamicCache) and all(
-        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > width)
-        for layer in cache.layers
-    )
 
 
 class _Slots(CacheLayerMixin):
@@ -142,7 +138,7 @@ class RecordedPass:
     def _make_room(self, inputs: dict[str, Any]) -> None:
         if not self._rows:
             cache = inputs["past_key_values"]
-            if not _have_slots(cache, self.width):
+            if not keeps_all(cache, self.width):
                 raise _refused(f"graphs cannot be made of a {type(cache).__name__}.")
             self._tokens = cache.get_seq_length()
             for number, layer in enumerate(cache.layers):
