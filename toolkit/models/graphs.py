@@ -20,8 +20,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from toolkit.errors import ConfigError
 
 _MULTIPLE = 8  # of slots: where a mask has another width, attention copies it to such a one in each layer
-
-
 _REMEDY = "Take eager or merged."
 
 
