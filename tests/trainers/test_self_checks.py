@@ -11,7 +11,7 @@ from tests.tiny_models import lora, shared_base, tiny_model
 from tests.trainers.helpers import PROMPTS, rollout, trainer
 from toolkit.data import doubling
 from toolkit.errors import ConfigError, SelfCheckError
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, decoding
 from toolkit.models.graphs import RecordedPass
 from toolkit.trainers import ppo, self_checks
 
@@ -48,6 +48,20 @@ def test_graphs_that_play_back_another_pass_are_noticed(monkeypatch):
         monkeypatch.setattr(RecordedPass, "__call__", of_the_first)
         with pytest.raises(ConfigError, match="generation: tokens that a graph of this base gives"):
             self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0, graphs=True)
+
+
+def test_graphs_are_tried_with_as_many_rows_as_change_kernels():
+    """On a card a mixture has one for few rows that can be recorded, and on most cards none for more."""
+    base, rows = shared_base(), []
+
+    def token(_, given, named):
+        if named["input_ids"].shape[1] == 1:
+            rows.append(len(named["input_ids"]))
+
+    base.causal_lm.register_forward_pre_hook(token, with_kwargs=True)
+    with graphs_without_a_card():
+        self_checks.check_rollout_uses_policy(base, [1, 4, 9], pad_token_id=0, graphs=True)
+    assert len(rows) == 4 and min(rows) > decoding._FEW
 
 
 @pytest.mark.parametrize("generation", ["graphs", "merged_graphs"])
