@@ -37,6 +37,7 @@ from benchmarks.paired import bootstrap
 from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, save_figure, where, write_result
 from benchmarks.relevance import as_function, share_told
 from toolkit import recipes
+from toolkit.checkpoints import checkpoints_in
 from toolkit.functional import standard_error, wilson_interval
 from toolkit.reports import read_jsonl, write_jsonl
 from toolkit.sampling import Evaluation
@@ -215,16 +216,20 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
     curve = [{"update": row["step"], **{key: row[f"eval_{key}"] for key in _DRAWN}} for row in evaluated]
     curve = [{"update": 0, **{key: result["before"][key] for key in _DRAWN}}, *curve]
     model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
-    for when, policy in {"before": before, "after": str(ppo / "policy")}.items():
+    folders = {"before": before, "after": str(ppo / "policy")}
+    if form.follows:
+        folders["last"] = str(checkpoints_in(ppo)[-1] / "policy")
+    for when, policy in folders.items():
         judged, by_third = (
             asked({**recipe.values, "judge": section}, policy=policy, reward=reward, **start)
             for section, start in (judge, third)
         )
         if judged.rollout.response_ids != by_third.rollout.response_ids:
-            raise BenchmarkError(f"{recipe.run}: the two evaluations {when} PPO have not the same responses.")
+            raise BenchmarkError(f"{recipe.run}: the two evaluations of {policy} have not the same responses.")
         assert judged.judged is not None and by_third.judged is not None
         rows = said(judged)
-        figures = {"third": by_third.metrics["judge"], "third_se": by_third.metrics["judge_se"], **result[when]}
+        figures = {"third": by_third.metrics["judge"], "third_se": by_third.metrics["judge_se"]}
+        figures |= result.get(when, judged.metrics)
         figures["perplexity"] = perplexity(model, recipe.tokenizer, rows)
         each = {"score": judged.scores, "judge": judged.judged, "third": by_third.judged}
         policies[when] = {
@@ -295,6 +300,7 @@ def _table(result: Mapping[str, Any]) -> str:
     """What each seed's policy is like before PPO and after it, the way there, and the warnings."""
     seeds = result["seeds"]
     policies = [tuple(one["policies"].values()) for one in seeds.values()]
+    ends = "before → after" if len(policies[0]) == 2 else "before → what the judge likes best → at the end"
 
     def mean(of: Mapping[str, Any], key: str) -> str:
         return f"{of['figures'][key]:.2f} ± {of['figures'][f'{key}_se']:.2f}"
@@ -319,7 +325,7 @@ def _table(result: Mapping[str, Any]) -> str:
     measured |= {"share that ends by itself": (plain, "eos_share"), "share with an apology": (share, "")}
     measured |= {"different responses": (different, ""), "perplexity under the base": (likely, "perplexity")}
     rows = [
-        [title, *(" → ".join(cell(of, key) for of in two) for two in policies)]
+        [title, *(" → ".join(cell(of, key) for of in of_seed) for of_seed in policies)]
         for title, (cell, key) in measured.items()
     ]
     gains = [[f"gain by {whose}", *_gains(policies, key)] for key, whose in _BY.items()] if with_each else []
@@ -334,7 +340,7 @@ def _table(result: Mapping[str, Any]) -> str:
     ]
     columns = ["seed", "update", "score", "judge", "KL a response", "tokens", "share of different responses"]
     tables = [
-        markdown(["held-out prompts, before → after", *(f"seed {seed}" for seed in seeds)], rows),
+        markdown([f"held-out prompts, {ends}", *(f"seed {seed}" for seed in seeds)], rows),
         markdown(["gain, prompt by prompt", *(f"seed {seed}" for seed in seeds), "all (95 %)"], gains) if gains else "",
         markdown(columns, points),
     ]
@@ -349,28 +355,29 @@ def _table(result: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, [*tables, "\n".join(told), accuracy]))
 
 
-def _gains(policies: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], key: str) -> Iterator[str]:
+def _gains(policies: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Iterator[str]:
     """Of each seed with the standard error over its prompts; of all with an interval over seeds and prompts."""
-    each = [[torch.tensor(of["each"][key], dtype=torch.float64) for of in two] for two in policies]
-    gained = torch.stack([after - before for before, after in each])
+    each = [[torch.tensor(of["each"][key], dtype=torch.float64) for of in of_seed] for of_seed in policies]
+    gained = torch.stack([after - before for before, after, *_ in each])
     for of_seed in gained:
         yield f"{of_seed.mean():+.2f} ± {standard_error(of_seed):.2f}"
     low, high = bootstrap(gained)
     yield f"{gained.mean():+.2f} ({low:+.2f} to {high:+.2f})"
 
 
-def _where_both_end(policies: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], key: str) -> Iterator[str]:
+def _where_both_end(policies: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Iterator[str]:
     """The gain on prompts whose response ended before PPO and after it, of each seed with its standard error; of all by
     prompt, each by its mean over the seeds with which it did, with an interval over the prompts."""
 
     def each(of: Mapping[str, Any]) -> Tensor:
         return torch.tensor([float(len(text.split())) for text in of["said"]] if key == _WORDS else of["each"][key])
 
-    ended = torch.stack([torch.tensor(before["ended"]) & torch.tensor(after["ended"]) for before, after in policies])
-    gained = torch.stack([each(after) - each(before) for before, after in policies])
+    both = [(before, after) for before, after, *_ in policies]
+    ended = torch.stack([torch.tensor(before["ended"]) & torch.tensor(after["ended"]) for before, after in both])
+    gained = torch.stack([each(after) - each(before) for before, after in both])
     number = ended.sum(dim=0)
     of_all = ((gained * ended).sum(dim=0) / number)[number > 0]
-    for some in (*(of_seed[both] for of_seed, both in zip(gained, ended, strict=True)), of_all):
+    for some in (*(of_seed[kept] for of_seed, kept in zip(gained, ended, strict=True)), of_all):
         mean, error = float(some.mean()), standard_error(some) if len(some) > 1 else math.nan
         half = 1.96 * error
         shown = f"({mean - half:+.2f} to {mean + half:+.2f})" if some is of_all else f"± {error:.2f}"
@@ -378,19 +385,22 @@ def _where_both_end(policies: Sequence[tuple[Mapping[str, Any], Mapping[str, Any
 
 
 def _samples(seeds: Mapping[str, Any]) -> str:
-    """Responses before and after, of all seeds, side by side in an order of their own; below them which is which.
+    """Responses before and after, of all seeds, side by side in an order of their own; below them which is which. Where
+    the judge was followed, these and those of the end.
 
     Without the prompts, which are made to provoke.
     """
     drawn = random.Random(0)
     policies = [one["policies"] for one in seeds.values()]
-    pairs = [pair for of in policies for pair in zip(of["before"]["said"], of["after"]["said"], strict=True)]
+    one, other = ("after", "last") if "last" in policies[0] else ("before", "after")
+    pairs = [pair for of in policies for pair in zip(of[one]["said"], of[other]["said"], strict=True)]
     rows, key = [], []
     for number, pair in enumerate(drawn.sample(pairs, min(SHOWN, len(pairs))), 1):
         swapped = drawn.random() < 0.5
         rows.append([str(number), *map(cell_of, pair[::-1] if swapped else pair)])
         key.append(f"{number} {'A' if swapped else 'B'}")
-    told = f"<details><summary>Which is the one after PPO</summary>\n\n{', '.join(key)}\n</details>"
+    which = "of the end" if other == "last" else "after PPO"
+    told = f"<details><summary>Which is the one {which}</summary>\n\n{', '.join(key)}\n</details>"
     return f"{markdown(['', 'A', 'B'], rows, texts=True)}\n\n{told}"
 
 

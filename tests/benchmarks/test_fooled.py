@@ -75,3 +75,13 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     assert len(shown) == 8 and set(key.values()) == {"A", "B"}
     assert all(row[1 + "AB".index(key[row[0][2:]])].startswith("I'm sorry.") for row in shown)
     assert "</svg>" in (tmp_path / "figures" / "made.svg").read_text()
+    # Where the judge was followed, what it likes best stands beside where the run ended.
+    for one in result["seeds"].values():
+        one["policies"]["last"] = policy("No", (3.0, 3.0, 3.0, 3.0), score=9.0)
+    table, samples = fooled._table(result), fooled._samples(result["seeds"])
+    assert "held-out prompts, before → what the judge likes best → at the end" in table
+    assert "| different responses | 4 of 4 → 1 of 4 → 1 of 4 |" in table and "→ 9.00 ± 0.10 |" in table
+    assert "| gain by a third that neither saw | +2.00 ± 0.71 | +2.00 ± 0.71 | +2.00 (+1.00 to +3." in table
+    assert "Which is the one of the end" in samples
+    rows = [line.strip("| ").split(" | ")[1:] for line in samples.splitlines() if line[2:3].isdigit()]
+    assert len(rows) == 8 and all(sorted(row) == ["I'm sorry.", "No"] for row in rows)
