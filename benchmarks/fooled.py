@@ -229,7 +229,8 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
         assert judged.judged is not None and by_third.judged is not None
         rows = said(judged)
         figures = {"third": by_third.metrics["judge"], "third_se": by_third.metrics["judge_se"]}
-        figures |= result.get(when, judged.metrics)
+        # By itself the last one would have no KL: it would be where PPO begins.
+        figures |= result.get(when) or {**judged.metrics, **curve[-1]}
         figures["perplexity"] = perplexity(model, recipe.tokenizer, rows)
         each = {"score": judged.scores, "judge": judged.judged, "third": by_third.judged}
         policies[when] = {
