@@ -42,6 +42,7 @@ def on_another_machine(precision: Precision) -> Iterator[None]:
 
 
 def default_device() -> torch.device:
+    """Where a base is loaded: the GPU if there is one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
