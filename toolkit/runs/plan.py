@@ -206,11 +206,8 @@ class _Planner:
     def _memory(self, phases: Sequence[Phase]) -> Iterator[PhaseMemory]:
         of: dict[str, Costs] = {}
         for phase in phases:
-            if phase.name in (
-                "graphs",
-                "merged",
-                "optimizer",
-            ):  # the optimizer's step has less than the update before it
+            # The optimizer's step has less than the update before it.
+            if phase.name in ("graphs", "merged", "optimizer"):
                 continue
             name = "rollout" if phase.name in ("prefill", "decode") else phase.name
             if name not in of or phase.costs.peak > of[name].peak:
