@@ -4,10 +4,12 @@ import stat
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from tests import FSYNC
 from toolkit import disk
-from toolkit.disk import check_file, unfinished_in, write_output, write_whole
+from toolkit.disk import check_file, unfinished_in, write_output, write_whole, writing
 from toolkit.errors import ToolkitError
 
 
@@ -64,6 +66,14 @@ def test_a_user_s_file_that_nothing_may_stand_beside_or_replace_is_written_in_pl
     with pytest.raises(ToolkitError, match="page.html: cannot be written"):
         write_output(file, "new")
     assert file.read_text(encoding="utf-8") == "é\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_tokenizer_that_a_disk_refuses_is_an_error_of_the_disk():
+    with pytest.raises(ToolkitError, match=r"^here: cannot be written \(No space left on device"), writing("here"):
+        Tokenizer(BPE()).save("/dev/full")
+    with pytest.raises(Exception, match="^anything else$"), writing("here"):
+        raise Exception("anything else")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs modes")

@@ -29,9 +29,16 @@ def writing(path: str | Path, remedy: str = "Make room there, or name a place th
     """Inside, a disk that is full or cannot be written is a `ToolkitError` that names the path."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not of_a_disk(error):
+            raise
         reason = getattr(error, "strerror", None) or str(error)
         raise ToolkitError(f"{path}: cannot be written ({reason}).", remedy=remedy) from error
+
+
+def of_a_disk(error: Exception) -> bool:
+    """Whether an error is one that a write met; a tokenizer that is saved gives a bare Exception."""
+    return isinstance(error, OSError | SafetensorError) or (type(error) is Exception and "(os error " in str(error))
 
 
 def check_file(path: Path | None) -> None:

@@ -7,7 +7,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.checkpoints import get_random_states, kept_random_states, read_state, set_random_states, write_state
+from toolkit.checkpoints import (
+    check_state,
+    get_random_states,
+    kept_random_states,
+    read_state,
+    set_random_states,
+    write_state,
+)
 from toolkit.checkpoints.state import STATE_FILE
 from toolkit.errors import CheckpointError
 
@@ -94,6 +101,16 @@ def test_shared_memory_and_views_are_written_apart(tmp_path):
 def test_what_needs_pickle_is_refused_with_its_place(tmp_path):
     with pytest.raises(CheckpointError, match=r"state\.a\.0\.b is a object, which cannot be saved without pickle"):
         write_state(tmp_path, {"a": [{"b": object()}]})
+    with pytest.raises(CheckpointError, match=r"^the reward's state\.seen is a set, which"):
+        check_state({"seen": {1}}, "the reward's state")
+
+
+def test_numbers_of_numpy_are_written_as_what_they_are(tmp_path):
+    mean, seen = np.mean(np.array([0.1, 0.2], dtype=np.float32)), np.array([3, 4]).sum()
+    write_state(tmp_path, {"mean": mean, "seen": seen, "any": np.bool_(True)})
+    state = read_state(tmp_path)
+    assert state == {"mean": mean.item(), "seen": 7, "any": True}
+    assert [type(value) for value in state.values()] == [float, int, bool]
 
 
 def test_missing_and_damaged_state(tmp_path):

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.rewards.server import Server, lengths
 from tests.spec.test_load import load_changed
-from tests.tiny_models import lora
+from tests.tiny_models import lora, shared_base
 from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, texts
 from toolkit.data import Rollout
 from toolkit.errors import RecipeError, RewardError
@@ -443,3 +444,78 @@ def test_prompts_of_token_ids_have_no_text_for_another_model(classifiers):
     (problem,) = scorer.check(context)
     assert problem.field == "prompt_column" and "has the chat template of the base around it" in problem.wrong
     assert scorer.check(replace(context, chats=False)) == []
+
+
+def _rows(**columns):
+    """Three prompts, the last of them in another file."""
+    rows, later = (Dataset.from_dict({name: values[part] for name, values in columns.items()}) for part in _PARTS)
+    return [Prompts(rows, ["a.jsonl, line 1", "a.jsonl, line 4"]), Prompts(later, ["b.jsonl, line 2"])]
+
+
+_PARTS = (slice(0, 2), slice(2, 3))
+_USER, _SYSTEM = {"role": "user", "content": "Why?"}, {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize(
+    ("scorer", "columns", "field", "wrong", "place"),
+    [
+        (
+            {"class_column": "mood"},
+            {"mood": ["LABEL_1", "0", "LABEL"]},
+            "class_column",
+            "names the class 'LABEL'",
+            "b.jsonl, line 2",
+        ),
+        (
+            {"class_column": "mood"},
+            {"mood": ["1", None, "0"]},
+            "class_column",
+            "names the class None",
+            "a.jsonl, line 4",
+        ),
+        (
+            {"prompt_column": "asked"},
+            {"asked": ["a", "", "b"]},
+            "prompt_column",
+            "column \"asked\" holds ''",
+            "a.jsonl, line 4",
+        ),
+        (
+            {"prompt_column": "asked"},
+            {"asked": ["a", "b", None]},
+            "prompt_column",
+            'column "asked" holds None',
+            "b.jsonl, line 2",
+        ),
+        ({}, {"messages": [[_USER], [_SYSTEM, _USER], [_USER]]}, "reads", "no system here", "a.jsonl, line 4"),
+        (
+            {"kind": "remote", "url": "http://a/"},
+            {"n": [1.0, 2.0, math.nan]},
+            "",
+            'column "n" of the prompts cannot',
+            "b.jsonl, line 2",
+        ),
+    ],
+)
+def test_what_a_row_has_for_a_reward_is_known_before_a_run(classifiers, tmp_path, scorer, columns, field, wrong, place):
+    model = "two" if "class_column" in scorer else "one"
+    folder = tmp_path / "model"
+    shutil.copytree(classifiers / model, folder)
+    template = folder / "chat_template.jinja"
+    refused = "{{ raise_exception('no system here') if messages[0].role == 'system' }}"
+    template.write_text(template.read_text() + refused)
+    settings = scorer if "kind" in scorer else {"kind": "model", "model": str(folder), **scorer}
+    columns = {"prompt": ["Why?"] * 3, **columns}
+    context = ScorerContext(roles=None, tokenizer=byte_tokenizer(), prompts=lambda: _rows(**columns))
+    (problem,) = scorer_of(settings).check(context)
+    assert problem.field == field and problem.wrong.startswith(place) and wrong in problem.wrong
+    whole = {name: [values[0]] * 3 for name, values in columns.items()}
+    assert scorer_of(settings).check(replace(context, prompts=lambda: _rows(**whole))) == []
+
+
+def test_classes_that_rows_name_for_an_adapter_are_known_before_a_run():
+    base = shared_base(labels=3)
+    context = ScorerContext(roles=base, tokenizer=None, prompts=lambda: _rows(style=[0, 2, 3]))
+    (problem,) = scorer_of({"kind": "adapter", "class_column": "style"}).check(context)
+    wrong = 'b.jsonl, line 2: column "style" names the class 3, and the head has 0 to 2.'
+    assert (problem.field, problem.wrong) == ("class_column", wrong)

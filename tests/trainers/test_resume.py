@@ -289,6 +289,18 @@ def test_a_signal_after_the_last_step_stops_what_would_come_next_where_all_is_sa
     assert_same(weights(made), weights(unsaved))
 
 
+@pytest.mark.parametrize("stage", [sft_policy, ppo])
+def test_a_signal_in_the_last_evaluation_saves_and_stops(stage, tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no"}
+    made = make(stage, tmp_path, **settings)
+    made.add_callback(Ask("on_evaluate", 6))
+    with pytest.raises(RunInterrupted, match=r"stopped by SIGTERM after step 6 of 6; .*checkpoint-6"):
+        made.train()
+    again = make(stage, tmp_path, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights(made), weights(again))
+
+
 def test_evaluation_leaves_the_random_states(tmp_path):
     for stage in (sft_model, reward_pairs, ppo):
         made = make(stage, tmp_path / stage.__name__, max_steps=1)
@@ -528,6 +540,20 @@ class RunningMean:
         self.seen, self.total = state["seen"], state["total"]
 
 
+class Seen(RunningMean):
+    """Has a state that no checkpoint could hold, once it has scored."""
+
+    def state_dict(self):
+        return {"seen": {self.seen} if self.seen else None}
+
+
+def test_a_state_that_cannot_be_saved_is_known_after_the_first_update(tmp_path):
+    made = make(ppo, tmp_path, reward=Seen(), save_strategy="no")
+    with pytest.raises(CheckpointError, match=r"^the reward's state\.seen is a set, which cannot be saved"):
+        made.train()
+    assert made.reward.seen == 4  # one update of four rollouts
+
+
 def test_a_reward_that_changes_is_part_of_the_state(tmp_path):
     whole = make(ppo, tmp_path / "whole", reward=RunningMean())
     whole.train()
@@ -638,6 +664,21 @@ def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp
         going_on.train(resume_from_checkpoint=True)
         assert_same(weights(whole), weights(going_on))
         assert going_on.reward.state_dict() == whole.reward.state_dict()
+
+
+def test_a_run_whose_evaluations_fail_goes_on_without_them(tmp_path):
+    def away(rollout):
+        if made._evaluation_due:
+            raise ConnectionError("nobody there")
+        return [float(len(ids)) for ids in rollout.response_ids]
+
+    settings = {"max_steps": 4, "save_strategy": "no", "reward": away}
+    made = make(ppo, tmp_path, eval_strategy="steps", eval_steps=2, **settings)
+    with pytest.raises(RewardError, match="nobody there"):
+        made.train()
+    made = make(ppo, tmp_path, eval_strategy="no", **settings)
+    made.train(resume_from_checkpoint=True)
+    assert made.state.global_step == 4
 
 
 @pytest.mark.parametrize("last", [False, True])

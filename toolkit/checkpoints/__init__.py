@@ -14,5 +14,12 @@ from toolkit.checkpoints.folders import (
     step_of,
     whole_folder,
 )
-from toolkit.checkpoints.state import get_random_states, kept_random_states, read_state, set_random_states, write_state
+from toolkit.checkpoints.state import (
+    check_state,
+    get_random_states,
+    kept_random_states,
+    read_state,
+    set_random_states,
+    write_state,
+)
 from toolkit.checkpoints.stop import StopRequest, signals_to, stop_requests

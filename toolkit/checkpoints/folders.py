@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from toolkit.disk import ASIDE, MANIFEST, damage, delete_written, seal, sealed_files, sync
+from toolkit.disk import ASIDE, MANIFEST, damage, delete_written, of_a_disk, seal, sealed_files, sync
 from toolkit.errors import CheckpointError, ToolkitError
 
 CHECKPOINT = f"{PREFIX_CHECKPOINT_DIR}-"
@@ -59,7 +58,9 @@ def whole_folder(folder: str | Path, *, goes_on_from: int | None = None) -> Iter
         if goes_on_from is not None:
             _set_aside_later(folder.parent, goes_on_from)
         _give_name(aside)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not of_a_disk(error):
+            raise
         if not (aside / MANIFEST).is_file():  # what is sealed may be the only one
             shutil.rmtree(aside, ignore_errors=True)  # what it takes may be the room that is lacking
         wrong = f"{folder}: the checkpoint cannot be written ({error}). Earlier ones are untouched."

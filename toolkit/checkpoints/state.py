@@ -24,6 +24,8 @@ TENSORS_FILE = "state.safetensors"
 
 
 def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()  # a mean of float32 scores is one of NumPy's own numbers
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -56,10 +58,16 @@ def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     return {key: _decode(item, tensors) for key, item in content}
 
 
+def check_state(state: dict[str, Any], name: str) -> None:
+    """Raises: CheckpointError: `write_state` could not write it; `name` is what it is called in the message."""
+    _encode(state, name, {})
+
+
 def write_state(folder: str | Path, state: dict[str, Any]) -> None:
     """Write nested state into a folder; tensors keep their type, floats every bit.
 
     It is of dicts (keys: text or whole numbers), lists, tuples, numbers, text, None and tensors, or a CheckpointError.
+    NumPy's numbers are read back as Python's.
     """
     tensors: dict[str, Tensor] = {}
     encoded = _encode(state, "state", tensors)

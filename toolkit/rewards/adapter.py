@@ -16,7 +16,7 @@ from toolkit.errors import Problem
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, sequence_logits
 from toolkit.portion import Portion, by_tokens
 from toolkit.rewards.base import Reward
-from toolkit.rewards.scorer import ClassScorer, ScorerContext, problems_of
+from toolkit.rewards.scorer import ClassScorer, ScorerContext, classes_of
 
 
 def logits_of(
@@ -84,11 +84,11 @@ class AdapterScorer(ClassScorer):
     kind: ClassVar[str] = "adapter"
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        problems = super().check(context)
+        outputs = None
         if context.roles is not None and context.role in context.roles.roles:
             outputs = context.roles.head(context.role).out_features
-            problems += problems_of(self.check_outputs, outputs, whose=f"the {context.role} head")
-        return problems
+        classes = None if outputs is None else classes_of(outputs)
+        return self.check_head(context, outputs, classes, whose=f"the {context.role} head")
 
     def build(self, context: ScorerContext) -> Reward:
         assert context.roles is not None
@@ -132,4 +132,4 @@ class RewardAdapter(AdapterScorer):
             logits = read_sequences(
                 self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.portion, role=self.role
             )
-        return self.scores_of(logits, rollout)
+        return self.scores_of(logits, rollout, classes_of(logits.shape[1]))

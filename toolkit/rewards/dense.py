@@ -173,7 +173,7 @@ def _read(part: Any, numbers: Callable[[Any], T], *, absent: T) -> T:
         return absent
     try:
         return numbers(part)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         seen = " ".join(reprlib.repr(part).split())
         raise RewardError(f"the reward returned {seen}, which is not made of numbers: {error}.") from error
 

@@ -75,6 +75,9 @@ _OF_THE_RUN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+_DREW = " What it draws may so be the same at each call: give it a generator of its own, as random.Random(0)."
+
+
 @contextmanager
 def process_kept() -> Iterator[None]:
     """Whatever code of a user's does inside, the run goes on as without it; a warning says what was put back."""
@@ -85,7 +88,8 @@ def process_kept() -> Iterator[None]:
         for what, (read, write) in _OF_THE_RUN.items():
             if not _equal(read(), before[what]):
                 write(before[what])
-                warnings.warn(f"the reward changed {what}, which is the run's: it was put back.", stacklevel=4)
+                drew = _DREW if read is get_random_states else ""
+                warnings.warn(f"the reward changed {what}, which is the run's: it was put back.{drew}", stacklevel=4)
 
 
 def _equal(a: Any, b: Any) -> bool:

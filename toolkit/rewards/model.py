@@ -5,23 +5,23 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import models
 from toolkit.data import Rollout, pad_rows
-from toolkit.errors import Problem, RewardError
+from toolkit.errors import Problem, RewardError, ToolkitError
 from toolkit.portion import Portion
 from toolkit.rewards.adapter import logits_of
 from toolkit.rewards.base import Reward
-from toolkit.rewards.model_text import TextScorer, conversation
-from toolkit.rewards.scorer import ScorerContext, problems_of
+from toolkit.rewards.model_text import Reads, TextScorer, conversation
+from toolkit.rewards.scorer import Classes, ScorerContext, classes_of, problems_of
 from toolkit.settings import setting
 
 
@@ -71,24 +71,16 @@ class RewardModel(TextScorer):
         rows, config = self._rows(rollout), self.model.config
         ids = [row["input_ids"] for row in rows]
         logits = logits_of(ids, config.num_labels, self.portion, lambda part: self._logits([rows[i] for i in part]))
-        return self.scores_of(logits, rollout, {str(name): int(number) for number, name in config.id2label.items()})
+        return self.scores_of(logits, rollout, _named_classes(config))
 
     def texts(self, rollout: Rollout) -> list[tuple[str, ...]]:
         """What is read of each response: one text, or two for a pair.
 
         Raises: RewardError: the prompts lack the column, or the model's chat template refuses a conversation.
         """
-        column = self.column_of(list(rollout.columns))
-        if column is None:
+        prompts = self.prompts_in(rollout.columns)
+        if prompts is None:
             return [(response,) for response in rollout.responses]
-        prompts = rollout.columns[column]
-        if self.prompt_column is None and "prompt" in rollout.columns:  # of mere text there are no messages
-            plain = rollout.columns["prompt"]
-            prompts = [plain[i] if prompt is None else prompt for i, prompt in enumerate(prompts)]
-        for prompt in prompts:
-            if not isinstance(prompt, str | list) or not prompt:
-                wrong = f'column "{column}" holds {prompt!r}, which is neither text nor messages.'
-                raise RewardError(wrong, field="prompt_column")
         if self.reads == "conversation":
             return [(conversation(self.tokenizer, p, r),) for p, r in zip(prompts, rollout.responses, strict=True)]
         plain = [p if isinstance(p, str) else "\n\n".join(message["content"] for message in p) for p in prompts]
@@ -179,17 +171,23 @@ class ModelScorer(TextScorer):
                 yield Problem(f"{wrong}the reward stage trains.", name, "Remove it, or name a model.")
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        problems, whose = super().check(context), "the model of section reward_model"
-        if self.model is None:
-            outputs = context.reward_outputs
-            return problems + ([] if outputs is None else problems_of(self.check_outputs, outputs, whose=whose))
-        problems += problems_of(self._tokenizer, context.tokenizer)
+        if self.model is None:  # how its classes are called is known once it is trained
+            whose = "the model of section reward_model"
+            return self.check_head(context, context.reward_outputs, None, whose=whose)
+        problems: list[Problem] = []
+        template, outputs, classes = None, None, None
+        try:
+            config, tokenizer, reads = self._fitted(context.tokenizer)
+        except ToolkitError as error:
+            problems += error.problems
+        else:
+            outputs, classes = config.num_labels, _named_classes(config)
+            template = tokenizer if reads == "conversation" else None
         if Path(self.model).is_dir():
             problems += [Problem(wrong, "model") for wrong in models.weight_file_problems(Path(self.model))]
             problems = problems or problems_of(self._loaded, models.META)
-        return problems + context.problems_of_prompts(
-            lambda of: self.column_of(of.rows.column_names, chats=context.chats)
-        )
+        problems += self.check_head(context, outputs, classes, whose=f'"{self.model}"')
+        return problems + context.problems_of_prompts(partial(self.check_prompts, template, chats=context.chats))
 
     def build(self, context: ScorerContext) -> Reward:
         if self.model is not None:
@@ -199,7 +197,7 @@ class ModelScorer(TextScorer):
 
     def load(self, device: torch.device | None = None) -> RewardModel:
         """The reward model, with its weights. For errors see `RewardModel.load`."""
-        tokenizer = self._tokenizer()
+        _, tokenizer, _ = self._fitted()
         return RewardModel(self._loaded(device), tokenizer, **self._text_settings)
 
     def _loaded(self, device: torch.device | None) -> PreTrainedModel:
@@ -224,8 +222,11 @@ class ModelScorer(TextScorer):
     def _code(self) -> dict[str, Any]:
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
-    def _tokenizer(self, policys: PreTrainedTokenizerBase | None = None) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer, once it and the configuration are known to fit these settings and the policy."""
+    def _fitted(
+        self, policys: PreTrainedTokenizerBase | None = None
+    ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, Reads]:
+        """The checkpoint's configuration and tokenizer, once they are known to fit these settings and the policy; and
+        what it reads."""
         config = models.model_config(models.ModelSpec(self.model, **self._code), "sequence_classifier")
         kinds = config.architectures or []
         if kinds and not self.trust_remote_code and not any("SequenceClassification" in kind for kind in kinds):
@@ -239,7 +240,11 @@ class ModelScorer(TextScorer):
         except Exception as error:  # of tokenizers and transformers, as the files have it
             wrong = f'no tokenizer could be loaded from "{self.model}" ({" ".join(str(error).split())})'
             raise RewardError(wrong, field="model", remedy="Save it beside the weights.") from error
-        self.fitted(config, tokenizer, whose=f'"{self.model}"')
+        reads, _ = self.fitted(config, tokenizer, whose=f'"{self.model}"')
         if self.reads == "tokens" and policys is not None:
             models.check_same_tokenizer(str(self.model), policys, **self._code)
-        return tokenizer
+        return config, tokenizer, reads
+
+
+def _named_classes(config: PreTrainedConfig) -> Classes:
+    return classes_of(config.num_labels, {str(name): int(number) for number, name in config.id2label.items()})

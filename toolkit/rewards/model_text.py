@@ -1,6 +1,6 @@
 """What a reward model with a tokenizer of its own reads of a rollout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from toolkit.data.encoder import fixed_day
 from toolkit.data.messages import without_empty
 from toolkit.errors import Problem, RewardError
 from toolkit.models import positions_of
-from toolkit.rewards.scorer import ClassScorer
+from toolkit.rewards.scorer import ClassScorer, Prompts, at_row
 from toolkit.settings import AT_LEAST_1, setting
 from toolkit.time_limit import time_limit
 
@@ -62,6 +62,43 @@ class TextScorer(ClassScorer):
         else:
             return column
         raise RewardError(wrong, field="prompt_column", remedy=_NAME_ONE)
+
+    def prompts_in(
+        self, columns: Mapping[str, Sequence[Any]], *, places: Sequence[str] = (), chats: bool = False
+    ) -> list[Any] | None:
+        """The prompt of each row as text or messages; None where none is read.
+
+        `places` are those of the rows, for a person. Raises: RewardError: as `column_of`, or a row has none.
+        """
+        column = self.column_of(list(columns), chats=chats)
+        if column is None:
+            return None
+        prompts = list(columns[column])
+        if self.prompt_column is None and "prompt" in columns:  # of mere text there are no messages
+            prompts = [
+                text if prompt is None else prompt for prompt, text in zip(prompts, columns["prompt"], strict=True)
+            ]
+        for row, prompt in enumerate(prompts):
+            if not isinstance(prompt, str | list) or not prompt:
+                place = f"{places[row]}: " if places else ""
+                wrong = f'{place}column "{column}" holds {prompt!r}, which is neither text nor messages.'
+                raise RewardError(wrong, field="prompt_column")
+        return prompts
+
+    def check_prompts(self, template: PreTrainedTokenizerBase | None, prompts: Prompts, *, chats: bool) -> None:
+        """Raises: RewardError: a row without a prompt, or one whose roles the chat template of a tokenizer refuses."""
+        read = ("messages", "prompt", self.prompt_column)
+        columns = {name: prompts.rows[name][:] if name in read else () for name in prompts.rows.column_names}
+        found = self.prompts_in(columns, places=prompts.places, chats=chats)
+        if template is None or found is None:
+            return
+        first: dict[str, int] = {}  # rows by their roles, on which what a template refuses depends
+        for row, prompt in enumerate(found):
+            turns = [{"role": "user"}] if isinstance(prompt, str) else prompt
+            first.setdefault(repr([turn.get("role") if isinstance(turn, dict) else turn for turn in turns]), row)
+        for row in first.values():
+            with at_row(prompts.places[row]):
+                conversation(template, found[row], "Yes.")
 
     def fitted(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, whose: str, passed_over: int = 0

@@ -14,14 +14,15 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from toolkit.data import Rollout, select
 from toolkit.errors import NotFiniteError, Problem, RewardError, printable
 from toolkit.rewards.base import Reward, wait_for
 from toolkit.rewards.dense import LARGEST_SCORE, quoted
-from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
+from toolkit.rewards.scorer import Prompts, Scorer, ScorerContext, problems_of
 from toolkit.settings import AT_LEAST_1, NOT_NEGATIVE, Range, setting
 
 if TYPE_CHECKING:  # whoever asks no server need not have them: a machine that is lent for benchmarks does not
@@ -52,7 +53,8 @@ class RemoteScorer(Scorer):
             yield Problem("the name of an environment variable is needed: letters, digits and _.", "token_variable")
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        return [] if self.token_variable is None else problems_of(read_token, self.token_variable)
+        problems = [] if self.token_variable is None else problems_of(read_token, self.token_variable)
+        return problems + context.problems_of_prompts(_check_sent)
 
     def build(self, context: ScorerContext) -> Reward:
         return RemoteReward(**vars(self))
@@ -190,13 +192,24 @@ def read_token(token_variable: str) -> str:
     raise RewardError(wrong, field="token_variable", remedy="Set it to the server's token.")
 
 
+def _check_json(name: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        wrong = f'the column "{name}" of the prompts cannot be sent as JSON ({error}).'
+        raise RewardError(wrong, remedy="Remove it from the data, or make text or numbers of it.") from error
+
+
+def _check_sent(prompts: Prompts) -> None:
+    """Raises: RewardError: a row has what cannot be sent."""
+    for name in prompts.rows.column_names:
+        if name != "input_ids":
+            prompts.check_each(name, partial(_check_json, name), field="")
+
+
 def _body(part: Rollout) -> bytes:
     for name, values in part.columns.items():
-        try:
-            json.dumps(values, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            wrong = f'the column "{name}" of the prompts cannot be sent as JSON ({error}).'
-            raise RewardError(wrong, remedy="Remove it from the data, or make text or numbers of it.") from error
+        _check_json(name, values)
     return json.dumps({"prompts": part.prompts, "responses": part.responses, "columns": part.columns}).encode()
 
 

@@ -1,9 +1,11 @@
 """What a recipe says of its reward: the settings of one kind, which check themselves and build the reward callback."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from datasets import Dataset
@@ -17,12 +19,25 @@ from toolkit.models import SharedBase
 from toolkit.rewards.base import Reward
 from toolkit.settings import Range, check, setting
 
+Classes: TypeAlias = Mapping[Hashable, int]
+"""Numbers of a head's outputs by what rows call them."""
+
 
 class Prompts(NamedTuple):
     """Prompts whose responses are scored, and of each the place where a person finds it."""
 
     rows: Dataset
     places: Sequence[str]
+
+    def check_each(self, column: str, check: Callable[[Any], object], *, field: str) -> None:
+        """Call a check that raises with each row's value of a column.
+
+        Raises: RewardError: there is no such column, or what the check says, with the row's place.
+        """
+        check_column(column, self.rows.column_names, field=field)
+        for place, value in zip(self.places, self.rows[column][:], strict=True):
+            with at_row(place):
+                check(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +120,22 @@ class ClassScorer(Scorer):
                 "would have no effect: class_column, which names the wanted class, is missing.", "class_score"
             )
 
-    def check(self, context: ScorerContext) -> list[Problem]:
-        column = self.class_column
+    def check_head(
+        self, context: ScorerContext, outputs: int | None, classes: Classes | None, *, whose: str
+    ) -> list[Problem]:
+        """What is wrong with a head of so many outputs, and with the classes that prompts name; None is not known."""
+        column, problems = self.class_column, []
+        if outputs is not None:
+            problems = problems_of(self.check_outputs, outputs, whose=whose)
         if column is None:
-            return []
-        return context.problems_of_prompts(lambda of: check_column(column, of.rows.column_names, field="class_column"))
+            return problems
+
+        def check_value(value: Any) -> None:
+            if classes is not None and not problems:
+                self._number(value, classes)
+
+        found = context.problems_of_prompts(lambda of: of.check_each(column, check_value, field="class_column"))
+        return problems + found
 
     def check_outputs(self, outputs: int, *, whose: str) -> None:
         """Raises: RewardError: a head of one output and a column to choose by, or of several and none."""
@@ -120,24 +146,42 @@ class ClassScorer(Scorer):
                 field="class_column",
             )
 
-    def scores_of(self, logits: Tensor, rollout: Rollout, label_ids: dict[str, int] | None = None) -> Tensor:
+    def scores_of(self, logits: Tensor, rollout: Rollout, classes: Classes) -> Tensor:
         """One score a response, float (B,), of logits (B, C): the only output, or that of the class its row names.
 
-        `label_ids` are numbers of the classes by name. Raises: RewardError: a row names no class of the head.
+        Raises: RewardError: a row names no class of the head.
         """
         if self.class_column is None:
             return logits.squeeze(-1)
         check_column(self.class_column, list(rollout.columns), field="class_column")
-        classes, wanted = logits.shape[1], []
-        known = {name: number for number in range(classes) for name in (number, str(number))} | (label_ids or {})
-        for value in rollout.columns[self.class_column]:
-            if not isinstance(value, Hashable) or value not in known:
-                names = f"0 to {classes - 1}{' or ' if label_ids else ''}{', '.join(label_ids or {})}"
-                wrong = f'column "{self.class_column}" names the class {value!r}, and the head has {names}.'
-                raise RewardError(wrong, field="class_column", remedy="Mend that row.")
-            wanted.append(known[value])
+        wanted = [self._number(value, classes) for value in rollout.columns[self.class_column]]
         outputs = logits.log_softmax(dim=-1) if self.class_score == "logprob" else logits
         return outputs.gather(1, torch.tensor(wanted).unsqueeze(1)).squeeze(1)
+
+    def _number(self, value: Any, classes: Classes) -> int:
+        if isinstance(value, Hashable) and value in classes:
+            return classes[value]
+        names = [name for name in map(str, classes) if not name.isdecimal()]
+        known = f"0 to {max(classes.values())}{' or ' if names else ''}{', '.join(names)}"
+        wrong = f'column "{self.class_column}" names the class {value!r}, and the head has {known}.'
+        raise RewardError(wrong, field="class_column", remedy="Mend that row.")
+
+
+def classes_of(outputs: int, label_ids: Mapping[str, int] = MappingProxyType({})) -> Classes:
+    """The outputs of a head by what a row may call them: by number, as text or not, or by a name that it has."""
+    classes: dict[Hashable, int] = {name: number for number in range(outputs) for name in (number, str(number))}
+    classes.update(label_ids.items())
+    return classes
+
+
+@contextmanager
+def at_row(place: str) -> Iterator[None]:
+    """A reward's error inside says in which row it is."""
+    try:
+        yield
+    except RewardError as error:
+        (one,) = error.problems
+        raise RewardError(f"{place}: {one.wrong}", field=one.field, remedy=one.remedy) from error
 
 
 def check_column(column: str, columns: Sequence[str], *, field: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import set_seed
 
 from toolkit import phases, processes, reports
+from toolkit.checkpoints import checkpoints_in
 from toolkit.data import data_digest
 from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, within
@@ -139,7 +140,8 @@ def _say_rows(recipe: Recipe, stage: str) -> None:
 
 
 def _save_model(trainer: Any, folder: Path) -> None:
-    with writing(folder, "Make room, then go on with $resume."):
+    way_on = "go on with $resume" if checkpoints_in(folder) else "begin anew with $overwrite"
+    with writing(folder, f"Make room, then {way_on}."):
         trainer.save_model(str(folder))
 
 

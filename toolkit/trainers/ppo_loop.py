@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit import phases, processes
-from toolkit.checkpoints import get_random_states, problem_of, set_random_states
+from toolkit.checkpoints import check_state, get_random_states, problem_of, set_random_states
 from toolkit.data import Rollout, concatenate
 from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
 from toolkit.functional import Moments
@@ -53,6 +53,7 @@ class PPOLoop(SharedBaseTrainer):
         self._last_metrics: dict[str, float] = {}
         self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
+        self._state_checked = False  # the reward's, once it has one
         self._best_put_at: int | None = None  # the update at whose end the best weights were put in place of its own
         self._evaluation_due = False  # one that failed: a resumed run makes up for it
         self._end_due = False  # that of the pass; a run that was saved after its last update makes up for it
@@ -80,6 +81,7 @@ class PPOLoop(SharedBaseTrainer):
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
         if args.eval_on_start and not began:
             self.evaluate()
+        self._evaluation_due &= args.eval_strategy != "no"  # as where a judge is away, and shall not be waited for
         if self._evaluation_due:
             # What it was saved with does not know of the evaluation, which may be the best, or one too many.
             self.control.should_evaluate = self.control.should_save = True
@@ -191,6 +193,9 @@ class PPOLoop(SharedBaseTrainer):
                 self._save_before(error)
                 raise
             metrics = self._without_update()
+        if not self._state_checked and (changing := state_of(self.reward)) is not None:  # not at the first checkpoint
+            processes.by_main(lambda: check_state(changing.state_dict(), "the reward's state"))
+        self._state_checked = True
         self._tell(self.watch.seen(self.state.global_step, metrics))
         return {**metrics, "warnings": float(len(self.watch.given))} if self.watch.given else metrics
 
