@@ -195,6 +195,16 @@ def recipe_of_arm(start: Recipe, arm: Arm, demonstration: Demonstration) -> dict
     return values
 
 
+def _of_recipe(recipe: Recipe, runs: Path) -> dict[str, Any]:
+    """What is measured of a seed of a recipe; kept beside its run, since it takes as long as a stage."""
+    kept = runs / f"{recipe.run}.json"
+    if not kept.is_file():
+        one = measured(recipe.stage_folder("ppo")) | _before_ppo(recipe)
+        one |= {"asked": _asked(recipe), "language": _language(recipe, one.pop("said", ()))}
+        kept.write_text(json.dumps(one), encoding="utf-8")
+    return dict(json.loads(kept.read_text(encoding="utf-8")))
+
+
 def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> dict[str, Any]:
     demonstration = DEMONSTRATIONS[name]
     run = f"{name}-{arm_name}-{seed}"
@@ -234,9 +244,9 @@ def untrained(recipe: Recipe, folder: str, **start: str) -> Any:
     return recipes.load(values, run="untrained", runs_dir=folder).ppo_trainer()
 
 
-def _before_ppo(recipe: Recipe, best_of: bool) -> dict[str, Any]:
+def _before_ppo(recipe: Recipe) -> dict[str, Any]:
     """What the base alone reaches on the test prompts, and says, where something is trained before PPO; and by N the
-    score of the best of N responses from where PPO starts, with the bound of its KL."""
+    score of the best of N responses from where PPO starts, with the bound of its KL, and PPO's for these prompts."""
     found: dict[str, Any] = {}
     prompts = recipe.task.prompts("test")
     trained = {"policy": str(recipe.stage_folder("sft") / "policy")} if "sft" in recipe.values else {}
@@ -244,12 +254,12 @@ def _before_ppo(recipe: Recipe, best_of: bool) -> dict[str, Any]:
         if trained:
             evaluation = untrained(recipe, f"{folder}/base").evaluate_rollout(prompts)
             found |= {"base": evaluation.metrics, "said": evaluation.rollout.responses}
-        if best_of:
-            few = prompts.select(range(min(_BEST_OF_PROMPTS, len(prompts))))
-            scores = untrained(recipe, f"{folder}/start", **trained).best_of(few, _BEST_OF).scores
-            best = expected_best(scores).tolist()
-            found["best_of"] = [[n, best_of_kl_bound(n), score] for n, score in enumerate(best, 1)]
-    return found
+        few = prompts.select(range(min(_BEST_OF_PROMPTS, len(prompts))))
+        scores = untrained(recipe, f"{folder}/start", **trained).best_of(few, _BEST_OF).scores
+    best = expected_best(scores).tolist()
+    found["best_of"] = [[n, best_of_kl_bound(n), score] for n, score in enumerate(best, 1)]
+    rows = read_jsonl(recipe.stage_folder("ppo") / "samples.jsonl")[: len(few)]
+    return found | {"of_these": statistics.mean(row["after_score"] for row in rows)}
 
 
 def _language(recipe: Recipe, of_base: Sequence[str]) -> dict[str, Any]:
@@ -303,9 +313,7 @@ def run(name: str, runs: Path, overrides: Sequence[str] = (), seeds: Sequence[in
         for arm in demonstration.arms:
             found[arm][str(seed)] = _run_arm(name, arm, seed, start, runs)
         if not demonstration.arms:
-            one = measured(start.stage_folder("ppo")) | _before_ppo(start, seed == seeds[0])
-            one |= {"asked": _asked(start), "language": _language(start, one.pop("said", ()))}
-            found.setdefault("recipe", {})[str(seed)] = one
+            found.setdefault("recipe", {})[str(seed)] = _of_recipe(start, runs)
     result = new_result(f"demonstration_{name}", demonstration=name, updates=demonstration.updates, arms=found)
     return write_result(result, RESULTS)
 
@@ -331,7 +339,8 @@ def _figure(size: tuple[float, float], panels: Mapping[str, Curves], xlabel: str
 
 
 _SHOWN = 8  # samples in a page
-_BEST_OF, _BEST_OF_PROMPTS = 16, 80
+_BEST_OF, _BEST_OF_PROMPTS = 64, 80
+_BEST_OF_SHOWN = (1, 4, 16, 64)
 _MEAN_OF = 10  # updates
 _WHEN = {"base": "base", "before": "before PPO", "after": "after PPO"}
 _TITLES = {
@@ -439,12 +448,13 @@ def _recipe_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Fi
                 ends = [[one[when]["kl"], one[when]["score"]] for when in ("before", "after")]
                 yield ends, {"color": f"C{number}", "marker": "s", "linestyle": "--", "linewidth": 0.6}
             if "best_of" in one:
-                yield [[kl, score] for _, kl, score in one["best_of"]], {"color": "k", "linestyle": ":"}
+                yield [[kl, score] for _, kl, score in one["best_of"]], {"color": f"C{number}", "linestyle": ":"}
 
+    most = max(len(one.get("best_of", ())) for _, one in runs)
     panels = {
         "held out: all rules kept" if shares else "held out: score": () if shares else held_out(),
         f"score of the rollouts, means of {_MEAN_OF}": of_rollouts("score"),
-        f"held out: PPO, and (dotted) best of 1–{_BEST_OF}": by_kl(),
+        f"held out: PPO, and (dotted) best of 1–{most}": by_kl(),
     }
     figure = _figure((11, 3.4), panels, "updates", _BELOW)
     if shares:
@@ -498,9 +508,23 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     if rules := sorted({rule for one in runs for rule in one["asked"]}):
         lines = [[f"`{rule}`", *(by_rule(rule, when) for when in whens)] for rule in rules]
         tables.append(markdown(["prompts that ask for it: kept", *columns], lines))
+    if all("of_these" in one for one in runs):
+        tables.append(_best_of_table(runs))
     shown = [[cell_of(row[key]) for key in ("prompt", *whens)] for row in runs[0]["language"]["samples"]]
     tables.append(markdown(["prompt", *columns], shown, texts=True))
     return "\n\n".join([*tables, f"{len(runs)} seed(s) of {each} prompts"])
+
+
+def _best_of_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """By seed the score of the best of N, beside PPO's for the same prompts."""
+    shown = [
+        [n, kl, [one["best_of"][n - 1][2] for one in runs]] for n, kl, _ in runs[0]["best_of"] if n in _BEST_OF_SHOWN
+    ]
+    lines = [[f"best of {n} before PPO", f"at most {kl:.2f}", *(f"{s:.3f}" for s in of)] for n, kl, of in shown]
+    after = [one["after"]["kl"] for one in runs]
+    lines.append(["after PPO", with_range(after, 2), *(f"{one['of_these']:.3f}" for one in runs)])
+    seeds = [f"score, seed {seed}" for seed in range(len(runs))]
+    return markdown([f"{_BEST_OF_PROMPTS} of the prompts", "KL a response", *seeds], lines)
 
 
 def with_range(values: Sequence[float], digits: int = 3) -> str:

@@ -3,12 +3,14 @@
     python -m benchmarks.fooled train.jsonl validation.jsonl base.model=/path/to/SmolLM2-135M-Instruct
     python -m benchmarks.fooled --form made train.jsonl validation.jsonl base.model=/path/to/SmolLM2-135M-Instruct
     python -m benchmarks.fooled --form relevant --encoder /path/to/all-MiniLM-L6-v2 train.jsonl validation.jsonl …
+    python -m benchmarks.fooled --again --encoder /path/to/all-MiniLM-L6-v2 train.jsonl validation.jsonl …
 
 Runs a form of `smollm2_135m_lora` for each seed, with a judge that PPO does not see, and puts the policy beside that
 from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs that a program makes; its judge
 was taught whether a response belongs to its prompt or to another's, and what comes back at the end is what the judge
 likes best. `relevant` is the same with a judge that nobody taught, a sentence encoder. `made` is the recipe, whose
-judge has other pairs; `plain` is that without the made pairs, from the same sft adapters. Stages that are finished are
+judge has other pairs; `plain` is that without the made pairs, from the same sft adapters. `--again` asks that encoder
+of the responses that the newest results of the other forms have. Stages that are finished are
 not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
 `docs/fooled_rewards.md`.
 """
@@ -34,8 +36,18 @@ from transformers import AutoModelForCausalLM
 from benchmarks.demonstrations import cell_of, perplexity, run_stage
 from benchmarks.errors import BenchmarkError
 from benchmarks.paired import bootstrap
-from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, save_figure, where, write_result
-from benchmarks.relevance import as_function, share_told
+from benchmarks.records import (
+    DOCS,
+    RESULTS,
+    fill_file,
+    markdown,
+    new_result,
+    newest,
+    save_figure,
+    where,
+    write_result,
+)
+from benchmarks.relevance import as_function, relevance, share_told
 from toolkit import recipes
 from toolkit.checkpoints import checkpoints_in
 from toolkit.functional import standard_error, wilson_interval
@@ -265,7 +277,7 @@ def said(evaluation: Evaluation) -> list[tuple[str, str]]:
 
 
 _APOLOGY = re.compile(r"\b(sorry|apologi[sz]e|apolog(y|ies))\b", re.IGNORECASE)
-_WORDS = "words"
+_WORDS, _AGAIN = "words", "again"
 _BY = {"score": "the reward that PPO optimises", "judge": "the judge beside it", "third": "a third that neither saw"}
 
 
@@ -301,7 +313,9 @@ def _table(result: Mapping[str, Any]) -> str:
     """What each seed's policy is like before PPO and after it, the way there, and the warnings."""
     seeds = result["seeds"]
     policies = [tuple(one["policies"].values()) for one in seeds.values()]
-    ends = "before → after" if len(policies[0]) == 2 else "before → what the judge likes best → at the end"
+    ends = (
+        "before → after" if len(policies[0]) == 2 else "before → the checkpoint that the judge likes best → at the end"
+    )
 
     def mean(of: Mapping[str, Any], key: str) -> str:
         return f"{of['figures'][key]:.2f} ± {of['figures'][f'{key}_se']:.2f}"
@@ -405,6 +419,40 @@ def _samples(seeds: Mapping[str, Any]) -> str:
     return f"{markdown(['', 'A', 'B'], rows, texts=True)}\n\n{told}"
 
 
+def judged_again(results: Mapping[str, Mapping[str, Any]], judge: Callable[[Sequence[str]], Sequence[float]]) -> str:
+    """What another judge says of the responses of results, before PPO and after it, and of `made` beside `plain`.
+
+    Args:
+        results: by form, of the same prompts and seeds.
+        judge: gives the scores of a response to each prompt.
+    """
+    policies = {name: [one["policies"] for one in result["seeds"].values()] for name, result in results.items()}
+    for of in (of for of_form in policies.values() for seed in of_form for of in seed.values()):
+        of.setdefault("each", {})[_AGAIN] = list(judge(of["said"]))
+    rows: list[list[str]] = []
+    for name, of_form in policies.items():
+        ends = [(seed["before"], seed["after"]) for seed in of_form]
+        means = [" → ".join(f"{sum(of['each'][_AGAIN]) / len(of['said']):.2f}" for of in pair) for pair in ends]
+        rows.append([f"`{name}`, before → after", *means, ""])
+        rows.append([f"`{name}`, gain, prompt by prompt", *_gains(ends, _AGAIN)])
+        if all("ended" in of for pair in ends for of in pair):
+            rows.append([f"`{name}`, gain where both end", *_where_both_end(ends, _AGAIN)])
+    if {"made", "plain"} <= policies.keys():
+        beside = [(a["after"], b["after"]) for a, b in zip(policies["plain"], policies["made"], strict=True)]
+        rows.append(["`made` beside `plain`, after PPO, prompt by prompt", *_gains(beside, _AGAIN)])
+    seeds = [f"seed {seed}" for seed in next(iter(results.values()))["seeds"]]
+    return markdown(["cosine of prompt and response", *seeds, "all (95 %)"], rows)
+
+
+def show_again(train: Path, validation: Path, overrides: Sequence[str], encoder: str) -> None:
+    """Put what the encoder says of the newest results of other forms into the page."""
+    data = (f"data.train={train}", f"data.validation={validation}", f"data.max_validation_rows={PROMPTS}")
+    prompts = recipes.load(RECIPE, *data, *overrides).task.prompts("validation")["prompt"][:]
+    results = {name: result for name in ("fooled", "plain", "made") if (result := newest(name)) is not None}
+    table = judged_again(results, lambda said: relevance(prompts, said, encoder))
+    fill_file(DOCS / "fooled_rewards.md", "again: made by benchmarks.fooled", "end of again", table)
+
+
 def show(name: str, path: Path) -> None:
     """Draw the figure of a form's result and put its tables into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -422,13 +470,18 @@ def main(
     seed: Annotated[list[int] | None, typer.Option(help="Only this one; may be given several times.")] = None,
     form: Annotated[str, typer.Option(help=" or ".join(FORMS))] = "fooled",
     encoder: Annotated[Path | None, typer.Option(help="Of `relevant`, the folder of a sentence encoder.")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Ask the encoder of the newest results; runs nothing.")
+    ] = False,
 ) -> None:
     """Run what is not finished yet, draw the figure and fill the tables."""
     if form not in FORMS:
         raise typer.BadParameter(f"{form!r} is none of {', '.join(FORMS)}.")
-    if (encoder is None) == (FORMS[form].judge == RELEVANCE):
-        raise typer.BadParameter("--encoder is of the form `relevant`, which needs one.")
+    if (encoder is None) == (again or FORMS[form].judge == RELEVANCE):
+        raise typer.BadParameter("--encoder is of --again and of the form `relevant`, which need one.")
     folder_of_encoder = "" if encoder is None else str(encoder.resolve())
+    if again:
+        return show_again(train, validation, overrides or (), folder_of_encoder)
     show(form, run(form, train, validation, folder, overrides or (), seed or SEEDS, folder_of_encoder))
 
 

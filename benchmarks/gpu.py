@@ -24,7 +24,7 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from benchmarks import floor
-from benchmarks.clock import PhaseClock
+from benchmarks.clock import WARM_UP, PhaseClock
 from benchmarks.contenders import add_roles, our_loop, ppo_config
 from benchmarks.errors import BenchmarkError
 from benchmarks.loops import run_ours
@@ -40,7 +40,6 @@ from toolkit.errors import ConfigError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
 
-WARM_UP = 1  # updates
 FORMS: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": False, "generation": "eager"},
     {"gradient_checkpointing": True, "generation": "eager"},

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.paired import correctness
 from benchmarks.records import DOCS, RESULTS, fill, markdown, newest, where
 from benchmarks.reward_parity import verdict
 
@@ -14,13 +17,12 @@ PAGE = DOCS / "reward_stage.md"
 
 
 def _row(arm: Mapping[str, Any]) -> list[str]:
-    margins = arm["margins"]
-    right = sum(1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins)
+    margins = torch.tensor(arm["margins"])
     return [
         arm["arm"],
         str(arm["seed"]),
-        f"{right / len(margins):.3f}",
-        f"{sum(margins) / len(margins):.3f}",
+        f"{correctness(margins).mean():.3f}",
+        f"{margins.mean():.3f}",
         f"{arm['seconds']:.0f}",
         f"{arm['memory_gb']['resident']:.2f}",
     ]

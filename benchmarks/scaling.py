@@ -22,7 +22,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks import gpu
-from benchmarks.clock import PhaseClock
+from benchmarks.clock import WARM_UP, PhaseClock
 from benchmarks.contenders import add_roles
 from benchmarks.loops import run_ours
 from benchmarks.random_llama import TINY, random_llama
@@ -63,10 +63,10 @@ def measure(updates: int) -> dict[str, Any]:
     clock = PhaseClock()
     with tempfile.TemporaryDirectory() as folder, counted_bytes() as sent:
         built = gpu.build(given, roles, work, Path(folder), value="separate")
-        run_ours(built, work, clock, gpu.WARM_UP)
+        run_ours(built, work, clock, WARM_UP)
         sent.update(summed=0, objects=0)
         run_ours(built, work, clock, updates)
-    measured = clock.updates[gpu.WARM_UP :]
+    measured = clock.updates[WARM_UP:]
     return {
         "seconds": {phase: statistics.median(update[phase] for update in measured) for phase in PHASES},
         "bytes": {kind: number // updates for kind, number in sent.items()},

@@ -9,6 +9,7 @@ sampled once. Stages that are finished are not repeated. Writes `benchmarks/resu
 """
 
 import json
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -161,13 +162,10 @@ def _figure(arms: Mapping[str, Any]) -> Figure:
                 ends.plot(one["after"]["kl"], gain, linestyle="", marker="o", **style)
     instructions = newest("demonstration_instructions")
     if instructions is not None:
-        best = next(one["best_of"] for one in instructions["arms"]["recipe"].values() if "best_of" in one)
-        ends.plot(
-            [kl for _, kl, _ in best],
-            [score - best[0][2] for *_, score in best],
-            "k:",
-            label="the best of 1 to 16 (the demonstration's)",
-        )
+        seeds = [one["best_of"] for one in instructions["arms"]["recipe"].values() if "best_of" in one]
+        gains = [statistics.mean(best[n][2] - best[0][2] for best in seeds) for n in range(len(seeds[0]))]
+        label = f"the best of 1 to {len(gains)} (the demonstration's, {len(seeds)} seed(s))"
+        ends.plot([kl for _, kl, _ in seeds[0]], gains, "k:", label=label)
     rollouts.set_xlabel("responses", fontsize=9)
     rollouts.set_title("score of the rollouts", fontsize=10)
     ends.set_xlabel("KL a response", fontsize=9)

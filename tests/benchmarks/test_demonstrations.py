@@ -63,8 +63,14 @@ def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monk
     said = {"prompts": 30, "samples": samples, **{when: {"perplexity": 9.0} for when in ("base", "before", "after")}}
     curve = [{"update": u, **after} for u in (5, 10)]
     one = {"base": base, "before": before, "after": after, "curve": curve, "score": [[1, 0.2], [2, 0.3]]}
-    one |= {"language": said, "asked": {"no_comma": 8}, "best_of": [[1, 0.0, 0.2], [2, 0.19, 0.3]]}
+    one |= {
+        "language": said,
+        "asked": {"no_comma": 8},
+        "best_of": [[1, 0.0, 0.2], [2, 0.19, 0.3], [3, 0.4, 0.35], [4, 0.6, 0.4]],
+    }
+    one |= {"of_these": 0.55}
     two = {**one, "after": {**after, "score": 0.8, "satisfied": 0.7, "kept_no_comma": 0.5}, "asked": {"no_comma": 4}}
+    two |= {"best_of": [[1, 0.0, 0.1], [2, 0.19, 0.2], [3, 0.4, 0.25], [4, 0.6, 0.3]], "of_these": 0.75}
     about = {"machine": {"processor": "a chip", "threads": 1}, "date": "2026-01-01", "demonstration": "instructions"}
     result = tmp_path / "instructions.json"
     result.write_text(json.dumps({**about, "arms": {"recipe": {"0": one, "1": two}}}))
@@ -79,6 +85,13 @@ def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monk
     kept = next(line for line in text.splitlines() if line.startswith("| `no_comma` |"))
     assert kept.endswith("| 0.833 (0.552–0.953) |") and kept.startswith("| `no_comma` | 0.250 (")
     assert "| score | 0.200 (0.200–0.200) | 0.200 (0.200–0.200) | 0.700 (0.600–0.800) |" in text and "| 9.000" in text
+    best = [
+        "| best of 1 before PPO | at most 0.00 | 0.200 | 0.100 |",
+        "| best of 4 before PPO | at most 0.60 | 0.400 | 0.300 |",
+    ]
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("| best of")] == best
+    assert "| after PPO | 3.00 (3.00–3.00) | 0.550 | 0.750 |" in lines
     assert "| Why? | b | a \\| b c | (nothing) |" in text and "2 seed(s) of 30 prompts" in text
     assert "</svg>" in (tmp_path / "figures" / "instructions.svg").read_text()
     axes = Figure().subplots()

@@ -79,9 +79,33 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     for one in result["seeds"].values():
         one["policies"]["last"] = policy("No", (3.0, 3.0, 3.0, 3.0), score=9.0)
     table, samples = fooled._table(result), fooled._samples(result["seeds"])
-    assert "held-out prompts, before → what the judge likes best → at the end" in table
+    assert "held-out prompts, before → the checkpoint that the judge likes best → at the end" in table
     assert "| different responses | 4 of 4 → 1 of 4 → 1 of 4 |" in table and "→ 9.00 ± 0.10 |" in table
     assert "| gain by a third that neither saw | +2.00 ± 0.71 | +2.00 ± 0.71 | +2.00 (+1.00 to +3." in table
     assert "Which is the one of the end" in samples
     rows = [line.strip("| ").split(" | ")[1:] for line in samples.splitlines() if line[2:3].isdigit()]
     assert len(rows) == 8 and all(sorted(row) == ["I'm sorry.", "No"] for row in rows)
+
+
+def test_another_judge_is_asked_of_what_was_said():
+    def seed(before, after, ended):
+        return {"policies": {"before": {"said": before, "ended": ended}, "after": {"said": after, "ended": ended}}}
+
+    def form(*ends):
+        return {"seeds": {str(number): seed(*end) for number, end in enumerate(ends)}}
+
+    all_end, one_ends = [True, True, True], [True, True, False]
+    results = {
+        "plain": form((["a", "bb", "c"], ["a", "b", "c"], all_end), (["a", "b", "c"], ["a", "b", "cccc"], one_ends)),
+        "made": form((["a", "b", "c"], ["aaa", "bbb", "ccc"], all_end), (["a", "b", "c"], ["aa", "bb", "c"], one_ends)),
+    }
+    rows = fooled.judged_again(results, lambda said: [float(len(text)) for text in said]).splitlines()[2:]
+    cells = {row.strip("| ").split(" | ")[0]: row.strip("| ").split(" | ")[1:] for row in rows}
+    # Means and standard errors by hand: -1/3 ± 1/3 of (0, -1, 0), 1 ± 1 of (0, 0, 3), 2/3 ± 1/3 of (1, 1, 0)
+    assert cells["`plain`, before → after"][:2] == ["1.33 → 1.00", "1.00 → 2.00"]
+    assert cells["`plain`, gain, prompt by prompt"][:2] == ["-0.33 ± 0.33", "+1.00 ± 1.00"]
+    assert cells["`plain`, gain where both end"][:2] == ["-0.33 ± 0.33", "+0.00 ± 0.00"]
+    assert cells["`made`, gain, prompt by prompt"][:2] == ["+2.00 ± 0.00", "+0.67 ± 0.33"]
+    # Beside what `plain` says after PPO: (2, 2, 2) and (1, 1, -3)
+    assert cells["`made` beside `plain`, after PPO, prompt by prompt"][:2] == ["+2.00 ± 0.00", "-0.33 ± 1.33"]
+    assert cells["`made` beside `plain`, after PPO, prompt by prompt"][2].startswith("+0.83 (")

@@ -145,6 +145,19 @@ def test_a_pass_that_asks_for_a_number_is_refused():
         greedy(base.causal_lm, by=recorded, eos=99)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [("out of memory", torch.OutOfMemoryError), ("launch failure", RuntimeError)]
+)
+def test_what_a_card_says_of_playing_back(wrong, kind, monkeypatch):
+    def refused(graph):
+        raise RuntimeError(f"CUDA error: {wrong}\nfurther lines")
+
+    monkeypatch.setattr("tests.recorded.Graph.replay", refused)
+    with graphs_without_a_card(), pytest.raises(RuntimeError, match=wrong) as met:
+        shared_base().generate(IDS, MASK, FIVE_TOKENS, graphs=True)
+    assert type(met.value) is kind
+
+
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])  # of the allocator, and of CUDA itself
 def test_where_memory_runs_out_it_says_so_and_holds_none(kind):
     """The rows of a pass are then halved (`toolkit.portion`)."""

@@ -114,8 +114,14 @@ class RecordedPass:
         self._take(inputs)
         if self._graph is None:
             self._graph = self._recorded()
-        self._graph.replay()
-        return self._passed
+        try:
+            self._graph.replay()
+        except RuntimeError as error:  # the first one takes memory of the card's own, and torch's error is another one
+            if "out of memory" not in (reason := _reason(error)):
+                raise
+        else:
+            return self._passed
+        raise torch.OutOfMemoryError(reason)
 
     def plain(self, **inputs: Any) -> Any:
         """The pass that is recorded, not played back."""
@@ -155,13 +161,16 @@ class RecordedPass:
             with torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._passed = self.model(**self._given, return_dict=True)
         except RuntimeError as error:  # a recording that fails raises again at its end
-            reason = (str(error.__context__ or error).splitlines() or [""])[0]
-            if "out of memory" not in reason:
+            if "out of memory" not in (reason := _reason(error.__context__ or error)):
                 raise _refused(f"graphs cannot be made of a {type(self.model).__name__}: {reason}.") from error
         else:
             return graph
         # Out of the handler, where nothing holds the frames of the pass: half of the rows are tried next.
         raise torch.OutOfMemoryError(reason)
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _refused(wrong: str, remedy: str = _REMEDY) -> ConfigError:

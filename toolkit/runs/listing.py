@@ -89,9 +89,7 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
         where = f"saved up to step {step_of(saved[-1])}"
     else:
         where = f"{step}, {'weights saved, and no checkpoint' if has_weights(folder) else 'nothing saved'}"
-    if at_work:
-        return StageState(folder.name, AT_WORK, where, figures_of(metrics))
-    return StageState(folder.name, STOPPED, where, figures_of(metrics))
+    return StageState(folder.name, AT_WORK if at_work else STOPPED, where, figures_of(metrics))
 
 
 def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ def _weights(roles: SharedBase, args: Any) -> dict[str, int]:
 
 class _Planner:
     def __init__(self, recipe: Recipe, card: Device | int):
-        self.recipe, self.card = recipe, card
+        self.recipe = recipe
         self.device = card if isinstance(card, Device) else None
         self.limit = card.memory if isinstance(card, Device) else card
         self.context = card.context if isinstance(card, Device) else next(iter(CARDS.values())).context
