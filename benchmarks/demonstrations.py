@@ -195,16 +195,6 @@ def recipe_of_arm(start: Recipe, arm: Arm, demonstration: Demonstration) -> dict
     return values
 
 
-def _of_recipe(recipe: Recipe, runs: Path) -> dict[str, Any]:
-    """What is measured of a seed of a recipe; kept beside its run, since it takes as long as a stage."""
-    kept = runs / f"{recipe.run}.json"
-    if not kept.is_file():
-        one = measured(recipe.stage_folder("ppo")) | _before_ppo(recipe)
-        one |= {"asked": _asked(recipe), "language": _language(recipe, one.pop("said", ()))}
-        kept.write_text(json.dumps(one), encoding="utf-8")
-    return dict(json.loads(kept.read_text(encoding="utf-8")))
-
-
 def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> dict[str, Any]:
     demonstration = DEMONSTRATIONS[name]
     run = f"{name}-{arm_name}-{seed}"
@@ -313,7 +303,9 @@ def run(name: str, runs: Path, overrides: Sequence[str] = (), seeds: Sequence[in
         for arm in demonstration.arms:
             found[arm][str(seed)] = _run_arm(name, arm, seed, start, runs)
         if not demonstration.arms:
-            found.setdefault("recipe", {})[str(seed)] = _of_recipe(start, runs)
+            one = measured(start.stage_folder("ppo")) | _before_ppo(start)
+            one |= {"asked": _asked(start), "language": _language(start, one.pop("said", ()))}
+            found.setdefault("recipe", {})[str(seed)] = one
     result = new_result(f"demonstration_{name}", demonstration=name, updates=demonstration.updates, arms=found)
     return write_result(result, RESULTS)
 
@@ -509,21 +501,22 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
         lines = [[f"`{rule}`", *(by_rule(rule, when) for when in whens)] for rule in rules]
         tables.append(markdown(["prompts that ask for it: kept", *columns], lines))
     if all("of_these" in one for one in runs):
-        tables.append(_best_of_table(runs))
+        tables.append(_best_of_table(found["recipe"]))
     shown = [[cell_of(row[key]) for key in ("prompt", *whens)] for row in runs[0]["language"]["samples"]]
     tables.append(markdown(["prompt", *columns], shown, texts=True))
     return "\n\n".join([*tables, f"{len(runs)} seed(s) of {each} prompts"])
 
 
-def _best_of_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """By seed the score of the best of N, beside PPO's for the same prompts."""
+def _best_of_table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """By seed the score of the best of N, beside PPO's for the same prompts; its KL is that of all."""
+    runs = list(found.values())
     shown = [
         [n, kl, [one["best_of"][n - 1][2] for one in runs]] for n, kl, _ in runs[0]["best_of"] if n in _BEST_OF_SHOWN
     ]
     lines = [[f"best of {n} before PPO", f"at most {kl:.2f}", *(f"{s:.3f}" for s in of)] for n, kl, of in shown]
     after = [one["after"]["kl"] for one in runs]
     lines.append(["after PPO", with_range(after, 2), *(f"{one['of_these']:.3f}" for one in runs)])
-    seeds = [f"score, seed {seed}" for seed in range(len(runs))]
+    seeds = [f"score, seed {seed}" for seed in found]
     return markdown([f"{_BEST_OF_PROMPTS} of the prompts", "KL a response", *seeds], lines)
 
 

@@ -506,16 +506,18 @@ def test_what_a_row_has_for_a_reward_is_known_before_a_run(classifiers, tmp_path
     template.write_text(template.read_text() + refused)
     settings = scorer if "kind" in scorer else {"kind": "model", "model": str(folder), **scorer}
     columns = {"prompt": ["Why?"] * 3, **columns}
-    context = ScorerContext(roles=None, tokenizer=byte_tokenizer(), prompts=lambda: _rows(**columns))
+    context = ScorerContext(roles=None, tokenizer=byte_tokenizer(), prompts=lambda: _rows(**columns), reads_rows=True)
     (problem,) = scorer_of(settings).check(context)
     assert problem.field == field and problem.wrong.startswith(place) and wrong in problem.wrong
+    # Where other rows are scored than the recipe's, these are not looked at.
+    assert scorer_of(settings).check(replace(context, reads_rows=False)) == []
     whole = {name: [values[0]] * 3 for name, values in columns.items()}
     assert scorer_of(settings).check(replace(context, prompts=lambda: _rows(**whole))) == []
 
 
 def test_classes_that_rows_name_for_an_adapter_are_known_before_a_run():
     base = shared_base(labels=3)
-    context = ScorerContext(roles=base, tokenizer=None, prompts=lambda: _rows(style=[0, 2, 3]))
+    context = ScorerContext(roles=base, tokenizer=None, prompts=lambda: _rows(style=[0, 2, 3]), reads_rows=True)
     (problem,) = scorer_of({"kind": "adapter", "class_column": "style"}).check(context)
     wrong = 'b.jsonl, line 2: column "style" names the class 3, and the head has 0 to 2.'
     assert (problem.field, problem.wrong) == ("class_column", wrong)

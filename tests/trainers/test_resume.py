@@ -289,13 +289,18 @@ def test_a_signal_after_the_last_step_stops_what_would_come_next_where_all_is_sa
     assert_same(weights(made), weights(unsaved))
 
 
+@pytest.mark.parametrize("saved", ["no", "steps"])
+@pytest.mark.parametrize("evaluated", ["steps", "epoch"])
 @pytest.mark.parametrize("stage", [sft_policy, ppo])
-def test_a_signal_in_the_last_evaluation_saves_and_stops(stage, tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no"}
-    made = make(stage, tmp_path, **settings)
+def test_a_signal_in_the_last_evaluation_saves_once_and_stops(stage, evaluated, saved, tmp_path, monkeypatch):
+    settings = {"eval_strategy": evaluated, "eval_steps": 3, "save_strategy": saved, "save_steps": 6}
+    made, written = make(stage, tmp_path, **settings), []
+    write = made._write_checkpoint
+    monkeypatch.setattr(made, "_write_checkpoint", lambda: written.append(made.state.global_step) or write())
     made.add_callback(Ask("on_evaluate", 6))
     with pytest.raises(RunInterrupted, match=r"stopped by SIGTERM after step 6 of 6; .*checkpoint-6"):
         made.train()
+    assert written == [6] or (evaluated, saved) == ("epoch", "steps")  # there before the evaluation, too
     again = make(stage, tmp_path, **settings)
     again.train(resume_from_checkpoint=True)
     assert_same(weights(made), weights(again))

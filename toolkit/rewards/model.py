@@ -187,7 +187,7 @@ class ModelScorer(TextScorer):
             problems += [Problem(wrong, "model") for wrong in models.weight_file_problems(Path(self.model))]
             problems = problems or problems_of(self._loaded, models.META)
         problems += self.check_head(context, outputs, classes, whose=f'"{self.model}"')
-        return problems + context.problems_of_prompts(partial(self.check_prompts, template, chats=context.chats))
+        return problems + context.problems_of_prompts(partial(self.check_prompts, context, template))
 
     def build(self, context: ScorerContext) -> Reward:
         if self.model is not None:

@@ -10,7 +10,7 @@ from toolkit.data.encoder import fixed_day
 from toolkit.data.messages import without_empty
 from toolkit.errors import Problem, RewardError
 from toolkit.models import positions_of
-from toolkit.rewards.scorer import ClassScorer, Prompts, at_row
+from toolkit.rewards.scorer import ClassScorer, Prompts, ScorerContext, at_row
 from toolkit.settings import AT_LEAST_1, setting
 from toolkit.time_limit import time_limit
 
@@ -85,11 +85,15 @@ class TextScorer(ClassScorer):
                 raise RewardError(wrong, field="prompt_column")
         return prompts
 
-    def check_prompts(self, template: PreTrainedTokenizerBase | None, prompts: Prompts, *, chats: bool) -> None:
-        """Raises: RewardError: a row without a prompt, or one whose roles the chat template of a tokenizer refuses."""
+    def check_prompts(self, context: ScorerContext, template: PreTrainedTokenizerBase | None, prompts: Prompts) -> None:
+        """Raises: RewardError: no column with the prompt, a row without one, or one whose roles the chat template of a
+        tokenizer refuses."""
+        if not context.reads_rows:
+            self.column_of(prompts.rows.column_names, chats=context.chats)
+            return
         read = ("messages", "prompt", self.prompt_column)
         columns = {name: prompts.rows[name][:] if name in read else () for name in prompts.rows.column_names}
-        found = self.prompts_in(columns, places=prompts.places, chats=chats)
+        found = self.prompts_in(columns, places=prompts.places, chats=context.chats)
         if template is None or found is None:
             return
         first: dict[str, int] = {}  # rows by their roles, on which what a template refuses depends

@@ -54,7 +54,7 @@ class RemoteScorer(Scorer):
 
     def check(self, context: ScorerContext) -> list[Problem]:
         problems = [] if self.token_variable is None else problems_of(read_token, self.token_variable)
-        return problems + context.problems_of_prompts(_check_sent)
+        return problems + (context.problems_of_prompts(_check_sent) if context.reads_rows else [])
 
     def build(self, context: ScorerContext) -> Reward:
         return RemoteReward(**vars(self))
@@ -204,7 +204,7 @@ def _check_sent(prompts: Prompts) -> None:
     """Raises: RewardError: a row has what cannot be sent."""
     for name in prompts.rows.column_names:
         if name != "input_ids":
-            prompts.check_each(name, partial(_check_json, name), field="")
+            prompts.check_each(name, partial(_check_json, name))
 
 
 def _body(part: Rollout) -> bytes:

@@ -29,12 +29,8 @@ class Prompts(NamedTuple):
     rows: Dataset
     places: Sequence[str]
 
-    def check_each(self, column: str, check: Callable[[Any], object], *, field: str) -> None:
-        """Call a check that raises with each row's value of a column.
-
-        Raises: RewardError: there is no such column, or what the check says, with the row's place.
-        """
-        check_column(column, self.rows.column_names, field=field)
+    def check_each(self, column: str, check: Callable[[Any], object]) -> None:
+        """Call a check that raises with each row's value of a column. Raises: RewardError: what it says, and where."""
         for place, value in zip(self.places, self.rows[column][:], strict=True):
             with at_row(place):
                 check(value)
@@ -49,6 +45,7 @@ class ScorerContext:
             where its base cannot be had.
         tokenizer: the policy's; None in a check that has none.
         prompts: gives those that it scores, to train on and held out; nothing in a check that has not read them.
+        reads_rows: whether each row is held against the scorer, and not the names of the columns alone.
         chats: whether the text of the prompts has the chat template of the base around it.
         pad_token_id: the one that the reward head was trained with.
         batch_size: responses a forward pass of the reward adapter.
@@ -60,6 +57,7 @@ class ScorerContext:
     roles: SharedBase | None
     tokenizer: PreTrainedTokenizerBase | None
     prompts: Callable[[], Sequence[Prompts]]
+    reads_rows: bool = False
     chats: bool = False
     pad_token_id: int = 0
     batch_size: int = 64
@@ -130,12 +128,12 @@ class ClassScorer(Scorer):
         if column is None:
             return problems
 
-        def check_value(value: Any) -> None:
-            if classes is not None and not problems:
-                self._number(value, classes)
+        def check_rows(prompts: Prompts) -> None:
+            check_column(column, prompts.rows.column_names, field="class_column")
+            if context.reads_rows and classes is not None and not problems:
+                prompts.check_each(column, lambda value: self._number(value, classes))
 
-        found = context.problems_of_prompts(lambda of: of.check_each(column, check_value, field="class_column"))
-        return problems + found
+        return problems + context.problems_of_prompts(check_rows)
 
     def check_outputs(self, outputs: int, *, whose: str) -> None:
         """Raises: RewardError: a head of one output and a column to choose by, or of several and none."""
@@ -161,7 +159,7 @@ class ClassScorer(Scorer):
     def _number(self, value: Any, classes: Classes) -> int:
         if isinstance(value, Hashable) and value in classes:
             return classes[value]
-        names = [name for name in map(str, classes) if not name.isdecimal()]
+        names = [name for name, number in classes.items() if isinstance(name, str) and name != str(number)]
         known = f"0 to {max(classes.values())}{' or ' if names else ''}{', '.join(names)}"
         wrong = f'column "{self.class_column}" names the class {value!r}, and the head has {known}.'
         raise RewardError(wrong, field="class_column", remedy="Mend that row.")

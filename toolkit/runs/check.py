@@ -48,7 +48,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
     names = [plan.stage for plan in plans if plan.stage in read and roles.tokenizer]
     data = DataCheck(recipe, names, findings, roles, handed_over)
     facts = data.facts()
-    _check_scorers(recipe, roles, data.prompts_read, findings, handed_over)
+    _check_scorers(recipe, roles, data, findings, handed_over)
     notes = [GREEDY_ROLLOUTS.within("ppo")] if at(recipe.values, "ppo.rollout_do_sample") is False else []
     if roles.roles is not None and (slow := about_slow(recipe.base_precision.dtype, "base.dtype")):
         notes.append(Problem(slow))
@@ -60,7 +60,7 @@ def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collec
 def _check_scorers(
     recipe: Recipe,
     roles: RolesCheck,
-    prompts_read: bool,
+    data: DataCheck,
     findings: Findings,
     handed_over: Collection[str],
 ) -> None:
@@ -71,11 +71,12 @@ def _check_scorers(
     context = ScorerContext(
         roles=roles.roles,
         tokenizer=roles.tokenizer,
-        prompts=lambda: scored_prompts(recipe, "reward") if prompts_read else (),
-        chats=prompts_read and recipe.task.chats,
+        prompts=lambda: scored_prompts(recipe, "reward") if data.prompts_read else (),
+        reads_rows=not data.prompts_handed_over,
+        chats=data.prompts_read and recipe.task.chats,
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
     )
-    held_out = (lambda: scored_prompts(recipe, "judge")) if prompts_read else context.prompts
+    held_out = (lambda: scored_prompts(recipe, "judge")) if data.prompts_read else context.prompts
     judge = replace(context, role="judge", prompts=held_out)
     named = {"scorer": (recipe.scorer, context), "judge": (recipe.judge, judge)}
     for section, (one, reads) in named.items():

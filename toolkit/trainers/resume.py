@@ -43,12 +43,15 @@ class _AtStepEnd(TrainerCallback):
             self.request.received = asked
             control.should_save = control.should_training_stop = self.request.met = True
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        asked, over = self._join(control), state.global_step >= state.max_steps
-        if asked is not None and not self.request.met and (over or control.should_training_stop):
-            self.request.received = asked  # in the evaluation of the last step: no later one would meet it
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        asked = self._join(control)
+        if asked is not None and (state.global_step >= state.max_steps or control.should_training_stop):
+            self.request.received = asked  # no later step would meet it
             control.should_save = self.request.met = True
-        elif self.request.met and (over or float(state.epoch or 0.0).is_integer()):
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._join(control)
+        if self.request.met and (state.global_step >= state.max_steps or float(state.epoch or 0.0).is_integer()):
             # The run, or the pass, really is over: no later step would do what is due here.
             control.should_save = control.should_save or control.should_evaluate or control.should_log
         elif self.request.met:
