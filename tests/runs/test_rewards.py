@@ -217,6 +217,11 @@ def test_a_check_of_each_kind(checkpoint, classifiers, questions, tmp_path, monk
         assert message in alone and message in part
     (found,) = problems(a={**classes, "class_column": "mod"}, b=rule)
     assert found.startswith('scorer.parts.a.class_column — the prompts have no column "mod"; present: ')
+    file, whole = tmp_path / "questions.jsonl", (tmp_path / "questions.jsonl").read_text()
+    file.write_text(whole.replace("LABEL_1", "LABEL_7", 1))
+    (found,) = problems(one=classes)
+    assert found.startswith("scorer.class_column — ") and "line 1: column \"mood\" names the class 'LABEL_7'" in found
+    file.write_text(whole)
     (found,) = problems(a={**rule, "function": "rule.py:rul"}, b=model)
     assert found == 'scorer.parts.a.function — rule.py has no function "rul".'
     (found,) = problems(a=model, b={**REMOTE, "token_variable": "NO_SUCH_VARIABLE_HERE"})
