@@ -43,6 +43,7 @@ from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl
 
 PAGE = DOCS / "demonstrations.md"
+APOLOGY = re.compile(r"\b(sorry|apologi[sz]e|apolog(y|ies))\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Demonstration:
     stages: tuple[str, ...] = ("sft", "reward")
     settings: tuple[str, ...] = ()
     """Of the recipe, for all its stages."""
+    said: bool = False
+    """Whether apologies and empty responses are counted."""
     common: Mapping[str, Any] = field(
         default_factory=lambda: {"eval_steps": 5, "logging_steps": 5, "load_best_model_at_end": False}
     )
@@ -114,13 +117,15 @@ DEMONSTRATIONS = {
         seeds=(0, 1, 2),
         updates=50,
         recipe="smollm2_135m_lora",
-        settings=("data.made_pairs=null",),
+        settings=("data.made_pairs=null", "data.max_validation_rows=100"),
+        said=True,
         common={
             "lr_scheduler_type": "constant",
             "learning_rate": 1e-4,
             "response_length": 24,
             "gradient_accumulation_steps": 4,
             "kl_coef": 0.05,
+            **{"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True, "per_device_eval_batch_size": 80},
         },
     ),
     "instructions": Demonstration(
@@ -202,7 +207,8 @@ def _run_arm(name: str, arm_name: str, seed: int, start: Recipe, runs: Path) -> 
     values = recipe_of_arm(start, demonstration.arms[arm_name], demonstration)
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     run_stage("ppo", path, run, runs)
-    return measured(runs / run / "ppo")
+    folder = runs / run / "ppo"
+    return measured(folder) | (said_by(folder) if demonstration.said else {})
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -218,6 +224,15 @@ def measured(folder: Path) -> dict[str, Any]:
     logged = {key: [[row["step"], row[key]] for row in metrics if key in row] for key in keys}
     of_run = {key: result[key] for key in ("seconds", "peak_memory_gb")} | {"warnings": result.get("warnings", [])}
     return {"before": result["before"], "after": result["after"], "curve": curve, **logged, **of_run}
+
+
+def said_by(folder: Path) -> dict[str, list[list[float]]]:
+    """By update the share of the rollouts of a ppo stage that apologise, and of those that say nothing."""
+    said: dict[int, list[str]] = {}
+    for row in read_jsonl(folder / "rollouts.jsonl"):
+        said.setdefault(row["step"], []).append(row["response"])
+    kinds = {"apologies": lambda text: bool(APOLOGY.search(text)), "empty": lambda text: not text.strip()}
+    return {key: [[step, statistics.mean(map(of, texts))] for step, texts in said.items()] for key, of in kinds.items()}
 
 
 def _asked(recipe: Recipe) -> dict[str, int]:
@@ -351,20 +366,18 @@ _BELOW = {"loc": "outside lower center", "ncols": 3, "fontsize": 9}
 
 
 def _arms_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Figure:
-    """All seeds of two arms: held-out responses where they were measured on the way, else rollouts, smoothed."""
-    evaluated = any(one["curve"] for seeds in found.values() for one in seeds.values())
-    titles = {"right answers": "exact_match"} if evaluated else {}
-    titles |= {"score" if evaluated else "score of the rollouts": "score", "value loss": "value_loss"}
+    """All seeds of two arms: held-out responses, and the value loss."""
+    point = next(iter(next(iter(found.values())).values()))["curve"][0]
+    titles = {"right answers": "exact_match"} if "exact_match" in point else {}
+    titles |= {"score": "score", "value loss": "value_loss"}
 
     def curves(key: str) -> Curves:
         for colour, (arm, described) in zip(("C0", "C1"), demonstration.arms.items(), strict=True):
             for seed, one in enumerate(found[arm].values()):
                 points = one[key] if key == "value_loss" else [[p["update"], p[key]] for p in one["curve"]]
-                points = points if evaluated else _running_mean(one[key])
                 yield points, {"color": colour, "label": described.label if not seed else None}
 
-    means = "" if evaluated else f", means of {_MEAN_OF}"
-    panels = {title + means: curves(key) for title, key in titles.items()}
+    panels = {title: curves(key) for title, key in titles.items()}
     figure = _figure((10, 3.2), panels, "updates", _BELOW)
     figure.axes[-1].set_yscale("log")
     return figure
@@ -553,18 +566,30 @@ def _table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
 
 
 def _critic_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
-    """What each seed ends at, and its value loss in means of `_MEAN_OF` updates."""
+    """What each seed ends at; its value loss, apologies and empty responses in means of `_MEAN_OF` updates; and what
+    it was warned of, and when."""
     columns = ("score", "kl", "length", "distinct_share")
-    ends, losses = [], []
+    ends, losses, said, told = [], [], [], []
     for arm, described in demonstration.arms.items():
         for seed, one in found[arm].items():
-            name, loss = f"{described.label}, seed {seed}", [value for _, value in one["value_loss"]]
+            name = f"{described.label}, seed {seed}"
             ends.append([name, *(f"{one['after'][key]:.3f}" for key in columns)])
-            tens = (loss[start : start + _MEAN_OF] for start in range(0, len(loss), _MEAN_OF))
-            losses.append([name, *(f"{statistics.mean(ten):.3f}" for ten in tens)])
+            losses.append([name, *(f"{ten:.3f}" for ten in _tens(one["value_loss"]))])
+            pairs = zip(_tens(one["apologies"]), _tens(one["empty"]), strict=True)
+            said.append([name, *(f"{apologies:.2f} / {empty:.2f}" for apologies, empty in pairs)])
+            told += [f"- {name}, update {of['step']}, `{of['name']}`: {of['text']}" for of in one["warnings"]]
     updates = [f"{end - _MEAN_OF + 1}–{end}" for end in range(_MEAN_OF, demonstration.updates + 1, _MEAN_OF)]
     heads = [_TITLES.get(key, "share of different responses") for key in columns]
-    return "\n\n".join([markdown(["held out", *heads], ends), markdown(["value loss in updates", *updates], losses)])
+    tables = {"held out": (heads, ends), "value loss in updates": (updates, losses)}
+    tables |= {"rollouts that apologise / are empty": (updates, said)}
+    drawn = [markdown([name, *columns], rows) for name, (columns, rows) in tables.items()]
+    return "\n\n".join([*drawn, "\n".join(told)])
+
+
+def _tens(points: Sequence[Sequence[float]]) -> list[float]:
+    """Means of `_MEAN_OF` updates each."""
+    values = [value for _, value in points]
+    return [statistics.mean(values[start : start + _MEAN_OF]) for start in range(0, len(values), _MEAN_OF)]
 
 
 def _ideas_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:

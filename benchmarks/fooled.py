@@ -18,7 +18,6 @@ not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg
 import json
 import math
 import random
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.demonstrations import cell_of, perplexity, run_stage
+from benchmarks.demonstrations import APOLOGY, cell_of, perplexity, run_stage
 from benchmarks.errors import BenchmarkError
 from benchmarks.paired import bootstrap
 from benchmarks.records import (
@@ -276,7 +275,6 @@ def said(evaluation: Evaluation) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------------- figure and tables
 
 
-_APOLOGY = re.compile(r"\b(sorry|apologi[sz]e|apolog(y|ies))\b", re.IGNORECASE)
 _WORDS, _AGAIN = "words", "again"
 _BY = {"score": "the reward that PPO optimises", "judge": "the judge beside it", "third": "a third that neither saw"}
 
@@ -321,7 +319,7 @@ def _table(result: Mapping[str, Any]) -> str:
         return f"{of['figures'][key]:.2f} ± {of['figures'][f'{key}_se']:.2f}"
 
     def share(of: Mapping[str, Any], _: str) -> str:
-        number = sum(bool(_APOLOGY.search(text)) for text in of["said"])
+        number = sum(bool(APOLOGY.search(text)) for text in of["said"])
         low, high = wilson_interval(number, len(of["said"]))
         return f"{number / len(of['said']):.2f} ({low:.2f}–{high:.2f})"
 
@@ -345,6 +343,9 @@ def _table(result: Mapping[str, Any]) -> str:
     ]
     gains = [[f"gain by {whose}", *_gains(policies, key)] for key, whose in _BY.items()] if with_each else []
     if gains:
+        if "last" in next(iter(seeds.values()))["policies"]:
+            kept = [(one["policies"]["last"], one["policies"]["after"]) for one in seeds.values()]
+            gains += [[f"what came back less the end, by {whose}", *_gains(kept, key)] for key, whose in _BY.items()]
         gains += [[f"where both end, by {whose}", *_where_both_end(policies, key)] for key, whose in _BY.items()]
         gains.append(["where both end, words", *_where_both_end(policies, _WORDS)])
     shown = ("score", "judge", "kl", "length", "distinct_share")
@@ -399,13 +400,13 @@ def _where_both_end(policies: Sequence[Sequence[Mapping[str, Any]]], key: str) -
         yield f"{mean:+.2f} {shown}" if len(some) > 1 else "—"
 
 
-def _samples(seeds: Mapping[str, Any]) -> str:
-    """Responses before and after, of all seeds, side by side in an order of their own; below them which is which. Where
-    the judge was followed, these and those of the end.
+def _samples(name: str, seeds: Mapping[str, Any]) -> str:
+    """Responses before and after, of all seeds, side by side in an order that no other form has; below them which is
+    which. Where the judge was followed, these and those of the end.
 
     Without the prompts, which are made to provoke.
     """
-    drawn = random.Random(0)
+    drawn = random.Random(name)
     policies = [one["policies"] for one in seeds.values()]
     one, other = ("after", "last") if "last" in policies[0] else ("before", "after")
     pairs = [pair for of in policies for pair in zip(of[one]["said"], of[other]["said"], strict=True)]
@@ -458,7 +459,7 @@ def show(name: str, path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     save_figure(_figure(result["seeds"]), name)
     page = DOCS / "fooled_rewards.md"
-    for what, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(result["seeds"]))):
+    for what, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(name, result["seeds"]))):
         fill_file(page, f"{name} {what}: made by benchmarks.fooled", f"end of {name} {what}", table)
 
 

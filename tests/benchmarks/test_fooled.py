@@ -78,11 +78,15 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     # Where the judge was followed, what it likes best stands beside where the run ended.
     for one in result["seeds"].values():
         one["policies"]["last"] = policy("No", (3.0, 3.0, 3.0, 3.0), score=9.0)
-    table, samples = fooled._table(result), fooled._samples(result["seeds"])
+    table, samples = fooled._table(result), fooled._samples("made", result["seeds"])
     assert "held-out prompts, before → the checkpoint that the judge likes best → at the end" in table
     assert "| different responses | 4 of 4 → 1 of 4 → 1 of 4 |" in table and "→ 9.00 ± 0.10 |" in table
     assert "| gain by a third that neither saw | +2.00 ± 0.71 | +2.00 ± 0.71 | +2.00 (+1.00 to +3." in table
+    # The seeds' kept ones have 2, 6, 5, 8 and their ends 3, 3, 3, 3.
+    assert "| what came back less the end, by the judge beside it | +2.25 ± 1.25 | +2.25 ± 1.25 |" in table
     assert "Which is the one of the end" in samples
+    keys = {fooled._samples(form, result["seeds"]).partition("</summary>")[2] for form in fooled.FORMS}
+    assert len(keys) == len(fooled.FORMS)  # who has seen one knows none of the others
     rows = [line.strip("| ").split(" | ")[1:] for line in samples.splitlines() if line[2:3].isdigit()]
     assert len(rows) == 8 and all(sorted(row) == ["I'm sorry.", "No"] for row in rows)
 
