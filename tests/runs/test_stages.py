@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, TrainerCallback
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from tests.tiny_models import needs_trl_loop
 from tests.tiny_runs import PAIRS, REPOSITORY, begun, byte_tokenizer, chat_recipe, command_here, ended
@@ -343,6 +344,30 @@ def test_sft_of_a_checkpoint_is_where_policy_and_reference_start(tmp_path, check
     assert ": nine times as slow. base.dtype=auto takes" in capsys.readouterr().out
     policy, reference = roles.parameters_of("policy"), roles.parameters_of("reference")
     assert all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)) and any(p.any() for p in policy[1::2])
+
+
+def test_a_tracker_is_told_of_sft_s_training_and_of_nothing_before_or_after(tmp_path, checkpoint, monkeypatch):
+    told = []
+
+    class Tracker(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            told.append("begin")
+
+        def on_log(self, *_, logs, **__):
+            told.extend(key for key in logs if key in ("loss", "eval_loss"))
+
+        def on_train_end(self, *_, **__):
+            told.append("end")
+
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)
+    monkeypatch.setattr("toolkit.spec.stage.get_available_reporting_integrations", lambda: ["tensorboard"])
+    sft = {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no", "report_to": "tensorboard"}
+    sft |= {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
+    recipe = chat_recipe(tmp_path, checkpoint, sft=sft, reward=None, ppo=None)
+    stages.run(recipe, "sft")
+    assert told == ["begin", "loss", "loss", "eval_loss", "end"]
+    rows = read_jsonl(recipe.stage_folder("sft") / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 2, 2]  # before, on the way and after
 
 
 def test_prerequisites(tmp_path, checkpoint):

@@ -5,13 +5,15 @@ says that it is finished.
 """
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from toolkit import phases, processes, reports
 from toolkit.checkpoints import checkpoints_in
@@ -198,7 +200,8 @@ def _report_cuts(recipe: Recipe, args: Any) -> dict[str, dict[str, int]]:
 def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:
     """The figures of what a stage trains, and its responses to held-out prompts where it gives any."""
     if stage == "sft":
-        return {"loss": trainer.evaluate()["eval_loss"]}, None
+        with _without_trackers(trainer):
+            return {"loss": trainer.evaluate()["eval_loss"]}, None
     if stage == "reward":
         return _reward_figures(recipe, trainer), None
     prompts = recipe.task.prompts("test")
@@ -212,6 +215,19 @@ def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], 
         named = measures(recipe, rollouts.roles, trainer.toolkit_pad_tokens, rollouts.portion.rows)
         evaluation = rollouts.evaluator(**named)(prompts)
     return evaluation.metrics, Responses.of(evaluation.rollout, evaluation.scores, evaluation.judged)
+
+
+@contextmanager
+def _without_trackers(trainer: Any) -> Iterator[None]:
+    """Trackers begin and end with training: what they are told outside of it becomes a run of its own, and TensorBoard,
+    told before, keeps the whole stage in the working directory."""
+    handler = trainer.callback_handler
+    callbacks = handler.callbacks
+    handler.callbacks = [one for one in callbacks if not isinstance(one, tuple(INTEGRATION_TO_CALLBACK.values()))]
+    try:
+        yield
+    finally:
+        handler.callbacks = callbacks
 
 
 def _reward_figures(recipe: Recipe, trainer: Any) -> dict[str, Any]:
