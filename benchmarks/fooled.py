@@ -459,7 +459,10 @@ def show(name: str, path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     save_figure(_figure(result["seeds"]), name)
     page = DOCS / "fooled_rewards.md"
-    for what, table in (("table", f"{_table(result)}\n\n{where(result)}"), ("samples", _samples(name, result["seeds"]))):
+    for what, table in (
+        ("table", f"{_table(result)}\n\n{where(result)}"),
+        ("samples", _samples(name, result["seeds"])),
+    ):
         fill_file(page, f"{name} {what}: made by benchmarks.fooled", f"end of {name} {what}", table)
 
 

@@ -1,9 +1,14 @@
 """Tokenizers of today's chat models through the front door: recipe, check, sft and ppo on a tiny model."""
 
 import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from trl import RewardConfig, RewardTrainer
 
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, llama3_tokenizer, save_llama
-from toolkit.data import PromptCollator
+from toolkit.data import PromptCollator, Rollout
 from toolkit.errors import ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
@@ -83,9 +88,8 @@ def test_the_policy_reads_the_template_and_nothing_else(family, system, tmp_path
     assert row["input_ids"] == encoded and row["prompt"] == PROMPT[family[0], system]
 
 
-@pytest.mark.parametrize("system", [None, BRIEF])
-def test_check_sft_and_ppo(family, system, tmp_path):
-    recipe = made(family, tmp_path, system)
+def test_check_sft_and_ppo(family, tmp_path):
+    recipe = made(family, tmp_path, None if family[0] == "llama3" else BRIEF)
     check(recipe).raise_problems()
     for stage in ("sft", "ppo"):
         result = stages.run(recipe, stage)
@@ -98,6 +102,47 @@ def test_check_sft_and_ppo(family, system, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1])  # the reference is this
     with pytest.raises(ToolkitError, match=r"sft: policy/adapter_model.safetensors has \d+ bytes, and had"):
         open_run(recipe.run, runs_dir=recipe.runs_dir)
+
+
+def test_an_adapter_that_trl_taught_conversations_is_read_where_it_was_taught(family, tmp_path):
+    """In ChatML that is a line break behind the end. What TRL reads is the oracle: its own model, on its own ids."""
+    taught = tmp_path / "trl"
+    settings = {"max_steps": 1, "learning_rate": 1e-1, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    tokenizer = AutoTokenizer.from_pretrained(family[1])
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    asked = [{"role": "user", "content": ASKED}]
+    pairs = {
+        name: [[*asked, {"role": "assistant", "content": text}]] * 2
+        for name, text in (("chosen", "Paris."), ("rejected", "I do not know."))
+    }
+    trainer = RewardTrainer(
+        model=AutoModelForSequenceClassification.from_pretrained(family[1], num_labels=1),
+        args=RewardConfig(output_dir=str(taught), use_cpu=True, gradient_checkpointing=False, **settings),
+        train_dataset=Dataset.from_dict(pairs),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear"),
+    )
+    trainer.train()
+    trainer.save_model(str(taught))
+    (row,) = trainer.train_dataset.select([0])["chosen_ids"]
+    trainer.model.eval()
+    with torch.no_grad():
+        expected = trainer.model(input_ids=torch.tensor([row])).logits[0]
+
+    base, start = {"model": str(family[1]), "dtype": "float32"}, {"reward": str(taught)}
+    here = made(family, tmp_path, None, sft=None, scorer=None, base=base, start=start)
+    ppo = here.ppo_trainer()
+    prompt, end = here.task.prompt_ids(asked), here.tokenizer.eos_token_id
+    text = " Paris." if family[0] == "mistral" else "Paris."  # whose template has the space
+    said = [*here.tokenizer.encode(text, add_special_tokens=False), end]
+    ended = Rollout(["?"], ["Paris."], [prompt], [said], [True])
+    torch.testing.assert_close(ppo.reward(ended), expected, rtol=1e-3, atol=1e-5)
+    # Nothing is written behind a response that the limit has cut.
+    cut = Rollout(["?"], ["Paris."], [prompt], [said[:-1]], [False])
+    with torch.no_grad():
+        of_cut = trainer.model(input_ids=torch.tensor([prompt + said[:-1]])).logits[0]
+    torch.testing.assert_close(ppo.reward(cut), of_cut, rtol=1e-3, atol=1e-5)
+    assert (family[0] == "qwen") is bool((expected - of_cut).abs() > 1e-2)  # else its end is pad, and passed over
 
 
 def test_no_token_without_a_text_of_its_own_is_an_end(family, tmp_path):

@@ -135,6 +135,15 @@ class PromptEncoder:
         phases.tell(f"{written}: responses of the data follow its generation prompt without it.")
         return ""
 
+    def closing(self) -> list[int]:
+        """What a chat template writes behind an answer: its end, and a line break after it in ChatML; nothing where the
+        template refuses a question with one."""
+        asked: Messages = self._with_system([{"role": "user", "content": "?"}])
+        with suppress(Unusable):
+            text = self._rendered([*asked, {"role": "assistant", "content": _MARK}], waits=False)
+            return self.ids(text.rpartition(_MARK)[2])
+        return []
+
     @cached_property
     def _behind_question(self) -> str:
         """What a template writes behind a question, if it is more than words that a question may have."""

@@ -131,6 +131,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     except BaseException:
         base.remove_role(role)  # it would be there with random weights
         raise
+    if head is not None:
+        base.head(role).elsewhere = not (folder / ROLE_FILE).is_file()
     if "high_score" in about and role in base.heads:
         base.head(role).high_score = float(about["high_score"])
     return about

@@ -30,6 +30,8 @@ class ScoreHead(nn.Linear):
 
     high_score: float | None = None
     """What 99 in 100 held-out responses scored less than when it was trained on pairs; None where nobody has said."""
+    elsewhere: bool = False
+    """Whether another tool trained it, which reads a conversation to the end of its chat template."""
 
     def __init__(self, hidden_size: int, num_labels: int, *, init: HeadInit = "normal", bias: bool = False):
         super().__init__(hidden_size, num_labels, bias=bias, dtype=torch.float32)

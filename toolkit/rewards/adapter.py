@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from toolkit import processes
-from toolkit.data import Rollout, pad_rows
+from toolkit.data import PromptEncoder, Rollout, pad_rows
 from toolkit.errors import Problem
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, sequence_logits
 from toolkit.portion import Portion, by_tokens
@@ -95,6 +95,8 @@ class AdapterScorer(ClassScorer):
         assert context.tokenizer is not None
         reading = {"pad_token_id": context.pad_token_id, "batch_size": context.batch_size}
         reading["eos_token_id"] = int(context.tokenizer.eos_token_id)
+        if context.chats and context.roles.head(context.role).elsewhere:
+            reading["closing"] = PromptEncoder(context.tokenizer).closing()
         return RewardAdapter(context.roles, role=context.role, **reading | vars(self))
 
 
@@ -103,13 +105,16 @@ class RewardAdapter(AdapterScorer):
     """Scores responses with the role "reward" of a shared base, or with its "judge".
 
     `pad_token_id` and `eos_token_id` are those that the head was trained with, `batch_size` responses go through a
-    forward pass. Raises: RewardError: a head with several outputs and no column to choose by, or the reverse.
+    forward pass. With `closing` responses that ended have these tokens in place of their end: `trl.RewardTrainer` reads
+    a conversation to the end of its template, which in ChatML is a line break behind the end. Raises: RewardError: a
+    head with several outputs and no column to choose by, or the reverse.
     """
 
     on_every_process: ClassVar[bool] = True
     base: SharedBase
     pad_token_id: int = field(kw_only=True)
     eos_token_id: int = field(kw_only=True)
+    closing: Sequence[int] = field(default=(), kw_only=True)
     batch_size: int = field(default=64, kw_only=True)
     role: str = field(default="reward", kw_only=True)
 
@@ -128,6 +133,9 @@ class RewardAdapter(AdapterScorer):
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = rollout.sequences(eos_token_id=self.eos_token_id)
+        if self.closing:
+            closed = zip(rows, rollout.ended, strict=True)
+            rows = [[*row[:-1], *self.closing] if ended else row for row, ended in closed]
         with self.base.autocast():
             logits = read_sequences(
                 self.base, rows, pad_token_id=self.pad_token_id, batch_size=self.portion, role=self.role
