@@ -212,7 +212,7 @@ def test_the_agreement_with_the_quantised_base_is_the_share_of_equal_tokens(monk
 def test_nothing_is_merged_into_four_bits(trained):
     _, recipe = trained
     base = load_base(recipe.base_path, quantization=recipe.quantization())
-    with pytest.raises(AdapterError, match="never merged into a quantised base"):
+    with pytest.raises(AdapterError, match="never merged into a quantised base. Export the adapter alone, or"):
         merge_adapter(base, policy_folder(recipe), torch.tensor([[3, 4, 5]]))
 
 

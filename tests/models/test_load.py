@@ -1,9 +1,11 @@
 import json
 import logging
 import re
+import shutil
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -20,7 +22,7 @@ from transformers import (
 
 from tests.tiny_models import ARCHITECTURES, lora, randomize, tiny_model
 from tests.tiny_runs import byte_tokenizer, save_llama
-from tests.tolerances import RELATIVE
+from tests.tolerances import FP32, RELATIVE
 from tests.trainers.helpers import own_classifier
 from toolkit.data import doubling
 from toolkit.errors import ModelError, ToolkitError
@@ -29,6 +31,7 @@ from toolkit.models import (
     ModelSpec,
     Sequences,
     SharedBase,
+    about_other_bits,
     load_base,
     load_model,
     load_tokenizer,
@@ -453,3 +456,36 @@ def test_layers_of_4_bits_keep_the_layout_that_has_gradients(checkpoint, monkeyp
     modules = load_base(str(checkpoint), quantization=NF4).modules()
     layers = [module for module in modules if hasattr(module, "support_avx512bf16_for_cpu")]
     assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
+
+
+def test_a_checkpoint_in_4_bits_computes_in_what_is_asked_for_and_is_never_quantised_again(checkpoint, tmp_path):
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    float16 = BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype="float16")
+    load_base(str(checkpoint), dtype="bfloat16").save_pretrained(rounded := tmp_path / "rounded")
+    of_it = load_base(str(rounded), quantization=float16, dtype="bfloat16")
+    of_it.save_pretrained(folder := tmp_path / "bnb-4bit")
+    ids = torch.tensor([[5, 6, 7]])
+    for device in (None, META):
+        for asked in (None, BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype="float32")):
+            model = load_model(ModelSpec(str(folder), quantization=asked, dtype="float32"), device=device)
+            if device is META:
+                assert about_other_bits(model).startswith("its weights are in 4 bits already")
+            else:
+                assert {m.compute_dtype for m in model.modules() if isinstance(m, Linear4bit)} == {torch.float32}
+                whole = load_base(str(rounded), quantization=BitsAndBytesConfig(**nf4), dtype="float32")
+                torch.testing.assert_close(model(ids).logits, whole(ids).logits, **FP32)
+        other = BitsAndBytesConfig(**nf4 | {"bnb_4bit_use_double_quant": False})
+        said = r"quantization: .*bnb-4bit\" is quantised already, with bnb_4bit_use_double_quant: True, and False is"
+        with pytest.raises(ModelError, match=said):
+            load_model(ModelSpec(str(folder), quantization=other), device=device)
+
+
+def test_a_checkpoint_of_another_method_is_refused_beside_a_quantization_of_ours(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, folder := tmp_path / "awq")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    asked = BitsAndBytesConfig(load_in_4bit=True)
+    for device in (None, META):
+        with pytest.raises(ModelError, match="quantization: .*quantised by awq already, .* Set it to null, or name"):
+            load_model(ModelSpec(str(folder), quantization=asked), device=device)

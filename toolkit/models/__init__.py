@@ -1,7 +1,7 @@
 """One base model and the roles on it; knows transformers, peft and bitsandbytes.
 
 `load` has every model from a `ModelSpec`, in the precision that `precision` finds fast where none is named, and
-`pretrained` what is read of a checkpoint before; `base_checks` tries on a few tokens (`trials`) what all else relies
+`pretrained` what is read of a checkpoint before, `bits` what is quantised; `base_checks` tries on a few tokens (`trials`) what all else relies
 on, `logit_changes` what comes after `lm_head`. `roles` holds the adapters and switches them (nothing else does),
 `forward` reads values, scores and log-probabilities of `sequences`, whose rows `attention` keeps apart, `q_values`
 reads a role's logits as Q-values. `value_model` is a value role with a base of its own and `classifier` a reward with
@@ -12,7 +12,8 @@ whose passes `graphs` records on a card.
 
 from toolkit.models.adapters import ROLE_FILE, load_role, load_weights, save_high_score, save_role
 from toolkit.models.attention import planned_for_cpu
-from toolkit.models.base_checks import check_bits, check_checkpointing
+from toolkit.models.base_checks import check_checkpointing
+from toolkit.models.bits import about_other_bits, check_bits, own_quantization, quantize_outline
 from toolkit.models.classifier import (
     add_lora,
     check_reads_tokens,
@@ -42,13 +43,10 @@ from toolkit.models.load import (
     META,
     MOST_LAYERS,
     ModelSpec,
-    about_other_bits,
     load_base,
     load_model,
     model_config,
     outlined,
-    own_quantization,
-    quantize_outline,
 )
 from toolkit.models.logit_changes import scales_logits
 from toolkit.models.lora import adapter_dropouts

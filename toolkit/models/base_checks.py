@@ -18,6 +18,7 @@ from transformers import AttentionInterface, GenerationConfig, LogitsProcessorLi
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.attention import attention_by_rows
+from toolkit.models.bits import check_bits, check_gradients_of_bits
 from toolkit.models.decoding import RowProcessor, decode
 from toolkit.models.logit_changes import Logits, as_they_are, logits_of
 from toolkit.models.lora import under_adapter
@@ -189,33 +190,6 @@ class _Forced(RowProcessor):
         self.seen.append(scores)
         token = self.tokens[:, len(self.seen) - 1 : len(self.seen)]
         return scores.scatter(1, token, float("inf"))
-
-
-def check_bits(quantization: Any) -> None:
-    """Nothing, if a base may be quantised so; else a `ModelError`."""
-    if getattr(quantization, "load_in_8bit", False):
-        raise ModelError(
-            "a base in 8 bits gives a token other numbers in another batch (LLM.int8 rounds a batch as a whole), so "
-            "that the policy would not be the one that sampled.",
-            field="quantization",
-            remedy="Load it in 4 bits, or in 16.",
-        )
-
-
-def check_gradients_of_bits(quantizer: Any) -> None:
-    """Nothing, if a base may be in the bits of a quantizer of transformers, or has none; else a `ModelError`.
-
-    transformers' trainers ask for the same of a model itself; those here have a module around it.
-    """
-    trainable = getattr(quantizer, "is_trainable", True)
-    if not (trainable() if callable(trainable) else trainable):  # FP-Quant's is a method
-        method = quantizer.quantization_config.quant_method
-        raise ModelError(
-            f"transformers' kernels for weights in {getattr(method, 'value', method)} have no gradients, so that "
-            "adapters on a base in it would be trained by wrong ones.",
-            field="quantization",
-            remedy="Name a checkpoint in 16 bits, and quantise it to 4 bits here.",
-        )
 
 
 def check_adapter(

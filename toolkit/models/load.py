@@ -1,9 +1,8 @@
 """Models from a checkpoint or a configuration: with weights, or on the meta device as names and shapes alone."""
 
 import inspect
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,10 +22,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError, did_you_mean
-from toolkit.models.base_checks import check_gradients_of_bits
+from toolkit.models.bits import cast_what_is_not_quantised, own_quantization, quantize_outline, take_own_bits
 from toolkit.models.precision import AUTO, default_device, resolved
 from toolkit.models.pretrained import (
     cached_commit,
@@ -35,6 +33,7 @@ from toolkit.models.pretrained import (
     check_weights_alone,
     embeddings_needed,
     not_loaded,
+    quiet_transformers,
     weights_outline,
 )
 from toolkit.models.trials import raise_of_the_card
@@ -79,48 +78,6 @@ def load_base(model: str, *, device: torch.device | None = None, **settings: Any
     return load_model(ModelSpec(model, **settings), device=device).requires_grad_(False)
 
 
-def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> None:
-    """Give a model on the meta device the layers that loading would quantise, as PEFT knows them: those of a checkpoint
-    that is quantised already where it is not to be quantised."""
-    if (quantization := quantization or own_quantization(model.config)) is None:
-        return
-    # Attributes as loading leaves them: trainers ask for the quantizer, and PEFT chooses its layer by the last one.
-    model.hf_quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-    model.hf_quantizer.preprocess_model(model, device_map=None)
-    model.is_loaded_in_4bit = quantization.load_in_4bit
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.config._is_quantized = True  # where Jamba calls a layer of which it else reads the weight
-
-
-def own_quantization(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
-    """That of a checkpoint which is quantised already."""
-    saved = getattr(config, "quantization_config", None)
-    ours = isinstance(saved, dict) and saved.get("quant_method") == "bitsandbytes"
-    return BitsAndBytesConfig.from_dict(saved) if ours else None
-
-
-def about_other_bits(model: PreTrainedModel) -> str:
-    """A sentence on the outline of a checkpoint that is quantised already, and not by bitsandbytes; "" of any other.
-
-    Raises:
-        ModelError: transformers has no gradients for it on this machine.
-    """
-    saved: Any = getattr(model.config, "quantization_config", None)
-    method = saved.get("quant_method") if isinstance(saved, dict) else None
-    if method in (None, "bitsandbytes"):
-        return ""
-    quantizer: Any = None
-    with suppress(Exception), _quiet():  # of a method or a package that is not there: loading says which
-        made: Any = AutoHfQuantizer.from_config(dict(saved), pre_quantized=True)
-        made.validate_environment(device_map={"": default_device()})
-        unpacked = getattr(made.quantization_config, "dequantize", False)  # as MXFP4 is without kernels for it
-        quantizer = None if unpacked else made
-    check_gradients_of_bits(quantizer)
-    dtype = str(model.dtype).removeprefix("torch.")
-    return f"its weights are quantised by {method}, and counted as in {dtype}: as they are they take less."
-
-
 def outlined(spec: ModelSpec, kind: Kind = "causal_lm", **settings: Any) -> PreTrainedModel:
     """What `load_model` would give of a spec, on the meta device, with the layers that quantisation puts there."""
     model = load_model(spec, kind, device=META, **settings)
@@ -150,7 +107,7 @@ def load_with_report(
         ModelError: no such checkpoint, or one that lacks weights, is of another kind, or reads other tokens.
     """
     config = model_config(spec, kind, tokenizer=tokenizer, num_labels=num_labels)
-    device, owner = device or default_device(), _OWNERS[kind]
+    device, owner, own = device or default_device(), _OWNERS[kind], own_quantization(config)
     arguments: dict[str, Any] = {
         "dtype": getattr(torch, resolved(spec.dtype)),
         "attn_implementation": spec.attn_implementation,
@@ -169,11 +126,11 @@ def load_with_report(
             _check_complete(spec.model, _report_of_headers(model, spec.model), kind, trained=trained)
         return model, False
     try:
-        with _quiet() if kind == "sequence_classifier" else nullcontext():
+        with quiet_transformers() if kind == "sequence_classifier" else nullcontext():
             model, report = owner.from_pretrained(
                 spec.model,
                 config=config,
-                quantization_config=spec.quantization,
+                quantization_config=spec.quantization if own is None else None,
                 revision=spec.revision,
                 use_safetensors=True,
                 device_map={"": device},
@@ -189,6 +146,8 @@ def load_with_report(
         raise_of_the_card(error)
         wrong = f'"{spec.model}": transformers cannot put the model together from its weights: one is missing, or '
         raise ModelError(f"{wrong}of another shape.", field="model", remedy="Download or convert it again.") from error
+    if own is not None:
+        cast_what_is_not_quantised(model, arguments["dtype"])
     check_weights_alone(spec.model, config)  # of a hub id, whose cache knows of an adapter now
     _check_complete(spec.model, report, kind, trained=trained)
     # In eval mode on a CPU with AVX512-BF16 bitsandbytes repacks 4-bit weights for a kernel outside autograd, for good:
@@ -233,7 +192,7 @@ def _report_of_headers(model: PreTrainedModel, folder: str) -> Mapping[str, Any]
     if not state:
         return unknown
     try:
-        with _quiet():
+        with quiet_transformers():
             return type(model).from_pretrained(
                 None,
                 config=model.config,
@@ -265,6 +224,7 @@ def model_config(
         if getattr(config, "_commit_hash", None) is None:  # transformers 5.23 notes it no more
             config._commit_hash = cached_commit(spec.model, spec.revision)
         check_weights_alone(spec.model, config)
+        take_own_bits(config, spec.model, spec.quantization, spec.dtype)
         if kind == "causal_lm":
             _check_decoder(config, spec)
         elif tokenizer is not None:
@@ -352,16 +312,3 @@ def _check_classifier(config: PreTrainedConfig, spec: ModelSpec, tokenizer: PreT
     if tokenizer is not None and size < (tokens := embeddings_needed(tokenizer)):
         wrong = f"the model has {size} tokens and the tokenizer of base {tokens}."
         raise ModelError(wrong, field=field, remedy="Name a model that knows them all.")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers prints tables of weights that are missing or not wanted, as where a language model has no score;
-    and, where the module that loads is quiet itself, layers that it has not divided among devices."""
-    log = logging.getLogger("transformers")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

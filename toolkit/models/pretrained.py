@@ -1,7 +1,9 @@
 """A checkpoint before its model is loaded: its tokenizer, the files of its weights, and why it cannot be loaded."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,16 @@ def weight_file_problems(folder: Path) -> Iterator[str]:
                 pass
         except SafetensorError as error:
             yield f"{path} is damaged ({error}). Download it again."
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """transformers prints tables of weights that are missing or not wanted, as where a language model has no score;
+    and, where the module that loads is quiet itself, layers that it has not divided among devices."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -10,8 +10,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, PreTraine
 
 from toolkit.errors import ModelError
 from toolkit.models.base_checks import check_states, rows_can_be_packed
+from toolkit.models.bits import quantize_outline
 from toolkit.models.heads import HeadInit, ScoreHead
-from toolkit.models.load import ModelSpec, load_with_report, quantize_outline
+from toolkit.models.load import ModelSpec, load_with_report
 from toolkit.models.lora import fitting
 
 

@@ -67,7 +67,8 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path, probe: Tensor) -> 
     Both forms are compared on `probe`, int64 (B, L), tokens without padding.
     """
     if getattr(model, "is_quantized", False):
-        raise AdapterError("an adapter is never merged into a quantised base: load the base in 16 bits.")
+        wrong = "an adapter is never merged into a quantised base."
+        raise AdapterError(wrong, remedy="Export the adapter alone, or load the base in 16 bits.")
     folder = Path(folder)
     with peft_errors():
         adapted = get_peft_model(model, adapter_config(folder)).eval()

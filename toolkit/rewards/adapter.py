@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
@@ -93,7 +93,7 @@ class AdapterScorer(ClassScorer):
     def build(self, context: ScorerContext) -> Reward:
         assert context.roles is not None
         assert context.tokenizer is not None
-        reading = {"pad_token_id": context.pad_token_id, "batch_size": context.batch_size}
+        reading: dict[str, Any] = {"pad_token_id": context.pad_token_id, "batch_size": context.batch_size}
         reading["eos_token_id"] = int(context.tokenizer.eos_token_id)
         if context.chats and context.roles.head(context.role).elsewhere:
             reading["closing"] = PromptEncoder(context.tokenizer).closing()

@@ -1,0 +1,114 @@
+"""Bases in 4 bits, those that a checkpoint has already included: outlines of them, and what may not be."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
+
+from toolkit.errors import ModelError
+from toolkit.models.precision import default_device, resolved
+from toolkit.models.pretrained import quiet_transformers
+
+_STORAGE = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+
+
+def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> None:
+    """Give a model on the meta device the layers that loading would quantise, as PEFT knows them: those of a checkpoint
+    that is quantised already where it is not to be quantised."""
+    if (quantization := quantization or own_quantization(model.config)) is None:
+        return
+    # Attributes as loading leaves them: trainers ask for the quantizer, and PEFT chooses its layer by the last one.
+    model.hf_quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    model.hf_quantizer.preprocess_model(model, device_map=None)
+    model.is_loaded_in_4bit = quantization.load_in_4bit
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True  # where Jamba calls a layer of which it else reads the weight
+
+
+def own_quantization(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
+    """That of a checkpoint which is quantised already."""
+    saved = getattr(config, "quantization_config", None)
+    keys = saved if isinstance(saved, dict) else {}
+    ours = keys.get("quant_method") == "bitsandbytes" or keys.get("load_in_4bit") or keys.get("load_in_8bit")
+    return BitsAndBytesConfig.from_dict(keys) if ours else None
+
+
+def take_own_bits(config: PreTrainedConfig, model: str, asked: BitsAndBytesConfig | None, dtype: str) -> None:
+    """Let a checkpoint in 4 bits compute in what is asked for: transformers takes its own settings, and no other.
+
+    Raises:
+        ModelError: other bits are asked for than it has.
+    """
+    saved, own = getattr(config, "quantization_config", None), own_quantization(config)
+    if own is None:
+        if asked is not None and isinstance(saved, dict):
+            wrong = f'"{model}" is quantised by {saved.get("quant_method")} already, and not once more.'
+            remedy = "Set it to null, or name the checkpoint in 16 bits."
+            raise ModelError(wrong, field="quantization", remedy=remedy)
+        return
+    for name in _STORAGE if asked is not None else ():
+        if (there := getattr(own, name)) != getattr(asked, name):
+            wrong = f'"{model}" is quantised already, with {name}: {there}, and {getattr(asked, name)} is given.'
+            raise ModelError(wrong, field="quantization", remedy="Set it to null, or name the checkpoint in 16 bits.")
+    computes = getattr(torch, resolved(dtype)) if asked is None else asked.bnb_4bit_compute_dtype
+    config.quantization_config = own.to_dict() | {"bnb_4bit_compute_dtype": str(computes).removeprefix("torch.")}
+
+
+def about_other_bits(model: PreTrainedModel) -> str:
+    """A sentence on the outline of a checkpoint that is quantised already; "" of any other.
+
+    Raises:
+        ModelError: transformers has no gradients for it on this machine.
+    """
+    saved: Any = getattr(model.config, "quantization_config", None)
+    method = saved.get("quant_method") if isinstance(saved, dict) else None
+    if own_quantization(model.config) is not None:
+        return "its weights are in 4 bits already: an adapter on them is exported alone, and not merged."
+    if method is None:
+        return ""
+    quantizer: Any = None
+    with suppress(Exception), quiet_transformers():  # of a method or a package that is not there: loading says which
+        made: Any = AutoHfQuantizer.from_config(dict(saved), pre_quantized=True)
+        made.validate_environment(device_map={"": default_device()})
+        unpacked = getattr(made.quantization_config, "dequantize", False)  # as MXFP4 is without kernels for it
+        quantizer = None if unpacked else made
+    check_gradients_of_bits(quantizer)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"its weights are quantised by {method}, and counted as in {dtype}: as they are they take less."
+
+
+def cast_what_is_not_quantised(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Beside weights that are quantised already transformers keeps the dtype in which the others were saved."""
+    for weight in model.parameters():
+        if weight.is_floating_point() and not hasattr(weight, "quant_state"):
+            weight.data = weight.data.to(dtype)
+
+
+def check_bits(quantization: Any) -> None:
+    """Nothing, if a base may be quantised so; else a `ModelError`."""
+    if getattr(quantization, "load_in_8bit", False):
+        raise ModelError(
+            "a base in 8 bits gives a token other numbers in another batch (LLM.int8 rounds a batch as a whole), so "
+            "that the policy would not be the one that sampled.",
+            field="quantization",
+            remedy="Load it in 4 bits, or in 16.",
+        )
+
+
+def check_gradients_of_bits(quantizer: Any) -> None:
+    """Nothing, if a base may be in the bits of a quantizer of transformers, or has none; else a `ModelError`.
+
+    transformers' trainers ask for the same of a model itself; those here have a module around it.
+    """
+    trainable = getattr(quantizer, "is_trainable", True)
+    if not (trainable() if callable(trainable) else trainable):  # FP-Quant's is a method
+        method = quantizer.quantization_config.quant_method
+        raise ModelError(
+            f"transformers' kernels for weights in {getattr(method, 'value', method)} have no gradients, so that "
+            "adapters on a base in it would be trained by wrong ones.",
+            field="quantization",
+            remedy="Name a checkpoint in 16 bits, and quantise it to 4 bits here.",
+        )
