@@ -308,18 +308,29 @@ def test_only_where_the_word_would_fit(override, hint, tmp_path):
 PAIRS_OF_THE_HUB = {"task": "preferences", "train": "some/pairs", "subset": "part", "name": "main"}
 
 
-def test_a_file_in_place_of_a_hub_id_takes_its_subset_away(tmp_path):
+def test_another_source_in_place_of_a_hub_id_takes_its_subset_away(tmp_path):
     path = written(tmp_path, {**MINIMAL, "data": PAIRS_OF_THE_HUB, "reward_data": PAIRS_OF_THE_HUB})
     local = {"task": "preferences", "train": "x.jsonl", "validation": "y.jsonl"}
     values = recipes.load(path, "data.train=x.jsonl", "data.validation=y.jsonl").values
     assert values["data"] == local and values["reward_data"] == PAIRS_OF_THE_HUB
-    # What the command line itself names is kept, and refused with the data; so is what still has a hub id.
+    # What the command line itself names is kept, and refused with the data.
     values = recipes.load(path, "reward_data.train=x.jsonl", "reward_data.subset=mine").values
     assert values["reward_data"] == {"task": "preferences", "train": "x.jsonl", "subset": "mine"}
     assert recipes.load(path, data={"train": "x.jsonl", "validation": "y.jsonl"}).values["data"] == local
     assert recipes.load(path, "data={train: x.jsonl, validation: y.jsonl}").values["data"] == local
-    for kept in (["data.train=other/pairs"], ["data.train=x.jsonl", "data.validation=some/pairs"]):
-        assert recipes.load(path, *kept).values["data"]["subset"] == "part"
+    assert "subset" not in recipes.load(path, "data.train=other/pairs").values["data"]
+    assert recipes.load(path, "data.train=other/pairs", "data.subset=b").values["data"]["subset"] == "b"
+    assert recipes.load(path, "data.validation=some/pairs").values["data"]["subset"] == "part"
+
+
+@pytest.mark.parametrize("key", ["validation", "validation_size"])
+def test_held_out_rows_that_are_given_take_the_place_of_the_recipe_s(key, tmp_path):
+    held_out = {"validation": "held.jsonl", "validation_size": 9}
+    other = {name: value for name, value in held_out.items() if name != key}
+    path = written(tmp_path, {**MINIMAL, "data": {"task": "preferences", "train": "x.jsonl", **other}})
+    given = recipes.load(path, f"data.{key}={held_out[key]}").values["data"]
+    assert given == {"task": "preferences", "train": "x.jsonl", key: held_out[key]}
+    assert recipes.load(path, data=held_out).values["data"].keys() > held_out.keys()  # which the task refuses
 
 
 def test_another_task_takes_away_what_is_not_its_own(tmp_path):

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml.representer import RepresenterError
 
 from toolkit.data import TASKS
-from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
+from toolkit.data.sources import HUB_SETTINGS
 from toolkit.disk import MANIFEST
 from toolkit.errors import Problem, RecipeError
 from toolkit.rewards.function import beside
@@ -205,7 +205,7 @@ def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
 
 
 def _without_the_replaced(values: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """The recipe without what it says of a task, or of a hub id, in whose place another task, or a file or folder, is
+    """The recipe without what it says of a task, of a source of the hub, or of held-out rows, in whose place others are
     given."""
     for section in DATA_SECTIONS:
         data = values.get(section)
@@ -215,12 +215,13 @@ def _without_the_replaced(values: dict[str, Any], given: Collection[str]) -> dic
             known = {name for one in TASKS.values() for name in owner_fields(one)}  # a misspelt key is no other task's
             others = (data.keys() & known) - {"task", *owner_fields(task)}
             data = values[section] = {k: v for k, v in data.items() if k not in others or f"{section}.{k}" in given}
-        if f"{section}.train" not in given:
-            continue
-        if not any(is_hub_id(str(name)) for key in ("train", "validation") for name in names_of(data.get(key))):
+        if f"{section}.train" in given:
             for key in HUB_SETTINGS:
                 if f"{section}.{key}" not in given:
                     data.pop(key, None)
+        for key, instead in (("validation", "validation_size"), ("validation_size", "validation")):
+            if f"{section}.{key}" in given and f"{section}.{instead}" not in given:
+                data.pop(instead, None)
     return values
 
 
