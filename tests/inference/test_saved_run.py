@@ -17,7 +17,6 @@ from torch.nn.functional import one_hot
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.tiny_runs import chat_recipe, command_here
-from toolkit import recipes
 from toolkit.errors import AdapterError, ModelError, RecipeError, ToolkitError
 from toolkit.inference import saved_run
 from toolkit.inference.evaluate import evaluate
@@ -226,27 +225,6 @@ def test_the_difference_of_a_merge_is_measured(trained):
     assert float(logits.abs().max()) == pytest.approx(merged.scale, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "taken",
-    [
-        {"ppo": {"eval_steps": 5}},
-        {"ppo": {"warmup_steps": 3, "lr_scheduler_type": "constant"}},
-        {"reward_head": {"num_labels": 2}},
-    ],
-    ids=lambda taken: next(iter(next(iter(taken.values())))),
-)
-def test_a_run_has_what_earlier_versions_took_without_effect(taken, trained, tmp_path, monkeypatch):
-    runs = copied(trained, tmp_path)
-    values = yaml.safe_load((runs / "chat" / "recipe.yaml").read_text())
-    for name, keys in taken.items():
-        values[name] = {**values.get(name, {}), **keys}
-    (runs / "chat" / "recipe.yaml").write_text(yaml.safe_dump(values))
-    monkeypatch.chdir(trained[0])  # where its reward is found
-    with pytest.raises(RecipeError, match="would have no effect"):
-        recipes.load(runs / "chat" / "recipe.yaml", runs_dir=runs)
-    assert "ppo" in open_run("chat", runs_dir=runs).plan.stages
-
-
 # ---------------------------------------------------------------------- damaged, or not to be written
 
 
@@ -328,7 +306,7 @@ def test_a_run_is_used_where_what_training_needed_is_not(trained, tmp_path, monk
     values = yaml.safe_load(path.read_text())
     values["ppo"] |= {"report_to": ["wandb"], "tf32": True, "optim": "schedule_free_adamw", "optim_args": "r=0.5"}
     values["base"]["attn_implementation"] = "flash_attention_2"
-    values["reward"] = {"save_only_model": True, "max_steps": 1, "use_liger_kernel": True}  # of an earlier version
+    values["reward"] = {"max_steps": 1, "use_liger_kernel": True}
     monkeypatch.setattr("toolkit.inference.saved_run.is_liger_kernel_available", lambda: False)
     path.write_text(yaml.safe_dump(values))
     monkeypatch.setattr("toolkit.spec.stage.get_available_reporting_integrations", lambda: [])

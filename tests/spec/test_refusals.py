@@ -217,6 +217,8 @@ def test_an_optimizer_without_what_the_value_role_names():
             "reward.disable_dropout — would have no effect: it is of pairs, and reward_head.num_labels says classes.",
         ),
         ({"q": {"torch_compile": True}}, "q.torch_compile — would have no effect: several roles read in a step"),
+        ({"q": {"use_liger_kernel": True}}, "q.use_liger_kernel — would have no effect: several roles read in a step"),
+        ({"reward": {"use_liger_kernel": True}}, "reward.use_liger_kernel — would have no effect: its kernels are put"),
         ({"base": {"config": {"model_type": "gpt2", "n_layer": 10**9}}}, "base.config.n_layer — a whole number from 1"),
         ({"base": {"config": {"model_type": "llama", "num_hidden_layers": "2"}}}, "config.num_hidden_layers — a whole"),
         ({"base": {"config": {"model_type": ["gpt2"]}}}, "base.config.model_type — text is needed, got ['gpt2']."),

@@ -196,18 +196,6 @@ def test_what_is_due_at_the_end_of_a_pass_comes_once(save_strategy, still_due, t
     assert_same(final, resumed)
 
 
-def test_a_checkpoint_from_before_a_run_knew_so_much_is_gone_on_from(tmp_path):
-    made = make(ppo, tmp_path, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
-    made.train()
-    again = make(ppo, tmp_path / "again")
-    state = {**made.own_state(), "watch": {"in_a_row": {}, "given": [], "first": None, "best": None}}
-    for name in ("shown", "end_due", "left_out"):
-        del state[name]
-    again.load_own_state(state)
-    again.evaluated(made.watch.first.popitem()[1]["metrics"], ["a"], ["b"])
-    assert len(again.watch.first) == 1
-
-
 def test_what_is_logged_at_the_end_of_a_pass_comes_with_its_rollouts(tmp_path):
     """Of an update after which a checkpoint was saved, before the pass ended."""
 

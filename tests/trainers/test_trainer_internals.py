@@ -61,7 +61,7 @@ def test_the_hooks_override_what_they_are_known_for():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*OVERRIDDEN, "_push_from_checkpoint"])
+@pytest.mark.parametrize("name", OVERRIDDEN)
 def test_upstream_has_each_method_with_the_arguments_that_it_is_given(name):
     owners = [owner for owner in (transformers.Trainer, trl.SFTTrainer, trl.RewardTrainer) if hasattr(owner, name)]
     assert owners, moved(f"a method {name}", "transformers' and TRL's Trainer")

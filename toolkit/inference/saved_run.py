@@ -30,12 +30,10 @@ from toolkit.runs.differences import recorded
 from toolkit.runs.folder import check_outputs, find_run, has_weights, recover
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
-from toolkit.spec.conflicts import of_no_stage
 from toolkit.spec.load import load
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
-from toolkit.spec.stage import BREAKS_GOING_ON
 
 _POSITIONS = 64  # tokens of the text on which a merged checkpoint is compared, at most
 _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
@@ -44,8 +42,6 @@ _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
     "flash_attention_4": is_flash_attn_4_available,
 }
 _NO_OPTIMIZER = {"optim": "adamw_torch", "optim_args": "null"}  # none that needs a package
-# Which earlier versions took, as they did an interval without its strategy and what no stage reads.
-_OF_TRAINING_ALONE = (*BREAKS_GOING_ON, "assistant_only_loss", "disable_dropout", "warmup_steps")
 
 
 def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False) -> Recipe:
@@ -93,18 +89,15 @@ def not_here(folder: Path) -> dict[str, str]:
     """What takes the place of what the stages of a run had, and this machine may not have, by its key: nothing is
     trained here."""
     values = recorded(folder)
-    found = dict.fromkeys(of_no_stage(values), "null")
+    found: dict[str, str] = {}
     for model in MODEL_SECTIONS:
         if not _attention_here(str(section(values, model).get("attn_implementation"))):
             found[f"{model}.attn_implementation"] = "null"
     for stage in STAGE_CLASSES:
         given = section(values, stage)
-        if given.get("eval_steps") is not None and "eval_strategy" not in given:
-            found[f"{stage}.eval_steps"] = "null"
         if "report_to" in given:
             found[f"{stage}.report_to"] = "none"
         found |= {f"{stage}.{name}": other for name, other in _NO_OPTIMIZER.items() if name in given}
-        found |= {f"{stage}.{name}": "null" for name in _OF_TRAINING_ALONE if given.get(name) is not None}
         if given.get("use_liger_kernel") and not is_liger_kernel_available():
             found[f"{stage}.use_liger_kernel"] = "false"
         if given.get("tf32") and not is_torch_tf32_available():

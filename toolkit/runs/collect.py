@@ -137,7 +137,7 @@ def _begun_with(now: dict[str, Any], partial: Path, *, anew: bool) -> None:
     """Note what a collection begins with, or hold it against that: what is scored and sampled is to be of one."""
     file = partial.with_name(_BEGUN_FILE)
     then = None if anew else read_json(file)
-    if then is None:  # or of an earlier version, which noted nothing
+    if then is None:
         write_json(file, {**now, "processes": processes.count()})
         return
     check_same_run(partial, then, now)

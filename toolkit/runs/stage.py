@@ -30,7 +30,6 @@ from toolkit.runs.owned import BEFORE_FILE
 from toolkit.runs.report_on_the_way import ReportAtEvaluations, evaluated_apart
 from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, step_of_weights, write_up
 from toolkit.runs.said import banner, say, say_shares, show_result
-from toolkit.sampling import SIGNS
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
@@ -158,10 +157,9 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
         with phases.phase("answers before" if stage in ("ppo", "q") else "measure before"):
             measured, responses = _measure(recipe, stage, trainer)
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None, "held_out": held_out}
-    if APART not in kept:  # just measured, or of an earlier version
         kept[APART] = evaluated_apart(recipe, stage, trainer)
         processes.by_main(partial(reports.write_json, path, kept))
-    if kept.get("held_out", held_out) != held_out:
+    if kept["held_out"] != held_out:
         wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."
         with processes.agreed():  # told once
             raise CheckpointError(wrong, remedy="Give those rows back, or begin anew with $overwrite.")
@@ -174,7 +172,7 @@ def _tell_before(trainer: Any, metrics: dict[str, Any], responses: Responses | N
     evaluation = metrics, responses.responses, responses.prompts
     if not goes_on:  # else a checkpoint knows what it was a warning of
         trainer.evaluated(*evaluation)
-    elif metrics.keys() >= {*SIGNS}:  # a notebook's checkpoint does not know it; an earlier version measured less
+    else:  # a notebook's checkpoint does not know it
         trainer.measured_before = evaluation
 
 

@@ -25,11 +25,6 @@ def conflicts(values: Values, stages: Mapping[str, StagePlan]) -> Iterator[Probl
     yield from _without_effect(values, stages)
 
 
-def of_no_stage(values: Values) -> dict[str, str]:
-    """Keys that are there without the stage that alone reads them, each with its name."""
-    return {key: stage for key, stage in _READ_BY.items() if at(values, key) is not None and stage not in values}
-
-
 def _of_base(values: Values) -> Iterator[Problem]:
     for name in MODEL_SECTIONS:
         own = at(values, name)
@@ -65,9 +60,10 @@ def _of_scorer(values: Values) -> Iterator[Problem]:
 
 def _without_effect(values: Values, stages: Mapping[str, StagePlan]) -> Iterator[Problem]:
     """Keys that are there and that no stage looks up."""
-    for key, stage in of_no_stage(values).items():
-        remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
-        yield Problem(f"would have no effect: there is no section {stage}.", key, remedy)
+    for key, stage in _READ_BY.items():
+        if at(values, key) is not None and stage not in values:
+            remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
+            yield Problem(f"would have no effect: there is no section {stage}.", key, remedy)
     if "judge" in values and not {*JUDGED} & stages.keys():
         yield Problem("would have no effect: there is no section ppo or q.", "judge")
     if at(values, "start.judge") is not None and not any(plan.reads_key("start.judge") for plan in stages.values()):

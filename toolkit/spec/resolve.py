@@ -105,6 +105,9 @@ class _Resolver:
             self.problem("reward.disable_dropout", wrong, "Set adapters.reward.lora_dropout.")
         rows: Kind = "pairs" if labels == 1 else "labelled"
         if self.key("reward_model") is None:
+            if at(self.values, "reward.use_liger_kernel"):
+                wrong = "would have no effect: its kernels are put into a model, which a role of the base is none."
+                self.problem("reward.use_liger_kernel", wrong, "Leave it out.")
             fresh = self._fresh("reward", "the reward stage trains it")
             reward = replace(fresh, head={"num_labels": labels})
             return StagePlan("reward", (reward,), rows=rows, needs=tuple(self._stage_that_makes_the_base()))

@@ -41,7 +41,7 @@ OF_NO_RECIPE = {
 }
 
 # What stops and goes on in a way of its own; of PPO nothing reads them.
-BREAKS_GOING_ON = {
+_BREAKS_GOING_ON = {
     "save_only_model": "no run could go on from its checkpoints.",
     "ignore_data_skip": "a run that goes on would train some rows of a pass twice, and others never.",
     "enable_jit_checkpoint": "it takes SIGTERM for itself, where a run that is asked to stop saves all.",
@@ -96,7 +96,7 @@ _INSTEAD = {
 _IGNORED_BY_Q = {
     **dict.fromkeys(("label_smoothing_factor", "label_names"), "the loss is that of Q-learning"),
     **dict.fromkeys(
-        ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
         "several roles read in a step, which is no forward pass of a model",
     ),
     "neftune_noise_alpha": "states and targets have to be those of decoding",
@@ -220,8 +220,8 @@ def check_stage(
         wrong = "is refused: TRL leaves out pairs that are longer, and says nothing."
         remedy = "Limit max_prompt_length and max_response_length of the data."
         problems.append(Problem(wrong, "reward.max_length", remedy))
-    broken = [name for name in BREAKS_GOING_ON if stage != "ppo" and values.get(name)]
-    problems += [Problem(BREAKS_GOING_ON[name], f"{stage}.{name}", "Take it out.") for name in broken]
+    broken = [name for name in _BREAKS_GOING_ON if stage != "ppo" and values.get(name)]
+    problems += [Problem(_BREAKS_GOING_ON[name], f"{stage}.{name}", "Take it out.") for name in broken]
     return problems + _not_installed(stage, values)
 
 

@@ -354,14 +354,13 @@ class PPOLoop(SharedBaseTrainer):
                 raise other_setting(checkpoint, "kl_coef", begun_with, self.args.kl_coef)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """What has a default here is in no checkpoint of before."""
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
-        self._passed_over, self._left_out = state["passed_over"], state.get("left_out", 0)
+        self._passed_over, self._left_out = state["passed_over"], state["left_out"]
         self._best_put_at = None
         self.score_shaper.moments = Moments(**state["scores"])
         self._go_to(state)
         self._last_metrics, self._last_logged = state["metrics"], state["last_logged"]
-        self._shown, self._end_due = state.get("shown", []), state.get("end_due", False)
-        self.watch = Watch(**{name: value for name, value in state["watch"].items() if value is not None})
+        self._shown, self._end_due = state["shown"], state["end_due"]
+        self.watch = Watch(**state["watch"])
         if self.measured_before is not None:
             self.watch.measured(0, *self.measured_before)

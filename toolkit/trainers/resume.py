@@ -270,14 +270,12 @@ class ResumableTrainer(BestOfSaved):
         with checkpoints.whole_folder(folder, goes_on_from=self._goes_on_from) as aside:
             self.save_model(str(aside), _internal_call=True)
             state.save_to_json(str(aside / TRAINER_STATE_NAME))
-            if not self.args.save_only_model:
-                checkpoints.write_state(aside, self._whole_state())
+            checkpoints.write_state(aside, self._whole_state())
         for one in self._metrics_files:
             one.drop_earlier()
         best = self._best()
         keep = {folder, best} if best else {folder}
         checkpoints.rotate(self.args.output_dir, self.args.save_total_limit, keep=keep)
-        self.push_checkpoint(folder)
         return folder
 
     def _whole_state(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         rows = f"{then['data']['rows']} rows; now {now['data']['rows']}"
         wrong = f"was written on other training data ({rows}), so its place in them means nothing."
         remedy = "Give the data back, or start anew."
-    elif then["base"] not in (None, now["base"]) and then["dtype"] == now["dtype"]:  # None of earlier versions
+    elif then["base"] != now["base"] and then["dtype"] == now["dtype"]:
         wrong = "was written on a base with other weights: its adapters mean nothing on this one."
         remedy = "Give the base back, or start anew."
     if wrong:
@@ -96,8 +96,7 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
             "and by its numbers the base cannot be told from another of the same shape.",
             stacklevel=3,
         )
-    texts = then.get("reward", {})  # an older checkpoint has none
-    if edited := [name for name, text in now["reward"].items() if texts.get(name, text) != text]:
+    if edited := [name for name, text in now["reward"].items() if then["reward"].get(name, text) != text]:
         wrong = f"{checkpoint} was written with another text of {', '.join(edited)}, by which responses are scored: if "
         warnings.warn(f"{wrong}that scores otherwise, the figures before and after are of two rewards.", stacklevel=3)
     pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)

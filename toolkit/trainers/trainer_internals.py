@@ -94,11 +94,6 @@ class TrainerHooks(Trainer):
     def _send_telemetry(self) -> None:
         """TRL reports architecture and GPU of each run; the toolkit sends nothing anywhere."""
 
-    def push_checkpoint(self, folder: Path) -> None:
-        """Upload a checkpoint, where the settings ask for it."""
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder))
-
     def take_steps(self) -> None:
         """Optimizers take steps. accelerate passes over them by a switch of the whole process, which a stage that was
         stopped in the middle of its accumulation leaves off."""
