@@ -162,7 +162,9 @@ class RecordedPass:
                 self._passed = self.model(**self._given, return_dict=True)
         except RuntimeError as error:  # a recording that fails raises again at its end
             if "out of memory" not in (reason := _reason(error.__context__ or error)):
-                raise _refused(f"graphs cannot be made of a {type(self.model).__name__}: {reason}.") from error
+                wrong = f"graphs cannot be made of a {type(self.model).__name__}: {reason}."
+                # torch 2.11 goes on as if it recorded, and refuses the next random number.
+                raise _refused(wrong, f"In a new process: {_REMEDY[0].lower()}{_REMEDY[1:]}") from error
         else:
             return graph
         # Out of the handler, where nothing holds the frames of the pass: half of the rows are tried next.
