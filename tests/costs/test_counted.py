@@ -474,3 +474,26 @@ def test_a_reading_is_counted_as_its_settings_and_its_machine_have_it(tmp_path):
     exact, half = without_numbers(), without_numbers(torch.bfloat16)
     assert kernels(exact, bf16=False, kl_estimator="full") != kernels(exact, bf16=False)
     assert kernels(half, bf16=True, on_cpu=True) != kernels(half, bf16=True)  # attention in float32
+
+
+def test_an_update_s_memory_depends_on_the_vocabulary_by_a_chunk_however_long_responses_are(tmp_path):
+    def most(vocabulary, response):
+        with torch.device("meta"):
+            config = LlamaConfig(
+                vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+            )
+            roles = SharedBase(LlamaForCausalLM(config).requires_grad_(False))
+            for role in ("policy", "value", "reward"):
+                roles.add_role(role, lora())
+            roles.add_role("reference")
+        roles.train_roles("policy", "value")
+        take_shape(roles)
+        settings = {"response_length": response, "per_device_train_batch_size": 8, "logprob_chunk_size": 32}
+        args = PPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_mini_batches=1, **settings)
+        counted = CountedUpdate(Counted(vocabulary), roles, args, Lengths(48, response))
+        return max(phase.costs.peak for phase in counted.phases("score", "update"))
+
+    small, large = 10_000, 60_000
+    short, long = (most(large, response) - most(small, response) for response in (32, 256))
+    # In float32 three times what 32 positions have of logits, while up to 8 x 256 positions are learnt from.
+    assert 0 < long <= short <= 3 * 32 * (large - small) * 4
