@@ -115,15 +115,17 @@ def test_a_run_is_measured_by_a_judge_and_not_trained_on_it(tmp_path, checkpoint
     assert ("ended" in result) is (best < 3) and (best == 3 or f"are those of step {best} of 3" in result["ended"])
 
 
-def test_a_warning_of_the_weights_that_came_back_names_their_step(tmp_path, checkpoint, monkeypatch):
+def test_a_run_ends_where_its_judge_falls_and_warns_of_the_weights_that_came_back_by_their_step(tmp_path, checkpoint, monkeypatch):
     told = []
     monkeypatch.setattr(Watch, "evaluated", lambda self, step, *_: told.append(step) or [])
     falls = "asked = []\n\ndef falls(rollout):\n    asked.append(0)\n    return [-len(asked)] * len(rollout)\n"
     (tmp_path / "falls.py").write_text(falls)
-    best = {"max_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "judge"}
+    best = {"max_steps": 4, "load_best_model_at_end": True, "metric_for_best_model": "judge"}
+    best["early_stopping_patience"] = 1
     judged = {"judge": {"kind": "function", "function": f"{tmp_path}/falls.py:falls"}}
     recipe = by_adapter(tmp_path, checkpoint, None, "best", judged, **best)
-    assert "of step 1 of 2" in stages.run(recipe, "ppo")["ended"]
+    ended = stages.run(recipe, "ppo")["ended"]
+    assert "stopped early, at step 2 of 4: no better judge" in ended and "of step 1 of 2, the best by judge" in ended
     assert told == [0, 1, 2, 1]
 
 
