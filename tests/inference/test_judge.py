@@ -4,13 +4,16 @@ import io
 import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from tests.tiny_runs import command_here
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.checkpoints import whole_folder
+from toolkit.errors import CheckpointError, RecipeError, ToolkitError
 from toolkit.inference.judge import _table, judge
 
 
@@ -47,6 +50,32 @@ def test_runs_are_judged_on_one_page(trained, tmp_path, monkeypatch):
     assert sorted(runs.rglob("*")) == had  # nothing is written into a run
 
 
+def test_the_checkpoints_that_a_run_has_kept_are_judged_between_before_and_after(trained, tmp_path, monkeypatch):
+    folder, recipe = trained
+    monkeypatch.chdir(folder)  # where its reward is found
+    (tmp_path / "longer.py").write_text("def rule(rollout):\n    return [2.0 * n for n in rollout.lengths]\n")
+    words = ["judge.kind=function", f"judge.function={tmp_path}/longer.py:rule"]
+    ppo = shutil.copytree(recipe.folder, tmp_path / "runs" / "chat") / "ppo"
+    for step, factor in ((1, 1.0), (3, 0.0), (7, 2.0)):  # of the first it is the policy at the end, of the second none
+        with whole_folder(ppo / f"checkpoint-{step}") as aside:
+            shutil.copytree(ppo / "policy", aside / "policy")
+            weights = aside / "policy" / "adapter_model.safetensors"
+            state = {name: factor * tensor for name, tensor in load_file(weights).items()}
+            save_file(state, weights, {"format": "pt"})
+            (aside / "trainer_state.json").write_text("{}")
+    page = tmp_path / "page.html"
+    (found,) = judge(["chat"], *words, output=page, runs_dir=tmp_path / "runs", checkpoints=True).values()
+    third, seventh = (found["checkpoints"][step] for step in (3, 7))
+    assert len(found["checkpoints"]) == 2 and third == found["before"] and seventh != found["after"]
+    assert seventh["judge"] == pytest.approx(-2 * seventh["score"]) and seventh["kl"] > third["kl"] == 0
+    assert json.loads(page.with_suffix(".json").read_text())["chat"]["checkpoints"].keys() == {"3", "7"}
+    drawn = page.read_text().partition("chat: gain in standard errors over KL")[2].partition("</svg>")[0]
+    assert drawn.count("<circle") == 2 * 4, drawn
+    (ppo / "checkpoint-3" / "policy" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="checkpoint-3: .*adapter_model.safetensors has 0 bytes.* Take it away"):
+        judge(["chat"], *words, output=page, runs_dir=tmp_path / "runs", checkpoints=True)
+
+
 def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
     def opened(name, **_):
         folder = tmp_path / name
@@ -57,7 +86,7 @@ def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
     found = {"score": 1.0, "score_se": 0.1, "judge": 2.0, "judge_se": 0.1, "kl": 0.5}
     sides = {"before": found, "after": found, "changed": {"start.judge": "other_b/reward", "judge.kind": "adapter"}}
     monkeypatch.setattr("toolkit.inference.judge.open_run", opened)
-    monkeypatch.setattr("toolkit.inference.judge.measured", lambda _: (sides, []))
+    monkeypatch.setattr("toolkit.inference.judge.measured", lambda *_: (sides, []))
     monkeypatch.setattr("toolkit.inference.judge.trained_on", lambda _: ({}, []))
     figures = judge(["a", "b"], output=tmp_path / "page.html")
     assert [figures[run]["judge"]["start.judge"] for run in "ab"] == ["other_a/reward", "other_b/reward"]
@@ -72,15 +101,16 @@ def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
 
 def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr("toolkit.inference.judge.judge", lambda runs, *overrides, **_: given.append((runs, overrides)))
+    monkeypatch.setattr("toolkit.inference.judge.judge", lambda *words, **named: given.append((*words, named)))
     folder = tmp_path / "runs" / "lr=1e-4"
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text("seed: 0\n")
     long = f"judge.words={'a' * 300}"  # no name of a file, either
     words = ("lr=1e-4", str(folder), "other", "judge.kind=rules", long)
-    done = command_here("judge", *words, "--runs-dir", tmp_path / "runs")
+    done = command_here("judge", *words, "--runs-dir", tmp_path / "runs", "--checkpoints")
     assert done.returncode == 0, done.stderr
-    assert given == [(["lr=1e-4", str(folder), "other"], ("judge.kind=rules", long))]
+    named = {"output": Path("judged.html"), "runs_dir": tmp_path / "runs", "checkpoints": True}
+    assert given == [(["lr=1e-4", str(folder), "other"], "judge.kind=rules", long, named)]
 
 
 def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):

@@ -115,7 +115,7 @@ def test_a_run_is_measured_by_a_judge_and_not_trained_on_it(tmp_path, checkpoint
     assert ("ended" in result) is (best < 3) and (best == 3 or f"are those of step {best} of 3" in result["ended"])
 
 
-def test_a_run_ends_where_its_judge_falls_and_warns_of_the_weights_that_came_back_by_their_step(tmp_path, checkpoint, monkeypatch):
+def test_a_run_ends_where_its_judge_falls_and_warns_of_what_came_back_by_its_step(tmp_path, checkpoint, monkeypatch):
     told = []
     monkeypatch.setattr(Watch, "evaluated", lambda self, step, *_: told.append(step) or [])
     falls = "asked = []\n\ndef falls(rollout):\n    asked.append(0)\n    return [-len(asked)] * len(rollout)\n"

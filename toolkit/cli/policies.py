@@ -122,6 +122,10 @@ def judge(
     output: Annotated[Path, typer.Option(help="The page to write, with its figures as .json beside it.")] = Path(
         "judged.html"
     ),
+    checkpoints: Annotated[
+        bool,
+        typer.Option("--checkpoints", help="Ask those that a run has kept, too, for a curve."),
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
     processes: Processes = 1,
 ) -> None:
@@ -141,7 +145,7 @@ def judge(
     named += all_processes.by_main(lambda: [word for word in words if "=" in word and is_run(word)])
     runs = [word for word in words if word in named]
     overrides = [word for word in words if word not in runs]
-    judge_runs(runs, *overrides, output=output, runs_dir=runs_dir)
+    judge_runs(runs, *overrides, output=output, runs_dir=runs_dir, checkpoints=checkpoints)
     print(f"written: {output}")
 
 

@@ -1,13 +1,16 @@
 """`toolkit eval`: a trained run measured again on its held-out prompts."""
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import set_seed
 
 from toolkit import processes
+from toolkit.checkpoints import step_of
 from toolkit.data import data_digest
 from toolkit.errors import DataError
 from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
@@ -75,9 +78,9 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     return {"trained_on": number}, [told]
 
 
-def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What `result.json` of an evaluation holds, among it what of the run's recipe was `changed`, and its samples;
-    nothing is written."""
+    nothing is written. Of checkpoints, too, if any are given: their metrics by step as `checkpoints`."""
     started = time.perf_counter()
     with processes.agreed():
         prompts = recipe.task.prompts("test")
@@ -86,16 +89,19 @@ def measured(recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         say(f"data: {rows}")
     set_seed(recipe.seed)
     with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
-        before, after = _evaluated(recipe, prompts)
+        before, *between, after = _evaluated(recipe, prompts, checkpoints)
     result = figures(recipe, EVALUATION, started, before.metrics, after.metrics)
+    if checkpoints:
+        result["checkpoints"] = {step_of(of): one.metrics for of, one in zip(checkpoints, between, strict=True)}
     changed, beyond = changes(recipe, EVALUATION, recipe.folder), not_here(recipe.folder)
     if given := {key: here for key, (_, here) in changed.items() if here is not ABSENT and key not in beyond}:
         result["changed"] = given
     return result, sample_rows(*(Responses.of(one.rollout, one.scores, one.judged) for one in (before, after)))
 
 
-def _evaluated(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation]:
-    """Where the policy starts and what was trained; of Q-values the reference, and what Q makes of it."""
+def _evaluated(recipe: Recipe, prompts: Dataset, checkpoints: Sequence[Path]) -> list[Evaluation]:
+    """Where the policy starts, its checkpoints, and what was trained; of Q-values the reference, and what Q makes of
+    it."""
     by_q = responds_by_q(recipe.folder)
     name, trained = ("q", recipe.stage_folder("q") / "q") if by_q else ("ppo", None)
     with phase("load"), processes.agreed():
@@ -104,9 +110,12 @@ def _evaluated(recipe: Recipe, prompts: Dataset) -> tuple[Evaluation, Evaluation
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)
     check_alike({"base": base_digest(roles)}, roles)
     with phase("answers before"):
-        before = rollouts.evaluator(**measures, **({"by_q": False} if by_q else {}))(prompts)
-    with phase("answers after"):
-        if not by_q:
-            load_weights(roles, "policy", policy_folder(recipe))
-            check_alike({}, roles)
-        return before, rollouts.evaluator(**measures)(prompts)
+        found = [rollouts.evaluator(**measures, **({"by_q": False} if by_q else {}))(prompts)]
+    policies = {f"answers at {step_of(checkpoint)}": checkpoint / "policy" for checkpoint in checkpoints}
+    for name, policy in (policies | {"answers after": policy_folder(recipe)}).items():
+        with phase(name):
+            if not by_q:
+                load_weights(roles, "policy", policy)
+                check_alike({}, roles)
+            found.append(rollouts.evaluator(**measures)(prompts))
+    return found

@@ -2,24 +2,30 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from rich.table import Table
 from rich.text import Text
 
 from toolkit import processes
+from toolkit.checkpoints import checkpoints_in, problem_of
 from toolkit.disk import write_output
-from toolkit.errors import RecipeError, ToolkitError, printable
+from toolkit.errors import CheckpointError, RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import measured, trained_on
-from toolkit.inference.saved_run import open_run, responds_by_q
+from toolkit.inference.saved_run import open_run, policy_folder, responds_by_q
 from toolkit.reports import ComparedRun, Output, comparison_page, read_result
 from toolkit.runs.comparison import differing, labels_of
 from toolkit.runs.owned import check_output
 from toolkit.runs.said import say
+from toolkit.spec.recipe import Recipe
 
 
-def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = Path("runs")) -> dict[str, Any]:
+def judge(
+    names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = Path("runs"), checkpoints: bool = False
+) -> dict[str, Any]:
     """Score what the policies of runs say to their held-out prompts by reward and judge, before and after training.
 
     The responses are sampled again, as `evaluate` does.
@@ -29,13 +35,16 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
         overrides: "section.key=value", of all runs: the section `judge`, where their recipes have none.
         output: the page to write; the figures go beside it as JSON.
         runs_dir: folder of all runs.
+        checkpoints: whether those that a run has kept are asked, too, for a curve between before and after.
 
     Returns:
-        By run, its metrics `before` and `after`, the section `judge` with the adapter that it reads as `start.judge`,
-        what of the recipe was `changed`, and of prompts that it did not hold out what `evaluate` says of them.
+        By run, its metrics `before` and `after`, those of `checkpoints` by step if they were asked, the section `judge`
+        with the adapter that it reads as `start.judge`, what of the recipe was `changed`, and of prompts that it did
+        not hold out what `evaluate` says of them.
 
     Raises:
         RecipeError: there is no such run, it is not finished, or there is no judge for it.
+        CheckpointError: a checkpoint is damaged.
     """
     if not names:
         raise RecipeError("to judge takes a run or more.")
@@ -48,17 +57,19 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
                 "Give one: judge.kind=adapter start.judge=runs/OTHER/reward/reward, or judge.kind=function and so on."
             )
             raise RecipeError(f'the run "{recipe.run}" has no section judge.', field="judge", remedy=remedy)
+    kept = processes.by_main(lambda: [_checkpoints(recipe) if checkpoints else [] for recipe in recipes])
     runs, figures, told = [], {}, []
-    for label, recipe in zip(labels_of(folders), recipes, strict=True):
-        result, samples = measured(recipe)
+    for label, recipe, asked in zip(labels_of(folders), recipes, kept, strict=True):
+        result, samples = measured(recipe, asked)
         trained = read_result(recipe.stage_folder("q" if responds_by_q(recipe.folder) else "ppo")) or {}
         sides = {side: result[side] for side in ("before", "after")}
+        between = result.get("checkpoints", {})
+        rows = [{"step": step} | {f"eval_{key}": value for key, value in of.items()} for step, of in between.items()]
         # Without the metrics of training.
-        runs.append(ComparedRun(label, sides | {"warnings": trained.get("warnings", [])}, [], samples))
+        runs.append(ComparedRun(label, sides | {"warnings": trained.get("warnings", [])}, rows, samples))
         adapter = recipe.values.get("start", {}).get("judge")  # which one, where the judge is one
         figures[label] = sides | {"judge": recipe.values["judge"] | ({"start.judge": adapter} if adapter else {})}
-        if "changed" in result:
-            figures[label]["changed"] = result["changed"]
+        figures[label] |= {key: result[key] for key in ("checkpoints", "changed") if key in result}
         found, sentences = trained_on(recipe)
         figures[label] |= found
         told += [f"{label}: {sentence}" for sentence in sentences]
@@ -76,6 +87,19 @@ def judge(names: Sequence[str], *overrides: str, output: Path, runs_dir: Path = 
         say(sentence)
     Output().print(_table(figures))
     return figures
+
+
+def _checkpoints(recipe: Recipe) -> list[Path]:
+    """Those of the ppo stage whose policy is another than the one at the end."""
+    if responds_by_q(recipe.folder):
+        raise RecipeError(f'the run "{recipe.run}" has Q-values, whose checkpoints are not judged.')
+    last, found = policy_folder(recipe) / SAFETENSORS_WEIGHTS_NAME, []
+    for folder in checkpoints_in(recipe.stage_folder("ppo")):
+        if problem := problem_of(folder):
+            raise CheckpointError(f"{folder}: {problem}", remedy="Take it away, or leave checkpoints out.")
+        if not cmp(last, folder / "policy" / SAFETENSORS_WEIGHTS_NAME, shallow=False):
+            found.append(folder)
+    return found
 
 
 def _changed(figures: Mapping[str, Mapping[str, Any]]) -> str:
