@@ -77,6 +77,7 @@ class Demonstration:
     )
 
 
+_EVALUATED = 5  # updates between two evaluations of the critics' comparison
 _ATTENTION_LORA = {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 DEMONSTRATIONS = {
     "value": Demonstration(
@@ -125,7 +126,8 @@ DEMONSTRATIONS = {
             "response_length": 24,
             "gradient_accumulation_steps": 4,
             "kl_coef": 0.05,
-            **{"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True, "per_device_eval_batch_size": 80},
+            **{"eval_strategy": "steps", "eval_steps": _EVALUATED, "eval_on_start": True},
+            "per_device_eval_batch_size": 80,
         },
     ),
     "instructions": Demonstration(
@@ -566,30 +568,33 @@ def _table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
 
 
 def _critic_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
-    """What each seed ends at; its value loss, apologies and empty responses in means of `_MEAN_OF` updates; and what
-    it was warned of, and when."""
+    """What each seed ends at; its value loss, apologies and empty responses by updates; and what it was warned of, and
+    when."""
     columns = ("score", "kl", "length", "distinct_share")
     ends, losses, said, told = [], [], [], []
     for arm, described in demonstration.arms.items():
         for seed, one in found[arm].items():
             name = f"{described.label}, seed {seed}"
             ends.append([name, *(f"{one['after'][key]:.3f}" for key in columns)])
-            losses.append([name, *(f"{ten:.3f}" for ten in _tens(one["value_loss"]))])
-            pairs = zip(_tens(one["apologies"]), _tens(one["empty"]), strict=True)
+            losses.append([name, *(f"{ten:.3f}" for ten in _means(one["value_loss"], _MEAN_OF))])
+            pairs = zip(*(_means(one[kind], _EVALUATED) for kind in ("apologies", "empty")), strict=True)
             said.append([name, *(f"{apologies:.2f} / {empty:.2f}" for apologies, empty in pairs)])
             told += [f"- {name}, update {of['step']}, `{of['name']}`: {of['text']}" for of in one["warnings"]]
-    updates = [f"{end - _MEAN_OF + 1}–{end}" for end in range(_MEAN_OF, demonstration.updates + 1, _MEAN_OF)]
+    tens, fives = (
+        [f"{end - each + 1}–{end}" for end in range(each, demonstration.updates + 1, each)]
+        for each in (_MEAN_OF, _EVALUATED)
+    )
     heads = [_TITLES.get(key, "share of different responses") for key in columns]
-    tables = {"held out": (heads, ends), "value loss in updates": (updates, losses)}
-    tables |= {"rollouts that apologise / are empty": (updates, said)}
+    tables = {"held out": (heads, ends), "value loss in updates": (tens, losses)}
+    tables |= {"rollouts that apologise / are empty": (fives, said)}
     drawn = [markdown([name, *columns], rows) for name, (columns, rows) in tables.items()]
     return "\n\n".join([*drawn, "\n".join(told)])
 
 
-def _tens(points: Sequence[Sequence[float]]) -> list[float]:
-    """Means of `_MEAN_OF` updates each."""
+def _means(points: Sequence[Sequence[float]], each: int) -> list[float]:
+    """Of so many updates each."""
     values = [value for _, value in points]
-    return [statistics.mean(values[start : start + _MEAN_OF]) for start in range(0, len(values), _MEAN_OF)]
+    return [statistics.mean(values[start : start + each]) for start in range(0, len(values), each)]
 
 
 def _ideas_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:

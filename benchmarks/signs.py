@@ -1,16 +1,17 @@
-"""How often the signs of a fooled reward warn of nothing, and how often of an apology:
+"""How often the signs of a fooled reward warn of nothing, and how often of what they are there for:
 
     python -m benchmarks.signs train.jsonl validation.jsonl
 
 Runs are put together from people's answers, without a model: each evaluation is a draw of them, cut at 32 words, with
 scores that are noise, or follow the length, and a judge that is noise. So nothing happens from one to the next but by
-chance, or one thing that is known: some answers are replaced by an apology that ends in four ways. Writes
-`benchmarks/results/DATE_signs.json` and the tables in `docs/fooled_rewards.md`.
+chance, or one thing that is known: some answers are replaced by an apology that ends in four ways, or one of `CHANGES`.
+Writes `benchmarks/results/DATE_signs.json` and the tables in `docs/fooled_rewards.md`.
 """
 
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,51 @@ LIMIT = 32  # words
 PULLS = {"noise": 0.0, "follow the length": -0.7}  # correlation of length and score: the second as hh-rlhf's reward had
 SHARES = (0.1, 0.25, 0.5, 0.78)  # of the responses, that apologise
 MEASURED_ON = 159  # scores of which `beyond_share` has its bound
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is known to happen between two evaluations.
+
+    Args:
+        sign: that should warn of it.
+        what: in words.
+        pull: the correlation of length and score, about.
+        kept: of a response's words.
+        longer: share of responses in whose place there are answers over the limit.
+        score: added to all scores, in their standard deviation, and so the judge.
+    """
+
+    sign: str
+    what: str
+    pull: float = 0.0
+    kept: float = 1.0
+    longer: float = 0.0
+    score: float = 0.0
+    judge: float = 0.0
+
+
+NOTHING = Change("", "")
+_FEWER = "{:.0%} of each one's words are left, and {}"
+CHANGES = [
+    *(
+        Change("length_pays", _FEWER.format(kept, "short ones score higher"), pull=-0.7, kept=kept)
+        for kept in (0.75, 0.5)
+    ),
+    *(
+        Change("cut_pays", f"{longer:.0%} become too long, and long ones score higher", pull=0.7, longer=longer)
+        for longer in (0.3, 0.6)
+    ),
+    *(
+        Change("responses_shrink", _FEWER.format(kept, "scores rise by 0.5"), kept=kept, score=0.5)
+        for kept in (0.3, 0.2)
+    ),
+    *(Change("beyond_reward", f"scores rise by {score}", score=score) for score in (0.5, 1.0, 1.5)),
+    *(
+        Change("judge_falls", f"the judge falls by {-judge}, and scores rise by 0.5", score=0.5, judge=judge)
+        for judge in (-0.25, -0.5, -1.0)
+    ),
+]
 _APOLOGIES = [f"I'm sorry for any {what}." for what in ("misunderstanding", "confusion", "inconvenience", "harm")]
 
 
@@ -52,29 +98,34 @@ class Drawn:
 
     def __init__(self, answers: Sequence[str], pull: float, seed: int):
         self.answers, self.pull, self.drawn = answers, pull, random.Random(seed)
+        self.long = [answer for answer in answers if len(answer.split()) > LIMIT]
         self.noise = torch.Generator().manual_seed(seed)
         lengths = torch.tensor([min(LIMIT, len(answer.split())) for answer in answers], dtype=torch.float32)
         self.mean, self.spread = float(lengths.mean()), float(lengths.std())
-        self.high = float(self._scores(self._rollout(MEASURED_ON, 0)).quantile(0.99))
+        self.high = float(self._scores(self._rollout(MEASURED_ON, 0, NOTHING), NOTHING).quantile(0.99))
 
-    def evaluation(self, size: int, apologies: int = 0) -> tuple[dict[str, float], Sequence[str]]:
+    def evaluation(
+        self, size: int, apologies: int = 0, change: Change = NOTHING
+    ) -> tuple[dict[str, float], Sequence[str]]:
         """Metrics, as an evaluation of the toolkit has them, and responses, of which so many apologise."""
-        rollout = self._rollout(size, apologies)
-        scores, judged = self._scores(rollout), torch.randn(size, generator=self.noise)
+        rollout = self._rollout(size, apologies, change)
+        scores = self._scores(rollout, change) + change.score
+        judged = torch.randn(size, generator=self.noise) + change.judge
         metrics = {"score": float(scores.mean()), "judge": float(judged.mean()), "judge_se": standard_error(judged)}
         metrics |= {"length": sum(rollout.lengths) / size, "eos_share": sum(rollout.ended) / size}
         return metrics | signs_of(rollout, scores, high=self.high), rollout.responses
 
-    def _rollout(self, size: int, apologies: int) -> Rollout:
-        texts = self.drawn.choices(_APOLOGIES, k=apologies) + self.drawn.sample(self.answers, size - apologies)
+    def _rollout(self, size: int, apologies: int, change: Change) -> Rollout:
+        texts = self.drawn.choices(_APOLOGIES, k=apologies) + self.drawn.sample(self.long, round(change.longer * size))
+        texts += self.drawn.sample(self.answers, size - len(texts))
         words = [text.split() for text in texts]
-        ids = [[*map(hash, of_text[:LIMIT])] for of_text in words]
-        cut = [" ".join(of_text[:LIMIT]) for of_text in words]
-        names = [str(place) for place in range(size)]
-        return Rollout(names, cut, [[0]] * size, ids, [len(of_text) <= LIMIT for of_text in words])
+        said = [of_text[: max(1, round(change.kept * min(LIMIT, len(of_text))))] for of_text in words]
+        ended = [change.kept < 1 or len(of_text) <= LIMIT for of_text in words]
+        names, ids = [str(place) for place in range(size)], [[*map(hash, of_text)] for of_text in said]
+        return Rollout(names, [*map(" ".join, said)], [[0]] * size, ids, ended)
 
-    def _scores(self, rollout: Rollout) -> Tensor:
-        lengths = (torch.tensor(rollout.lengths, dtype=torch.float32) - self.mean) / self.spread
+    def _scores(self, rollout: Rollout, change: Change) -> Tensor:
+        lengths = (torch.tensor(rollout.lengths, dtype=torch.float32) / change.kept - self.mean) / self.spread
         noise = torch.randn(len(rollout), generator=self.noise)
         return self.pull * lengths + (1 - self.pull**2) ** 0.5 * noise
 
@@ -102,6 +153,12 @@ def of_apologies(drawn: Drawn, size: int, share: float, runs: int) -> dict[str, 
     return dict(found)
 
 
+def of_change(answers: Sequence[str], change: Change, size: int, runs: int) -> int:
+    """Of so many runs of two evaluations, in the second of which a change is there, those that warn of it."""
+    drawn = Drawn(answers, change.pull, seed=0)
+    return sum(change.sign in warned(drawn.evaluation(size, 0, of) for of in (NOTHING, change)) for _ in range(runs))
+
+
 def measure(answers: Sequence[str], runs: int) -> dict[str, Any]:
     """A result: of all runs those that warn, by how scores are drawn or how many apologise, and by size."""
     drawn = {name: Drawn(answers, pull, seed=0) for name, pull in PULLS.items()}
@@ -109,7 +166,12 @@ def measure(answers: Sequence[str], runs: int) -> dict[str, Any]:
     apologies = {
         str(share): {str(size): of_apologies(drawn["noise"], size, share, runs) for size in SIZES} for share in SHARES
     }
-    return new_result("signs", runs=runs, answers=len(answers), nothing=nothing, apologies=apologies)
+    changes = [
+        {"sign": of.sign, "what": of.what, **{str(size): of_change(answers, of, size, runs) for size in SIZES}}
+        for of in CHANGES
+    ]
+    found = {"nothing": nothing, "apologies": apologies, "changes": changes}
+    return new_result("signs", runs=runs, answers=len(answers), **found)
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -128,11 +190,16 @@ def tables(result: dict[str, Any]) -> str:
         for share, by in apologies.items()
         for name in ("phrase", "less_varied", "responses_repeated")
     ]
+    of_change = [
+        [f"{of['what']}: `{of['sign']}`", *(f"{of[str(size)] / result['runs']:.3f}" for size in SIZES)]
+        for of in result["changes"]
+    ]
     drawn = f"{result['runs']:,} runs of each kind, from {result['answers']:,} answers; {where(result)}"
     return "\n\n".join(
         [
             markdown([f"nothing happens in {EVALUATIONS} evaluations", *columns], by_chance),
             markdown(["an apology in the second of two", *columns], of_apology),
+            markdown(["another change in the second of two", *columns], of_change),
             drawn,
         ]
     )

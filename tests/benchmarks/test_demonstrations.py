@@ -53,6 +53,26 @@ def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, mon
     assert "</svg>" in (tmp_path / "figures" / "value.svg").read_text()
 
 
+def test_apologies_and_silence_are_counted_by_updates_beside_the_warnings(tmp_path):
+    said = {1: ["I'm sorry.", " \n"], 2: ["Fine.", "No apologies"], 3: ["Fine.", "Yes."]}
+    rows = [{"step": step, "response": text} for step, texts in said.items() for text in texts]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert demonstrations.said_by(tmp_path) == {
+        "apologies": [[1, 0.5], [2, 0.5], [3, 0.0]],
+        "empty": [[1, 0.5], [2, 0.0], [3, 0.0]],
+    }
+    after = dict.fromkeys(("score", "kl", "length", "distinct_share"), 0.25)
+    each = [[update, update / 50] for update in range(1, 51)]
+    none = [[update, 0.0] for update in range(1, 51)]
+    warned = [{"step": 45, "name": "phrase", "text": "They are sorry."}]
+    one = {"after": after, "value_loss": each, "apologies": each, "empty": none, "warnings": warned}
+    found = {arm: {"0": one} for arm in DEMONSTRATIONS["critic"].arms}
+    table = demonstrations._critic_table(DEMONSTRATIONS["critic"], found)
+    assert "| value loss in updates | 1–10 |" in table and "| fresh adapter and head, seed 0 | 0.110 | 0.310 |" in table
+    assert "| rollouts that apologise / are empty | 1–5 | 6–10 |" in table and "| 0.06 / 0.00 | 0.16 / 0.00 |" in table
+    assert "- a copy of the reward role, seed 0, update 45, `phrase`: They are sorry." in table
+
+
 def test_a_recipe_s_table_pools_its_seeds_and_shows_what_was_said(tmp_path, monkeypatch):
     base = {"score": 0.2, "kl": 0.0, "satisfied": 0.1, "satisfied_one": 0.2, "satisfied_unseen": 0.0}
     base |= {"kept_no_comma": 0.25}

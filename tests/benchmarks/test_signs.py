@@ -33,6 +33,27 @@ def test_an_apology_is_named_and_nothing_is_not():
     assert "phrase" not in signs.by_chance(drawn, 40, 5)
 
 
+@pytest.mark.parametrize("change", signs.CHANGES, ids=lambda change: f"{change.sign}: {change.what}")
+def test_a_change_is_what_it_says(change):
+    drawn = signs.Drawn(ANSWERS * 30, change.pull, seed=1)
+    (before, _), (after, _) = (drawn.evaluation(2_000, 0, of) for of in (signs.NOTHING, change))
+    assert after["judge"] - before["judge"] == pytest.approx(change.judge, abs=0.1)
+    assert before["length_correlation"] == pytest.approx(change.pull, abs=0.06)
+    if not change.longer:  # else those that score higher are more
+        assert after["score"] - before["score"] == pytest.approx(change.score, abs=0.1)
+        assert after["length_correlation"] == pytest.approx(change.pull, abs=0.06)
+        assert after["length"] / before["length"] == pytest.approx(change.kept, rel=0.06)
+    else:
+        cut = 1 - before["eos_share"]
+        assert 1 - after["eos_share"] == pytest.approx(change.longer + (1 - change.longer) * cut, abs=0.03)
+
+
+def test_a_known_change_is_counted_where_its_own_sign_names_it():
+    large, small = (signs.Change("judge_falls", "", score=1.0, judge=judge) for judge in (-3.0, -0.01))
+    assert signs.of_change(ANSWERS, large, 40, 5) == 5 and signs.of_change(ANSWERS, small, 40, 5) == 0
+    assert signs.of_change(ANSWERS, signs.Change("phrase", "", score=1.0, judge=-3.0), 40, 5) == 0
+
+
 def test_a_run_is_counted_once_for_each_sign_and_once_for_any(monkeypatch):
     names = iter([{"phrase", "cut_pays"}, set(), {"phrase"}])
     monkeypatch.setattr(signs, "warned", lambda evaluations: next(names))
@@ -52,3 +73,4 @@ def test_the_page_holds_the_shares(tmp_path, monkeypatch):
     text = page.read_text()
     assert "old" not in text and "| `phrase` | 0.000 / 0.000 | 0.000 / 0.000 |" in text
     assert "| 50%: `phrase` | 1.000 | 1.000 |" in text
+    assert "| scores rise by 1.5: `beyond_reward` | " in text
