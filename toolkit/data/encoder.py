@@ -137,11 +137,11 @@ class PromptEncoder:
 
     def closing(self) -> list[int]:
         """What a chat template writes behind an answer: its end, and a line break after it in ChatML; nothing where the
-        template refuses a question with one."""
-        asked: Messages = self._with_system([{"role": "user", "content": "?"}])
+        template refuses a question with one, or leaves the answer out."""
+        asked: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         with suppress(Unusable):
-            text = self._rendered([*asked, {"role": "assistant", "content": _MARK}], waits=False)
-            return self.ids(text.rpartition(_MARK)[2])
+            _, there, behind = self._rendered(self._with_system(asked), waits=False).rpartition(_MARK)
+            return self.ids(behind) if there else []
         return []
 
     @cached_property
