@@ -229,7 +229,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def said_by(folder: Path) -> dict[str, list[list[float]]]:
-    """By update the share of the rollouts of a ppo stage that apologise, and of those that say nothing."""
+    """By update the share of the responses that a ppo stage has kept which apologise, and of those that say nothing."""
     said: dict[int, list[str]] = {}
     for row in read_jsonl(folder / "rollouts.jsonl"):
         said.setdefault(row["step"], []).append(row["response"])
@@ -586,7 +586,7 @@ def _critic_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     )
     heads = [_TITLES.get(key, "share of different responses") for key in columns]
     tables = {"held out": (heads, ends), "value loss in updates": (tens, losses)}
-    tables |= {"rollouts that apologise / are empty": (fives, said)}
+    tables |= {"of four responses an update: apologise / are empty": (fives, said)}
     drawn = [markdown([name, *columns], rows) for name, (columns, rows) in tables.items()]
     return "\n\n".join([*drawn, "\n".join(told)])
 

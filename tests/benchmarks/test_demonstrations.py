@@ -69,7 +69,10 @@ def test_apologies_and_silence_are_counted_by_updates_beside_the_warnings(tmp_pa
     found = {arm: {"0": one} for arm in DEMONSTRATIONS["critic"].arms}
     table = demonstrations._critic_table(DEMONSTRATIONS["critic"], found)
     assert "| value loss in updates | 1–10 |" in table and "| fresh adapter and head, seed 0 | 0.110 | 0.310 |" in table
-    assert "| rollouts that apologise / are empty | 1–5 | 6–10 |" in table and "| 0.06 / 0.00 | 0.16 / 0.00 |" in table
+    assert (
+        "| of four responses an update: apologise / are empty | 1–5 | 6–10 |" in table
+        and "| 0.06 / 0.00 | 0.16 / 0.00 |" in table
+    )
     assert "- a copy of the reward role, seed 0, update 45, `phrase`: They are sorry." in table
 
 

@@ -240,6 +240,8 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
         read("promts")
     with pytest.raises(DataError, match=r"did not give it \(.+\). Name files in its place"):
         read("nobody/nothing-of-the-kind")
+    with pytest.raises(DataError, match="in its place. Set subset and name to null, if that is of another data set"):
+        read("nobody/nothing-of-the-kind", subset="part", name="main")
     monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: DatasetDict(dev=Dataset.from_dict({"a": [1]})))
     with pytest.raises(DataError, match="train: some/pairs has no split train; it has dev. Name another source"):
         read("some/pairs")

@@ -247,7 +247,7 @@ def test_bad_folders(tmp_path):
     )
     for number, text in enumerate(odd):
         folder = broken(f"e{number}", lambda f, text=text: (f / "role.json").write_text(text))
-        with pytest.raises(AdapterError, match=r"role.json(:| is damaged).*Delete it or train the role again"):
+        with pytest.raises(AdapterError, match=r"role.json(:| is damaged).*Copy it again, or train the role again"):
             load_role(bare(), "reward", folder)
     with pytest.raises(AdapterError, match=r"adapter_config.json cannot be read: .*Train or copy it again"):
         load_role(bare(), "reward", broken("e9", lambda f: (f / "adapter_config.json").write_text("[]")))

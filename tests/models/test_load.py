@@ -35,6 +35,7 @@ from toolkit.models import (
     load_base,
     load_model,
     load_tokenizer,
+    outlined,
     response_logprobs,
     save_role,
 )
@@ -478,6 +479,27 @@ def test_a_checkpoint_in_4_bits_computes_in_what_is_asked_for_and_is_never_quant
         said = r"quantization: .*bnb-4bit\" is quantised already, with bnb_4bit_use_double_quant: True, and False is"
         with pytest.raises(ModelError, match=said):
             load_model(ModelSpec(str(folder), quantization=other), device=device)
+        skipping = BitsAndBytesConfig(**nf4, llm_int8_skip_modules=["lm_head", "q_proj"])
+        with pytest.raises(ModelError, match="with llm_int8_skip_modules: .*, and .*q_proj.* is given"):
+            load_model(ModelSpec(str(folder), quantization=skipping), device=device)
+
+
+def test_the_outline_of_a_checkpoint_in_4_bits_leaves_out_what_it_does(checkpoint, tmp_path):
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    skips = BitsAndBytesConfig(**nf4, llm_int8_skip_modules=["lm_head", "model.layers.0.mlp.up_proj"])
+    load_base(str(checkpoint), quantization=skips).save_pretrained(folder := tmp_path / "bnb-4bit")
+    for asked in (None, BitsAndBytesConfig(**nf4)):
+        spec = ModelSpec(str(folder), quantization=asked)
+        bits = [
+            {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+            for model in (load_model(spec), outlined(spec))
+        ]
+        assert bits[0] == bits[1] and len(bits[0]) == 2 * 7 - 1
+    path = folder / "config.json"
+    eight = json.loads(path.read_text()) | {"quantization_config": {"load_in_8bit": True}}
+    path.write_text(json.dumps(eight))
+    with pytest.raises(ModelError, match="a base in 8 bits gives a token other numbers"):
+        about_other_bits(load_model(ModelSpec(str(folder)), device=META))
 
 
 def test_a_checkpoint_of_another_method_is_refused_beside_a_quantization_of_ours(checkpoint, tmp_path):

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 from tests.tiny_runs import PAIRS, byte_tokenizer, chat_recipe, llama3_tokenizer, save_llama
-from toolkit.data import PromptCollator, Rollout
+from toolkit.data import PromptCollator, PromptEncoder, Rollout
 from toolkit.errors import ToolkitError
 from toolkit.inference.saved_run import open_run
 from toolkit.runs import stages
@@ -143,6 +143,16 @@ def test_an_adapter_that_trl_taught_conversations_is_read_where_it_was_taught(fa
         of_cut = trainer.model(input_ids=torch.tensor([prompt + said[:-1]])).logits[0]
     torch.testing.assert_close(ppo.reward(cut), of_cut, rtol=1e-3, atol=1e-5)
     assert (family[0] == "qwen") is bool((expected - of_cut).abs() > 1e-2)  # else its end is pad, and passed over
+
+
+def test_a_template_that_leaves_the_answer_out_closes_none(family):
+    tokenizer = AutoTokenizer.from_pretrained(family[1])
+    behind = {"llama3": ["<|eot_id|>"], "qwen": ["<|im_end|>", "Ċ"], "mistral": ["</s>"]}[family[0]]
+    assert tokenizer.convert_ids_to_tokens(PromptEncoder(tokenizer).closing()) == behind
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    assert PromptEncoder(tokenizer).closing() == []
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    assert PromptEncoder(tokenizer).closing() == []
 
 
 def test_no_token_without_a_text_of_its_own_is_an_end(family, tmp_path):

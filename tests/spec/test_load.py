@@ -319,6 +319,11 @@ def test_another_source_in_place_of_a_hub_id_takes_its_subset_away(tmp_path):
     assert recipes.load(path, data={"train": "x.jsonl", "validation": "y.jsonl"}).values["data"] == local
     assert recipes.load(path, "data={train: x.jsonl, validation: y.jsonl}").values["data"] == local
     assert "subset" not in recipes.load(path, "data.train=other/pairs").values["data"]
+    assert recipes.load(path, f"data.train={PAIRS_OF_THE_HUB['train']}").values["data"]["subset"] == "part"  # its own
+    both = written(tmp_path, {**MINIMAL, "data": {**PAIRS_OF_THE_HUB, "validation": "some/pairs"}})
+    assert recipes.load(both, "data.train=x.jsonl").values["data"]["subset"] == "part"  # of what is held out
+    assert "subset" not in recipes.load(both, "data.train=x.jsonl", "data.validation=y.jsonl").values["data"]
+    path = written(tmp_path, {**MINIMAL, "data": PAIRS_OF_THE_HUB})
     assert recipes.load(path, "data.train=other/pairs", "data.subset=b").values["data"]["subset"] == "b"
     assert recipes.load(path, "data.validation=some/pairs").values["data"]["subset"] == "part"
 
@@ -331,6 +336,7 @@ def test_held_out_rows_that_are_given_take_the_place_of_the_recipe_s(key, tmp_pa
     given = recipes.load(path, f"data.{key}={held_out[key]}").values["data"]
     assert given == {"task": "preferences", "train": "x.jsonl", key: held_out[key]}
     assert recipes.load(path, data=held_out).values["data"].keys() > held_out.keys()  # which the task refuses
+    assert recipes.load(path, f"data.{key}=null").values["data"].items() >= other.items()
 
 
 def test_another_task_takes_away_what_is_not_its_own(tmp_path):

@@ -64,6 +64,19 @@ def test_pad_equal_to_eos_and_class_heads_are_refused(tmp_path):
         stock(tmp_path, shared_base(labels=3))
 
 
+def test_a_reward_that_was_taught_beyond_the_end_is_refused(tmp_path):
+    tokenizer, base = doubling.tokenizer(), shared_base()
+    base.head("reward").elsewhere = True
+    turn = "{% for m in messages %}{{ m.content }}" + tokenizer.eos_token + "{{ behind }}{% endfor %}"
+    tokenizer.chat_template = turn.replace("{{ behind }}", "")
+    stock(tmp_path, base, tokenizer=tokenizer)  # it ends where TRL's loop reads
+    tokenizer.chat_template = turn.replace("{{ behind }}", "1")
+    with pytest.raises(ConfigError, match="and this reward was taught beyond it. Or use loop: toolkit"):
+        stock(tmp_path, base, tokenizer=tokenizer)
+    base.head("reward").elsewhere = False
+    stock(tmp_path, base, tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize(("penalty", "name"), [(None, "score"), (3.0, "shaped_score")])
 def test_a_score_from_which_trl_has_taken_a_penalty_is_called_so(penalty, name):
     theirs = {"objective/scores": -1.0, "objective/kl": 0.5, "loss/policy_avg": 0.1, "loss/value_avg": 0.2,

@@ -165,7 +165,10 @@ def _read_hub(source: str, split: str, subset: str | None, name: str | None) -> 
         wrong = f'"{source}" is no file, and the hub did not give it ({reason(error)}).'
         if host:
             wrong = f'"{source}" is no file here and not in the cache of the hub, and {host} does not answer.'
-        raise DataError(wrong, remedy=f"{_nearest(Path(source))} Name files in its place.".strip()) from error
+        remedy = f"{_nearest(Path(source))} Name files in its place.".strip()
+        if given := " and ".join(key for key, value in (("subset", subset), ("name", name)) if value is not None):
+            remedy += f" Set {given} to null, if that is of another data set."
+        raise DataError(wrong, remedy=remedy) from error
     part = _split_name(data, split, source, "another source")
     yield from numbered(f"{source} ({part})", data[part].with_format("arrow").iter(batch_size=1000))
 

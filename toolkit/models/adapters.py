@@ -30,6 +30,7 @@ from toolkit.models.lora import missing_modules
 from toolkit.models.roles import HEAD_ROLES, Q_ROLES, SharedBase
 
 ROLE_FILE = "role.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
 _LARGEST_RANK = 2**16  # of an adapter: what a damaged file asks for would fill all memory
 FEWEST_SCORES = 100
@@ -132,7 +133,8 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         base.remove_role(role)  # it would be there with random weights
         raise
     if head is not None:
-        base.head(role).elsewhere = not (folder / ROLE_FILE).is_file()
+        # A folder without either has been copied in part, from here or from there.
+        base.head(role).elsewhere = not (folder / ROLE_FILE).is_file() and (folder / _TOKENIZER_CONFIG).is_file()
     if "high_score" in about and role in base.heads:
         base.head(role).high_score = float(about["high_score"])
     return about
@@ -187,7 +189,7 @@ def _check_scaling(saved: LoraConfig, own: LoraConfig, folder: Path) -> None:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    path, remedy = folder / ROLE_FILE, "Delete it or train the role again."
+    path, remedy = folder / ROLE_FILE, "Copy it again, or train the role again."
     try:
         about = read_object(path) or {}  # another tool's folder has none
     except ToolkitError as error:
@@ -203,7 +205,7 @@ def _about(folder: Path) -> dict[str, Any]:
 
 def _about_of_others(folder: Path) -> dict[str, Any]:
     """What stands for a `role.json` in a folder of `trl.RewardTrainer`: the `pad_token` of the tokenizer beside it."""
-    given = (read_object(folder / "tokenizer_config.json") or {}).get("pad_token")
+    given = (read_object(folder / _TOKENIZER_CONFIG) or {}).get("pad_token")
     token = given.get("content") if isinstance(given, dict) else given
     return {"pad_token": token} if isinstance(token, str) else {}
 

@@ -12,12 +12,13 @@ from toolkit.models.precision import default_device, resolved
 from toolkit.models.pretrained import quiet_transformers
 
 _STORAGE = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+_LAYOUT = ("llm_int8_skip_modules", "bnb_4bit_quant_storage")  # which it says of itself where nothing is asked for
 
 
 def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> None:
-    """Give a model on the meta device the layers that loading would quantise, as PEFT knows them: those of a checkpoint
-    that is quantised already where it is not to be quantised."""
-    if (quantization := quantization or own_quantization(model.config)) is None:
+    """Give a model on the meta device the layers that loading would quantise, as PEFT knows them; those that a
+    checkpoint has quantised already, where it has."""
+    if (quantization := own_quantization(model.config) or quantization) is None:
         return
     # Attributes as loading leaves them: trainers ask for the quantizer, and PEFT chooses its layer by the last one.
     model.hf_quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
@@ -49,7 +50,9 @@ def take_own_bits(config: PreTrainedConfig, model: str, asked: BitsAndBytesConfi
             remedy = "Set it to null, or name the checkpoint in 16 bits."
             raise ModelError(wrong, field="quantization", remedy=remedy)
         return
-    for name in _STORAGE if asked is not None else ():
+    asked_for = BitsAndBytesConfig() if asked is None else asked
+    others = [name for name in _LAYOUT if getattr(asked_for, name) != getattr(BitsAndBytesConfig(), name)]
+    for name in (*_STORAGE, *others) if asked is not None else ():
         if (there := getattr(own, name)) != getattr(asked, name):
             wrong = f'"{model}" is quantised already, with {name}: {there}, and {getattr(asked, name)} is given.'
             raise ModelError(wrong, field="quantization", remedy="Set it to null, or name the checkpoint in 16 bits.")
@@ -61,11 +64,12 @@ def about_other_bits(model: PreTrainedModel) -> str:
     """A sentence on the outline of a checkpoint that is quantised already; "" of any other.
 
     Raises:
-        ModelError: transformers has no gradients for it on this machine.
+        ModelError: transformers has no gradients for it on this machine, or it is in 8 bits.
     """
     saved: Any = getattr(model.config, "quantization_config", None)
     method = saved.get("quant_method") if isinstance(saved, dict) else None
-    if own_quantization(model.config) is not None:
+    if (own := own_quantization(model.config)) is not None:
+        check_bits(own)
         return "its weights are in 4 bits already: an adapter on them is exported alone, and not merged."
     if method is None:
         return ""

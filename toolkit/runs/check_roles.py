@@ -100,7 +100,7 @@ class RolesCheck:
                 with suppress(OSError):  # not every checkpoint has one
                     drawn.generation_config = GenerationConfig.from_pretrained(base.model, revision=base.revision)
             self.roles = SharedBase(drawn)
-            quantization = recipe.quantization() or models.own_quantization(config)
+            quantization = models.own_quantization(config) or recipe.quantization()
             models.check_bits(quantization)
             if about := about_other_bits(drawn):
                 self.findings.notes.append(Problem(about, f"base.{place}"))

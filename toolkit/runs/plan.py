@@ -33,7 +33,16 @@ from toolkit.costs import (
     weight_bytes_of,
 )
 from toolkit.errors import Problem, RecipeError, within
-from toolkit.models import META, Precision, SharedBase, about_other_bits, all_positions_of, on_another_machine, outlined
+from toolkit.models import (
+    META,
+    Precision,
+    SharedBase,
+    about_other_bits,
+    all_positions_of,
+    on_another_machine,
+    outlined,
+    own_quantization,
+)
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
 from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, seconds_of, size_of
@@ -278,7 +287,8 @@ class _Planner:
         largest = report.largest
         needed = sum(largest.parts.get(kind, 0) for kind in (*self.static, "context"))
         if needed > self.limit:
-            fewer = "base.quantization in 4 bits, a smaller base, or " if self.recipe.quantization() is None else ""
+            bits = self.recipe.quantization() or own_quantization(self.roles.causal_lm.config)
+            fewer = "" if bits else "base.quantization in 4 bits, a smaller base, or "
             wrong = f"weights and optimizer alone take {size_of(needed)} of {size_of(self.limit)}."
             cards = [card.name for card in CARDS.values() if card.memory > largest.total]
             another = f"a card as {cards[0]}" if cards else "fewer parameters"

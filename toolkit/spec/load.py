@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml.representer import RepresenterError
 
 from toolkit.data import TASKS
-from toolkit.data.sources import HUB_SETTINGS
+from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
 from toolkit.disk import MANIFEST
 from toolkit.errors import Problem, RecipeError
 from toolkit.rewards.function import beside
@@ -23,6 +23,7 @@ from toolkit.settings import fits
 from toolkit.spec.as_text import to_yaml
 from toolkit.spec.insertions import only_keys, with_insertions
 from toolkit.spec.keys import owner_fields
+from toolkit.spec.plan import section as at_section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, SCORER_SECTIONS, STAGE_CLASSES
 from toolkit.spec.validate import check_recipe
@@ -204,9 +205,9 @@ def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
     return {*given, *within}
 
 
-def _without_the_replaced(values: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+def _without_the_replaced(values: dict[str, Any], given: Collection[str], begun: dict[str, Any]) -> dict[str, Any]:
     """The recipe without what it says of a task, of a source of the hub, or of held-out rows, in whose place others are
-    given."""
+    given than it `begun` with."""
     for section in DATA_SECTIONS:
         data = values.get(section)
         if not isinstance(data, dict):
@@ -215,12 +216,14 @@ def _without_the_replaced(values: dict[str, Any], given: Collection[str]) -> dic
             known = {name for one in TASKS.values() for name in owner_fields(one)}  # a misspelt key is no other task's
             others = (data.keys() & known) - {"task", *owner_fields(task)}
             data = values[section] = {k: v for k, v in data.items() if k not in others or f"{section}.{k}" in given}
-        if f"{section}.train" in given:
+        held_out = () if f"{section}.validation" in given else names_of(data.get("validation"))
+        other = f"{section}.train" in given and data.get("train") != at_section(begun, section).get("train")
+        if other and not any(is_hub_id(str(name)) for name in held_out):
             for key in HUB_SETTINGS:
                 if f"{section}.{key}" not in given:
                     data.pop(key, None)
         for key, instead in (("validation", "validation_size"), ("validation_size", "validation")):
-            if f"{section}.{key}" in given and f"{section}.{instead}" not in given:
+            if data.get(key) is not None and f"{section}.{key}" in given and f"{section}.{instead}" not in given:
                 data.pop(instead, None)
     return values
 
@@ -323,6 +326,7 @@ def load(
         wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash and no dot first."
         raise RecipeError(wrong, remedy="Name it $run; where the runs are is $runs_dir.")
     values = _given(name) if isinstance(name, Mapping) else _read(path)
+    begun: Any = OmegaConf.to_container(values, resolve=False)
     if sections:
         try:
             values = DictConfig(OmegaConf.merge(values, _given(sections)))
@@ -341,7 +345,8 @@ def load(
         raise RecipeError(str(path), problems=problems)
     try:
         given = _keys_of(overrides, sections or {})
-        found = _with_shipped_data(_without_the_replaced(_without_null(resolved), given), path, given)
+        without = _without_the_replaced(_without_null(resolved), given, begun)
+        found = _with_shipped_data(without, path, given)
         checked = _with_whole_paths(with_reward_files(found, path.parent))
     except (OSError, ValueError, RuntimeError) as error:  # as in `find`
         raise RecipeError(f"{path} names a file that cannot be: {_reason(error)}") from error

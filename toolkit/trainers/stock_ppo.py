@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from toolkit.data import PromptCollator
+from toolkit.data import PromptCollator, PromptEncoder
 from toolkit.errors import ConfigError, Problem
 from toolkit.models import ROLE_FILE, PolicyView, SharedBase, TokenScoreView, save_role
 from toolkit.trainers.common import in_place_of_progress, precision
@@ -44,7 +44,11 @@ def check_trl_loop(args: PPOConfig, processing_class: PreTrainedTokenizerBase, r
     """
     one_token = processing_class.pad_token_id == processing_class.eos_token_id
     no_score = "reward" not in roles.roles or roles.head("reward").out_features != 1
+    end = processing_class.eos_token_id
+    closing = PromptEncoder(processing_class).closing() if processing_class.chat_template else []
+    beyond = not no_score and roles.head("reward").elsewhere and closing not in ([], [end])
     reasons = [
+        (beyond, "loop", "TRL's loop reads a score at the end of a response, and this reward was taught beyond it."),
         (one_token, "loop", "the tokenizer's pad and eos are one token, which TRL's loop takes for padding."),
         (no_score, "loop", "TRL's loop scores with a reward adapter of one output, nothing else."),
         (roles.shares_value, "value", "TRL's loop runs policy and value one after the other: it must be separate."),
