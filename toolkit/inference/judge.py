@@ -96,7 +96,7 @@ def _checkpoints(recipe: Recipe) -> list[Path]:
     last, found = policy_folder(recipe) / SAFETENSORS_WEIGHTS_NAME, []
     for folder in checkpoints_in(recipe.stage_folder("ppo")):
         if problem := problem_of(folder):
-            raise CheckpointError(f"{folder}: {problem}", remedy="Take it away, or leave checkpoints out.")
+            raise CheckpointError(f"{folder}: {problem}.", remedy="Take it away, or leave checkpoints out.")
         if not cmp(last, folder / "policy" / SAFETENSORS_WEIGHTS_NAME, shallow=False):
             found.append(folder)
     return found

@@ -44,19 +44,20 @@ def take_own_bits(config: PreTrainedConfig, model: str, asked: BitsAndBytesConfi
         ModelError: other bits are asked for than it has.
     """
     saved, own = getattr(config, "quantization_config", None), own_quantization(config)
+    remedy = "Set it to null, or name the checkpoint in 16 bits."
     if own is None:
         if asked is not None and isinstance(saved, dict):
             wrong = f'"{model}" is quantised by {saved.get("quant_method")} already, and not once more.'
-            remedy = "Set it to null, or name the checkpoint in 16 bits."
             raise ModelError(wrong, field="quantization", remedy=remedy)
         return
-    asked_for = BitsAndBytesConfig() if asked is None else asked
-    others = [name for name in _LAYOUT if getattr(asked_for, name) != getattr(BitsAndBytesConfig(), name)]
-    for name in (*_STORAGE, *others) if asked is not None else ():
-        if (there := getattr(own, name)) != getattr(asked, name):
-            wrong = f'"{model}" is quantised already, with {name}: {there}, and {getattr(asked, name)} is given.'
-            raise ModelError(wrong, field="quantization", remedy="Set it to null, or name the checkpoint in 16 bits.")
-    computes = getattr(torch, resolved(dtype)) if asked is None else asked.bnb_4bit_compute_dtype
+    computes = getattr(torch, resolved(dtype))
+    if asked is not None:
+        computes = asked.bnb_4bit_compute_dtype
+        others = [name for name in _LAYOUT if getattr(asked, name) != getattr(BitsAndBytesConfig(), name)]
+        for name in (*_STORAGE, *others):
+            if (there := getattr(own, name)) != (given := getattr(asked, name)):
+                wrong = f'"{model}" is quantised already, with {name}: {there}, and {given} is given.'
+                raise ModelError(wrong, field="quantization", remedy=remedy)
     config.quantization_config = own.to_dict() | {"bnb_4bit_compute_dtype": str(computes).removeprefix("torch.")}
 
 
