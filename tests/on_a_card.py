@@ -12,9 +12,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from toolkit.models import SharedBase
 
 CARD = torch.device("meta")
 _aten = torch.ops.aten
@@ -108,3 +111,15 @@ def a_card() -> Iterator[None]:
     patches = (mock.patch.object(torch, "tensor", tensor_there), mock.patch.object(torch, "autocast", autocast_there))
     with patches[0], patches[1], _Factories():
         yield
+
+
+def put_on_card(roles: SharedBase) -> None:
+    """Parameters, buffers and what unpacks 4-bit weights."""
+    states = {module: module.weight.quant_state for module in roles.modules() if isinstance(module, Linear4bit)}
+    roles.replace_tensors(OnCard)
+    for module, state in states.items():
+        for part in (state, state.state2):
+            for name, held in vars(part).items():
+                if isinstance(held, Tensor):
+                    setattr(part, name, OnCard(held))
+        module.weight.quant_state = state

@@ -1,9 +1,13 @@
 """Tiny models, built in memory: no test needs a hub."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig
 from transformers import (
+    BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -18,7 +22,7 @@ from transformers import (
 )
 
 from toolkit.data import doubling
-from toolkit.models import SharedBase
+from toolkit.models import SharedBase, load_base
 from toolkit.trainers.trl_compat import HAS_PPO
 
 needs_trl_loop = pytest.mark.skipif(not HAS_PPO, reason="the loop of TRL is in its releases up to 1.12")
@@ -85,11 +89,26 @@ def randomize(base: SharedBase, *roles: str, seed: int = 1) -> SharedBase:
     return base
 
 
+def in_nf4(folder: Path, dtype: str = "float32", **settings: Any) -> PreTrainedModel:
+    """A tiny model from a folder, where it is saved if it is not there, in 4 bits that are unpacked to a precision."""
+    if not folder.exists():
+        tiny_model(size=128).half().save_pretrained(folder)  # so that all precisions quantise the same numbers
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return load_base(str(folder), dtype=dtype, quantization=quantization, **settings)
+
+
 def shared_base(
-    *, value: str = "separate", labels: int = 1, architecture: str = "llama", fresh: bool = False
+    model: PreTrainedModel | None = None,
+    *,
+    value: str = "separate",
+    labels: int = 1,
+    architecture: str = "llama",
+    fresh: bool = False,
 ) -> SharedBase:
     """All four roles on a tiny model, with non-zero weights unless `fresh`."""
-    base = SharedBase(tiny_model(architecture))
+    base = SharedBase(model or tiny_model(architecture))
     base.add_role("policy", lora())
     base.add_role("reference")
     base.add_role("value", lora() if value == "separate" else None)

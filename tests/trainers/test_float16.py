@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import BitsAndBytesConfig
 from trl import SFTConfig
 
-from tests.tiny_models import lora, randomize, tiny_model
+from tests.tiny_models import in_nf4, lora, randomize, tiny_model
 from tests.trainers.helpers import PROMPTS, count_reward, rollout, trainer
 from toolkit.data import doubling
 from toolkit.errors import SelfCheckError
-from toolkit.models import SharedBase, add_q_roles, load_base
+from toolkit.models import SharedBase, add_q_roles
 from toolkit.models.load import default_device
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.q_config import QConfig
@@ -40,14 +39,8 @@ def with_scaler(made: Any, scale: float = 2.0**10) -> Any:
 
 
 def base(dtype: torch.dtype, value: str, nf4: Path | None = None) -> SharedBase:
-    """Without a quantised checkpoint to load, a plain one."""
-    if nf4 is None:
-        made = SharedBase(tiny_model().to(DEVICE, dtype))
-    else:
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-        )
-        made = SharedBase(load_base(str(nf4), dtype=str(dtype).removeprefix("torch."), quantization=quantization))
+    """In 4 bits where there is a folder for it."""
+    made = SharedBase(in_nf4(nf4, str(dtype).removeprefix("torch.")) if nf4 else tiny_model().to(DEVICE, dtype))
     made.add_role("policy", lora())
     made.add_role("reference")
     made.add_role("value", lora() if value == "separate" else None)
@@ -92,8 +85,6 @@ def gradients(made: PPOTrainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("value", "quantised"), [("separate", False), ("shared", False), ("separate", True)])
 def test_gradients_are_those_of_float32(tmp_path, value, quantised):
     nf4 = tmp_path / "checkpoint" if quantised else None
-    if nf4:
-        tiny_model(size=128).half().save_pretrained(nf4)  # so that both quantise the same numbers
     half = gradients(in_float16(tmp_path / "half", base(torch.float16, value, nf4), value=value))
     full = gradients(
         trainer(tmp_path / "full", base(torch.float32, value, nf4), count_reward(5), value=value, **ON_CPU)

@@ -6,9 +6,9 @@ import textwrap
 import pytest
 import torch
 
-from tests.on_a_card import CARD, OnCard, a_card
+from tests.on_a_card import CARD, OnCard, a_card, put_on_card
 from tests.recorded import graphs_without_a_card
-from tests.tiny_models import shared_base
+from tests.tiny_models import in_nf4, shared_base
 from tests.trainers.helpers import trainer
 from toolkit.errors import RewardError
 from toolkit.functional import inverse_cdf
@@ -41,32 +41,42 @@ def test_the_card_that_is_not_there_raises_as_a_real_one_does():
                 mixed()
 
 
+PLAIN = {"optim": "adamw_torch"}  # the fused one knows its devices by name
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "quantised"),
     [
-        {"optim": "adamw_torch"},  # the fused one knows its devices by name
-        {"optim": "adamw_torch", "value": "shared", "kl_estimator": "full", "kl_penalty_in": "loss"},
-        {"optim": "adamw_torch", "gradient_checkpointing": True, "entropy_coef": 0.01, "truncated_as": "bootstrap"},
-        {"optim": "adamw_torch", "generation": "merged", "importance_sampling_cap": 2.0},
-        {"optim": "adamw_torch", "generation": "merged_graphs"},
+        (PLAIN, False),
+        (PLAIN | {"value": "shared", "kl_estimator": "full", "kl_penalty_in": "loss"}, False),
+        (PLAIN | {"gradient_checkpointing": True, "entropy_coef": 0.01, "truncated_as": "bootstrap"}, False),
+        (PLAIN | {"generation": "merged", "importance_sampling_cap": 2.0}, False),
+        (PLAIN | {"generation": "merged_graphs"}, False),
+        (PLAIN, True),
+        (PLAIN | {"value": "shared", "generation": "merged_graphs"}, True),
     ],
-    ids=["plain", "shared-and-full-kl", "checkpointing-and-bootstrap", "merged", "graphs"],
+    ids=["plain", "shared-and-full-kl", "checkpointing-and-bootstrap", "merged", "graphs", "nf4", "nf4-graphs"],
 )
-def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, tmp_path, monkeypatch):
+def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, quantised, tmp_path, monkeypatch):
     monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
+
+    def roles():
+        model = in_nf4(tmp_path / "checkpoint", device=torch.device("cpu")) if quantised else None
+        return shared_base(model, value=settings.get("value", "separate"))
+
     torch.manual_seed(1)
     eager = settings | {"generation": settings.get("generation", "eager").removesuffix("_graphs")}
-    here = trainer(tmp_path / "here", shared_base(value=settings.get("value", "separate")), **eager)
+    here = trainer(tmp_path / "here", roles(), **eager)
     torch.manual_seed(2)
     batch = next(iter(here.dataloader))
     expected = here.generate(batch)
     stats = here.step(batch, expected, here.score(batch, expected))
     torch.manual_seed(1)
-    there = trainer(tmp_path / "there", shared_base(value=settings.get("value", "separate")), **settings)
+    there = trainer(tmp_path / "there", roles(), **settings)
     torch.manual_seed(2)
     with a_card(), graphs_without_a_card() as graphs:
         batch = next(iter(there.dataloader))
-        there.roles.replace_tensors(OnCard)
+        put_on_card(there.roles)
         assert there.roles.device == CARD
         responses = there.generate(batch)
         found = there.step(batch, responses, there.score(batch, responses))
@@ -128,6 +138,6 @@ def test_what_is_left_on_the_cpu_is_noticed(owner, name, part, tmp_path, monkeyp
     mutant = without(inner, part)
     monkeypatch.setattr(owner, name, property(mutant) if isinstance(function, property) else mutant)
     with a_card(), graphs_without_a_card(), pytest.raises((RuntimeError, RewardError), match="same device"):
-        made.roles.replace_tensors(OnCard)
+        put_on_card(made.roles)
         responses = made.generate(batch)
         made.step(batch, responses, made.score(batch, responses))
