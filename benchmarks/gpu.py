@@ -49,7 +49,8 @@ FORMS: tuple[dict[str, Any], ...] = (
 BY_GRAPHS: tuple[dict[str, Any], ...] = tuple(
     {"gradient_checkpointing": False, "generation": way} for way in ("graphs", "merged_graphs")
 )
-"""Those of a card alone."""
+"""Those of a card alone, and after all others: in a process in which a recording has failed nothing more can be
+measured."""
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
 _OF_PLAN = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "score", "update": "update"}
 
@@ -147,7 +148,7 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
             run_ours(built, work, clock, WARM_UP + given.updates)
         except (torch.cuda.OutOfMemoryError, ToolkitError) as error:
             if isinstance(error, ConfigError):  # no room to merge, or a base without graphs
-                return {**row, "refused": str(error)}
+                return {**row, "refused": str(error), "recording_failed": error.__cause__ is not None}
             if not isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError):  # in the reward, or outside
                 raise
             return {**row, "out_of_memory": clock.phase or "building"}
@@ -225,17 +226,21 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
         rows=[],
         floor=floor_seconds,
     )
-    for value in values:
+    by_graphs = BY_GRAPHS if given.device.type == "cuda" else ()
+    last = [("separate", by_graphs)] if by_graphs else []
+    for value, forms in [("separate", FORMS), ("shared", (*FORMS, *by_graphs)), *last]:
         base = random_llama(given.llama, given.device)
         result["model"]["weights_gb"] = weight_bytes_of(base) / 1e9
         roles = add_roles(SharedBase(base), value)
-        for form in (*FORMS, *(BY_GRAPHS if given.device.type == "cuda" else ())):
+        for form in forms:
             row = measure(given, roles, work, value=value, **form)
             if "seconds" in row:
                 row["over_floor"] = sum(row["seconds"].values()) / sum(floor_seconds[value]["seconds"].values())
             result["rows"].append(row)
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)
+            if row.get("recording_failed"):
+                return result
             _free()
         del base, roles
         _free()

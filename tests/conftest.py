@@ -10,6 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tests compare numbers with those of a CPU; the few that are for a GPU ask for it (make test-gpu).
 if os.environ.get("TOOLKIT_TESTS_ON_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+else:  # of several one, as in a stage: transformers' trainers would copy a model to each
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 # On models this small a second thread costs several times what it gives. Read by torch when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

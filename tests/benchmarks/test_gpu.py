@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import gpu, table
 from benchmarks.errors import BenchmarkError
@@ -92,6 +93,33 @@ def test_graphs_are_rows_of_a_card(monkeypatch):
     assert all(set(row["seconds"]) == set(PHASES) for row in rows)
     # An update of six tokens, the checks of the first one of four, and another update.
     assert [graph.played for graph in graphs] == [4, 2, 2, 2, 2, 4] * 2
+
+
+@pytest.mark.parametrize("fails", [None, ("shared", "graphs")])
+def test_a_recording_that_fails_loses_no_row_without_graphs(fails, monkeypatch):
+    """Nor does one that follows in its process look like a measurement."""
+    given = gpu.settings(small=True, updates=1, rollouts=4)
+    on_cpu, asked = given.device, []
+
+    def measured(given, roles, work, *, value, **form):
+        asked.append((value, form["generation"]))
+        failed = (
+            {"refused": "cannot be made", "recording_failed": True} if asked[-1] == fails else {"out_of_memory": ""}
+        )
+        return {"value": value, **form, **failed}
+
+    monkeypatch.setattr(gpu, "measure", measured)
+    monkeypatch.setattr(gpu, "random_llama", lambda values, device, made=gpu.random_llama: made(values, on_cpu))
+    monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {})
+    found = gpu.run(replace(given, device=torch.device("cuda")), Console(quiet=True), lambda result: None)
+    plain = [(value, how) for value in ("separate", "shared") for how in ("eager", "eager", "merged")]
+    by_graphs = [
+        ("shared", "graphs"),
+        ("shared", "merged_graphs"),
+        ("separate", "graphs"),
+        ("separate", "merged_graphs"),
+    ]
+    assert asked == plain + by_graphs[: 1 if fails else 4] and len(found["rows"]) == len(asked)
 
 
 def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):

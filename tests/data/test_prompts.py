@@ -544,7 +544,9 @@ def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
     formatted = Dataset.from_list([{"messages": [user("12")]}]).with_format("numpy")
     assert task.prompts_of(formatted)["prompt"][:] == ["_:12=x:"]
     for odd in ([], 5, [7.5], ["a"], [-1], [10**6]):
-        with pytest.raises(DataError, match="train_dataset: row 1: input_ids is .*, and ids from 0 to .* are needed"):
+        with pytest.raises(
+            DataError, match="train_dataset: row 1: input_ids is .*, and ids of known tokens are needed"
+        ):
             task.prompts_of(Dataset.from_dict({"input_ids": [odd]}))
     none = Dataset.from_dict({"input_ids": [[1]]}).select([])
     tables = [Path("data/queries.jsonl"), {"prompt": ["a"]}, DatasetDict(train=ready), pd.DataFrame({"prompt": ["a"]})]

@@ -5,7 +5,7 @@ from peft import LoraConfig, PeftModel
 from tests.tiny_models import ARCHITECTURES, lora, randomize, shared_base, tiny_model
 from tests.tolerances import EXACT, FP32
 from toolkit.errors import AdapterError, ModelError
-from toolkit.models import SharedBase, save_role
+from toolkit.models import SharedBase, load_base, save_role
 
 IDS = torch.tensor([[1, 5, 9, 12, 7]])
 MASK = torch.ones_like(IDS)
@@ -276,7 +276,10 @@ def test_an_adapter_that_is_refused_halfway_leaves_the_others_training():
     assert all("v_proj" in name for name, _ in base.named_parameters() if ".lora_" in name and ".judge." in name)
 
 
-def test_attention_of_cudnn_is_off_once_there_is_a_base():
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    SharedBase(tiny_model())
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+def test_attention_of_cudnn_is_off_once_there_is_a_model(tmp_path):
+    made = tiny_model()
+    made.save_pretrained(tmp_path)
+    for begin in (lambda: SharedBase(made), lambda: load_base(str(tmp_path))):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        begin()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -353,7 +353,6 @@ def problems_of(tmp_path, checkpoint, *overrides, **sections):
         (["data.max_prompt_length=1"], "data.train — no row can be used ("),
         (["ppo.per_device_train_batch_size=500"], "ppo — 24 prompts are fewer than one batch of 1000"),
         (["ppo.max_length=8"], "ppo.max_length — a prompt has"),
-        (["ppo.response_length=500"], "and the base has positions for 512. Shorten the"),
         (["base.dtype=float16"], "reward — float16 training needs a GPU, and none is here."),
         (
             ["reward.dataloader_drop_last=true", "reward.per_device_train_batch_size=1000"],
@@ -455,6 +454,30 @@ def test_updates_of_several_rollouts(checkpoint, tmp_path):
     rollout = facts.update.rollout
     assert texts(report) == () and facts.batch == 3 * rollout == 2 * facts.update.mini_batch
     assert f"an update of {3 * rollout} prompts, answered {rollout} at a time: " in str(report)
+
+
+def test_a_response_without_room_for_its_length_is_noted_and_a_prompt_without_any_is_a_problem(checkpoint, tmp_path):
+    report = check(chat_recipe(tmp_path, checkpoint, "ppo.response_length=500"))
+    assert texts(report) == () and "has positions for 512: its response can have " in report.notes[0].text()
+    limited = check(chat_recipe(tmp_path, checkpoint, "ppo.response_length=500", "ppo.max_length=512"))
+    assert limited.notes == ()
+    rows = tmp_path / "long.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": "x" * 600 + str(n), "chosen": "a", "rejected": "b"}) + "\n" for n in range(24))
+    )
+    found = problems_of(tmp_path, checkpoint, f"data.train={rows}", "data.max_prompt_length=2000")
+    assert any("ppo — the longest prompt with ppo.response_length comes to " in text for text in found), found
+
+
+def test_merged_generation_with_nothing_to_merge_is_found_before_any_stage(checkpoint, tmp_path):
+    biased = ("adapters.policy.lora_bias=true", "ppo.generation=merged")
+    found = problems_of(tmp_path, checkpoint, *biased)
+    assert found == (
+        "ppo.generation — merged finds no layer that the policy's adapter can be merged into: a plain LoRA on linear "
+        "layers can. Take eager.",
+    )
+    with pytest.raises(ConfigError, match="merged finds no layer"):
+        plan(chat_recipe(tmp_path, checkpoint, *biased), "4090")
 
 
 def test_greedy_rollouts_are_noted(checkpoint, tmp_path):
@@ -611,8 +634,10 @@ def test_a_recipe_that_only_collects_has_its_prompts_checked(checkpoint, tmp_pat
     assert texts(check(chat_recipe(tmp_path, checkpoint, **COLLECTS_ALONE))) == ()
     (found,) = problems_of(tmp_path, checkpoint, "data.train=nowhere.jsonl", **COLLECTS_ALONE)
     assert found.startswith("data.train — nowhere.jsonl: there is no such file")
-    (found,) = problems_of(tmp_path, checkpoint, "collect.response_length=5000", **COLLECTS_ALONE)
-    assert found.startswith("collect — the longest prompt with collect.response_length comes to 5")
+    report = check(chat_recipe(tmp_path, checkpoint, "collect.response_length=5000", **COLLECTS_ALONE))
+    (note,) = [note.text() for note in report.notes]
+    assert texts(report) == ()
+    assert note.startswith("collect — the longest prompt with collect.response_length comes to 5")
     by_column = {**COLLECTS_ALONE, "scorer": {"kind": "rules", "column": "rules"}}
     (found,) = problems_of(tmp_path, checkpoint, **by_column)
     assert found.startswith("scorer.column — the prompts have no column")

@@ -143,6 +143,22 @@ def test_a_file_in_the_current_folder_stands_in_for_no_module(tmp_path, monkeypa
     assert process.this_toolkit("--version")[1:] == ["-m", "toolkit", "--version"]
 
 
+def test_an_earlier_stage_finds_a_package_that_is_not_installed(tmp_path, monkeypatch):
+    """As a clone that a notebook in another folder has added to its path."""
+    package, beside = tmp_path / "clone" / "toolkit", tmp_path / "beside"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text("import os; open('found', 'w').write(os.environ['PYTHONPATH'])")
+    beside.mkdir()
+    monkeypatch.chdir(beside)
+    monkeypatch.setattr(toolkit, "__file__", str(package / "__init__.py"))
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    process.run_stage(process.this_toolkit("sft"), "sft", "ppo")
+    assert (beside / "found").read_text() == os.pathsep.join([str(tmp_path / "clone"), "theirs"])
+    monkeypatch.setattr(process.site, "getsitepackages", lambda: [str(tmp_path / "clone")])
+    assert process._environment()["PYTHONPATH"] == "theirs"
+
+
 @pytest.mark.parametrize(("given", "threads"), [(None, "2"), ("5", "5")])
 def test_processes_share_the_cores_unless_a_user_says_otherwise(given, threads, tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 7)

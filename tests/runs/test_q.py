@@ -373,18 +373,25 @@ def _problems(recipe):
     return texts(recipes.check(recipe))
 
 
-@pytest.mark.parametrize(("changed", "longest", "shorter"), [
-    ("q.response_length", "prompt with q.response_length", "data or q.response_length"),
-    ("collect.response_length", "prompt with collect.response_length", "data or collect.response_length"),
-    ("q_data", "row", "q_data"),
+@pytest.mark.parametrize(("limit", "splits"), [
+    ("q.response_length", ("validation", "test")),
+    ("collect.response_length", ("train",)),
 ])  # fmt: skip
-def test_what_makes_a_row_too_long_is_named(changed, longest, shorter, tmp_path, checkpoint):
+def test_a_response_that_positions_cut_short_is_noted(limit, splits, tmp_path, checkpoint):
+    report = recipes.check(made(tmp_path, checkpoint, f"{limit}=512"))
+    (note,) = [note.text() for note in report.notes]
+    task = made(tmp_path, checkpoint).task
+    prompt = max(len(ids) for split in splits for ids in task.prompts(split)["input_ids"])
+    assert texts(report) == () and note.startswith(f"q — the longest prompt with {limit} comes to {prompt + 512} ")
+    assert note.endswith(f"the base has positions for 512: its response can have {512 - prompt}.")
+
+
+def test_what_makes_a_row_too_long_is_named(tmp_path, checkpoint):
     own = {"collect": None, "q_data": {"task": "rated", "train": str(tmp_path / "mine.jsonl")}}
     (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "Hello", "response": "a" * 511, "rewards": 0}))
-    recipe = made(tmp_path, checkpoint, **own) if changed == "q_data" else made(tmp_path, checkpoint, f"{changed}=512")
-    (found,) = _problems(recipe)
-    assert found.startswith(f"q — the longest {longest} comes to ")
-    assert found.endswith(f"the base has positions for 512. Shorten the limits of the section {shorter}.")
+    (found,) = _problems(made(tmp_path, checkpoint, **own))
+    assert found.startswith("q — the longest row comes to ")
+    assert found.endswith("the base has positions for 512. Shorten the limits of the section q_data.")
 
 
 @pytest.mark.parametrize(("rows", "collects"), [(6, True), (1, False)])  # two responses to each of three prompts

@@ -189,13 +189,16 @@ class Remembering(dict):
         return [0.5] * len(rollout)
 
 
-def test_what_is_handed_over_is_taken_as_it_is_now(tmp_path, checkpoint):
+def test_what_is_handed_over_is_taken_as_it_is_now(tmp_path, checkpoint, capsys):
     path = tmp_path / "told.jsonl"
-    write_jsonl(path, [{"prompt": f"Why {i}?", "completion": "So."} for i in range(4)])
+    write_jsonl(
+        path, [{"prompt": f"Why {i}?", "completion": "So."} for i in range(4)] + [{"prompt": "", "completion": "a"}]
+    )
     data = {"task": "demonstrations", "train": str(path), "validation": str(path)}
     given = {"sft_data": data, "sft": {"max_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no"}}
     recipe = chat_recipe(tmp_path, checkpoint, "start.policy=null", **given, name="now")
     assert len(recipe.sft_trainer().train_dataset) == 4
+    assert "sft_data: train: 4 demonstrations; 1 left out: 1 × an empty prompt" in capsys.readouterr().out
     write_jsonl(path, [{"prompt": f"Why {i}?", "completion": "So."} for i in range(5)])
     assert len(recipe.sft_trainer(overwrite=True).train_dataset) == 5
     reward = Remembering()
@@ -475,7 +478,11 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
     assert began == ["sft"]
     monkeypatch.setitem(stages.MAKERS, "ppo", lambda recipe, train_dataset, callbacks: train_dataset)
     many = chat_recipe(tmp_path, checkpoint, "ppo.per_device_train_batch_size=20", name="many")  # of 24 prompts
-    assert len(many.ppo_trainer(train_dataset=[f"Why {i}?" for i in range(40)])) == 40 and began == ["sft", "reward"]
+    mine = [f"Why {i}?" for i in range(40)]
+    assert len(many.ppo_trainer(train_dataset=mine)) == 40 and began == ["sft", "reward"]
+    data = {"task": "preferences", "train": str(PAIRS), "validation": str(PAIRS), "max_validation_rows": 6}
+    all_taken = chat_recipe(tmp_path, checkpoint, data={**data, "parts": {"reward": 24}}, name="taken")
+    assert len(all_taken.ppo_trainer(train_dataset=mine)) == 40 and began == ["sft", "reward", "reward"]
 
 
 def test_what_sft_cuts_and_which_rows_a_stage_had(tmp_path, checkpoint, capsys):

@@ -48,6 +48,7 @@ BEST = {**EVALUATED, "load_best_model_at_end": True}
         ({"optim_args": "a=b"}, "optim_args — 'a=b' would have no effect on adamw_torch"),
         ({"gradient_checkpointing_kwargs": "best"}, "_kwargs — a section with keys is needed, got 'best'."),
         ({"gradient_checkpointing_kwargs": {"bogus": 1}}, "torch.utils.checkpoint has no argument 'bogus'."),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "_kwargs — use_reentrant: true would have no"),
         (
             {**BEST, "metric_for_best_model": "nothing"},
             "metric_for_best_model — 'nothing' is nothing that is measured.",

@@ -53,6 +53,10 @@ def test_the_words_are_those_of_the_maths():
             "kl_penalty_in — loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and Munos "
             "2025, arXiv 2506.09477). Take k2 or full for KL(policy, reference), or k3 for KL(reference, policy).",
         ),
+        (
+            {"kl_penalty_in": "loss", "kl_estimator": "k2", "kl_coef": 0.0},
+            "kl_penalty_in — would have no effect with kl_coef 0.",
+        ),
         ({"kl_penalty_in": "both"}, "kl_penalty_in — 'reward' or 'loss' is needed, got 'both'."),
         ({"use_score_norm": True}, "use_score_norm — would have no effect without use_score_scaling: true."),
         ({"entropy_coef": -0.1}, "entropy_coef — must be 0 or more, got -0.1."),

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -189,6 +190,8 @@ class CountedUpdate:
         self.generated, self.lengths = lengths, lengths.of_a_row
         self.tokenizer: Any = SimpleNamespace(pad_token_id=0)
         self.autocast = precision(args, roles)
+        with roles.role("policy"), self.autocast():  # whether there is room for all layers, of which few are counted
+            self._unpacked = {way: roles.to_unpack(merged=way, on_cpu=on_cpu) for way in (False, True)}
         roles.train_roles("policy", "value")
         roles.eval()
 
@@ -260,7 +263,8 @@ class CountedUpdate:
             held.enter_context(self.roles.weights_kept())
             if merged or self.on_cpu:
                 with self.counted.phase(leaves="copied weights"):
-                    held.enter_context(self.roles.unpacked(merged=merged, on_cpu=self.on_cpu))
+                    layers = self._unpacked[merged]
+                    held.enter_context(self.roles.unpacked(merged=merged, on_cpu=self.on_cpu, layers=layers))
             with self.counted.phase() as prefill:
                 self._forward(rows, int(min(lengths.prompt, most - 2)), cache)
             with self.counted.phase() as first:
@@ -379,7 +383,9 @@ def optimizer_bytes(args: TrainingArguments) -> float:
     optimizer = kind(layer.parameters(), **arguments)
     layer(torch.ones(1, 1024)).sum().backward()
     try:
-        optimizer.step()
+        with warnings.catch_warnings():  # of what it does in place of paging here, on a CPU
+            warnings.simplefilter("ignore")
+            optimizer.step()
     except (AttributeError, NotImplementedError, RuntimeError, ValueError):
         return 2.0 if "8bit" in args.optim.value else 8.0
     state = [t for held in optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor)]

@@ -70,10 +70,10 @@ class Task:
             read = [row if "input_ids" in row else self.prompt_of(place, row)[1] for place, row in numbered]
             columns = {name: [row.get(name) for row in read] for name in dict.fromkeys(chain.from_iterable(read))}
             dataset = as_dataset(columns, place="the rows given", field="train_dataset")
-        tokens = len(self.tokenizer)
+        known = frozenset(self.tokenizer.get_vocab().values())  # not all ids below their number, where there is a gap
         for number, ids in enumerate(dataset["input_ids"], 1):
-            if not (isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < tokens for i in ids)):
-                wrong = f"row {number}: input_ids is {reprlib.repr(ids)}, and ids from 0 to {tokens - 1} are needed."
+            if not (isinstance(ids, list) and ids and all(type(i) is int and i in known for i in ids)):
+                wrong = f"row {number}: input_ids is {reprlib.repr(ids)}, and ids of known tokens are needed."
                 raise DataError(wrong, field="train_dataset", remedy="Mend or remove the row.")
         return dataset
 

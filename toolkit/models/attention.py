@@ -25,6 +25,15 @@ _TAKEN = {"module", "query", "key", "value", "attention_mask", "dropout", "scali
 _NOT_TAKEN = {"softcap", *inspect.signature(sdpa_attention_forward).parameters} - _TAKEN
 
 
+def without_cudnn_attention() -> None:
+    """Leave cuDNN's attention out, which comes first on Hopper and Blackwell from torch 2.11 on.
+
+    It makes a plan for every new length, and each token that is decoded is one; with a mask its gradients can be NaN
+    (pytorch#196678).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def attention_by_rows(
     module: nn.Module,
     query: Tensor,

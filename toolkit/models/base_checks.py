@@ -132,8 +132,9 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
     Args:
         states: those that `check_states` gave.
     """
-    # A token that keeps so many keys of all that stand in its line (DeepSeek-V3.2) keeps all of the trial's few.
-    if states.is_meta or hasattr(model.config.get_text_config(), "index_topk"):
+    # On a card rows are not packed: see `FrozenLM.can_pack`. A token that keeps so many keys of all that stand in its
+    # line (DeepSeek-V3.2) keeps all of the trial's few.
+    if states.device.type != "cpu" or hasattr(model.config.get_text_config(), "index_topk"):
         return False
     lengths, common = [6, 3], 2
     rows = torch.arange(lengths[0]), common + torch.arange(lengths[1])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.errors import ModelError
+from toolkit.models.attention import without_cudnn_attention
 from toolkit.models.base_checks import check_base
 from toolkit.models.copies import copied, have_room, unpackable
 from toolkit.models.decoding import decode
@@ -29,9 +30,7 @@ class FrozenLM(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel):
         super().__init__()
         keep_freed_memory()
-        # From torch 2.11 on cuDNN's attention comes first on Hopper and Blackwell. It makes a plan for every new
-        # length, and each token that is decoded is one; with a mask its gradients can be NaN (pytorch#196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        without_cudnn_attention()
         causal_lm.requires_grad_(False)
         ends = [getattr(of, "eos_token_id", None) for of in (causal_lm.config, causal_lm.generation_config)]
         stops = [x for end in ends if end is not None for x in (end if isinstance(end, list) else [end])]
@@ -157,12 +156,17 @@ class FrozenLM(nn.Module):
             for group in self._fused:
                 group.kept = None
 
+    def to_unpack(self, *, merged: bool, on_cpu: bool, besides: Collection[nn.Module] = ()) -> list[Any]:
+        """The layers that hold their weights a second time inside `unpacked`: all on a CPU that has room for all of
+        them, elsewhere where asked for; but not those `besides`."""
+        layers = unpackable(self.causal_lm, besides=besides, on_cpu=on_cpu) if on_cpu or merged else []
+        return layers if merged or have_room(layers) else []
+
     @contextmanager
     def unpacked(
-        self, *, merged: bool = False, on_cpu: bool | None = None, besides: Collection[nn.Module] = ()
+        self, *, merged: bool = False, on_cpu: bool | None = None, layers: list[Any] | None = None
     ) -> Iterator[None]:
-        """Linear layers hold their weights a second time inside, ready to multiply with: on a CPU where there is room
-        for them, elsewhere where asked for.
+        """Linear layers hold their weights a second time inside, ready to multiply with.
 
         On a CPU each pass unpacks a weight of 4 bits, and lays one of bfloat16 out for its kernel: decoding would do so
         for each token. The results are the same bits. (On a GPU bitsandbytes has kernels that unpack as they multiply,
@@ -171,12 +175,10 @@ class FrozenLM(nn.Module):
         Args:
             merged: whether they are held in any case.
             on_cpu: whether it is for a CPU, where that is not where the base is.
-            besides: layers for which others stand.
+            layers: those of `to_unpack`, where they are known.
         """
         on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
-        layers = unpackable(self.causal_lm, besides=besides, on_cpu=on_cpu) if on_cpu or merged else []
-        if not (merged or have_room(layers)):
-            layers = []
+        layers = self.to_unpack(merged=merged, on_cpu=on_cpu) if layers is None else layers
         with copied(layers, self._fused if on_cpu else ()):
             yield
 

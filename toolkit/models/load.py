@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from toolkit.errors import ModelError, did_you_mean
+from toolkit.models.attention import without_cudnn_attention
 from toolkit.models.bits import cast_what_is_not_quantised, own_quantization, quantize_outline, take_own_bits
 from toolkit.models.precision import AUTO, default_device, resolved
 from toolkit.models.pretrained import (
@@ -106,6 +107,7 @@ def load_with_report(
     Raises:
         ModelError: no such checkpoint, or one that lacks weights, is of another kind, or reads other tokens.
     """
+    without_cudnn_attention()
     config = model_config(spec, kind, tokenizer=tokenizer, num_labels=num_labels)
     device, owner, own = device or default_device(), _OWNERS[kind], own_quantization(config)
     arguments: dict[str, Any] = {

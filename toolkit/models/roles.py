@@ -17,7 +17,7 @@ from toolkit.models.base_checks import check_adapter, check_checkpointing
 from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
 from toolkit.models.decoding import padding_takes_positions, positions_of
 from toolkit.models.frozen_lm import FrozenLM
-from toolkit.models.fused_lora import fuse
+from toolkit.models.fused_lora import fuse, is_plain
 from toolkit.models.heads import HeadInit, ScoreHead
 from toolkit.models.lora import (
     activate,
@@ -317,18 +317,21 @@ class SharedBase(FrozenLM):
         self._active_adapter = None if self.active_role is None else self._adapter_of[self.active_role]
         activate(self.model, self._layers, self._active_adapter)
 
+    def to_unpack(self, *, merged: bool, on_cpu: bool, besides: Collection[nn.Module] = ()) -> list[Any]:
+        apart = {*besides, *(layer.base_layer for layer in self._merged_now(asked=merged, on_cpu=on_cpu))}
+        return super().to_unpack(merged=merged, on_cpu=on_cpu, besides=apart)
+
     @contextmanager
     def unpacked(
-        self, *, merged: bool = False, on_cpu: bool | None = None, besides: Collection[nn.Module] = ()
+        self, *, merged: bool = False, on_cpu: bool | None = None, layers: list[Any] | None = None
     ) -> Iterator[None]:
         """As `FrozenLM.unpacked`; and the policy's adapter is merged into the copy of its layers' weights, where asked
         for, or where the base computes in float32 on a CPU. Its factors would else be multiplied with for each token.
         """
         on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
-        layers = self._to_merge(asked=merged, on_cpu=on_cpu) if self.active_role == "policy" else []
-        made = ((layer, partial(merged_forward, layer, "policy")) for layer in layers)
-        apart = {*besides, *(layer.base_layer for layer in layers)}
-        with forwards(made), super().unpacked(merged=merged, on_cpu=on_cpu, besides=apart):
+        merging = self._merged_now(asked=merged, on_cpu=on_cpu)
+        made = ((layer, partial(merged_forward, layer, "policy")) for layer in merging)
+        with forwards(made), super().unpacked(merged=merged, on_cpu=on_cpu, layers=layers):
             yield
 
     @contextmanager
@@ -344,9 +347,17 @@ class SharedBase(FrozenLM):
         with unpacked_weights(layers):
             yield
 
+    def _merged_now(self, *, asked: bool, on_cpu: bool) -> list[Any]:
+        return self._to_merge(asked=asked, on_cpu=on_cpu) if self.active_role == "policy" else []
+
     def _to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:
         layers = (layer for group in self._fused for layer in group.layers)
         return to_merge(layers, "policy", asked=asked, on_cpu=on_cpu)
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether the policy's adapter is on a layer into whose weight it can be merged, without numbers too."""
+        return any(is_plain(layer) and "policy" in layer.lora_A for layer in self._layers)
 
     @property
     def merged_bytes(self) -> int:

@@ -20,7 +20,7 @@ from toolkit.sampling import check_room
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.q_learning import check_returns
 from toolkit.trainers.resume import check_batch, steps_of_a_pass
-from toolkit.trainers.self_checks import check_dataset, check_graphs
+from toolkit.trainers.self_checks import check_can_merge, check_dataset, check_graphs
 from toolkit.trainers.sft import with_loss
 from toolkit.trainers.stock_ppo import check_trl_loop
 
@@ -112,14 +112,16 @@ class DataCheck:
         section, kind = recipe.data_section(stage), recipe.plan.stages[stage].rows
         state = self._state(stage)
         with self.findings.at(key=section):
-            train, held_out = (build.stage_dataset(recipe, stage, kind, split) for split in ("train", "validation"))
             others = stage == "ppo" and self.prompts_handed_over
-            longest = max(0 if others else longest_row(train), longest_row(held_out))
+            held_out = build.stage_dataset(recipe, stage, kind, "validation")
+            train = held_out if others else build.stage_dataset(recipe, stage, kind, "train")
+            longest, response = max(longest_row(train), longest_row(held_out)), 0
             with self.findings.at(key=stage):
                 config = self._config(stage)
                 prepared = counted_rows(train, config) if stage == "sft" else train
                 with self.findings.at(stage):
-                    check_batch(config, len(prepared))
+                    if not others:
+                        check_batch(config, len(prepared))
                 facts = batch_figures(stage, config, len(prepared))
                 if stage == "ppo":
                     self.prompts_read = True
@@ -127,14 +129,14 @@ class DataCheck:
                     self._check_ppo(config, train, longest)
                     with self.findings.at("ppo"):
                         check_best(recipe, config, held_out)
-                    longest = min(longest + config.response_length, config.max_length or math.inf)
+                    response = min(config.response_length, (config.max_length or math.inf) - longest)
                 elif stage == "sft":
                     facts["prepared"] = len(prepared)
                     # Positions go on over the rows that are wrapped into one.
                     wrapped = config.packing and config.packing_strategy == "wrapped"
                     longest = longest_row(prepared) if wrapped else min(longest, config.max_length or longest)
-                self._check_length(stage, longest, "ppo.response_length" if stage == "ppo" else None)
-                return StageFacts(stage, state, len(train), len(held_out), longest, **facts)
+                self._check_length(stage, longest, response, "ppo.response_length")
+                return StageFacts(stage, state, len(train), len(held_out), longest + response, **facts)
         return None
 
     def _q_stage(self) -> StageFacts | None:
@@ -149,7 +151,7 @@ class DataCheck:
                 config = self._config("q")
                 with self.findings.at("q"):
                     check_best(recipe, config, held_out)
-                lengths: dict[str | None, int] = {"q.response_length": longest + config.response_length}
+                lengths = {"q.response_length": (longest, config.response_length)}
                 if "q_data" in recipe.values or finished(recipe, "collect") is not None:
                     rated = None
                     with self.findings.at("q_data" if "q_data" in recipe.values else "q"):
@@ -160,16 +162,17 @@ class DataCheck:
                     check_returns(rated, config)
                     rows = len(rated)
                     both = zip(rated["prompt_ids"], rated["response_ids"], strict=True)
-                    lengths[None] = max(len(prompt) + len(response) for prompt, response in both)
+                    lengths[""] = max(len(prompt) + len(response) for prompt, response in both), 0
                 else:
                     settings = recipe.collect
                     used = min(len(prompts), settings.max_prompts or len(prompts))
                     rows = used * settings.samples_per_prompt
-                    lengths["collect.response_length"] = longest_row(prompts) + settings.response_length
+                    lengths["collect.response_length"] = longest_row(prompts), settings.response_length
                 check_batch(config, rows)
-                limit, longest = max(lengths.items(), key=lambda length: length[1])
-                self._check_length("q", longest, limit)
-                return StageFacts("q", state, rows, len(held_out), longest, **batch_figures("q", config, rows))
+                limit, (longest, response) = max(lengths.items(), key=lambda length: sum(length[1]))
+                self._check_length("q", longest, response, limit)
+                figures = batch_figures("q", config, rows)
+                return StageFacts("q", state, rows, len(held_out), longest + response, **figures)
         return None
 
     def _collect_stage(self) -> None:
@@ -178,8 +181,9 @@ class DataCheck:
         with self.findings.at(key=recipe.data_section("collect")):
             prompts = build.stage_dataset(recipe, "collect", "prompts", "train")
             self.prompts_read = True
-            longest = longest_row(prompts) + recipe.collect.response_length
-            self._check_length("collect", longest, "collect.response_length")
+            self._check_length(
+                "collect", longest_row(prompts), recipe.collect.response_length, "collect.response_length"
+            )
 
     def _state(self, stage: str) -> str:
         """Whether the stage is finished, and which come before it."""
@@ -213,17 +217,25 @@ class DataCheck:
             check_room([longest], config.max_length)
         if roles:
             with problems.at("ppo"):
+                check_can_merge(roles, config)
+            with problems.at("ppo"):
                 check_graphs(roles, config, longest)
 
-    def _check_length(self, stage: str, longest: int, limit: str | None) -> None:
-        """`limit` is the key of what a prompt of section data is to have as a response; None where rows are whole."""
+    def _check_length(self, stage: str, longest: int, response: int, limit: str) -> None:
+        """Tokens of the longest row, or of the longest prompt of section data with a `response` of up to as many as the
+        key `limit` says; 0 where rows are whole. A response ends where the base has no position left."""
         positions, whose = self.roles.positions(stage)
-        if positions is not None and longest > positions:
-            what, limits = "the longest row", f"the limits of the section {self.recipe.data_section(stage)}"
-            if limit is not None:
-                what, limits = f"the longest prompt with {limit}", f"the limits of the section data or {limit}"
-            have = f"{whose} has positions for {positions}"
-            self.findings.note(Problem(f"{what} comes to {longest} tokens, and {have}.", stage, f"Shorten {limits}."))
+        if positions is None or longest + response <= positions:
+            return
+        what, limits = "the longest row", f"the limits of the section {self.recipe.data_section(stage)}"
+        if response:
+            what, limits = f"the longest prompt with {limit}", f"the limits of the section data or {limit}"
+        wrong = f"{what} comes to {longest + response} tokens, and {whose} has positions for {positions}"
+        if response and longest < positions and whose != "reward_model":
+            about = f"{wrong}: its response can have {positions - longest}."
+            self.findings.notes.append(Problem(about, stage))
+        else:
+            self.findings.note(Problem(f"{wrong}.", stage, f"Shorten {limits}."))
 
     def lines(self) -> Iterator[str]:
         """What tasks that read files say about their rows."""

@@ -50,6 +50,7 @@ from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase, Site
 from toolkit.trainers.ppo_config import WITHOUT_COPY
+from toolkit.trainers.self_checks import check_can_merge
 
 # Settings that say how many rows a phase without gradients has at a time.
 _AT_ONCE = "local_rollout_forward_batch_size"
@@ -115,6 +116,8 @@ class _Planner:
         self.roles = _without_numbers(recipe, "ppo")
         with within("base"):
             self.other_bits = about_other_bits(self.roles.causal_lm)
+        with within("ppo"):
+            check_can_merge(self.roles, self.args)
         self.lengths, self.evaluated = self._lengths("train"), self._lengths("validation", "test")
         self.counted = Counted(self.roles.config.get_text_config().vocab_size)
         self.update = self._update(self.args)

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -36,6 +37,15 @@ def this_toolkit(*words: str) -> list[str]:
     return [sys.executable, *alone, "-m", "toolkit", *words]
 
 
+def _environment() -> dict[str, str]:
+    """Of a process that is started; a package that is not installed, as a clone that a notebook has added to its
+    `sys.path`, is found there, too."""
+    given, folder = processes.environment(), Path(toolkit.__file__).resolve().parents[1]
+    if folder in map(Path, (*site.getsitepackages(), site.getusersitepackages())):
+        return given
+    return given | {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), given.get("PYTHONPATH"))))}
+
+
 def run_stage(command: list[str], stage: str, needed_by: str) -> None:
     """Run the command of an earlier stage to its end; each of several processes runs it, and these join one another.
 
@@ -44,7 +54,7 @@ def run_stage(command: list[str], stage: str, needed_by: str) -> None:
         BrokenPipeError: its standard output, which is that of this process, was closed.
         ToolkitError: it failed.
     """
-    (code,) = _ended([subprocess.Popen(command, env=processes.environment())])
+    (code,) = _ended([subprocess.Popen(command, env=_environment())])
     # By its exit code, or at its start or its end, where nothing meets them, by the signal itself.
     if (number := code - 128 if code > 0 else -code) in _STOPS:
         raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped.', number)

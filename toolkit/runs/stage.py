@@ -90,8 +90,7 @@ def _trained(
         if stage == "ppo":
             of_step = args.update_batch_size // args.num_mini_batches
         say_shares(stage, of_step)
-    _say_rows(recipe, stage)
-    cut = _report_cuts(recipe, trainer.args) if stage == "sft" else {}
+    cut = say_rows(recipe, stage, trainer)
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
     before, responses_before = _before(recipe, stage, trainer)
     _tell_before(trainer, before, responses_before, goes_on=checkpoint is not None)
@@ -134,10 +133,12 @@ def _check_best(recipe: Recipe, stage: str, trainer: Any) -> None:
             check_best(recipe, trainer.args, trainer.eval_dataset)
 
 
-def _say_rows(recipe: Recipe, stage: str) -> None:
+def say_rows(recipe: Recipe, stage: str, trainer: Any) -> dict[str, dict[str, int]]:
+    """Say of each data set how many rows were read and left out, and of sft's how many are cut; these by split."""
     for section, task in recipe.tasks_of(stage).items():
         if (rows := task.report()) is not None:
             say(f"{section}: {rows}")
+    return _report_cuts(recipe, trainer.args) if stage == "sft" else {}
 
 
 def _save_model(trainer: Any, folder: Path) -> None:

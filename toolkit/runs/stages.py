@@ -32,7 +32,7 @@ from toolkit.runs.memory import out_of_memory
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage, this_toolkit
 from toolkit.runs.said import say
-from toolkit.runs.stage import collect_stage, train_stage
+from toolkit.runs.stage import collect_stage, say_rows, train_stage
 from toolkit.runs.take_over import take_over
 from toolkit.sampling import check_room
 from toolkit.spec.plan import by_trl
@@ -145,6 +145,8 @@ def prepared(
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
             with processes.agreed():  # room for copies is that of each one's card
                 trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
+            if "train_dataset" not in given:  # of which is said what was left out
+                say_rows(recipe, stage, trainer)
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())

@@ -78,9 +78,13 @@ def check_training(config: TrainingArguments) -> None:
     known |= {"preserve_rng_state"}  # which torch takes from kwargs
     if not isinstance(config, PPOConfig):  # of transformers' loop, which takes them before torch sees them
         known |= {"every_n_layers", "offload"}
-    for name in (config.gradient_checkpointing_kwargs or {}).keys() - known:
+    given, field = config.gradient_checkpointing_kwargs or {}, "gradient_checkpointing_kwargs"
+    for name in given.keys() - known:
         wrong = f"torch.utils.checkpoint has no argument {name!r}."
-        raise ConfigError(wrong, field="gradient_checkpointing_kwargs", remedy=f"It has {', '.join(sorted(known))}.")
+        raise ConfigError(wrong, field=field, remedy=f"It has {', '.join(sorted(known))}.")
+    if given.get("use_reentrant"):
+        wrong = "use_reentrant: true would have no effect: it cannot compute a role's passes again."
+        raise ConfigError(wrong, field=field, remedy="Leave it out.")
 
 
 def _check_optim_args(config: TrainingArguments, layer: nn.Module) -> None:

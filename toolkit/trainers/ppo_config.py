@@ -225,6 +225,8 @@ class PPOConfig(TRLPPOConfig):
             wrong = "loss needs another kl_estimator than k1, whose gradient is 0 on average (Tang and Munos 2025, "
             remedy = "Take k2 or full for KL(policy, reference), or k3 for KL(reference, policy)."
             yield Problem(f"{wrong}arXiv 2506.09477).", "kl_penalty_in", remedy)
+        if self.kl_penalty_in == "loss" and self.kl_coef == 0:
+            yield Problem("would have no effect with kl_coef 0.", "kl_penalty_in")
         if self.kl_target is not None and self.kl_coef == 0:
             yield Problem("steers by multiplying kl_coef, which starts at 0 and would stay there.", "kl_target")
         if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:

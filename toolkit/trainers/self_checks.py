@@ -135,11 +135,21 @@ def check_graphs(base: SharedBase, args: PPOConfig, longest: int) -> None:
         check_records(base.causal_lm, prompts + args.response_length)
 
 
+def _nothing_to_merge() -> ConfigError:
+    wrong = "merged finds no layer that the policy's adapter can be merged into: a plain LoRA on linear layers can."
+    return ConfigError(wrong, field="generation", remedy="Take eager.")
+
+
+def check_can_merge(base: SharedBase, args: PPOConfig) -> None:
+    """Where the policy's adapter is to be merged into a copy of the weights, it can be."""
+    if args.decoding["merged"] and not base.can_merge:
+        raise _nothing_to_merge()
+
+
 def check_room_to_merge(base: SharedBase) -> None:
     """The policy's adapter can be merged, and there is memory for the copy of the weights that it is merged into."""
     if not (needed := base.merged_bytes):
-        wrong = "merged finds no layer that the policy's adapter can be merged into: a plain LoRA on linear layers can."
-        raise ConfigError(wrong, field="generation", remedy="Take eager.")
+        raise _nothing_to_merge()
     free, each = psutil.virtual_memory().available, ""
     if base.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(base.device)
