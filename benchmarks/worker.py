@@ -38,7 +38,7 @@ def sample(model: str, size: Size) -> Work:
     return sample_work(load_base(model), padding_tokenizer(model), size, prompts=lines)
 
 
-def _job(model: str, work: Work, folder: str, **settings: Any) -> Job:
+def contender_job(model: str, work: Work, folder: str, **settings: Any) -> Job:
     return Job(model, work, padding_tokenizer(model), Path(folder), **settings)
 
 
@@ -46,7 +46,7 @@ def compare(model: str, work: Work, name: str, *, dtype: str) -> dict[str, float
     """Score, KL, entropy, losses and gradient norms of a contender on the first micro-batch of a work."""
     contender, work = CONTENDERS[name], work.one_micro_batch()
     with tempfile.TemporaryDirectory() as folder:
-        built = contender.build(_job(model, work, folder, updates=1, dtype=dtype, learning_rate=0.0))
+        built = contender.build(contender_job(model, work, folder, updates=1, dtype=dtype, learning_rate=0.0))
         with gradient_norms(built) as norms:
             found = run(contender.kind, built, work, PhaseClock(), 1)
     return {**found, **norms}
@@ -56,7 +56,7 @@ def measure(model: str, work: Work, name: str, *, dtype: str, updates: int) -> d
     """Seconds by phase of each measured update, after a warm-up, and the peak memory of this process."""
     contender, clock, total = CONTENDERS[name], PhaseClock(), WARM_UP + updates
     with tempfile.TemporaryDirectory() as folder:
-        built = contender.build(_job(model, work, folder, updates=total, dtype=dtype))
+        built = contender.build(contender_job(model, work, folder, updates=total, dtype=dtype))
         run(contender.kind, built, work, clock, total)
     return {"updates": clock.updates[WARM_UP:], "memory_gb": peak_memory_gb()}
 
@@ -71,7 +71,7 @@ def measure_rollout(model: str, work: Work, name: str, *, dtype: str, rounds: in
     of ours: as they are, without something, and by transformers' own loop. All in turn in every round."""
     replaced = mock.patch.object
     with tempfile.TemporaryDirectory() as folder:
-        built = CONTENDERS[name].build(_job(model, work, folder, updates=1, dtype=dtype))
+        built = CONTENDERS[name].build(contender_job(model, work, folder, updates=1, dtype=dtype))
         as_they_are, rows_stay, apart = (
             replaced(copies, "lays_out", lambda: False),
             replaced(built.trainer.roles, "_rows_leave", False),
