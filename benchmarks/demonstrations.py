@@ -531,8 +531,8 @@ def _best_of_table(found: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [[f"best of {n} before PPO", f"at most {kl:.2f}", *(f"{s:.3f}" for s in of)] for n, kl, of in shown]
     after = [one["after"]["kl"] for one in runs]
     lines.append(["after PPO", with_range(after, 2), *(f"{one['of_these']:.3f}" for one in runs)])
-    seeds = [f"score, seed {seed}" for seed in found]
-    return markdown([f"{_BEST_OF_PROMPTS} of the prompts", "KL a response", *seeds], lines)
+    seeds, few = [f"score, seed {seed}" for seed in found], min(_BEST_OF_PROMPTS, runs[0]["language"]["prompts"])
+    return markdown([f"{few} prompts", "KL a response", *seeds], lines)
 
 
 def with_range(values: Sequence[float], digits: int = 3) -> str:

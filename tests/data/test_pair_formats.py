@@ -6,7 +6,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, doubling
@@ -433,6 +435,7 @@ def test_demonstrations_that_cannot_be_used(tmp_path):
         {"messages": [*ASKED, {**said("good")[0], "reasoning_content": "", "tool_calls": []}]},
         {"messages": [{**said("earlier")[0], "thinking": "Hm."}, *ASKED, *said("good")]},
         {"messages": [*ASKED, *said("a")], "system": "Be brief."}, {"text": "good", "system": "good"},
+        {"prompt": "a", "completion": str(said("b"))},
     ]  # fmt: skip
     path = write(tmp_path / "x.jsonl", rows)
     task = Demonstrations(byte_tokenizer(), path, path)
@@ -442,6 +445,7 @@ def test_demonstrations_that_cannot_be_used(tmp_path):
         "an empty response": 3, "an empty text": 2, "a text that is no text": 1, "tools, which are not read": 1,
         "a response with a thought beside its content, which is not learnt": 3,
         'a column "system", which is not read: write it into the prompt, or take it out': 1,
+        "messages that are written as text: keep them in a .jsonl or .parquet file": 1,
     }  # fmt: skip
     path = write(tmp_path / "y.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match=r"line 1: a demonstration is in the column messages, .*; present: prompt"):
@@ -558,3 +562,26 @@ def test_special_tokens_of_the_tokenizer_begin_a_text_and_no_response(tmp_path):
     for text in ("Capital?", "<s>Capital?"):
         ids = Prompts(tokenizer, path, chat=False).prompt_ids([{"role": "user", "content": text}])
         assert tokenizer.decode(ids) == "<s>Capital?"
+
+
+BY_LINES = (
+    "{% for m in messages %}{{ m.role[0] }}:\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:\n{% endif %}"
+)
+BY_SPACES = (
+    "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [BY_LINES, BY_SPACES])
+def test_a_response_has_the_tokens_that_it_has_behind_its_prompt(template):
+    """SentencePiece writes a space before a text that stands alone, and none behind a line break."""
+    signs = dict.fromkeys(["</s>", "▁", *"\n:ua?Capitl.Prs"])
+    backend = Tokenizer(models.BPE(vocab={sign: number for number, sign in enumerate(signs)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+    asked = Prompts(tokenizer, "none").prompt_ids(ASKED)
+    pairs = Preferences(tokenizer, "none", "none")._encoder
+    ids = pairs.response("Paris.", pairs.prompt(ASKED))
+    whole = tokenizer.apply_chat_template([*ASKED, *said("Paris.")], tokenize=False).rstrip()
+    assert asked + ids == [*tokenizer.encode(whole), tokenizer.eos_token_id]

@@ -248,6 +248,14 @@ def test_other_kinds_in_other_columns(tmp_path, chat_tokenizer):
     assert len(task.prompts("train")) == 1 and list(task.left_out["train"]) == ["messages that are no list"]
 
 
+@pytest.mark.parametrize("of_user", [user("1"), {"from": "human", "value": "1"}])
+def test_messages_in_a_cell_of_a_csv_file_are_no_text(of_user, tmp_path, chat_tokenizer):
+    cells = [{"query": "1"}, {"query": str([of_user])}, {"query": json.dumps([of_user], indent=1)}, {"query": "2"}]
+    task = task_of(tmp_path, chat_tokenizer, cells)
+    assert len(task.prompts("train")) == 2
+    assert task.left_out["train"] == {"messages that are written as text: keep them in a .jsonl or .parquet file": 2}
+
+
 def test_nothing_is_left(tmp_path, chat_tokenizer):
     with pytest.raises(DataError, match=r"^train: no row can be used \(the file is empty\). Mend .*x.jsonl, or name"):
         task_of(tmp_path, chat_tokenizer, []).prompts("train")

@@ -228,7 +228,11 @@ def test_folders_that_datasets_cannot_read(tmp_path):
         DataError, match=r"^train: \S*odd has no split train; it has first. Name a split's own folder: "
     ):
         read(odd)
-    with pytest.raises(DataError, match=r"^train: \S*odd has no split test or validation; it has first. .*odd/first.$"):
+    with pytest.raises(
+        DataError,
+        match=r"^train: \S*odd has no split test or validation; it has first. Hold some "
+        r"of train out with validation_size, or name a split's own folder: .*odd/first.$",
+    ):
         read(odd, split="validation")
     assert read(odd / "first") == [(f"{odd}/first, row 1", {"a": 1})]
 

@@ -29,6 +29,7 @@ from toolkit.runs.check_report import Findings
 from toolkit.runs.plan import plan
 from toolkit.runs.stages import run
 from toolkit.trainers.sft import cut_rows, packs, sft_trainer
+from toolkit.trainers.trl_compat import HAS_PPO
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value", "reward")}
@@ -372,7 +373,11 @@ def problems_of(tmp_path, checkpoint, *overrides, **sections):
             ["adapters.policy.target_parameters=[no.weight]"],
             "adapters.policy — target_parameters=['no.weight'] were set",
         ),
-        (["adapters.policy.layers_to_transform=[77]", "adapters.policy.target_modules=[q_proj]"], "adapters.policy — "),
+        (
+            ["adapters.policy.layers_to_transform=[1, 2]", "adapters.policy.target_modules=[q_proj]"],
+            "adapters.policy.layers_to_transform — the base has layers 0 to 1, and none 2. Layers are counted from 0.",
+        ),
+        (["adapters.value.init_lora_weights=orthogonal"], "adapters.value.init_lora_weights — PEFT makes orthogonal"),
         (["adapters.policy.target_modules=(["], "adapters.policy.target_modules — '([' is no pattern of module names"),
     ],
 )
@@ -461,12 +466,17 @@ def test_a_response_without_room_for_its_length_is_noted_and_a_prompt_without_an
     assert texts(report) == () and "has positions for 512: its response can have " in report.notes[0].text()
     limited = check(chat_recipe(tmp_path, checkpoint, "ppo.response_length=500", "ppo.max_length=512"))
     assert limited.notes == ()
+    if HAS_PPO:  # whose loop goes on
+        found = problems_of(tmp_path, checkpoint, "ppo.response_length=500", "ppo.loop=trl")
+        assert any(
+            "has positions for 512. Shorten the limits of the section data or ppo.resp" in text for text in found
+        )
     rows = tmp_path / "long.jsonl"
     rows.write_text(
         "".join(json.dumps({"prompt": "x" * 600 + str(n), "chosen": "a", "rejected": "b"}) + "\n" for n in range(24))
     )
     found = problems_of(tmp_path, checkpoint, f"data.train={rows}", "data.max_prompt_length=2000")
-    assert any("ppo — the longest prompt with ppo.response_length comes to " in text for text in found), found
+    assert any(text.endswith("has positions for 512. Shorten the limits of the section data.") for text in found), found
 
 
 def test_merged_generation_with_nothing_to_merge_is_found_before_any_stage(checkpoint, tmp_path):
@@ -478,6 +488,8 @@ def test_merged_generation_with_nothing_to_merge_is_found_before_any_stage(check
     )
     with pytest.raises(ConfigError, match="merged finds no layer"):
         plan(chat_recipe(tmp_path, checkpoint, *biased), "4090")
+    misspelt = problems_of(tmp_path, checkpoint, "adapters.policy.target_modules=[q_prj]", "ppo.generation=merged")
+    assert misspelt and not any("merged" in text for text in misspelt)
 
 
 def test_greedy_rollouts_are_noted(checkpoint, tmp_path):

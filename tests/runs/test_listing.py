@@ -205,6 +205,20 @@ def test_the_list_on_the_command_line(runs):
     assert "holds no run yet" in command_here("runs", "--runs-dir", runs / "nowhere").stdout
 
 
+def test_what_was_measured_before_the_first_step_is_no_result(runs, tmp_path):
+    at_first = {"step": 0, "eval_loss": 3.5, "eval_score": 0.25}
+    for name, rows in (("d", [at_first]), ("e", [at_first, {"step": 9, "loss": 0.5}])):
+        recipe(runs / name)
+        stage(runs / name / "ppo", metrics=rows)
+        (runs / name / "ppo" / "before.json").write_text('{"metrics": {"score": 0.25}}')
+    text = compare(["d", "e"], tmp_path / "page.html", runs_dir=runs).read_text()
+    assert '<td>score</td><td class="n">0.2500 → –</td><td class="n">0.2500 → –</td>' in text
+    assert [state_of(runs / name).stages[0].figures for name in "de"] == [
+        "eval loss 3.5000 · eval score 0.250",
+        "loss 0.5000",
+    ]
+
+
 def test_a_run_that_has_not_finished_is_seen_as_far_as_it_is(runs, tmp_path):
     with (runs / "a/ppo/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "eval_score": 1.25, "eval_judge": 3.0}\n{"step": 5, "score": 9.0}\n')

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForSequenceClassi
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.tiny_models import shared_base
-from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llama
+from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llama, texts
 from toolkit import recipes
 from toolkit.costs import CARDS, Lengths, named
 from toolkit.errors import ModelError, RecipeError, ToolkitError
@@ -117,6 +117,16 @@ def test_merged_generation_holds_the_weights_a_second_time(checkpoint, tmp_path)
         if len(change.keys() & {"generation", "rollouts_per_update"}) > 1
     ]
     assert both  # where neither is enough
+
+
+def test_dora_is_planned_in_4_bits(checkpoint, tmp_path):
+    recipe = chat_recipe(tmp_path, checkpoint, "adapters.policy.use_dora=true")
+    dora, plain = (phases(plan(of, "4090", notes=False)) for of in (recipe, chat_recipe(tmp_path, checkpoint)))
+    # A magnitude for each output of 2 layers, with its two moments.
+    outputs = 2 * (2 * 64 + 2 * 32 + 2 * 128 + 64)
+    for kind, factor in (("adapters", 4), ("optimizer", 8)):
+        assert dora["update"].parts[kind] - plain["update"].parts[kind] == factor * outputs
+    assert dora["update"].total > plain["update"].total + 12 * outputs and texts(check(recipe)) == ()
 
 
 def test_a_recipe_with_graphs_is_planned_with_them(checkpoint, tmp_path):

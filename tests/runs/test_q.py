@@ -389,7 +389,8 @@ def test_a_response_that_positions_cut_short_is_noted(limit, splits, tmp_path, c
 def test_what_makes_a_row_too_long_is_named(tmp_path, checkpoint):
     own = {"collect": None, "q_data": {"task": "rated", "train": str(tmp_path / "mine.jsonl")}}
     (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "Hello", "response": "a" * 511, "rewards": 0}))
-    (found,) = _problems(made(tmp_path, checkpoint, **own))
+    # Of a longer prompt with its response, of which there is room for a part, there is a note.
+    (found,) = _problems(made(tmp_path, checkpoint, "q.response_length=600", **own))
     assert found.startswith("q — the longest row comes to ")
     assert found.endswith("the base has positions for 512. Shorten the limits of the section q_data.")
 

@@ -95,6 +95,8 @@ def test_a_run_says_what_it_does_from_its_first_second_to_its_last(doubling_run)
         phases = {"load", begin, end, "train"} | ({"rollout", "score", "update"} if stage == "ppo" else set())
         assert phases <= result["spent"].keys() and 0 < sum(result["spent"].values()) <= result["seconds"] + 1
         assert result["rows"]["train"] > 0 and result["machine"]["threads"] >= 1
+        if stage == "ppo":  # of what its figures before and after are
+            assert result["rows"].get("test", result["rows"]["held out"]) == 8
     assert "The score " in done.stdout and " standard errors over the same 8 prompts." in done.stdout
     page = (folder / "runs" / "doubling" / "ppo" / "report.html").read_text()
     assert "Where the time went" in page and "standard errors" in page and 'http-equiv="refresh"' not in page
@@ -371,6 +373,22 @@ def test_a_tracker_is_told_of_sft_s_training_and_of_nothing_before_or_after(tmp_
     assert told == ["begin", "loss", "loss", "eval_loss", "end"]
     rows = read_jsonl(recipe.stage_folder("sft") / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_loss" in row] == [0, 2, 2]  # before, on the way and after
+    # Where the best weights come back, here those of the highest loss, what is measured last is not of the last step.
+    worse = sft | {"report_to": "none", "learning_rate": 10.0, "eval_steps": 1, "load_best_model_at_end": True}
+    worse |= {"save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True}
+    recipe = chat_recipe(
+        tmp_path,
+        checkpoint,
+        sft=worse | {"save_strategy": "steps", "save_steps": 1},
+        reward=None,
+        ppo=None,
+        name="best",
+    )
+    result = stages.run(recipe, "sft")
+    rows = read_jsonl(recipe.stage_folder("sft") / "metrics.jsonl")
+    losses = [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    assert [step for step, _ in losses] == [0, 1, 2] and losses[1][1] > losses[2][1]
+    assert result["after"]["loss"] == pytest.approx(losses[1][1], rel=1e-3)
 
 
 def test_prerequisites(tmp_path, checkpoint):
@@ -407,10 +425,14 @@ def test_while_a_run_goes_on_figures_of_other_prompts_are_not_compared(tmp_path)
     write_jsonl(folder / "metrics.jsonl", [])
     for step, score in ((0, 0.5), (5, 0.9)):
         state.global_step, found = step, {"eval_score": score, "eval_score_se": 0.1}
+        append_jsonl(folder / "metrics.jsonl", [{"step": step, **found}])  # logged before it is told
         so_far.on_evaluate(None, None, None, metrics=found)
         if step == 0:
-            assert "standard errors" not in (folder / "report.html").read_text()
-            append_jsonl(folder / "metrics.jsonl", [{"step": 0, **found}])
+            page = (folder / "report.html").read_text()
+            assert "standard errors" not in page and "did not change" not in page and page.count("0.5000") == 1
+            state.global_step = 3
+            so_far.stopped()
+            assert page == (folder / "report.html").read_text()
     assert "+0.4 ± 0.14, 2.8 standard errors" in (folder / "report.html").read_text()
 
 

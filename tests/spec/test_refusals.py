@@ -48,7 +48,6 @@ BEST = {**EVALUATED, "load_best_model_at_end": True}
         ({"optim_args": "a=b"}, "optim_args — 'a=b' would have no effect on adamw_torch"),
         ({"gradient_checkpointing_kwargs": "best"}, "_kwargs — a section with keys is needed, got 'best'."),
         ({"gradient_checkpointing_kwargs": {"bogus": 1}}, "torch.utils.checkpoint has no argument 'bogus'."),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "_kwargs — use_reentrant: true would have no"),
         (
             {**BEST, "metric_for_best_model": "nothing"},
             "metric_for_best_model — 'nothing' is nothing that is measured.",
@@ -93,6 +92,27 @@ def test_what_training_takes():
     ):
         for stage in ("sft", "reward", "ppo", "q"):
             assert check_stage(stage, settings, measured=("loss", "score")) == [], (stage, settings)
+
+
+@pytest.mark.parametrize(("stage", "refused"), [("sft", False), ("reward", False), ("ppo", True), ("q", True)])
+def test_passes_of_a_role_are_not_computed_again_by_re_entry(stage, refused):
+    problems = check_stage(stage, {"gradient_checkpointing_kwargs": {"use_reentrant": True}})
+    assert ["use_reentrant: true would have no effect" in problem.text() for problem in problems] == [True] * refused
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_goes_by_a_metric_knows_which_way_is_better(schedule):
+    """transformers tells it for the best checkpoint, and not for these."""
+    by_score = {**EVALUATED, "lr_scheduler_type": schedule, "metric_for_best_model": "score"}
+    (problem,) = check_stage("q", by_score, measured=("loss", "score"))
+    assert problem.text() == (
+        f"q.lr_scheduler_kwargs — {schedule} would take a worse score for a better one. Set mode: max."
+    )
+    assert check_stage("q", by_score | {"lr_scheduler_kwargs": {"mode": "max"}}, measured=("loss", "score")) == []
+    by_loss = {**EVALUATED, "lr_scheduler_type": schedule}
+    assert check_stage("sft", by_loss, measured=("loss",)) == []
+    (problem,) = check_stage("sft", by_loss | {"lr_scheduler_kwargs": {"mode": "max"}}, measured=("loss",))
+    assert problem.remedy == "Set mode: min."
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "q"])
@@ -220,6 +240,10 @@ def test_an_optimizer_without_what_the_value_role_names():
         ({"q": {"torch_compile": True}}, "q.torch_compile — would have no effect: several roles read in a step"),
         ({"q": {"use_liger_kernel": True}}, "q.use_liger_kernel — would have no effect: several roles read in a step"),
         ({"reward": {"use_liger_kernel": True}}, "reward.use_liger_kernel — would have no effect: its kernels are put"),
+        (
+            {"reward": {"gradient_checkpointing_kwargs": {"use_reentrant": True}}},
+            "reward.gradient_checkpointing_kwargs — use_reentrant: true would have no effect",
+        ),
         ({"base": {"config": {"model_type": "gpt2", "n_layer": 10**9}}}, "base.config.n_layer — a whole number from 1"),
         ({"base": {"config": {"model_type": "llama", "num_hidden_layers": "2"}}}, "config.num_hidden_layers — a whole"),
         ({"base": {"config": {"model_type": ["gpt2"]}}}, "base.config.model_type — text is needed, got ['gpt2']."),

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -460,6 +461,10 @@ def test_time_that_was_spent_before_a_checkpoint_counts(tmp_path):
     again = make(ppo, tmp_path, max_steps=2)
     again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
     assert again.seconds_before == before < read_state(tmp_path / "checkpoint-2")["seconds"]
+    loaded_for_long = make(ppo, tmp_path / "stage", max_steps=1)
+    loaded_for_long.started = time.perf_counter() - 1e6
+    loaded_for_long.train()
+    assert read_state(tmp_path / "stage" / "checkpoint-1")["seconds"] > 1e6
 
 
 def test_a_checkpoint_that_is_refused_changes_nothing(tmp_path):

@@ -361,6 +361,8 @@ def test_rows_that_trl_has_packed_are_not_packed_again(tmp_path):
             losses.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none"))
         found = float(trainer.compute_loss(trainer.model, inputs))
     assert found == pytest.approx(float(torch.cat(losses).mean()), rel=1e-4)
+    prompts_alone = {**inputs, "labels": torch.full_like(inputs["labels"], -100)}  # as packed parts of long ones
+    assert float(trainer.compute_loss(trainer.model, prompts_alone, num_items_in_batch=torch.tensor(0))) == 0.0
 
 
 def test_the_loss_of_own_logits_is_divided_by_the_tokens_of_the_whole_step():

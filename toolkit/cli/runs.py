@@ -21,7 +21,7 @@ def list_runs(runs_dir: RunsDir = Path("runs")) -> None:
     for run in found:
         print(printable(run.name))
         for stage in run.stages:
-            print(printable(f"  {stage.stage:<8}{stage.state:<10}{stage.where:<28}{stage.figures}").rstrip())
+            print(printable(f"  {stage.stage:<8}{stage.state:<10}{stage.where:<28} {stage.figures}").rstrip())
         if run.command:
             print(printable(f"  {shlex.join(run.command)}"))
 

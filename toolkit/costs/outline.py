@@ -16,6 +16,10 @@ from toolkit.models import SharedBase, tried
 _OF_SCALES = 256  # scales that share a scale of theirs, where quantisation is double
 
 
+class Params4bit(Weightless):
+    """A packed weight, which PEFT knows by this name."""
+
+
 def take_shape(roles: SharedBase) -> None:
     """Give all parameters and buffers the form that loading would give them, without numbers: 4-bit layers packed.
 
@@ -52,6 +56,7 @@ def _packed(module: Linear4bit, weight: Any) -> nn.Parameter:
         scales = numbers(math.ceil(blocks / _OF_SCALES), torch.float32)
         second = QuantState(scales, code=numbers(256, torch.float32), blocksize=_OF_SCALES, dtype=torch.float32)
     made: Any = nn.Parameter(numbers(math.ceil(count / 2), torch.uint8).view(-1, 1), requires_grad=False)
+    made.__class__ = Params4bit
     made.quant_state = QuantState(
         numbers(blocks, torch.uint8 if nested else torch.float32),
         shape=torch.Size((module.out_features, module.in_features)),

@@ -252,18 +252,29 @@ class PromptEncoder:
     def response(self, text: str, prompt: Mapping[str, Any], *, ended: bool = True) -> list[int]:
         """The ids of a response, with its end where it has `ended`.
 
-        It is tokenised alone and ends as a sampled one does, so that a reward is trained at the very position where it
-        is read in PPO. A chat template would add a newline after the end. The space around a turn of a conversation is
-        the form's, not the row's. A text that has its end already gets no second one, and a thought that the template
-        has opened is not opened twice; raises `Unusable` if it goes on after its end, or has no thought.
+        It is tokenised by itself and ends as a sampled one does, so that a reward is trained at the very position where
+        it is read in PPO. A chat template would add a newline after the end. The space around a turn of a conversation
+        is the form's, not the row's. A text that has its end already gets no second one, and a thought that the
+        template has opened is not opened twice; raises `Unusable` if it goes on after its end, or has no thought.
         """
         if "messages" in prompt:
             text = text.strip()
             text = self._after_opening(text, prompt["prompt"], ended) if self.chat else f" {text}"  # as in hh-rlhf
-        ids, end = self.ids(self.without_space_after_end(text)), self.tokenizer.eos_token_id
+        text, in_line = self.without_space_after_end(text), not prompt.get("prompt", "").endswith("\n")
+        ids, end = self.ids(text) if in_line else self._on_a_line(text), self.tokenizer.eos_token_id
         if end in ids[:-1]:
             raise Unusable(f"a response that goes on after its end ({self.tokenizer.eos_token})")
         return [*ids, end] if ended and ids[-1:] != [end] else ids
+
+    def _on_a_line(self, text: str) -> list[int]:
+        """The ids that a text has behind a line break: SentencePiece writes a space before one that stands alone, which
+        a model does not say there."""
+        on_line, before = self.ids(f"\n{text}"), self._line_break
+        return on_line[len(before) :] if on_line[: len(before)] == before else self.ids(text)
+
+    @cached_property
+    def _line_break(self) -> list[int]:
+        return self.ids("\n")
 
     @staticmethod
     def _after_opening(text: str, prompt: str, ended: bool) -> str:

@@ -14,6 +14,7 @@ _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where templates look for one
 SYSTEM = ("system", "system_prompt")
 _PARTS = (*SYSTEM, "history")  # what other tools keep beside a prompt
+_WRITTEN = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")  # as in a cell of a CSV file
 # The first turn may have lost the lines before it.
 _TURN = re.compile(r"(?:\A\s*(?=Human: )|\r?\n\r?\n)(?:(Human): |Assistant:)")
 
@@ -81,6 +82,7 @@ def read_prompt(value: Messages | str) -> Messages | str:
         return checked_messages(value)
     if not value.strip():
         raise Unusable("an empty prompt")
+    _refuse_written(value)
     return checked_messages(dialogue_turns(value, answered=False)) if is_dialogue(value) else value
 
 
@@ -101,17 +103,24 @@ def messages_of_row(place: str, row: dict[str, Any]) -> Messages:
 
 
 def text_or_messages(place: str, row: dict[str, Any], column: str) -> Messages | str:
-    """The value of a column; raises DataError, with the place, if it is missing or of another kind.
+    """The value of a column; raises DataError, with the place, if it is missing or of another kind, and `Unusable` for
+    messages that are written as text.
 
     A single message may stand without a list.
     """
     value = row.get(column)
     value = as_messages([value] if isinstance(value, dict) else value)
     if isinstance(value, (str, list)):
+        _refuse_written(value)
         return value
     what = f"neither text nor messages, but {kind_of(value)}" if column in row else "missing"
     remedy = "" if column in row else f"Rename the column, or name yours as columns.{column} of the data."
     raise DataError(f'{place}: column "{column}" is {what}; {present(row)}', remedy=remedy)
+
+
+def _refuse_written(value: Messages | str) -> None:
+    if isinstance(value, str) and _WRITTEN.match(value):
+        raise Unusable("messages that are written as text: keep them in a .jsonl or .parquet file")
 
 
 def refuse_tools(row: dict[str, Any]) -> None:

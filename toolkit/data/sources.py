@@ -178,4 +178,5 @@ def _split_name(data: DatasetDict, split: str, place: str, next_step: str) -> st
     if there := [name for name in wanted if name in data]:
         return there[0]
     wrong = f"{place} has no split {' or '.join(wanted)}; it has {', '.join(data)}."
-    raise DataError(wrong, remedy=f"Name {next_step}.")
+    held_out = "" if split == "train" else "Hold some of train out with validation_size, or n"
+    raise DataError(wrong, remedy=f"{held_out or 'N'}ame {next_step}.")

@@ -105,7 +105,9 @@ def _evaluated(recipe: Recipe, prompts: Dataset, checkpoints: Sequence[Path]) ->
     by_q = responds_by_q(recipe.folder)
     name, trained = ("q", recipe.stage_folder("q") / "q") if by_q else ("ppo", None)
     with phase("load"), processes.agreed():
-        roles, pad_tokens = build.placed_roles(recipe, name, trained=trained)
+        # The value role reads no response here; where a model of its own has fewer positions, responses end with them.
+        wanted = ["policy", "q", "reference", "reward", "judge", *(["value"] if "value_model" in recipe.values else [])]
+        roles, pad_tokens = build.placed_roles(recipe, name, trained=trained, wanted=wanted)
         rollouts = build.make_rollouts(recipe, roles, name)
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)
     check_alike({"base": base_digest(roles)}, roles)

@@ -131,7 +131,8 @@ def generate_best(
     """
     processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
-        roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe))
+        wanted = ("policy", "reward")
+        roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe), wanted=wanted)
         rollouts = build.make_rollouts(recipe, roles)
         reward = build.make_reward(recipe, roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
         set_seed(seed)

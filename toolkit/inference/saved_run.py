@@ -41,7 +41,8 @@ _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
     "flash_attention_3": is_flash_attn_3_available,
     "flash_attention_4": is_flash_attn_4_available,
 }
-_NO_OPTIMIZER = {"optim": "adamw_torch", "optim_args": "null"}  # none that needs a package
+# What training alone needs: the package of an optimizer, a card for graphs.
+_NOT_TRAINED = {"optim": "adamw_torch", "optim_args": "null", "generation": "eager"}
 
 
 def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False) -> Recipe:
@@ -97,7 +98,7 @@ def not_here(folder: Path) -> dict[str, str]:
         given = section(values, stage)
         if "report_to" in given:
             found[f"{stage}.report_to"] = "none"
-        found |= {f"{stage}.{name}": other for name, other in _NO_OPTIMIZER.items() if name in given}
+        found |= {f"{stage}.{name}": other for name, other in _NOT_TRAINED.items() if name in given}
         if given.get("use_liger_kernel") and not is_liger_kernel_available():
             found[f"{stage}.use_liger_kernel"] = "false"
         if given.get("tf32") and not is_torch_tf32_available():

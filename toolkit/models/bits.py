@@ -1,9 +1,12 @@
 """Bases in 4 bits, those that a checkpoint has already included: outlines of them, and what may not be."""
 
+import math
 from contextlib import suppress
 from typing import Any
 
 import torch
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn import Linear4bit
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
@@ -27,6 +30,16 @@ def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | 
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._is_quantized = True  # where Jamba calls a layer of which it else reads the weight
+        elif isinstance(module, Linear4bit):
+            module.weight.quant_state = _unpacks(module)
+
+
+def _unpacks(module: Linear4bit) -> QuantState:
+    """What a weight that is not there is unpacked by: DoRA begins with the norms of what comes of it."""
+    weight = module.weight
+    scales = torch.empty(math.ceil(weight.numel() / weight.blocksize), dtype=torch.float32, device=weight.device)
+    named = {"blocksize": weight.blocksize, "quant_type": weight.quant_type}
+    return QuantState(scales, shape=weight.shape, dtype=module.compute_dtype or weight.dtype, **named)
 
 
 def own_quantization(config: PreTrainedConfig) -> BitsAndBytesConfig | None:

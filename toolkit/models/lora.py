@@ -57,6 +57,7 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
         wrong = "PEFT makes orthogonal factors in the dtype of the base's weights, which in 4 bits is a whole number."
         raise AdapterError(wrong, field="init_lora_weights", remedy="Take gaussian, or leave it out.")
     _check_patterns(model, config)
+    _check_layers(model, config)
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
     linear, meant = _linear_layers(model), deepcopy(config)
@@ -77,6 +78,15 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
         yield
     if set(config.target_parameters or ()) != set(meant.target_parameters or ()):
         _tell_of_layers_beside_experts(model, linear, meant, config)
+
+
+def _check_layers(model: nn.Module, config: LoraConfig) -> None:
+    """PEFT passes over layers that are not there as long as one of them is."""
+    asked, number = config.layers_to_transform, under_adapter(model).config.get_text_config().num_hidden_layers
+    odd = [one for one in ([asked] if isinstance(asked, int) else asked or ()) if not 0 <= one < number]
+    if odd:
+        wrong = f"the base has layers 0 to {number - 1}, and none {', '.join(map(str, odd))}."
+        raise AdapterError(wrong, field="layers_to_transform", remedy="Layers are counted from 0.")
 
 
 def _check_not_widened(model: nn.Module, linear: list[str], config: LoraConfig) -> None:

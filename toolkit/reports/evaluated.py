@@ -9,7 +9,7 @@ from toolkit.reports.files import SPREADS
 
 APART = "evaluated_apart"
 """Of a result, where evaluations on the way are of other prompts than those before and after."""
-_TIMES = ("runtime", "samples_per_second", "steps_per_second")
+_TIMES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
 
 def points_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
@@ -38,6 +38,11 @@ def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
 def at_start(metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The row of an evaluation before the first step; empty where there was none."""
     return next((row for row in metrics if row.get("step") == 0 and _measured(row)), {})
+
+
+def of_steps(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows from the first step on; one of before is what later ones are held against."""
+    return [row for row in metrics if row.get("step")]
 
 
 def of_evaluation(

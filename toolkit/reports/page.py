@@ -182,7 +182,9 @@ def _what_was_run(result: dict[str, Any], recipe: str) -> str:
     rows += [(f"rows: {split}", count) for split, count in (result.get("rows") or {}).items()]
     for split, reasons in (result.get("left_out") or {}).items():
         rows += [(f"left out of {split}", ", ".join(f"{n} × {why}" for why, n in reasons.items()))] if reasons else []
-    rows += [(name.replace("_", " "), value) for name, value in (result.get("machine") or {}).items()]
+    for name, value in (result.get("machine") or {}).items():
+        in_gb = name.endswith("_gb") and isinstance(value, float)
+        rows += [(name.removesuffix("_gb").replace("_", " "), f"{value:.1f} GB") if in_gb else (name, value)]
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items()))]
     spent = result.get("spent") or {}
     return (

@@ -17,6 +17,7 @@ from toolkit.runs.check_report import Findings, StageFacts, UpdateFacts
 from toolkit.runs.check_roles import RolesCheck
 from toolkit.runs.folder import finished
 from toolkit.sampling import check_room
+from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.q_learning import check_returns
 from toolkit.trainers.resume import check_batch, steps_of_a_pass
@@ -129,7 +130,7 @@ class DataCheck:
                     self._check_ppo(config, train, longest)
                     with self.findings.at("ppo"):
                         check_best(recipe, config, held_out)
-                    response = min(config.response_length, (config.max_length or math.inf) - longest)
+                    response = max(0, min(config.response_length, (config.max_length or math.inf) - longest))
                 elif stage == "sft":
                     facts["prepared"] = len(prepared)
                     # Positions go on over the rows that are wrapped into one.
@@ -169,10 +170,10 @@ class DataCheck:
                     rows = used * settings.samples_per_prompt
                     lengths["collect.response_length"] = longest_row(prompts), settings.response_length
                 check_batch(config, rows)
-                limit, (longest, response) = max(lengths.items(), key=lambda length: sum(length[1]))
-                self._check_length("q", longest, response, limit)
-                figures = batch_figures("q", config, rows)
-                return StageFacts("q", state, rows, len(held_out), longest + response, **figures)
+                for limit, (longest, response) in lengths.items():
+                    self._check_length("q", longest, response, limit)
+                longest, figures = max(map(sum, lengths.values())), batch_figures("q", config, rows)
+                return StageFacts("q", state, rows, len(held_out), longest, **figures)
         return None
 
     def _collect_stage(self) -> None:
@@ -217,21 +218,25 @@ class DataCheck:
             check_room([longest], config.max_length)
         if roles:
             with problems.at("ppo"):
-                check_can_merge(roles, config)
+                if "policy" in roles.roles:  # else there is another problem, noted already
+                    check_can_merge(roles, config)
             with problems.at("ppo"):
                 check_graphs(roles, config, longest)
 
     def _check_length(self, stage: str, longest: int, response: int, limit: str) -> None:
         """Tokens of the longest row, or of the longest prompt of section data with a `response` of up to as many as the
-        key `limit` says; 0 where rows are whole. A response ends where the base has no position left."""
+        key `limit` says; 0 where rows are whole. In a loop of ours a response ends where the base has no position
+        left."""
         positions, whose = self.roles.positions(stage)
         if positions is None or longest + response <= positions:
             return
         what, limits = "the longest row", f"the limits of the section {self.recipe.data_section(stage)}"
         if response:
-            what, limits = f"the longest prompt with {limit}", f"the limits of the section data or {limit}"
+            what, limits = f"the longest prompt with {limit}", "the limits of the section data"
+            limits += f" or {limit}" if longest < positions else ""
         wrong = f"{what} comes to {longest + response} tokens, and {whose} has positions for {positions}"
-        if response and longest < positions and whose != "reward_model":
+        ends_there = not (whose == "reward_model" or (stage == "ppo" and by_trl(self.recipe.values)))
+        if response and longest < positions and ends_there:
             about = f"{wrong}: its response can have {positions - longest}."
             self.findings.notes.append(Problem(about, stage))
         else:

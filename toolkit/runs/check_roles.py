@@ -99,9 +99,11 @@ class RolesCheck:
             if base.model is not None:
                 with suppress(OSError):  # not every checkpoint has one
                     drawn.generation_config = GenerationConfig.from_pretrained(base.model, revision=base.revision)
-            self.roles = SharedBase(drawn)
             quantization = models.own_quantization(config) or recipe.quantization()
             models.check_bits(quantization)
+            if quantization is not None:  # as adapters find it
+                models.quantize_outline(drawn, quantization)
+            self.roles = SharedBase(drawn)
             if about := about_other_bits(drawn):
                 self.findings.notes.append(Problem(about, f"base.{place}"))
             precision: str = base.dtype

@@ -15,6 +15,7 @@ from toolkit.reports import (
     at_start,
     comparison_page,
     of_evaluation,
+    of_steps,
     read_json,
     read_jsonl,
     read_result,
@@ -86,7 +87,7 @@ def _run(label: str, folder: Path) -> ComparedRun:
 
         result[APART] = before.get(APART)
         result["before"] = measured(at_start(metrics)) if result[APART] else kept
-        result["after"] = next(filter(None, map(measured, reversed(metrics))), {})
+        result["after"] = next(filter(None, map(measured, reversed(of_steps(metrics)))), {})
         step = metrics[-1].get("step", "?") if metrics else 0
         label += f" (step {step}, not finished)" if metrics else " (not finished)"
         result["warnings"] = read_jsonl(warned) if warned.is_file() else []

@@ -173,7 +173,9 @@ def claim(
             for name in gone:
                 owned.delete(run / name)
         run.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT_FILE).unlink(missing_ok=True)  # of a stage that goes on: it is that of other settings
+        if (folder / RESULT_FILE).is_file():  # of a stage that goes on: they are those of other settings
+            for name in (REPORT_FILE, RESULT_FILE):
+                (folder / name).unlink(missing_ok=True)
         owned.begin(folder)
         write_whole(run / RECIPE_FILE, recipe.to_yaml())
 

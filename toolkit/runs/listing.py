@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoints import checkpoints_in, step_of
 from toolkit.checkpoints.state import STATE_FILE
@@ -70,7 +71,11 @@ def _stage(folder: Path, *, at_work: bool) -> StageState:
     try:
         result, path = read_result(folder), folder / METRICS_FILE
         rows = iter_jsonl(path) if path.is_file() else ()
-        metrics = {name: value for row in rows for name, value in row.items()}  # the newest value of each
+        at_first: dict[str, Any] = {}
+        later: dict[str, Any] = {}  # than the start; the newest value of each
+        for row in rows:
+            (later if row.get("step") else at_first).update(row)
+        metrics = later or at_first
         files = (partial := partial_file(folder)), partial.with_suffix("")  # whole, where only the result is missing
         found = (count_lines(file) for file in files if result is None and file.is_file())
         collected = next(found, None)

@@ -33,7 +33,8 @@ class ReportAtEvaluations(TrainerCallback):
         self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if self.trainer.is_in_train:
-            self.now = self._of_evaluation(metrics or {})
+            if self.trainer.state.global_step:  # one at the start is what later ones are held against
+                self.now = self._of_evaluation(metrics or {})
             metrics_file = self.recipe.stage_folder(self.stage) / reports.METRICS_FILE
             is_recent = time.monotonic() - self.written < reports.RELOADS_AFTER
             if not (is_recent and metrics_file.stat().st_size >= self.many):
@@ -43,7 +44,7 @@ class ReportAtEvaluations(TrainerCallback):
         """The stage has been stopped, or has failed; where no evaluation has written a report there is none."""
         if self.now is None:  # of a run that goes on, and has not come to its next evaluation
             rows = reports.read_jsonl(self.recipe.stage_folder(self.stage) / reports.METRICS_FILE)
-            self.now = next(filter(None, map(self._of_evaluation, reversed(rows))), None)
+            self.now = next(filter(None, map(self._of_evaluation, reversed(reports.of_steps(rows)))), None)
         if self.now is not None and self.trainer.state.global_step:
             self._write("stopped")
 

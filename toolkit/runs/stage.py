@@ -92,6 +92,7 @@ def _trained(
         say_shares(stage, of_step)
     cut = say_rows(recipe, stage, trainer)
     stock = stage == "ppo" and not isinstance(trainer, PPOTrainer)
+    trainer.started = started
     before, responses_before = _before(recipe, stage, trainer)
     _tell_before(trainer, before, responses_before, goes_on=checkpoint is not None)
     so_far = ReportAtEvaluations(recipe, stage, started, before, trainer, progress)
@@ -116,6 +117,8 @@ def _trained(
             after, responses_after = _measure(recipe, stage, trainer)
         _tell_after(trainer, after, responses_after)
         result = figures(recipe, stage, started, before, after) | of_training(trainer, progress) | ended
+        if responses_after and (measured := len(responses_after.responses)) != result["rows"].get("held out"):
+            result["rows"]["test"] = measured
         if so_far.apart:
             result[APART] = True
         if cut:
@@ -199,7 +202,8 @@ def _report_cuts(recipe: Recipe, args: Any) -> dict[str, dict[str, int]]:
 def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:
     """The figures of what a stage trains, and its responses to held-out prompts where it gives any."""
     if stage == "sft":
-        with _without_trackers(trainer):
+        of_another_step = step_of_weights(trainer) < trainer.state.global_step  # by which it would be logged
+        with _without(trainer, *((reports.MetricsFile,) if of_another_step else ())):
             return {"loss": trainer.evaluate()["eval_loss"]}, None
     if stage == "reward":
         return _reward_figures(recipe, trainer), None
@@ -217,12 +221,13 @@ def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], 
 
 
 @contextmanager
-def _without_trackers(trainer: Any) -> Iterator[None]:
-    """Trackers begin and end with training: what they are told outside of it becomes a run of its own, and TensorBoard,
-    told before, keeps the whole stage in the working directory."""
+def _without(trainer: Any, *further: type) -> Iterator[None]:
+    """Without trackers, which begin and end with training: what they are told outside of it becomes a run of its own,
+    and TensorBoard, told before, keeps the whole stage in the working directory. And without callbacks of `further`
+    kinds."""
     handler = trainer.callback_handler
-    callbacks = handler.callbacks
-    handler.callbacks = [one for one in callbacks if not isinstance(one, tuple(INTEGRATION_TO_CALLBACK.values()))]
+    callbacks, kinds = handler.callbacks, (*INTEGRATION_TO_CALLBACK.values(), *further)
+    handler.callbacks = [one for one in callbacks if not isinstance(one, kinds)]
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from toolkit.spec.conflicts import JUDGED, conflicts
 from toolkit.spec.plan import Plan, StagePlan, at, by_trl, scorer_parts, section
 from toolkit.spec.sections import precision_of
 from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained, Values
+from toolkit.spec.trial import NO_RE_ENTRY
 from toolkit.trainers.q_config import QConfig
 
 # Arguments of `QBound`, and the settings that they are.
@@ -108,6 +109,8 @@ class _Resolver:
             if at(self.values, "reward.use_liger_kernel"):
                 wrong = "would have no effect: its kernels are put into a model, which a role of the base is none."
                 self.problem("reward.use_liger_kernel", wrong, "Leave it out.")
+            if at(self.values, "reward.gradient_checkpointing_kwargs.use_reentrant"):
+                self.problem("reward.gradient_checkpointing_kwargs", NO_RE_ENTRY, "Leave it out.")
             fresh = self._fresh("reward", "the reward stage trains it")
             reward = replace(fresh, head={"num_labels": labels})
             return StagePlan("reward", (reward,), rows=rows, needs=tuple(self._stage_that_makes_the_base()))

@@ -18,8 +18,10 @@ from transformers.trainer_utils import SchedulerType
 from toolkit.errors import ConfigError
 from toolkit.spec.keys import REFUSALS
 from toolkit.trainers.ppo import PPOTrainer
-from toolkit.trainers.ppo_config import PPOConfig
+from toolkit.trainers.ppo_config import BY_METRIC, PPOConfig
+from toolkit.trainers.q_config import QConfig
 
+NO_RE_ENTRY = "use_reentrant: true would have no effect: it cannot compute a role's passes again."
 _STEPS = 100  # of a schedule, after its warm-up
 _WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
@@ -68,6 +70,10 @@ def check_training(config: TrainingArguments) -> None:
     if schedule in _WITHOUT_WARMUP and config.get_warmup_steps(_STEPS):
         remedy = "Set it to 0, or take constant_with_warmup."
         raise ConfigError(f"would have no effect: {schedule.value} has none.", field="warmup_steps", remedy=remedy)
+    better = "max" if config.greater_is_better else "min"
+    if schedule in BY_METRIC and (arguments or {}).get("mode", "min") != better:
+        wrong = f"{schedule.value} would take a worse {config.metric_for_best_model} for a better one."
+        raise ConfigError(wrong, field="lr_scheduler_kwargs", remedy=f"Set mode: {better}.")
     with _refusals("lr_scheduler_type", f"the schedule {schedule.value} (with lr_scheduler_kwargs {arguments or {}})"):
         steps = config.get_warmup_steps(_STEPS) + _STEPS
         made = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
@@ -82,9 +88,8 @@ def check_training(config: TrainingArguments) -> None:
     for name in given.keys() - known:
         wrong = f"torch.utils.checkpoint has no argument {name!r}."
         raise ConfigError(wrong, field=field, remedy=f"It has {', '.join(sorted(known))}.")
-    if given.get("use_reentrant"):
-        wrong = "use_reentrant: true would have no effect: it cannot compute a role's passes again."
-        raise ConfigError(wrong, field=field, remedy="Leave it out.")
+    if given.get("use_reentrant") and isinstance(config, PPOConfig | QConfig):
+        raise ConfigError(NO_RE_ENTRY, field=field, remedy="Leave it out.")
 
 
 def _check_optim_args(config: TrainingArguments, layer: nn.Module) -> None:

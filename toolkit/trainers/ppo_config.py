@@ -28,7 +28,7 @@ GREEDY_ROLLOUTS = Problem(
     "of one deterministic response, not of draws from the policy.",
     "rollout_do_sample",
 )
-_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 _NOT_IN_TRL_LOOP = (
     *("stop_token_id", "num_sample_generations", "eval_strategy", "eval_on_start", "load_best_model_at_end"),
     *("data_seed", "full_determinism", "batch_size", "mini_batch_size", "num_total_batches", "world_size"),
@@ -192,7 +192,7 @@ class PPOConfig(TRLPPOConfig):
             factors = "per_device_train_batch_size × gradient_accumulation_steps" + " × rollouts_per_update" * several
             yield Problem(f"a batch of {size} ({factors}) cannot be divided into {parts}.", "num_mini_batches")
         yield from self._conflicts_of_kl()
-        if self.lr_scheduler_type in _BY_METRIC:
+        if self.lr_scheduler_type in BY_METRIC:
             wrong = f"{self.lr_scheduler_type.value} goes by a metric, and PPO's schedule by updates."
             yield Problem(wrong, "lr_scheduler_type", "Take linear, cosine or constant.")
         if self.optim.value.startswith("schedule_free"):

@@ -98,7 +98,9 @@ class ResumableTrainer(BestOfSaved):
     """
 
     seconds_before = 0.0
-    """Seconds that were spent on training before the checkpoint from which it went on."""
+    """Seconds that were spent before the checkpoint from which it went on."""
+    started: float | None = None
+    """When what a checkpoint's seconds are of began, by `time.perf_counter`; None for the training alone."""
     resumed_at: tuple[int, ...] = ()
     """Steps at which this run was resumed."""
 
@@ -189,7 +191,7 @@ class ResumableTrainer(BestOfSaved):
             self._request = request
             callback = _AtStepEnd(request, self.freed_memory)
             self.add_callback(callback)
-            self._began = time.perf_counter()
+            self._began = time.perf_counter() if self.started is None else self.started
             try:
                 result = self._run(checkpoint, arguments)
             except BaseException:

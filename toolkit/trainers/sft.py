@@ -31,6 +31,8 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's loss, of rows without padding where the base takes packed ones and TRL makes the logits."""
+        if num_items_in_batch is not None:  # by which TRL 1.12 divides; packed rows can be prompts alone
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         further = 0
         if self._packs and "position_ids" not in inputs:
             inputs, further = _packed(inputs)
