@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -573,15 +573,18 @@ BY_SPACES = (
 )
 
 
-@pytest.mark.parametrize("template", [BY_LINES, BY_SPACES])
-def test_a_response_has_the_tokens_that_it_has_behind_its_prompt(template):
-    """SentencePiece writes a space before a text that stands alone, and none behind a line break."""
+@pytest.mark.parametrize(("template", "strips"), [(BY_LINES, False), (BY_LINES, True), (BY_SPACES, False)])
+def test_a_response_has_the_tokens_that_it_has_behind_its_prompt(template, strips):
+    """SentencePiece writes a space before a text that stands alone, and none behind a line break, unless the token
+    before has taken that with it."""
     signs = dict.fromkeys(["</s>", "▁", *"\n:ua?Capitl.Prs"])
     backend = Tokenizer(models.BPE(vocab={sign: number for number, sign in enumerate(signs)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    if strips:
+        backend.add_special_tokens([AddedToken("a:", rstrip=True), AddedToken("u:", rstrip=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
-    asked = Prompts(tokenizer, "none").prompt_ids(ASKED)
-    pairs = Preferences(tokenizer, "none", "none")._encoder
-    ids = pairs.response("Paris.", pairs.prompt(ASKED))
+    encoder = Preferences(tokenizer, "none", "none")._encoder
+    prompt = encoder.prompt(ASKED)
     whole = tokenizer.apply_chat_template([*ASKED, *said("Paris.")], tokenize=False).rstrip()
-    assert asked + ids == [*tokenizer.encode(whole), tokenizer.eos_token_id]
+    found = [*prompt["input_ids"], *encoder.response("Paris.", prompt)]
+    assert found == [*tokenizer.encode(whole), tokenizer.eos_token_id]

@@ -13,6 +13,7 @@ from transformers.utils import chat_template_utils
 
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import TASKS, PromptCollator, Prompts, Rollout, doubling, sources
+from toolkit.data.messages import read_prompt
 from toolkit.errors import DataError
 
 DATA = Path(__file__).parents[2] / "data"
@@ -250,10 +251,13 @@ def test_other_kinds_in_other_columns(tmp_path, chat_tokenizer):
 
 @pytest.mark.parametrize("of_user", [user("1"), {"from": "human", "value": "1"}])
 def test_messages_in_a_cell_of_a_csv_file_are_no_text(of_user, tmp_path, chat_tokenizer):
-    cells = [{"query": "1"}, {"query": str([of_user])}, {"query": json.dumps([of_user], indent=1)}, {"query": "2"}]
+    backwards = dict(reversed(of_user.items()))
+    cells = [{"query": "1"}, {"query": str([of_user])}, {"query": json.dumps([backwards], indent=1)}, {"query": "2"}]
     task = task_of(tmp_path, chat_tokenizer, cells)
     assert len(task.prompts("train")) == 2
     assert task.left_out["train"] == {"messages that are written as text: keep them in a .jsonl or .parquet file": 2}
+    for other in ('[{"value": 12, "unit": "kg"}]', '[{"role": "engineer", "name": "Ada"}]'):
+        assert read_prompt(other) == other
 
 
 def test_nothing_is_left(tmp_path, chat_tokenizer):

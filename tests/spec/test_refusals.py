@@ -106,13 +106,14 @@ def test_a_schedule_that_goes_by_a_metric_knows_which_way_is_better(schedule):
     by_score = {**EVALUATED, "lr_scheduler_type": schedule, "metric_for_best_model": "score"}
     (problem,) = check_stage("q", by_score, measured=("loss", "score"))
     assert problem.text() == (
-        f"q.lr_scheduler_kwargs — {schedule} would take a worse score for a better one. Set mode: max."
+        f"q.lr_scheduler_kwargs — {schedule} would take a worse score for a better one. Set mode: max, "
+        "or greater_is_better: false."
     )
     assert check_stage("q", by_score | {"lr_scheduler_kwargs": {"mode": "max"}}, measured=("loss", "score")) == []
     by_loss = {**EVALUATED, "lr_scheduler_type": schedule}
     assert check_stage("sft", by_loss, measured=("loss",)) == []
     (problem,) = check_stage("sft", by_loss | {"lr_scheduler_kwargs": {"mode": "max"}}, measured=("loss",))
-    assert problem.remedy == "Set mode: min."
+    assert problem.remedy == "Set mode: min, or greater_is_better: true."
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "q"])

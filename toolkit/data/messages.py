@@ -14,7 +14,12 @@ _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where templates look for one
 SYSTEM = ("system", "system_prompt")
 _PARTS = (*SYSTEM, "history")  # what other tools keep beside a prompt
-_WRITTEN = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")  # as in a cell of a CSV file
+# A first message with both of its keys, as in a cell of a CSV file.
+_WRITTEN = re.compile(
+    r"""\s*\[\s*\{\s*(?:['"](?:role['"]\s*:.*?['"]content|content['"]\s*:.*?['"]role)['"]\s*:"""
+    r"""|['"](?:from['"]\s*:.*?['"]value|value['"]\s*:.*?['"]from)['"]\s*:)""",
+    re.DOTALL,
+)
 # The first turn may have lost the lines before it.
 _TURN = re.compile(r"(?:\A\s*(?=Human: )|\r?\n\r?\n)(?:(Human): |Assistant:)")
 

@@ -27,6 +27,7 @@ from toolkit.runs.said import say, show_result
 from toolkit.sampling import Evaluation
 from toolkit.spec.load import load
 from toolkit.spec.recipe import Recipe
+from toolkit.spec.sources import OwnBase
 from toolkit.trainers.same_run import check_alike
 
 
@@ -106,7 +107,8 @@ def _evaluated(recipe: Recipe, prompts: Dataset, checkpoints: Sequence[Path]) ->
     name, trained = ("q", recipe.stage_folder("q") / "q") if by_q else ("ppo", None)
     with phase("load"), processes.agreed():
         # The value role reads no response here; where a model of its own has fewer positions, responses end with them.
-        wanted = ["policy", "q", "reference", "reward", "judge", *(["value"] if "value_model" in recipe.values else [])]
+        limits = {one.role for one in recipe.plan.stages[name].roles if isinstance(one, OwnBase)}
+        wanted = {"policy", "q", "reference", "reward", "judge", *limits}
         roles, pad_tokens = build.placed_roles(recipe, name, trained=trained, wanted=wanted)
         rollouts = build.make_rollouts(recipe, roles, name)
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)

@@ -5,6 +5,7 @@ where another version has moved one of these; then `BaseTunerLayer.set_adapter`,
 `ModulesToSaveWrapper` are to be read again.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,7 +83,8 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
 
 def _check_layers(model: nn.Module, config: LoraConfig) -> None:
     """PEFT passes over layers that are not there as long as one of them is."""
-    asked, number = config.layers_to_transform, under_adapter(model).config.get_text_config().num_hidden_layers
+    asked, of_base = config.layers_to_transform, under_adapter(model).config.get_text_config()
+    number = getattr(of_base, "num_hidden_layers", math.inf)
     odd = [one for one in ([asked] if isinstance(asked, int) else asked or ()) if not 0 <= one < number]
     if odd:
         wrong = f"the base has layers 0 to {number - 1}, and none {', '.join(map(str, odd))}."

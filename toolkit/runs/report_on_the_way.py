@@ -41,11 +41,11 @@ class ReportAtEvaluations(TrainerCallback):
                 self._write("running")
 
     def stopped(self) -> None:
-        """The stage has been stopped, or has failed; where no evaluation has written a report there is none."""
+        """The stage has been stopped, or has failed: a report that was written, or can be of an evaluation, says so."""
         if self.now is None:  # of a run that goes on, and has not come to its next evaluation
             rows = reports.read_jsonl(self.recipe.stage_folder(self.stage) / reports.METRICS_FILE)
             self.now = next(filter(None, map(self._of_evaluation, reversed(reports.of_steps(rows)))), None)
-        if self.now is not None and self.trainer.state.global_step:
+        if (self.now is not None or self.written > float("-inf")) and self.trainer.state.global_step:
             self._write("stopped")
 
     def _of_evaluation(self, metrics: Mapping[str, Any]) -> dict[str, Any]:

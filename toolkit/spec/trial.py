@@ -70,10 +70,12 @@ def check_training(config: TrainingArguments) -> None:
     if schedule in _WITHOUT_WARMUP and config.get_warmup_steps(_STEPS):
         remedy = "Set it to 0, or take constant_with_warmup."
         raise ConfigError(f"would have no effect: {schedule.value} has none.", field="warmup_steps", remedy=remedy)
-    better = "max" if config.greater_is_better else "min"
+    better, other = (
+        ("max", "greater_is_better: false") if config.greater_is_better else ("min", "greater_is_better: true")
+    )
     if schedule in BY_METRIC and (arguments or {}).get("mode", "min") != better:
         wrong = f"{schedule.value} would take a worse {config.metric_for_best_model} for a better one."
-        raise ConfigError(wrong, field="lr_scheduler_kwargs", remedy=f"Set mode: {better}.")
+        raise ConfigError(wrong, field="lr_scheduler_kwargs", remedy=f"Set mode: {better}, or {other}.")
     with _refusals("lr_scheduler_type", f"the schedule {schedule.value} (with lr_scheduler_kwargs {arguments or {}})"):
         steps = config.get_warmup_steps(_STEPS) + _STEPS
         made = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
