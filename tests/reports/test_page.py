@@ -25,7 +25,10 @@ def test_report_is_one_page_that_escapes_what_models_write(tmp_path):
     assert text.count("<figure") == 3  # score, score over KL, KL
     assert text.count("<script>") == OWN_SCRIPT and "&lt;script&gt;" in text and "b &amp; c" in text
     assert "0.3000 – 0.4000" in text and "src=" not in text and "http:" not in text  # no outside file is loaded
-    plain = write_report(tmp_path, RESULT, metrics[:1], [], "").read_text()
+    machine = {"memory_gb": 25.3, "threads": 2, "capability_of_it": "AVX512"}
+    plain = write_report(tmp_path, {**RESULT, "machine": machine}, metrics[:1], [], "").read_text()
+    for cells in ("<td>memory</td><td>25.3 GB</td>", "<td>threads</td><td>2</td>", "<td>capability of it</td>"):
+        assert cells in plain
     assert "<figure" not in plain and "Samples" not in plain and "<title>my-run: ppo</title>" in plain
     assert "<td>finished</td>" in plain and "<td>recipe</td><td>r</td>" in plain
 

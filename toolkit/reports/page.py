@@ -184,7 +184,7 @@ def _what_was_run(result: dict[str, Any], recipe: str) -> str:
         rows += [(f"left out of {split}", ", ".join(f"{n} × {why}" for why, n in reasons.items()))] if reasons else []
     for name, value in (result.get("machine") or {}).items():
         in_gb = name.endswith("_gb") and isinstance(value, float)
-        rows += [(name.removesuffix("_gb").replace("_", " "), f"{value:.1f} GB") if in_gb else (name, value)]
+        rows += [(name.removesuffix("_gb").replace("_", " "), f"{value:.1f} GB" if in_gb else value)]
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items()))]
     spent = result.get("spent") or {}
     return (
