@@ -8,11 +8,13 @@
                                                 # does PPO teach instructions that a program checks?
     python -m benchmarks.demonstrations ideas base.model=/path/to/SmolLM2-135M-Instruct
                                                 # which of the ideas of actor_critic_lora pay there?
+    python -m benchmarks.demonstrations script base.model=/path/to/SmolLM2-135M-Instruct
+                                                # what of llama3_8b_lora's settings loses what sft taught, step by step?
     python -m benchmarks.demonstrations sentiment base.model=/path/to/SmolLM2-135M-Instruct
 
 For each seed what comes before PPO is run once; every arm then runs PPO from there, with the same prompts. Arms that
 are finished are not repeated. Writes `benchmarks/results/DATE_demonstration_NAME.json`, the figure
-`docs/figures/NAME.svg` and the table in `docs/demonstrations.md`.
+`docs/figures/NAME.svg`, but for `script`, and the table in `docs/demonstrations.md`.
 """
 
 import json
@@ -78,6 +80,16 @@ class Demonstration:
 
 
 _EVALUATED = 5  # updates between two evaluations of the critics' comparison
+_SCRIPT = {
+    **{"learning_rate": 1.41e-5, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 0.0},
+    **{"kl_estimator": "full", "kl_coef": 0.2, "kl_target": 6.0, "kl_horizon": 10000, "num_ppo_epochs": 3},
+    **{"lam": 0.95, "cliprange_value": 0.2},
+}
+"""How `llama3_8b_lora` trains, but for its batch of 2."""
+_ITS_HEAD = {"value_head": {"init": None}}  # a role's own
+_BATCH_OF_2 = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "num_mini_batches": 2}
+_FIXED_KL = {"kl_estimator": "k1", "kl_coef": 0.05, "kl_target": None}
+_FAST = {"num_ppo_epochs": 2, "max_grad_norm": 1.0, "learning_rate": 5e-5, "lr_scheduler_type": "linear"}
 _ATTENTION_LORA = {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 DEMONSTRATIONS = {
     "value": Demonstration(
@@ -150,6 +162,25 @@ DEMONSTRATIONS = {
                 {"adapters": {"value": _ATTENTION_LORA}},
             ),
             "lion": Arm("Lion, a third of the learning rate", {"optim": "lion_8bit", "learning_rate": 3e-5}),
+        },
+        seeds=(0, 1, 2),
+        updates=25,
+        recipe="smollm2_135m_instructions",
+        stages=("sft",),
+        common={"eval_strategy": "no", "eval_on_start": False},
+    ),
+    "script": Demonstration(
+        arms={
+            "script": Arm(
+                "`llama3_8b_lora`, 100 updates of 2", {**_SCRIPT, **_BATCH_OF_2, "max_steps": 100}, _ITS_HEAD
+            ),
+            "batch": Arm("with 32 responses an update", _SCRIPT, _ITS_HEAD),
+            "kl": Arm("and a fixed penalty on the KL, k1, 0.05", {**_SCRIPT, **_FIXED_KL}, _ITS_HEAD),
+            "fast": Arm(
+                "and two passes, gradients clipped, 5e-5 that falls: `llama3_8b_lora_fast`",
+                {**_SCRIPT, **_FIXED_KL, **_FAST},
+                _ITS_HEAD,
+            ),
         },
         seeds=(0, 1, 2),
         updates=25,
@@ -624,13 +655,13 @@ _FIGURES = {
 
 
 def show(path: Path) -> None:
-    """Draw the figure of a result and put its table into the page."""
+    """Draw the figure of a result, if it has one, and put its table into the page."""
     result = json.loads(path.read_text(encoding="utf-8"))
     name = result["demonstration"]
     demonstration = DEMONSTRATIONS[name]
-    figure = _FIGURES[name](demonstration, result["arms"])
-    save_figure(figure, name)
-    of_arms = {"critic": _critic_table, "ideas": _ideas_table}.get(name, _table)
+    if name in _FIGURES:
+        save_figure(_FIGURES[name](demonstration, result["arms"]), name)
+    of_arms = {"critic": _critic_table, "ideas": _ideas_table, "script": _ideas_table}.get(name, _table)
     table = (of_arms if demonstration.arms else _recipe_table)(demonstration, result["arms"])
     text = f"{table}\n\n{chip_and_day(result)}"
     fill_file(PAGE, f"{name}: made by benchmarks.demonstrations", f"end of {name}", text)

@@ -4,8 +4,9 @@
 
 All begin where the sft stage of `smollm2_135m_instructions` ends. PPO is run with the recipe's settings and with those
 of other recipes; Q-learning, and cloning of what kept all rules, learn from as many responses of that beginning,
-sampled once. Stages that are finished are not repeated. Writes `benchmarks/results/DATE_systems.json`,
-`docs/figures/systems.svg` and the table in `docs/demonstrations.md`.
+sampled once. `--arm cloning_on` runs that one alone; the page has the newest result of each. Stages that are finished
+are not repeated. Writes `benchmarks/results/DATE_systems.json`, `docs/figures/systems.svg` and the table in
+`docs/demonstrations.md`.
 """
 
 import json
@@ -15,9 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import yaml
 from matplotlib.figure import Figure
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from benchmarks.demonstrations import PAGE, measured, run_stage, untrained, with_range
 from benchmarks.records import RESULTS, chip_and_day, fill_file, markdown, new_result, newest, save_figure, write_result
@@ -46,6 +50,7 @@ LABELS = {
     "llama3_8b_lora_fast": "PPO, `llama3_8b_lora_fast`",
     "q": "Q-learning",
     "cloning": "cloning of what kept all rules",
+    "cloning_on": "cloning of it on top of what sampled it",
 }
 
 
@@ -79,13 +84,14 @@ def with_q(begun: Recipe) -> dict[str, Any]:
     return without_stages(begun, start=_after_sft(begun), adapters=adapters, collect=collect, q=q)
 
 
-def with_cloning(begun: Recipe, collected: Path, kept: Path) -> dict[str, Any]:
+def with_cloning(begun: Recipe, collected: Path, kept: Path, model: str) -> dict[str, Any]:
     """The sft stage with those of the collected responses that kept all their rules, in place of its demonstrations.
 
     Args:
         begun: the recipe.
         collected: `responses.jsonl` of a stage collect.
         kept: where the demonstrations go.
+        model: the checkpoint that learns from them.
     """
     rows = [
         {"prompt": row["prompt"], "completion": row["response"]}
@@ -94,34 +100,55 @@ def with_cloning(begun: Recipe, collected: Path, kept: Path) -> dict[str, Any]:
     ]
     write_jsonl(kept, rows)
     data = {"task": "demonstrations", "train": str(kept), "validation_size": 32, "chat": False}
-    return without_stages(begun, sft_data=data, sft=begun.values["sft"])
+    return without_stages(begun, base={**begun.values["base"], "model": model}, sft_data=data, sft=begun.values["sft"])
 
 
-def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
-    """All stages, and the result's path."""
+def _merged(begun: Recipe, folder: Path) -> str:
+    """The checkpoint of base and sft's adapter as one."""
+    if not folder.is_dir():
+        base = AutoModelForCausalLM.from_pretrained(begun.base_path, dtype=torch.bfloat16)
+        PeftModel.from_pretrained(base, _after_sft(begun)["policy"]).merge_and_unload().save_pretrained(folder)
+        begun.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _cloned(name: str, begun: Recipe, collected: Path, runs: Path, seed: int) -> dict[str, Any]:
+    """What cloning reaches: trained on the base, or on the merged checkpoint of what was cloned."""
+    kept = runs / f"kept-{seed}.jsonl"
+    model = _merged(begun, runs / f"merged-{seed}") if name == "cloning_on" else begun.base_path
+    values = with_cloning(begun, collected, kept, model)
+    cloned = _run("sft", name, values, runs, seed) / "policy"
+    measured_on = recipes.load({**begun.values, "base": values["base"]})
+    ends = {}
+    for when, recipe, policy in (("before", begun, _after_sft(begun)["policy"]), ("after", measured_on, str(cloned))):
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = untrained(recipe, folder, policy=policy).evaluate_rollout(begun.task.prompts("test")).metrics
+        ends[when] = {key: value for key, value in metrics.items() if key != "kl"}  # to itself
+    return {**ends, "kept": len(read_jsonl(kept))}
+
+
+def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int], arms: Sequence[str] = tuple(LABELS)) -> Path:
+    """All stages of these arms, and the result's path."""
     runs = runs.resolve()
     runs.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, Any]] = {name: {} for name in LABELS}
+    found: dict[str, dict[str, Any]] = {name: {} for name in arms}
     for seed in seeds:
         name, settings = f"systems-{RECIPE}-{seed}", (f"seed={seed}", f"ppo.max_steps={UPDATES[RECIPE][0]}", *overrides)
-        for stage in ("sft", "ppo"):
-            run_stage(stage, RECIPE, name, runs, *settings)
+        run_stage("sft", RECIPE, name, runs, *settings)
         begun = recipes.load(RECIPE, *settings, run=name, runs_dir=runs)
-        found[RECIPE][str(seed)] = measured(begun.stage_folder("ppo"))
-        for theirs in [other for other in UPDATES if other != RECIPE]:
-            found[theirs][str(seed)] = measured(_run("ppo", theirs, with_ppo_of(theirs, begun), runs, seed))
-        q = _run("q", "q", with_q(begun), runs, seed)
-        found["q"][str(seed)] = measured(q)
-        cloning = with_cloning(begun, q.parent / "collect" / "responses.jsonl", runs / f"kept-{seed}.jsonl")
-        cloned = _run("sft", "cloning", cloning, runs, seed) / "policy"
-        with tempfile.TemporaryDirectory() as folder:
-            evaluation = untrained(begun, folder, policy=str(cloned)).evaluate_rollout(begun.task.prompts("test"))
-        figures = {key: value for key, value in evaluation.metrics.items() if key != "kl"}  # to itself
-        found["cloning"][str(seed)] = {"after": figures, "kept": len(read_jsonl(runs / f"kept-{seed}.jsonl"))}
-    for name, of_seeds in found.items():
-        updates, each = UPDATES.get(name, (1, SAMPLES))
-        for one in of_seeds.values():
-            one["responses"] = updates * each
+        for arm in arms:
+            if arm == RECIPE:
+                run_stage("ppo", RECIPE, name, runs, *settings)
+                one = measured(begun.stage_folder("ppo"))
+            elif arm in UPDATES:
+                one = measured(_run("ppo", arm, with_ppo_of(arm, begun), runs, seed))
+            elif arm == "q":
+                one = measured(_run("q", "q", with_q(begun), runs, seed))
+            else:
+                collected = _run("collect", "q", with_q(begun), runs, seed) / "responses.jsonl"
+                one = _cloned(arm, begun, collected, runs, seed)
+            updates, each = UPDATES.get(arm, (1, SAMPLES))
+            found[arm][str(seed)] = one | {"responses": updates * each}
     prompts = len(begun.task.prompts("test"))
     return write_result(new_result("systems", arms=found, prompts=prompts), RESULTS)
 
@@ -187,28 +214,36 @@ def _table(arms: Mapping[str, Any], prompts: int) -> str:
         values = [end[key] for end in ends]
         return with_range(values) if key.startswith("satisfied") else f"{sum(values) / len(values):.3f}"
 
-    def gained(ends: Sequence[Mapping[str, float]]) -> str:
-        begun = (one["before"] for one in arms[RECIPE].values())
+    def gained(name: str) -> str:
+        """From where its seeds began, which may be measured on another day; that of Q is at another temperature."""
+        own = name != "q" and all("before" in one for one in arms[name].values())
+        begun = [one["before"] for one in arms[name if own else RECIPE].values()]
+        ends = [one["after"] for one in arms[name].values()]
         return ", ".join(f"{end['satisfied'] - at['satisfied']:+.3f}" for at, end in zip(begun, ends, strict=True))
 
-    lines = {("where all begin", ""): [one["before"] for one in arms[RECIPE].values()]}
-    lines |= {
-        (label, f"{next(iter(arms[name].values()))['responses']:,}"): [one["after"] for one in arms[name].values()]
-        for name, label in LABELS.items()
-    }
-    rows = [
-        [*begins, *(cell(ends, key) for key in _COLUMNS), gained(ends) if begins[1] else ""]
-        for begins, ends in lines.items()
-    ]
+    begun = [one["before"] for one in arms[RECIPE].values()]
+    rows = [["where all begin", "", *(cell(begun, key) for key in _COLUMNS), ""]]
+    for name, label in LABELS.items():
+        ends = [one["after"] for one in arms[name].values()]
+        responses = f"{next(iter(arms[name].values()))['responses']:,}"
+        rows.append([label, responses, *(cell(ends, key) for key in _COLUMNS), gained(name)])
     columns = ["", "responses", *_COLUMNS.values(), "all rules kept, gained by seed"]
     return markdown(columns, rows) + f"\n\n{len(arms[RECIPE])} seed(s) of {prompts} prompts"
 
 
-def show(path: Path) -> None:
-    """Draw the figure of a result and put its table into the page."""
-    result = json.loads(path.read_text(encoding="utf-8"))
-    save_figure(_figure(result["arms"]), "systems")
-    text = f"{_table(result['arms'], result['prompts'])}; {chip_and_day(result)}"
+def show(folder: Path = RESULTS) -> None:
+    """Draw the figure of the newest result of each arm and put their table into the page."""
+    arms: dict[str, Any] = {}
+    made: dict[str, str] = {}
+    for path in sorted(folder.glob("*_systems.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        arms |= result["arms"]
+        made |= dict.fromkeys(result["arms"], chip_and_day(result))
+    save_figure(_figure(arms), "systems")
+    days = {day: [LABELS[arm] for arm in arms if made[arm] == day] for day in made.values()}
+    *others, most = sorted(days, key=lambda day: len(days[day]))
+    told = "".join(f" {', '.join(days[day])}: {day}" for day in others)
+    text = f"{_table(arms, result['prompts'])}; {most}{told}"
     fill_file(PAGE, "systems: made by benchmarks.systems", "end of systems", text)
 
 
@@ -218,9 +253,16 @@ def main(
     seed: Annotated[
         list[int] | None, typer.Option(help="0, 1 and 2 if none is given; may be given several times.")
     ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(LABELS)}; all if none is given. May be given several times."),
+    ] = None,
 ) -> None:
     """Run what is not finished yet, draw the figure and fill the table."""
-    show(run(runs_dir, overrides or (), seed or (0, 1, 2)))
+    if unknown := set(arm or ()) - set(LABELS):
+        raise typer.BadParameter(f"{min(unknown)!r} is not one of {', '.join(LABELS)}")
+    run(runs_dir, overrides or (), seed or (0, 1, 2), arm or tuple(LABELS))
+    show()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 import json
+from dataclasses import fields
 
 import pytest
 from matplotlib.container import BarContainer
@@ -7,6 +8,7 @@ from matplotlib.figure import Figure
 from benchmarks import demonstrations, records
 from benchmarks.demonstrations import DEMONSTRATIONS, PAGE, recipe_of_arm
 from benchmarks.records import fill
+from benchmarks.systems import OF_THE_TASK
 from toolkit import recipes
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.spec.validate import check_recipe
@@ -23,10 +25,29 @@ def test_each_arm_of_a_demonstration_is_a_recipe_that_differs_in_what_it_says(na
         assert values.keys() & STAGE_CLASSES.keys() == {"ppo"}  # what comes before is there, once for all arms
         assert ("policy" in values["start"]) == (start.base.model is not None and "sft" in start.values)
         config = STAGE_CLASSES["ppo"](output_dir="unused", use_cpu=True, bf16=False, **values["ppo"])
-        assert config.max_steps == demonstration.updates
+        assert config.max_steps == arm.ppo.get("max_steps", demonstration.updates)
         assert all(getattr(config, key) == value for key, value in arm.ppo.items())
         seen.append(values)
     assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
+
+
+@pytest.mark.parametrize(("arm", "name"), [("script", "llama3_8b_lora"), ("fast", "llama3_8b_lora_fast")])
+def test_the_steps_begin_and_end_with_the_settings_of_the_recipes(arm, name):
+    demonstration, theirs = DEMONSTRATIONS["script"], recipes.load(name).values["ppo"]
+    start = recipes.load(demonstration.recipe, runs_dir="nowhere")
+    values = recipe_of_arm(start, demonstration.arms[arm], demonstration)
+    ours, theirs = (
+        STAGE_CLASSES["ppo"](output_dir="unused", use_cpu=True, bf16=False, **of) for of in (values["ppo"], theirs)
+    )
+    of_task = (*OF_THE_TASK, "activation_checkpointing", "eval_steps", "eval_strategy", "do_eval", "max_steps")
+    batches = ("per_device_train_batch_size", "gradient_accumulation_steps", "local_rollout_forward_batch_size")
+    keys = {one.name for one in fields(theirs)} - {*of_task, *batches}
+    other = {key for key in keys if getattr(ours, key) != getattr(theirs, key)}
+    assert other <= {"num_train_epochs", "kl_horizon"}  # max_steps says how long; without kl_target nothing reads it
+    assert ours.per_device_train_batch_size * ours.gradient_accumulation_steps == (
+        theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps
+    )
+    assert values["value_head"] == {}
 
 
 @pytest.mark.parametrize("name", DEMONSTRATIONS)

@@ -35,8 +35,9 @@ def test_q_learning_and_cloning_learn_from_the_same_responses(begun, tmp_path):
     rows = [("a", [None, 1.0], True), ("b", [None, 0.75], True), ("c", [1.0], False), ("d", [None, None, 1.0], True)]
     lines = [{"prompt": "p", "response": r, "rewards": given, "ended": ended} for r, given, ended in rows]
     collected.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values = systems.with_cloning(begun, collected, kept)
+    values = systems.with_cloning(begun, collected, kept, "a_folder")
     assert check_recipe(values) == []
+    assert values["base"] == {**begun.values["base"], "model": "a_folder"}
     assert [json.loads(line) for line in kept.read_text().splitlines()] == [
         {"prompt": "p", "completion": "a"},
         {"prompt": "p", "completion": "d"},
@@ -53,18 +54,26 @@ def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
         seed: {"after": {**cloned, "satisfied": share}, "kept": 7, "responses": 1600}
         for seed, share in (("0", 0.2), ("1", 0.7))
     }
+    begun_at = {"0": {**end, "satisfied": 0.1}, "1": {**end, "satisfied": 0.4}}
+    later = {"cloning_on": {seed: {**one, "before": begun_at[seed]} for seed, one in arms["cloning"].items()}}
     result = {"arms": arms, "prompts": 30, "date": "2026-01-01", "machine": {"processor": "a chip", "threads": 1}}
-    (tmp_path / "systems.json").write_text(json.dumps(result))
+    (tmp_path / "2026-01-01_systems.json").write_text(json.dumps(result))
+    result |= {"date": "2026-01-02", "arms": later}
+    (tmp_path / "2026-01-02_systems.json").write_text(json.dumps(result))
     page = tmp_path / "page.md"
     page.write_text("<!-- systems: made by benchmarks.systems -->\n<!-- end of systems -->\n")
     monkeypatch.setattr(records, "DOCS", tmp_path)
     monkeypatch.setattr(systems, "PAGE", page)
-    systems.show(tmp_path / "systems.json")
+    systems.show(tmp_path)
     text = page.read_text()
     unseen = "0.200 (0.200–0.200)"
     assert f"| where all begin |  | 0.500 (0.500–0.500) | {unseen} | 0.500 | 2.000 | 20.000 |  |" in text
     assert f"| Q-learning | 1,600 | 0.600 (0.600–0.600) | {unseen} | 0.500 | 2.000 | 20.000 | +0.100, +0.100 |" in text
     cloning = "| cloning of what kept all rules | 1,600 | 0.450 (0.200–0.700) |"
     assert f"{cloning} {unseen} | 0.500 |  | 20.000 | -0.300, +0.200 |" in text
+    cloning = "| cloning of it on top of what sampled it | 1,600 | 0.450 (0.200–0.700) |"
+    assert f"{cloning} {unseen} | 0.500 |  | 20.000 | +0.100, +0.300 |" in text
+    of_days = "a chip, 2026-01-01. cloning of it on top of what sampled it: a chip, 2026-01-02."
+    assert text.rstrip().splitlines()[-2].endswith(of_days)
     assert "</svg>" in (tmp_path / "figures" / "systems.svg").read_text()
     assert list(systems._curve(1600, logged)) == [(160 * n, mean) for n, mean in enumerate([0] * 5 + [1] * 5, 1)]
