@@ -376,6 +376,9 @@ def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
         {"split": "train", "place": "some/prompts (train), row 2", "reason": "an empty prompt"}
     ]
     assert seen == [("some/prompts", "main", "part")] * 2
+    data = DatasetDict(train=Dataset.from_dict({"query": [1, 2]}))  # not read before what is wrong is told
+    with pytest.raises(DataError, match="^validation: some/prompts has no split test or validation; it has train. Ho"):
+        _ = Prompts(chat_tokenizer, "some/prompts", validation_size=None).prompts("train")
 
 
 # ---------------------------------------------------------------------- what a recipe can get wrong

@@ -226,10 +226,12 @@ class SplitTask(SourceTask):
         if self.validation is None and not has_splits(self.train):
             remedy = f"Name a source of held-out {self.unit}, or hold some of train out with validation_size."
             raise DataError("it is missing.", field="validation", remedy=remedy)
-        return {
-            "train": self._read("train", self.train, self.max_train_rows),
-            "validation": self._read("validation", self.validation or self.train, self.max_validation_rows),
-        }
+        if self.validation is not None:
+            trained = self._read("train", self.train, self.max_train_rows)
+            return {"train": trained, "validation": self._read("validation", self.validation, self.max_validation_rows)}
+        # Held-out rows first: that the source has none is told before all of it is encoded.
+        apart = self._read("validation", self.train, self.max_validation_rows)
+        return {"train": self._read("train", self.train, self.max_train_rows), "validation": apart}
 
     @cached_property
     def _shared(self) -> int:

@@ -104,7 +104,8 @@ GUARDS = (
         methodcaller("get", "eos_share"),
         lambda share: share == 0.0,
         "no response has ended by itself for {updates} updates: each is cut at the limit.",
-        "Set missing_eos_penalty, or raise response_length; a base that was never taught to end needs the sft stage.",
+        "Where responses are continuations of so many tokens this is no fault. Else set missing_eos_penalty, or raise "
+        "response_length; a base that was never taught to end needs the sft stage.",
         updates=5,
     ),
     Guard(
