@@ -24,7 +24,17 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from benchmarks.demonstrations import PAGE, measured, run_stage, untrained, with_range
-from benchmarks.records import RESULTS, chip_and_day, fill_file, markdown, new_result, newest, save_figure, write_result
+from benchmarks.records import (
+    RESULTS,
+    chip_and_day,
+    fill_file,
+    markdown,
+    new_result,
+    newest,
+    read_result,
+    save_figure,
+    write_result,
+)
 from toolkit import recipes
 from toolkit.recipes import Recipe
 from toolkit.reports import read_jsonl, write_jsonl
@@ -113,16 +123,18 @@ def _merged(begun: Recipe, folder: Path) -> str:
 
 
 def _cloned(name: str, begun: Recipe, collected: Path, runs: Path, seed: int) -> dict[str, Any]:
-    """What cloning reaches: trained on the base, or on the merged checkpoint of what was cloned."""
+    """What cloning reaches: trained on the base, or on the merged checkpoint of what was cloned, and where that begins.
+    Merged, it is rounded to 4 bits once more."""
     kept = runs / f"kept-{seed}.jsonl"
     model = _merged(begun, runs / f"merged-{seed}") if name == "cloning_on" else begun.base_path
     values = with_cloning(begun, collected, kept, model)
     cloned = _run("sft", name, values, runs, seed) / "policy"
-    measured_on = recipes.load({**begun.values, "base": values["base"]})
+    measured_on = recipes.load({**begun.values, "base": values["base"]}, run=name)
+    starts = {"before": _after_sft(begun) if name == "cloning" else {}, "after": {"policy": str(cloned)}}
     ends = {}
-    for when, recipe, policy in (("before", begun, _after_sft(begun)["policy"]), ("after", measured_on, str(cloned))):
+    for when, start in starts.items():
         with tempfile.TemporaryDirectory() as folder:
-            metrics = untrained(recipe, folder, policy=policy).evaluate_rollout(begun.task.prompts("test")).metrics
+            metrics = untrained(measured_on, folder, **start).evaluate_rollout(begun.task.prompts("test")).metrics
         ends[when] = {key: value for key, value in metrics.items() if key != "kl"}  # to itself
     return {**ends, "kept": len(read_jsonl(kept))}
 
@@ -149,8 +161,9 @@ def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int], arms: Sequen
                 one = _cloned(arm, begun, collected, runs, seed)
             updates, each = UPDATES.get(arm, (1, SAMPLES))
             found[arm][str(seed)] = one | {"responses": updates * each}
-    prompts = len(begun.task.prompts("test"))
-    return write_result(new_result("systems", arms=found, prompts=prompts), RESULTS)
+    result = new_result("systems", prompts=len(begun.task.prompts("test")))
+    of_today = read_result(result, RESULTS) or {"arms": {}}
+    return write_result(result | {"arms": of_today["arms"] | found}, RESULTS)
 
 
 def _run(stage: str, name: str, values: Mapping[str, Any], runs: Path, seed: int) -> Path:
@@ -179,7 +192,7 @@ def _figure(arms: Mapping[str, Any]) -> Figure:
     """The score of the rollouts by responses, and where each ends against KL beside the best of N."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     rollouts, ends = figure.subplots(1, 2)
-    for colour, (name, label) in enumerate(LABELS.items()):
+    for colour, (name, label) in enumerate((name, label) for name, label in LABELS.items() if name in arms):
         for i, one in enumerate(arms[name].values()):
             style = {"color": f"C{colour}", "label": None if i else label.replace("`", "")}
             if name in UPDATES:
@@ -217,13 +230,12 @@ def _table(arms: Mapping[str, Any], prompts: int) -> str:
     def gained(name: str) -> str:
         """From where its seeds began, which may be measured on another day; that of Q is at another temperature."""
         own = name != "q" and all("before" in one for one in arms[name].values())
-        begun = [one["before"] for one in arms[name if own else RECIPE].values()]
-        ends = [one["after"] for one in arms[name].values()]
-        return ", ".join(f"{end['satisfied'] - at['satisfied']:+.3f}" for at, end in zip(begun, ends, strict=True))
+        begun = {seed: one["before"]["satisfied"] for seed, one in arms[name if own else RECIPE].items()}
+        return ", ".join(f"{one['after']['satisfied'] - begun[seed]:+.3f}" for seed, one in arms[name].items())
 
     begun = [one["before"] for one in arms[RECIPE].values()]
     rows = [["where all begin", "", *(cell(begun, key) for key in _COLUMNS), ""]]
-    for name, label in LABELS.items():
+    for name, label in ((name, label) for name, label in LABELS.items() if name in arms):
         ends = [one["after"] for one in arms[name].values()]
         responses = f"{next(iter(arms[name].values()))['responses']:,}"
         rows.append([label, responses, *(cell(ends, key) for key in _COLUMNS), gained(name)])

@@ -61,7 +61,9 @@ def measure(model: str, work: Work, name: str, *, dtype: str, updates: int) -> d
     return {"updates": clock.updates[WARM_UP:], "memory_gb": peak_memory_gb()}
 
 
-def _loop_of_transformers(model: Any, ids: Tensor, *, rows_leave: bool, **inputs: Any) -> Tensor:
+def _loop_of_transformers(
+    model: Any, ids: Tensor, *, rows_leave: bool, packs_prompts: bool, graphs: Any, **inputs: Any
+) -> Tensor:
     tokens: Tensor = model._sample(ids, **inputs)
     return tokens
 

@@ -63,7 +63,7 @@ class Portion:
             same = "the batch, and with it every gradient, stays as it is"
             phases.tell(f"The GPU's memory ran out: from here on {self.setting} is {rows} ({same}).")
 
-    def __call__(self, attempt: Callable[[int], T], *, most: int | None = None) -> T:
+    def __call__(self, attempt: Callable[[int], T], *, most: int) -> T:
         """The result of an attempt with so many rows at a time, of which there are `most`; with half as many where
         memory runs out.
 
@@ -73,7 +73,7 @@ class Portion:
             torch.OutOfMemoryError: one row at a time is too many.
         """
         while True:
-            size = self.rows if most is None else max(1, min(self.rows, most))
+            size = max(1, min(self.rows, most))
             try:
                 return attempt(size)
             except torch.OutOfMemoryError:

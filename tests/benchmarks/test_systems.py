@@ -1,6 +1,7 @@
 """Other systems on instructions: each is a recipe, and what is measured is what the page says."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,29 @@ def test_q_learning_and_cloning_learn_from_the_same_responses(begun, tmp_path):
         {"prompt": "p", "completion": "a"},
         {"prompt": "p", "completion": "d"},
     ]
+
+
+@pytest.mark.parametrize("name", ["cloning", "cloning_on"])
+def test_cloning_is_measured_on_what_it_trained_and_from_where_it_began(begun, name, tmp_path, monkeypatch):
+    """On the base from sft's adapter, whose responses it learns; or on the checkpoint that has it, as that is."""
+    collected, ran, measured = tmp_path / "responses.jsonl", [], []
+    collected.write_text(json.dumps({"prompt": "p", "response": "r", "rewards": [1.0], "ended": True}) + "\n")
+
+    def untrained(recipe, folder, **start):
+        measured.append((recipe.values["base"]["model"], start))
+        return SimpleNamespace(evaluate_rollout=lambda prompts: SimpleNamespace(metrics={"satisfied": 0.5, "kl": 1.0}))
+
+    monkeypatch.setattr(type(begun), "task", SimpleNamespace(prompts=lambda split: [split]))
+    monkeypatch.setattr(systems, "_run", lambda *given: ran.append(given) or tmp_path / "run" / "sft")
+    monkeypatch.setattr(systems, "_merged", lambda begun, folder: str(folder))
+    monkeypatch.setattr(systems, "untrained", untrained)
+    end = {"satisfied": 0.5}
+    assert systems._cloned(name, begun, collected, tmp_path, 3) == {"before": end, "after": end, "kept": 1}
+    after = {"policy": str(tmp_path / "run" / "sft" / "policy")}
+    model = str(tmp_path / "merged-3") if name == "cloning_on" else begun.base_path
+    before = {"policy": str(begun.stage_folder("sft") / "policy")} if name == "cloning" else {}
+    assert measured == [(model, before), (model, after)]
+    assert [(stage, arm, values["base"]["model"]) for stage, arm, values, *_ in ran] == [("sft", name, model)]
 
 
 def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):

@@ -97,7 +97,7 @@ def test_the_positions_of_a_value_model_limit_a_response_as_well():
 def test_text_of_a_prompt_and_its_response_together_has_the_space_that_decoding_alone_drops():
     tokenizer, prompt, ids = llama2_tokenizer(), [1, 3, 4, 5], [[6, 7, 2], [7, 2], [2], []]
     batch = {"prompt_ids": [prompt] * 4, "columns": {"number": [0, 1, 2, 3]}}
-    found = rollout_of(batch, ids, tokenizer=tokenizer, stop_token_ids=[2])
+    found = rollout_of(batch, ids, tokenizer=tokenizer, stop_token_ids=[2], limits=[3] * 4)
     assert found.responses == ["reddish", "dish", "", ""]  # as a text that is tokenised alone
     before = tokenizer.decode(prompt, skip_special_tokens=True)
     whole = tokenizer.batch_decode([prompt + row for row in ids], skip_special_tokens=True)

@@ -123,7 +123,7 @@ def copied(layers: Iterable[Any], groups: Iterable[Fused]) -> Iterator[None]:
 
 def _copy(*layers: Any, further: Sequence[Tensor] = ()) -> "_Copied":
     """Of layers with one input, and of `further` rows (R, I) below their weights."""
-    weights = [_unpacked(layer) for layer in layers]
+    weights = [weight_of(layer).detach() for layer in layers]
     weights += [rows.detach().to(weights[0].dtype) for rows in further]
     return _Copied(layers, _laid_out(weights[0] if len(weights) == 1 else torch.cat(weights)))
 
@@ -136,10 +136,6 @@ def _joinable(layers: Sequence[Any]) -> bool:
 def _dtype(layer: Any) -> torch.dtype:
     """What a linear layer multiplies in."""
     return layer.weight.quant_state.dtype if type(layer) is Linear4bit else layer.weight.dtype
-
-
-def _unpacked(layer: Any) -> Tensor:
-    return weight_of(layer).detach()
 
 
 def _laid_out(weight: Tensor) -> Tensor:
@@ -229,7 +225,7 @@ def merged_forward(layer: Any, adapter: str) -> Callable[..., Tensor]:
     a, b, s = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
     with torch.no_grad():
         dtype = _copied_to(layer)
-        whole = _unpacked(base).to(torch.float32, copy=True)
+        whole = weight_of(base).detach().to(torch.float32, copy=True)
         whole.addmm_(b.float(), a.float(), alpha=s)  # in place, which autocast leaves alone
         weight = _laid_out(whole.to(dtype))
         bias = None if base.bias is None else base.bias.to(dtype)

@@ -65,6 +65,11 @@ def check_same_tokenizer(model: str, tokenizer: PreTrainedTokenizerBase, **code:
         )
 
 
+def _is_path(model: str) -> bool:
+    """Whether a checkpoint is named as a folder: there is one, or no hub id begins so."""
+    return Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
+
+
 def check_there(model: str, revision: str | None = None) -> None:
     """That a checkpoint is a folder, or in the hub's cache, or that the hub can be asked for it.
 
@@ -72,7 +77,7 @@ def check_there(model: str, revision: str | None = None) -> None:
 
     Raises: ModelError: it is none of them, or a folder of which a revision is asked for.
     """
-    if Path(model).expanduser().exists() or model.startswith((".", "/", "~")):
+    if _is_path(model):
         if revision is not None:
             wrong = f'"{revision}" would have no effect: "{model}" is a folder, which has one state.'
             raise ModelError(wrong, field="revision", remedy="Remove it, or name a hub id.")
@@ -129,7 +134,7 @@ def not_loaded(model: str, error: Exception, *, scores: bool = False) -> ModelEr
     """What to raise where a checkpoint, that of a classifier if it `scores`, its configuration or its tokenizer cannot
     be loaded."""
     path = Path(model).expanduser()
-    kind = "folder" if path.exists() or model.startswith((".", "/", "~")) else "folder or hub id"
+    kind = "folder" if _is_path(model) else "folder or hub id"
     lines = f"{'no ' * isinstance(error, KeyError)}{error}".split("\n")
     reason = " ".join(lines[:1] if isinstance(error, OSError) else lines)  # which goes on with how the hub is asked
     if type(error) in (AttributeError, TypeError):  # Python's words for what a file of JSON holds

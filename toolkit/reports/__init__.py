@@ -1,7 +1,7 @@
 """What a run leaves behind and shows: metrics, samples, result, report page, progress. Knows no trainer."""
 
 from toolkit.reports.comparison import ComparedRun, comparison_page
-from toolkit.reports.evaluated import APART, at_start, of_evaluation, of_steps
+from toolkit.reports.evaluated import APART, at_start, is_number, of_evaluation, of_steps
 from toolkit.reports.files import (
     METRICS_FILE,
     ROLLOUTS_FILE,

@@ -1,6 +1,5 @@
 """Runs beside each other: what differs in their recipes, their figures and their answers to equal prompts."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from toolkit.reports import (
     ComparedRun,
     at_start,
     comparison_page,
+    is_number,
     of_evaluation,
     of_steps,
     read_json,
@@ -102,6 +102,5 @@ def _run(label: str, folder: Path) -> ComparedRun:
 
 def _is_sample(row: dict[str, Any]) -> bool:
     texts, numbers = ("prompt", "before", "after"), ("before_score", "after_score")
-    return all(isinstance(row.get(name), str) for name in texts) and all(
-        isinstance(row.get(name), (int, float)) and math.isfinite(row[name]) for name in numbers
-    )
+    written = all(isinstance(row.get(name), str) for name in texts)
+    return written and all(is_number(row.get(name)) for name in numbers)

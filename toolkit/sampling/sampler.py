@@ -240,14 +240,14 @@ def rollout_of(
     *,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
-    limits: Sequence[int] | None = None,
+    limits: Sequence[int],
 ) -> Rollout:
     """What generation gave for a batch of `PromptCollator`, each response cut after its first stop token.
 
-    `generated` are the tokens after each prompt, and `limits` how many of them each response may have; None for all.
+    `generated` are the tokens after each prompt, and `limits` how many of them each response may have.
     """
     response_ids, ended = [], []
-    for row, limit in zip(generated, limits or [len(row) for row in generated], strict=True):
+    for row, limit in zip(generated, limits, strict=True):
         # All rows go on to the longest limit of a batch: what one says before its own does not depend on what follows.
         ids = list(row[:limit])
         stop = next((i + 1 for i, token in enumerate(ids) if token in stop_token_ids), 0)

@@ -290,7 +290,7 @@ class PPOTrainer(PPOLoop):
                         own[name] += value
             return own
 
-        own = self.micro_batch(attempt)
+        own = self.micro_batch(attempt, most=len(rows))
         sum_gradients(self.roles.trained_parameters, self.accelerator.scaler)
         totals: dict[str, float] = defaultdict(float)
         for of_process in processes.gather(dict(own)):

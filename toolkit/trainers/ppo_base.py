@@ -18,7 +18,6 @@ from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator
 from toolkit.errors import ConfigError
 from toolkit.models import SharedBase
-from toolkit.reports import Output, texts_table
 from toolkit.rewards import Reward
 from toolkit.sampling import check_room
 from toolkit.trainers import self_checks
@@ -176,20 +175,5 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
         write_model_card(Path(self.args.output_dir), self.roles, base_name=self.base_name)
 
-    def null_ref_context(self) -> Any:
-        """The reference role, as TRL names it."""
-        return self.roles.role("reference")
-
     def get_train_dataloader(self) -> DataLoader:
         return self.dataloader
-
-    def generate_completions(self, sampling: bool = False) -> None:
-        """TRL's sample table: the responses to the held-out prompts with their scores; all, or the first batch."""
-        if (prompts := self.eval_dataset) is None:
-            return
-        rows = min(len(prompts), self.args.per_device_eval_batch_size) if sampling else len(prompts)
-        _, rollout, scores, *_ = self.evaluate_rollout(prompts.select(range(rows)))
-        names, scored = ("query", "model response"), (f"{score:.3f}" for score in scores.tolist())
-        said = zip(rollout.prompts, rollout.responses, scored, strict=True)
-        table = texts_table([dict(zip((*names, "score"), row, strict=True)) for row in said], names, figures="score")
-        Output().print(table)
