@@ -24,7 +24,7 @@ from tests.tiny_models import lora, tiny_model
 from tests.tiny_runs import PAIRS, QUERIES, byte_tokenizer, save_llama
 from toolkit import processes
 from toolkit.cli import app
-from toolkit.errors import PeerError
+from toolkit.errors import PeerError, RunInterrupted
 from toolkit.models import SharedBase, save_role
 from toolkit.runs.process import OUTPUT_CLOSED
 
@@ -191,7 +191,7 @@ CASES = {
     "an unwritable folder": (["sft", "doubling", "--runs-dir", "in_the_way/runs"], "runs/doubling: cannot be written"),
     "more processes than anybody has use for": (
         ["ppo", "doubling", "--processes", "1000000"],
-        r"ToolkitError: 1000000 processes are asked for, and this machine has \d+ cores",
+        r"ToolkitError: 1000000 processes are asked for, and there are \d+ cores here",
     ),
     "a card without end": (["plan", "doubling", "--gpu", "9" * 400 + "GB"], "is no card that is known, and no size"),
     "a card of nothing": (["plan", "doubling", "--gpu", "0GB"], "'0GB' is no card that is known, and no size"),
@@ -286,6 +286,23 @@ def test_ctrl_c_before_a_stage_has_looked_at_its_run_names_the_same_command(word
     monkeypatch.setattr(sys, "argv", ["toolkit", "ppo", "doubling", *words])
     done = CliRunner().invoke(app, sys.argv[1:])
     assert (done.exit_code, done.stderr) == (130, f"Interrupted. {told}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "To begin again, or with --resume to go on if something is saved: toolkit ppo doubling --processes 2"),
+        (["--resume"], "To go on: toolkit ppo doubling --processes 2 --resume (make: RESUME=1)"),
+    ],
+)
+def test_a_signal_that_ended_all_processes_leaves_it_open_how_far_they_had_come(words, told, monkeypatch):
+    def stopped(command, number):
+        raise RunInterrupted(f"{number} processes were stopped.", 15)
+
+    monkeypatch.setattr("toolkit.runs.process.run_in_processes", stopped)
+    monkeypatch.setattr(sys, "argv", ["toolkit", "ppo", "doubling", "--processes", "2", *words])
+    done = CliRunner().invoke(app, sys.argv[1:])
+    assert (done.exit_code, done.stderr) == (143, f"2 processes were stopped. {told}\n")
 
 
 @pytest.mark.parametrize("main", [True, False])

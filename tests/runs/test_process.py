@@ -161,7 +161,8 @@ def test_an_earlier_stage_finds_a_package_that_is_not_installed(tmp_path, monkey
 
 @pytest.mark.parametrize(("given", "threads"), [(None, "2"), ("5", "5")])
 def test_processes_share_the_cores_unless_a_user_says_otherwise(given, threads, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(7)), raising=False)  # of a scheduler
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)

@@ -174,6 +174,21 @@ def test_a_course_that_was_left_is_gone_on_with(tmp_path):
     assert [path.name for path in checkpoint_folders(tmp_path / "a")] == ["checkpoint-2"]
 
 
+def test_the_best_of_a_course_that_was_left_is_not_what_another_saved_under_its_name(tmp_path):
+    left = make(ppo, tmp_path, max_steps=3)
+    left.train()
+    other = make(ppo, tmp_path, max_steps=2)
+    other.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+    made, best = make(ppo, tmp_path, max_steps=4), str(tmp_path / "checkpoint-2")
+    made.state.best_model_checkpoint, made.state.log_history = best, other.state.log_history
+    made._find_best()
+    assert made.state.best_model_checkpoint == best
+    made.state.log_history = left.state.log_history
+    with pytest.warns(UserWarning, match="checkpoint-2, by name the best so far, is skipped: it is of another course"):
+        made._find_best()
+    assert made.state.best_model_checkpoint is None
+
+
 @pytest.mark.parametrize(("save_strategy", "still_due"), [("steps", [2, 3]), ("epoch", [3])])
 def test_what_is_due_at_the_end_of_a_pass_comes_once(save_strategy, still_due, tmp_path):
     """Saved after an update in which a pass ends, before or with what is due at that end."""

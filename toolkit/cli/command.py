@@ -233,8 +233,12 @@ def _way_on(stop: BaseException) -> str:
     untouched = isinstance(stop, KeyboardInterrupt) and "--resume" not in sys.argv
     way = getattr(stop, "way_on", "" if untouched else "resume")
     by = _by_as_many(sys.argv[1:])
+    again = shlex.join(["toolkit", *sys.argv[1:]])
     if not way:
-        return f" Nothing of it is saved. To begin again{by}: {shlex.join(['toolkit', *sys.argv[1:]])}"
+        return f" Nothing of it is saved. To begin again{by}: {again}"
+    if isinstance(stop, RunInterrupted) and not hasattr(stop, "way_on") and "--resume" not in sys.argv:
+        # Processes that it started were ended by the signal itself: they alone knew how far they had come.
+        return f" To begin again, or with --resume to go on if something is saved: {again}"
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
     command = shlex.join(["toolkit", *arguments, f"--{way}"])
     if way == "overwrite":

@@ -73,9 +73,9 @@ def run_in_processes(command: list[str], number: int) -> int:
         ToolkitError: this machine has no use for so many, or one was killed; the others have been ended.
         RunInterrupted: Ctrl-C or SIGTERM came at their start or their end, where nothing meets it.
     """
-    cores = os.cpu_count() or 1
+    cores = _cores()
     if number > max(_ANYWHERE, cores):
-        wrong = f"{number} processes are asked for, and this machine has {cores} cores."
+        wrong = f"{number} processes are asked for, and there are {cores} cores here."
         raise ToolkitError(wrong, remedy="Start as many as there are GPUs, or cores.")
     shared = {"OMP_NUM_THREADS": str(max(1, cores // number)), **os.environ}
     shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a launcher of this one
@@ -92,6 +92,11 @@ def run_in_processes(command: list[str], number: int) -> int:
         rank, code = killed[0]
         raise ToolkitError(f"process {rank} of {number} was killed by {_signal(code)}; the others have been ended.")
     return next((code for code in codes if code), 0)
+
+
+def _cores() -> int:
+    """Those that this process may use: a container or a scheduler may have kept others from it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _signal(code: int) -> str:

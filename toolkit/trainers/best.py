@@ -1,10 +1,13 @@
 """Which of the saved checkpoints is the best, for the trainers of every stage."""
 
+import json
 import math
 import warnings
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
 
 from toolkit import checkpoints, processes
 from toolkit.trainers.not_finite import GuardedSteps
@@ -66,11 +69,17 @@ class BestOfSaved(GuardedSteps):
         self.state.best_model_checkpoint = None if best is None else str(best)
 
     def _whole_best(self) -> Path | None:
-        """The best checkpoint, if nothing of it is damaged."""
+        """The best checkpoint, if nothing of it is damaged and it is this run's."""
         best = self._best()
         if best is None or not best.is_dir():
             return None
         if problem := checkpoints.problem_of(best):
             warnings.warn(f"{best}, the best so far, is skipped: {problem}.", stacklevel=5)
+            return None
+        # Another course that began before it may have saved one of the same name.
+        theirs = type(self.state).load_from_json(str(best / TRAINER_STATE_NAME)).log_history
+        as_text = partial(json.dumps, sort_keys=True)  # NaN is not equal to NaN
+        if as_text(theirs) != as_text(self.state.log_history[: len(theirs)]):
+            warnings.warn(f"{best}, by name the best so far, is skipped: it is of another course.", stacklevel=5)
             return None
         return best
