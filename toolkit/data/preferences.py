@@ -40,8 +40,8 @@ from toolkit.data.messages import (
     text_or_messages,
 )
 from toolkit.data.rows import (
+    PARTS,
     SHOWN,
-    STAGES,
     Split,
     Unusable,
     as_dataset,
@@ -98,8 +98,8 @@ class Preferences(SplitTask):
         if self.made_pairs == []:
             raise DataError("it names no kind.", field="made_pairs", remedy="Name other_prompt or cut, or remove it.")
         for stage, number in (self.parts or {}).items():
-            if stage not in STAGES:
-                hint = did_you_mean(stage, STAGES) or f"The names are {', '.join(STAGES)}."
+            if stage not in PARTS:
+                hint = did_you_mean(stage, PARTS) or f"The names are {', '.join(PARTS)}."
                 raise DataError(f'no stage is called "{stage}".', field="parts", remedy=hint)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise DataError(f"a whole number from 1 is needed, got {number!r}.", field=f"parts.{stage}")
@@ -151,7 +151,7 @@ class Preferences(SplitTask):
         part = self._splits[split]
         if split != "train" or self.parts is None:
             return part
-        rows = self._drawn[stage if stage in STAGES else "ppo"]  # of other stages the prompts alone count
+        rows = self._drawn[stage if stage in PARTS else "ppo"]  # of other stages the prompts alone count
         if not rows:
             wrong = f"they take all {len(part.rows)} pairs and leave none for the {stage} stage."
             raise DataError(wrong, field="parts", remedy=f"Name a number for it with parts.{stage}.")

@@ -20,7 +20,7 @@ from datasets.fingerprint import generate_random_fingerprint
 from toolkit.data.files import Row, listed, reason, shown
 from toolkit.errors import DataError, did_you_mean
 
-STAGES = ("sft", "reward", "ppo")
+PARTS = ("sft", "reward", "ppo")  # stages among which pairs may be divided
 SHOWN = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int64())}  # of a demonstration
 _AT_ONCE = 1000  # rows that are packed into a data set
 
@@ -261,7 +261,7 @@ def draw_parts(
             rows += groups.pop()
         drawn[stage] = sorted(rows)
     rest = sorted(row for group in groups for row in group)
-    return {stage: drawn.get(stage, rest) for stage in STAGES}
+    return {stage: drawn.get(stage, rest) for stage in PARTS}
 
 
 def _shuffled_groups(prompts: Sequence[Hashable], seed: int) -> list[list[int]]:
