@@ -377,7 +377,7 @@ def test_a_hub_id_and_its_splits(chat_tokenizer, monkeypatch):
     ]
     assert seen == [("some/prompts", "main", "part")] * 2
     data = DatasetDict(train=Dataset.from_dict({"query": [1, 2]}))  # not read before what is wrong is told
-    with pytest.raises(DataError, match="^validation: some/prompts has no split test or validation; it has train. Ho"):
+    with pytest.raises(DataError, match="^train: some/prompts has no split test or validation; it has train. Ho"):
         _ = Prompts(chat_tokenizer, "some/prompts", validation_size=None).prompts("train")
 
 

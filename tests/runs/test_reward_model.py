@@ -87,7 +87,7 @@ SMALL = (
         ),
         (
             {"scorer": {"kind": "sum", "parts": {"own": OWN}}},
-            "scorer.parts.own.model — belongs to scorer.kind: model, and is needed there",
+            "scorer.parts.own.model — belongs to kind: model, and is needed there",
         ),
     ],
 )

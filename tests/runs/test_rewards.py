@@ -52,7 +52,7 @@ RULE = {"kind": "function", "function": "statistics:fmean"}
         ),
         (
             {"kind": "model"},
-            "scorer.model — belongs to scorer.kind: model, and is needed there (a folder or hub id). Or add the "
+            "scorer.model — belongs to kind: model, and is needed there (a folder or hub id). Or add the "
             "section reward_model, for a model",
         ),
         (
@@ -69,7 +69,7 @@ RULE = {"kind": "function", "function": "statistics:fmean"}
         ({**REMOTE, "url": ""}, "scorer.url — http:// or https:// with a host is needed, got ''."),
         (
             {**RULE, "url": "http://a/", "class_column": "c"},
-            "scorer.class_column — belongs to scorer.kind: adapter and model, and would have no effect with kind",
+            "scorer.class_column — belongs to kind: adapter and model, and would have no effect with kind",
         ),
         ({**REMOTE, "ur": "x"}, "scorer.ur — kind: remote has no such field. Did you mean url?"),
         ({**REMOTE, "weight": 2}, "scorer.weight — kind: remote has no such field."),

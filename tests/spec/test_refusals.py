@@ -52,11 +52,21 @@ BEST = {**EVALUATED, "load_best_model_at_end": True}
             {**BEST, "metric_for_best_model": "nothing"},
             "metric_for_best_model — 'nothing' is nothing that is measured.",
         ),
+        ({**BEST, "metric_for_best_model": "eval_kl"}, "greater_is_better — is needed with eval_kl: more of it may be"),
+        ({**BEST, "metric_for_best_model": "score_se"}, "greater_is_better — is needed with score_se"),
     ],
 )
 def test_what_training_would_refuse(stage, settings, message):
-    problems = check_stage(stage, settings, measured=("loss", "score"))
+    problems = check_stage(stage, settings, measured=("loss", "score", "score_se", "kl"))
     assert any(message in problem.text() for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"metric_for_best_model": "kl", "greater_is_better": False}, {"metric_for_best_model": "score"}],
+)
+def test_what_is_better_need_not_be_said_twice(settings):
+    assert check_stage("ppo", {**BEST, **settings}, measured=("score", "kl")) == []
 
 
 def test_what_a_library_says_without_a_key_is_said_of_the_one_that_it_is_about():

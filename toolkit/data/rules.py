@@ -22,6 +22,8 @@ _ENDS = ".!?।۔؟"
 _AFTER_A_SENTENCE = re.compile(rf"""(?:(?<=[{_ENDS}])|(?<=[{_ENDS}]["'”’)\]*_])|(?<=[{_ENDS}](?:\*\*|__)))\s+""")
 _COMMAS = ",，、،"
 _QUOTES = dict.fromkeys(map(ord, "‘’‚‛ʼ´′＇"), "'") | dict.fromkeys(map(ord, "“”„‟«»＂"), '"')
+_HYPHENS = dict.fromkeys(map(ord, "‐‑"), "-")
+_LIST_NUMBER = re.compile(r"^[^\S\n]*\d+[.)][^\S\n]+", re.MULTILINE)
 _BULLET = re.compile(r"^[^\S\n]*[-*•][^\S\n]+\S", re.MULTILINE)
 _EMPHASIS = "_*"
 # What may follow an ending, and what it may be asked for with; in French a space stands before a mark.
@@ -40,15 +42,17 @@ def words_of(text: str) -> list[str]:
 
 def sentences_of(text: str) -> list[str]:
     """The sentences of a text: each ends with . ! ? or that of Hindi, Urdu or Arabic before a space, the last one
-    possibly with nothing."""
-    return [sentence for sentence in _AFTER_A_SENTENCE.split(text) if words_of(sentence)]
+    possibly with nothing. The number of a list's entry is none."""
+    return [sentence for sentence in _AFTER_A_SENTENCE.split(_LIST_NUMBER.sub("", text)) if words_of(sentence)]
 
 
 def _whole(word: str) -> str:
-    """A pattern of a word that is no part of a longer one; also of one that begins or ends with a sign, as #python."""
+    """A pattern of a word that is no part of a longer one; also of one that begins or ends with a sign, as #python, and
+    of several, with any white space between them."""
     ends = zip(_APART, (word[0], word[-1]), strict=True)
     before, after = (edge if regex.match(_LETTER, end) else "" for edge, end in ends)
-    return f"{before}{regex.escape(word, special_only=True)}{after}"
+    inside = r"\s+".join(regex.escape(part, special_only=True) for part in word.split())
+    return f"{before}{inside}{after}"
 
 
 def _occurrences(text: str, word: str) -> int:
@@ -201,8 +205,8 @@ def keeps(asked: Mapping[str, Any], response: str) -> bool:
 
 def _plain(text: str) -> str:
     """A text in one of the forms in which it looks the same: composed letters, straight apostrophes and quotation
-    marks, no signs that nobody sees, such as what chooses the form of an emoji."""
-    return _seen(text).translate(_QUOTES)
+    marks, one hyphen, no signs that nobody sees, such as what chooses the form of an emoji."""
+    return _seen(text).translate(_QUOTES | _HYPHENS)
 
 
 def _seen(text: str) -> str:

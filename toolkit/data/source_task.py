@@ -101,7 +101,8 @@ class SourceTask(Task):
 
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         names, settings = names_of(source), {"subset": self.subset, "name": self.name}
-        rows = chain.from_iterable(read_rows(one, field=split, split=split, **settings) for one in names)
+        named_by = split if getattr(self, split, None) is not None else "train"
+        rows = chain.from_iterable(read_rows(one, field=named_by, split=split, **settings) for one in names)
         return usable_rows(rows, self._encode, self._pack, split=split, source=listed(names), limit=limit)
 
     @cached_property

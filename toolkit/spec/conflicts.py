@@ -53,7 +53,7 @@ def _of_scorer(values: Values) -> Iterator[Problem]:
             yield Problem("is needed of a judge (a folder or hub id).", f"{place}.model")
     for place, part in scorer_parts(values).items():
         if part.get("kind") == "model" and part.get("model") is None and "reward_model" not in values:
-            wrong = "belongs to scorer.kind: model, and is needed there (a folder or hub id)."
+            wrong = "belongs to kind: model, and is needed there (a folder or hub id)."
             remedy = "Or add the section reward_model, for a model that the reward stage trains."
             yield Problem(wrong, f"{place}.model", remedy)
 

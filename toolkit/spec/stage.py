@@ -92,6 +92,12 @@ _INSTEAD = {
     "num_sample_generations": "samples are written before and after training",
 }
 
+# What is measured and not plainly better the higher it is, as transformers takes all but losses to be.
+_EITHER_WAY = {
+    *("kl", "length", "eos_share", "opening_share", "phrase_share", "length_correlation", "cut_gap", "entropy"),
+    *("num_tokens", "runtime"),
+}
+
 # Fields of TrainingArguments that have no effect on Q-learning.
 _IGNORED_BY_Q = {
     **dict.fromkeys(("label_smoothing_factor", "label_names"), "the loss is that of Q-learning"),
@@ -192,12 +198,8 @@ def check_stage(
         check_training(config)
         _check_order(config)
         _check_best(config)
-        best = config.metric_for_best_model
-        if measured is not None and best is not None and best.removeprefix("eval_") not in measured:
-            remedy = suggestion(best, measured) or f"There are {', '.join(measured)}."
-            if stage in ("ppo", "q") and best.removeprefix("eval_") in ("judge", "judge_se"):
-                remedy = "Name one in the section judge, which one that Python gives then takes the place of."
-            raise ConfigError(f"{best!r} is nothing that is measured.", field="metric_for_best_model", remedy=remedy)
+        if config.metric_for_best_model is not None:
+            _check_metric(stage, config.metric_for_best_model, measured, values.get("greater_is_better"))
 
     problems = check_keys(stage, values, STAGE_CLASSES[stage], refused=refused, build=build)
     if stage == "sft" and values.get("packing") and values.get("max_length", 0) is None:
@@ -223,6 +225,19 @@ def check_stage(
     broken = [name for name in _BREAKS_GOING_ON if stage != "ppo" and values.get(name)]
     problems += [Problem(_BREAKS_GOING_ON[name], f"{stage}.{name}", "Take it out.") for name in broken]
     return problems + _not_installed(stage, values)
+
+
+def _check_metric(stage: str, best: str, measured: Sequence[str] | None, greater_is_better: bool | None) -> None:
+    """Raises: ConfigError: nothing measures what is to decide, or which of two values of it is the better is open."""
+    name = best.removeprefix("eval_")
+    if measured is not None and name not in measured:
+        remedy = suggestion(best, measured) or f"There are {', '.join(measured)}."
+        if stage in ("ppo", "q") and name in ("judge", "judge_se"):
+            remedy = "Name one in the section judge, which one that Python gives then takes the place of."
+        raise ConfigError(f"{best!r} is nothing that is measured.", field="metric_for_best_model", remedy=remedy)
+    if greater_is_better is None and (name.endswith("_se") or name in _EITHER_WAY):
+        wrong = f"is needed with {best}: more of it may be better or worse."
+        raise ConfigError(wrong, field="greater_is_better", remedy="Set it to true or false.")
 
 
 def _check_best(config: Any) -> None:

@@ -158,7 +158,7 @@ def check_scorer(values: Any, place: str = "scorer") -> list[Problem]:
                 Problem(f"kind: {kind} has no such field.", f"{place}.{key}", suggestion(key, fields[kind]))
             )
         elif values[key] is not None:
-            wrong = f"belongs to scorer.kind: {kinds}, and would have no effect with kind: {kind}."
+            wrong = f"belongs to kind: {kinds}, and would have no effect with kind: {kind}."
             problems.append(Problem(wrong, f"{place}.{key}", f"Remove it ({place}.{key}=null)."))
     if isinstance(given.get("quantization"), dict):
         problems += _check_quantization(place, given["quantization"])
