@@ -236,6 +236,13 @@ def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
         states = plain.model(torch.tensor([[*prompt, *response]])).last_hidden_state
         assert states.shape[-1] == (32 if whole else 16)
         torch.testing.assert_close(scores[0], plain.score(states[0, -1])[0], rtol=1e-4, atol=1e-5)
+    # Beyond what 99 in 100 held-out responses scored it judges what it has hardly met; of a few that is not known.
+    pairs = recipe.stage_folder("reward") / "scores.jsonl"
+    few = [json.loads(line) for line in pairs.read_text().splitlines()]
+    assert few and build.make_reward(recipe, None, {"reward": 0}, 8).high_score is None
+    many = [{**few[0], "chosen_score": float(i), "rejected_score": -1.0} for i in range(101)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in many))
+    assert build.make_reward(recipe, None, {"reward": 0}, 8).high_score == pytest.approx(97.99)
     # The critic begins as the reward: before it is trained, what it says after a response is the response's score.
     roles, _ = build.placed_roles(recipe, "ppo")
     after = value_after_response(roles, Sequences.from_ids([prompt], [response], pad_token_id=0))

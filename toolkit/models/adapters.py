@@ -140,14 +140,17 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     return about
 
 
+def high_score(scores: Sequence[float]) -> float | None:
+    """What 99 in 100 of these scores, of held-out responses, are less than; None of fewer."""
+    return float(torch.tensor(scores).quantile(0.99)) if len(scores) >= FEWEST_SCORES else None
+
+
 def save_high_score(folder: Path, scores: Sequence[float]) -> None:
-    """Note beside a saved reward what 99 in 100 of these scores, of held-out responses, are less than; if they are as
-    many."""
-    if len(scores) < FEWEST_SCORES:
+    """Note beside a saved reward the `high_score` of what it gave, if there is one."""
+    if (high := high_score(scores)) is None:
         return
     about = read_object(folder / ROLE_FILE) or {}
-    about["high_score"] = float(torch.tensor(scores).quantile(0.99))
-    write_whole(folder / ROLE_FILE, json.dumps(about, indent=2) + "\n")
+    write_whole(folder / ROLE_FILE, json.dumps({**about, "high_score": high}, indent=2) + "\n")
 
 
 def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:

@@ -24,7 +24,7 @@ from toolkit.reports.files import (
 )
 from toolkit.reports.machine import device_in_words, environment, machine
 from toolkit.reports.page import RELOADS_AFTER, REPORT_FILE, write_report
-from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, pair_evaluation, worst_errors
+from toolkit.reports.pairs import ERRORS_FILE, SCORES_FILE, ScoredPair, of_responses, pair_evaluation, worst_errors
 from toolkit.reports.progress import Progress, figures_of
 from toolkit.reports.samples import Output, Responses, sample_rows, samples_table, texts_table
 from toolkit.reports.verdict import verdict

@@ -1,6 +1,6 @@
 """Evaluation of a reward on held-out pairs: distribution of its scores, calibration, length, worst errors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,11 @@ _QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 ScoredPair = dict[str, Any]
 """One held-out pair: `prompt`, `chosen` and `rejected` (text), `chosen_score`, `rejected_score`, `chosen_length` and
 `rejected_length` (tokens of the response)."""
+
+
+def of_responses(pairs: Iterable[ScoredPair]) -> list[float]:
+    """The scores of both responses of each pair."""
+    return [pair[f"{side}_score"] for pair in pairs for side in ("chosen", "rejected")]
 
 
 def _distribution(scores: Tensor) -> dict[str, float]:

@@ -42,6 +42,8 @@ class RewardModel(TextScorer):
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     truncated: int = field(default=0, init=False)
+    high_score: float | None = field(default=None, init=False)
+    """Beyond it the model judges what it has hardly met; known of one that the reward stage has trained."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,7 +195,9 @@ class ModelScorer(TextScorer):
         if self.model is not None:
             return self.load()
         assert context.reward_model is not None and context.tokenizer is not None
-        return RewardModel(context.reward_model, context.tokenizer, **{**self._text_settings, "reads": "tokens"})
+        made = RewardModel(context.reward_model, context.tokenizer, **{**self._text_settings, "reads": "tokens"})
+        made.high_score = context.high_score
+        return made
 
     def load(self, device: torch.device | None = None) -> RewardModel:
         """The reward model, with its weights. For errors see `RewardModel.load`."""

@@ -52,6 +52,7 @@ class ScorerContext:
         role: the one on the shared base that an adapter is read in: "reward", or "judge" for a judge.
         reward_outputs: of the model that the reward stage trains on a base of its own, for a check; None without one.
         reward_model: that model, trained, to build a scorer that reads it.
+        high_score: of that model's scores of held-out responses, if it is known.
     """
 
     roles: SharedBase | None
@@ -64,6 +65,7 @@ class ScorerContext:
     role: str = "reward"
     reward_outputs: int | None = None
     reward_model: PreTrainedModel | PeftModel | None = None
+    high_score: float | None = None
 
     def problems_of_prompts(self, check: Callable[[Prompts], object]) -> list[Problem]:
         """What a check that raises says of the first prompts that have something wrong."""

@@ -11,8 +11,8 @@ from transformers.utils import is_torch_tf32_available
 from toolkit import phases, processes
 from toolkit.data import Kind, RatedResponses, Task
 from toolkit.errors import RecipeError, RewardError, within
-from toolkit.models import SharedBase, default_device, fast_precision, load_model, slow_here
-from toolkit.reports import METRICS_FILE, MetricsFile
+from toolkit.models import SharedBase, default_device, fast_precision, high_score, load_model, slow_here
+from toolkit.reports import METRICS_FILE, SCORES_FILE, MetricsFile, of_responses, read_jsonl
 from toolkit.rewards import Prompts, Reward, ScorerContext
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site
@@ -195,11 +195,18 @@ def make_reward(
         batch_size=batch_size,
         role=role,
         reward_model=None if own is None else own.trained_classifier(site(recipe)),
+        high_score=None if own is None else high_score(_held_out_scores(recipe)),
     )
     with within(section):
         if problems := scorer.check(context):
             raise RewardError(recipe.name, problems=problems)
         return scorer.build(context)
+
+
+def _held_out_scores(recipe: Recipe) -> list[float]:
+    """What the reward that this run has trained gave the responses of held-out pairs, as its stage has written them."""
+    path = recipe.stage_folder("reward") / SCORES_FILE
+    return of_responses(read_jsonl(path)) if path.is_file() else []
 
 
 def measures(

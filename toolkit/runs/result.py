@@ -102,8 +102,7 @@ def write_up(
         write_jsonl(folder / reports.SCORES_FILE, judged)
         write_jsonl(folder / reports.ERRORS_FILE, reports.worst_errors(judged))
         if recipe.plan.stages["reward"].own is None:
-            of_both = (pair[f"{side}_score"] for pair in judged for side in ("chosen", "rejected"))
-            save_high_score(folder / "reward", [*of_both])
+            save_high_score(folder / "reward", reports.of_responses(judged))
     metrics = reports.read_jsonl(folder / reports.METRICS_FILE)
     reports.write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
     finish(folder, result)
