@@ -130,7 +130,8 @@ def problems_of(owner: type, values: Mapping[str, Any]) -> list[Problem]:
             or_null = " or null" if fits(None, hint) else ""
             problems.append(Problem(f"must be {allowed.words}{or_null}, got {value!r}.", name))
         else:
-            needs = ours[name].metadata["only_with"] if name in ours else {}
+            said = name in ours and value != ours[name].default
+            needs = ours[name].metadata["only_with"] if said else {}
             lacking = {key: want for key, want in needs.items() if values.get(key, ours[key].default) != want}
             as_yaml = (f"{key}: {str(want).lower()}" for key, want in lacking.items())
             problems += [Problem(f"would have no effect without {text}.", name) for text in as_yaml]

@@ -82,6 +82,8 @@ def test_what_yaml_would_take_for_a_comment_is_refused(value, left_out):
 def test_an_override_without_a_value_is_refused(override):
     with pytest.raises(RecipeError, match='override ".*= ?" has no value. Give one: .* null takes a stage.s key away'):
         recipes.load("doubling", override)
+    with pytest.raises(RecipeError, match='ppo.kl_coef: override "ppo.kl_coef=[?]{3}" has no value. Give one.'):
+        recipes.load("doubling", "ppo.kl_coef=???")
     with pytest.raises(RecipeError) as refused:
         recipes.load("doubling", "data.system=")  # as the shell leaves data.system=''
     assert """an empty text is "data.system=''" on the command line""" in str(refused.value)
@@ -599,6 +601,43 @@ def test_null_takes_a_number_of_a_stage_away():
     config = recipes.load("doubling", "ppo.max_steps=null", "ppo.num_train_epochs=2").stage_config("ppo")
     assert config.max_steps == -1 and config.number_of_updates(1280) == 20
     assert recipes.load("doubling", "ppo.cliprange=null").values["ppo"]["cliprange"] is None  # null is a value of it
+
+
+def test_a_length_in_passes_takes_the_place_of_the_recipe_s_in_updates():
+    assert recipes.load("doubling").values["ppo"]["max_steps"] > 0
+    for given in ("ppo.num_train_epochs=2", " ppo={num_train_epochs: 2}"):
+        assert recipes.load("doubling", given).stage_config("ppo").number_of_updates(1280) == 20
+    longer = recipes.load("doubling", ppo={"total_episodes": 1280}).stage_config("ppo")
+    assert longer.number_of_updates(5) == 10
+    both = recipes.load("doubling", "ppo.num_train_epochs=2", "ppo.max_steps=7").stage_config("ppo")
+    assert both.number_of_updates(1280) == 7  # as transformers has it
+    assert recipes.load("doubling", "ppo.num_train_epochs=null").stage_config("ppo").max_steps > 0
+
+
+def test_steps_between_evaluations_are_not_passed_over_where_the_recipe_has_none():
+    with pytest.raises(RecipeError, match="ppo.eval_steps — would have no effect.* Add ppo.eval_strategy=steps"):
+        recipes.load("llama3_8b_lora", "ppo.eval_steps=5")
+    given = recipes.load("llama3_8b_lora", "ppo.eval_steps=5", "ppo.eval_strategy=steps").stage_config("ppo")
+    assert given.eval_steps == 5
+    recipes.load("doubling", "ppo.eval_strategy='no'", "ppo.load_best_model_at_end=false")  # its own steps wait
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo", "collect"])
+def test_an_empty_stage_of_a_file_is_no_stage_with_defaults(stage, tmp_path):
+    path = tmp_path / "mine.yaml"
+    for empty in ("", "   # all defaults", " ~", " null", " {}"):
+        path.write_text(f"base: {{model: m}}\n{stage}:{empty}\nseed: 1\n")
+        with pytest.raises(RecipeError) as raised:
+            recipes.load(path)
+        told = f"{stage} — is empty, which is YAML's null, and null takes a stage away. Write {stage}: {{}} for its"
+        assert (told in str(raised.value)) == (empty in ("", "   # all defaults"))
+
+
+def test_a_setting_at_its_default_needs_nothing_beside_it():
+    settings = {"use_score_scaling": False, "use_score_norm": False}
+    assert check_stage("ppo", settings) == []
+    (problem,) = check_stage("ppo", {"use_score_norm": True})
+    assert problem.text().startswith("ppo.use_score_norm — would have no effect without use_score_scaling: true.")
 
 
 def test_the_recipe_of_a_run_elsewhere_is_no_new_one(tmp_path):

@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -23,6 +23,7 @@ from toolkit.settings import fits
 from toolkit.spec.as_text import to_yaml
 from toolkit.spec.insertions import only_keys, with_insertions
 from toolkit.spec.keys import owner_fields
+from toolkit.spec.plan import STAGES
 from toolkit.spec.plan import section as at_section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, SCORER_SECTIONS, STAGE_CLASSES
@@ -134,7 +135,18 @@ def _read(path: Path) -> DictConfig:
         raise RecipeError(f"{path} cannot be read as YAML: {_reason(error)}") from error
     if not isinstance(values, DictConfig):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, this is a {kind}.")
+    if empty := next(_empty_stages(text), None):
+        wrong = "is empty, which is YAML's null, and null takes a stage away."
+        raise RecipeError(str(path), problems=[Problem(wrong, empty, f"Write {empty}: {{}} for its defaults.")])
     return only_keys(values, str(path))
+
+
+def _empty_stages(text: str) -> Iterator[str]:
+    """The stages of a recipe's file after whose name nothing stands."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value in STAGES and isinstance(value, yaml.ScalarNode) and not (value.value or value.style):
+            yield key.value
 
 
 def _given(values: Mapping[str, Any]) -> DictConfig:
@@ -166,16 +178,18 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
     if not isinstance(override, str):
         wrong = f"override {override!r} is no text of the form section.key=value."
         raise RecipeError(wrong, remedy="Sections are given by name: ppo={…}.")
-    key, equals, value = override.partition("=")
+    key, equals, value = override.strip().partition("=")
     if not equals or not all(part.strip("[]{} ") for part in key.split(".")) or key.count(".") > _DEEPEST:
         raise RecipeError(f'override "{override}" is not of the form section.key=value.')
+    if value.strip() == "???":  # which OmegaConf passes over
+        raise RecipeError(f'override "{override}" has no value.', field=key, remedy="Give one.")
     if not value.strip():  # YAML's null, as where a variable of the shell is not set
         wrong = f'override "{override}" has no value.'
         empty = f'an empty text is "{key}=\'\'" on the command line, SET="{key}=\\"\'\'\\"" with make'
         raise RecipeError(wrong, field=key, remedy=f"Give one: {empty}; null takes a stage's key away.")
     try:
         check_yaml(value)
-        change = only_keys(OmegaConf.from_dotlist([override]), f'override "{override}"')
+        change = only_keys(OmegaConf.from_dotlist([override.strip()]), f'override "{override}"')
         merged = OmegaConf.merge(values, change)
     except RecipeError:
         raise
@@ -199,10 +213,25 @@ def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
     """Keys that are given beside the recipe, one by one (`data.train=file`) or in a section (`data={train: file}`)."""
     given = dict(sections)
     for override in overrides:
-        key, _, value = override.partition("=")
+        key, _, value = override.strip().partition("=")
         given[key] = yaml.safe_load(value) if value.lstrip().startswith("{") else value
     within = {f"{key}.{name}" for key, value in given.items() if isinstance(value, Mapping) for name in value}
     return {*given, *within}
+
+
+def _without_what_hides(values: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The recipe without the keys of its stages beside which those that are given would have no effect: a number of
+    updates beside one of passes, and that nothing is evaluated beside the steps between evaluations."""
+    for stage in STAGE_CLASSES:
+        settings = values.get(stage)
+        if not isinstance(settings, dict):
+            continue
+        new = {key for key in settings if f"{stage}.{key}" in given}
+        if new & {"num_train_epochs", "total_episodes"} and "max_steps" not in new:
+            settings.pop("max_steps", None)
+        if "eval_steps" in new and "eval_strategy" not in new and settings.get("eval_strategy") == "no":
+            del settings["eval_strategy"]
+    return values
 
 
 def _without_the_replaced(values: dict[str, Any], given: Collection[str], begun: dict[str, Any]) -> dict[str, Any]:
@@ -345,7 +374,7 @@ def load(
         raise RecipeError(str(path), problems=problems)
     try:
         given = _keys_of(overrides, sections or {})
-        without = _without_the_replaced(_without_null(resolved), given, begun)
+        without = _without_the_replaced(_without_what_hides(_without_null(resolved), given), given, begun)
         found = _with_shipped_data(without, path, given)
         checked = _with_whole_paths(with_reward_files(found, path.parent))
     except (OSError, ValueError, RuntimeError) as error:  # as in `find`

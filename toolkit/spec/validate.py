@@ -37,6 +37,10 @@ _ARGUMENTS = {
     "FROM": "--from-run name",
     "OVERWRITE": "--overwrite",
     "RESUME": "--resume",
+    **dict.fromkeys(("PROCESSES", "GPUS"), "--processes number"),
+    "GPU": "--gpu name, of plan",
+    "OUTPUT": "its second one, of export",
+    "MERGE": "--merge, of export",
     "SET": "the keys themselves, each a word",
 }
 
