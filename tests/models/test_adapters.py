@@ -387,13 +387,17 @@ def test_an_adapter_of_pefts_on_the_head_comes_with_a_copy_of_the_base(tmp_path)
         load_role(bare(), "policy", tmp_path)
 
 
-def test_an_adapter_that_eva_began_is_plain_lora(tmp_path):
+@pytest.mark.parametrize(
+    ("begun", "why"),
+    [("eva", "starts from activations that PEFT collects"), ("mica", "trains the factor A alone, and a role trains")],
+)
+def test_an_adapter_that_eva_or_mica_began_is_plain_lora(begun, why, tmp_path):
     get_peft_model(tiny_model(), lora()).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "eva"}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": begun}))
     load_role(bare(), "policy", tmp_path)
-    with pytest.raises(AdapterError, match='^init_lora_weights: "eva" starts from activations that PEFT collects'):
-        bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", init_lora_weights="eva"))
+    with pytest.raises(AdapterError, match=f'^init_lora_weights: "{begun}" {why}'):
+        bare().add_role("policy", LoraConfig(task_type="CAUSAL_LM", init_lora_weights=begun))
 
 
 def test_an_adapter_names_the_commit_of_its_base(tmp_path):

@@ -63,7 +63,8 @@ def test_what_decides_a_stage(tmp_path):
     assert reads == {name: [name in ("ppo", "q")] * 2 for name in ("reward", "collect", "ppo", "q")}
     assert recipe.plan.stages["ppo"].source("judge").folder == "x" and recipe.plan.needs("ppo") == ["reward"]
     assert recipe.stage_config("ppo", **BEST, metric_for_best_model="judge").greater_is_better
-    load_changed(tmp_path, judge=RULE, ppo={**BEST, "metric_for_best_model": "judge_se", "early_stopping_patience": 2})
+    least = {"metric_for_best_model": "judge_se", "greater_is_better": False}
+    load_changed(tmp_path, judge=RULE, ppo={**BEST, **least, "early_stopping_patience": 2})
 
 
 @pytest.fixture(scope="module")

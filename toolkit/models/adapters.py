@@ -252,7 +252,8 @@ def adapter_config(folder: Path) -> LoraConfig:
         wrong += "which the other roles share."
         raise AdapterError(wrong, remedy="Train it without.")
     config.modules_to_save, config.task_type, config.inference_mode = None, "CAUSAL_LM", False
-    if config.init_lora_weights in ("orthogonal", "eva"):  # which leave the base alone: the weights are in the file
+    # Those that leave the base alone: the weights are in the file.
+    if config.init_lora_weights in ("orthogonal", "eva", "mica"):
         config.init_lora_weights = True
     # Where it was trained; the weights' names and shapes are checked instead.
     config.base_model_name_or_path = config.revision = None

@@ -44,12 +44,11 @@ def fuse(layers: Iterable[BaseTunerLayer], read: Callable[[], Any]) -> tuple["Fu
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether all that a layer computes is W x + b + s · B A x, whichever adapter is active."""
-    if not isinstance(layer, LoraLayer) or isinstance(layer, nn.Embedding):
+    if not isinstance(layer, LoraLayer):
         return False
     base = layer.base_layer
     return (
         type(base) in (nn.Linear, Linear4bit)
-        and not getattr(layer, "fan_in_fan_out", False)
         and not layer.lora_variant
         and not any(layer.lora_bias.values())
         and not hasattr(base, "_hf_hook")  # accelerate's, which may keep the weight elsewhere

@@ -184,6 +184,8 @@ def check_trains_adapter_alone(config: LoraConfig) -> None:
         wrong = f'"{config.init_lora_weights}" starts by changing weights of the base, which is to stay as it is.'
         if config.init_lora_weights == "eva":
             wrong = '"eva" starts from activations that PEFT collects in a pass of its own, which is not made here.'
+        if config.init_lora_weights == "mica":
+            wrong = '"mica" trains the factor A alone, and a role trains both.'
         raise AdapterError(wrong, field="init_lora_weights", remedy="Leave it out, or take gaussian.")
     for field, wrong in _NOT_BY_ROLE.items():
         if getattr(config, field):
