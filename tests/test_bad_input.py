@@ -291,7 +291,16 @@ def test_ctrl_c_before_a_stage_has_looked_at_its_run_names_the_same_command(word
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "To begin again, or with --resume to go on if something is saved: toolkit ppo doubling --processes 2"),
+        (
+            [],
+            "To begin again, or with --resume to go on if something is saved (make: RESUME=1): "
+            "toolkit ppo doubling --processes 2",
+        ),
+        (
+            ["--overwrite"],
+            "To begin again, or with --resume in place of --overwrite to go on if something is saved (make: RESUME=1): "
+            "toolkit ppo doubling --processes 2 --overwrite",
+        ),
         (["--resume"], "To go on: toolkit ppo doubling --processes 2 --resume (make: RESUME=1)"),
     ],
 )

@@ -611,7 +611,13 @@ def test_a_length_in_passes_takes_the_place_of_the_recipe_s_in_updates():
     assert longer.number_of_updates(5) == 10
     both = recipes.load("doubling", "ppo.num_train_epochs=2", "ppo.max_steps=7").stage_config("ppo")
     assert both.number_of_updates(1280) == 7  # as transformers has it
-    assert recipes.load("doubling", "ppo.num_train_epochs=null").stage_config("ppo").max_steps > 0
+    for nothing in ("ppo.num_train_epochs=null", "ppo.total_episodes=null"):
+        assert recipes.load("doubling", nothing).stage_config("ppo").max_steps > 0
+    two = recipes.load("doubling", "ppo={num_train_epochs: 2}", "ppo={learning_rate: 1e-4}").stage_config("ppo")
+    assert (two.number_of_updates(1280), two.learning_rate) == (20, 1e-4)
+    episodes = recipes.load("doubling", "ppo.total_episodes=128")
+    again = recipes.load(episodes.values, "ppo.num_train_epochs=2", run="again").stage_config("ppo")
+    assert again.number_of_updates(1280) == 20
 
 
 def test_steps_between_evaluations_are_not_passed_over_where_the_recipe_has_none():

@@ -238,7 +238,8 @@ def _way_on(stop: BaseException) -> str:
         return f" Nothing of it is saved. To begin again{by}: {again}"
     if isinstance(stop, RunInterrupted) and not hasattr(stop, "way_on") and "--resume" not in sys.argv:
         # Processes that it started were ended by the signal itself: they alone knew how far they had come.
-        return f" To begin again, or with --resume to go on if something is saved: {again}"
+        instead = " in place of --overwrite" if "--overwrite" in sys.argv else ""
+        return f" To begin again, or with --resume{instead} to go on if something is saved (make: RESUME=1): {again}"
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
     command = shlex.join(["toolkit", *arguments, f"--{way}"])
     if way == "overwrite":

@@ -23,7 +23,7 @@ _AFTER_A_SENTENCE = re.compile(rf"""(?:(?<=[{_ENDS}])|(?<=[{_ENDS}]["'”’)\]*
 _COMMAS = ",，、،"
 _QUOTES = dict.fromkeys(map(ord, "‘’‚‛ʼ´′＇"), "'") | dict.fromkeys(map(ord, "“”„‟«»＂"), '"')
 _HYPHENS = dict.fromkeys(map(ord, "‐‑"), "-")
-_LIST_NUMBER = re.compile(r"^[^\S\n]*\d+[.)][^\S\n]+", re.MULTILINE)
+_LIST_NUMBER = re.compile(r"^[^\S\n]*\d{1,2}[.)][^\S\n]+", re.MULTILINE)
 _BULLET = re.compile(r"^[^\S\n]*[-*•][^\S\n]+\S", re.MULTILINE)
 _EMPHASIS = "_*"
 # What may follow an ending, and what it may be asked for with; in French a space stands before a mark.

@@ -211,12 +211,12 @@ def _reason(error: Exception) -> str:
 
 def _keys_of(overrides: Sequence[str], sections: Mapping[str, Any]) -> set[str]:
     """Keys that are given beside the recipe, one by one (`data.train=file`) or in a section (`data={train: file}`)."""
-    given = dict(sections)
+    given: list[tuple[str, Any]] = list(sections.items())
     for override in overrides:
         key, _, value = override.strip().partition("=")
-        given[key] = yaml.safe_load(value) if value.lstrip().startswith("{") else value
-    within = {f"{key}.{name}" for key, value in given.items() if isinstance(value, Mapping) for name in value}
-    return {*given, *within}
+        given.append((key, yaml.safe_load(value) if value.lstrip().startswith("{") else value))
+    within = {f"{key}.{name}" for key, value in given if isinstance(value, Mapping) for name in value}
+    return {key for key, _ in given} | within
 
 
 def _without_what_hides(values: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -226,9 +226,11 @@ def _without_what_hides(values: dict[str, Any], given: Collection[str]) -> dict[
         settings = values.get(stage)
         if not isinstance(settings, dict):
             continue
-        new = {key for key in settings if f"{stage}.{key}" in given}
+        new = {key for key, value in settings.items() if value is not None and f"{stage}.{key}" in given}
         if new & {"num_train_epochs", "total_episodes"} and "max_steps" not in new:
             settings.pop("max_steps", None)
+        if "num_train_epochs" in new and "total_episodes" not in new:
+            settings.pop("total_episodes", None)
         if "eval_steps" in new and "eval_strategy" not in new and settings.get("eval_strategy") == "no":
             del settings["eval_strategy"]
     return values
