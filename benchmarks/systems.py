@@ -116,9 +116,11 @@ def with_cloning(begun: Recipe, collected: Path, kept: Path, model: str) -> dict
 def _merged(begun: Recipe, folder: Path) -> str:
     """The checkpoint of base and sft's adapter as one."""
     if not folder.is_dir():
+        begun_in = folder.with_name(f"{folder.name}-begun")  # a kill leaves it, and no half checkpoint
         base = AutoModelForCausalLM.from_pretrained(begun.base_path, dtype=torch.bfloat16)
-        PeftModel.from_pretrained(base, _after_sft(begun)["policy"]).merge_and_unload().save_pretrained(folder)
-        begun.tokenizer.save_pretrained(folder)
+        PeftModel.from_pretrained(base, _after_sft(begun)["policy"]).merge_and_unload().save_pretrained(begun_in)
+        begun.tokenizer.save_pretrained(begun_in)
+        begun_in.rename(folder)
     return str(folder)
 
 
