@@ -3,9 +3,10 @@
     python -m benchmarks.gpu
 
 No network, no checkpoint, no tokenizer file: the model has Llama-3.1-8B's configuration and random weights, prompts and
-responses are random ids of fixed lengths. All four roles, value separate and shared; checkpointing off and on,
-responses by a merged copy of the weights, and either with CUDA graphs; seconds and peak memory by phase, each with what
-`toolkit plan` says of it. `--small` runs the same code on a CPU with a tiny model, for the tests.
+responses are random ids of one length each, and in a last row of uneven ones. All four roles, value separate and
+shared; checkpointing off and on, responses by a merged copy of the weights, and either with CUDA graphs; seconds and
+peak memory by phase, each with what `toolkit plan` says of it. `--small` runs the same code on a CPU with a tiny model,
+for the tests.
 """
 
 import argparse
@@ -45,12 +46,13 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": True, "generation": "eager"},
     {"gradient_checkpointing": False, "generation": "merged"},
 )
-"""Settings of each row, with either value role."""
+"""Settings of each row, with either value role; the first is measured of uneven lengths, too."""
 BY_GRAPHS: tuple[dict[str, Any], ...] = tuple(
     {"gradient_checkpointing": False, "generation": way} for way in ("graphs", "merged_graphs")
 )
 """Those of a card alone, and after all others: in a process in which a recording has failed nothing more can be
 measured."""
+LENGTHS = ("even", "uneven")
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
 _OF_PLAN = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "score", "update": "update"}
 
@@ -83,19 +85,23 @@ def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
     return Settings(LLAMA_8B, size, prompt_length=256, updates=updates, device=torch.device("cuda", 0))
 
 
-def random_work(values: dict[str, Any], size: Size, prompt_length: int, *, seed: int = 0) -> Work:
-    """Random prompts and responses of one length each; no id is a special token, so that nothing ends early."""
+def random_work(values: dict[str, Any], size: Size, prompt_length: int, *, uneven: bool = False, seed: int = 0) -> Work:
+    """Random prompts and responses of one length each; no id is a special token, so that nothing ends early.
+
+    `uneven` spreads the lengths of both, each in an order of its own, from an eighth of the longest to it.
+    """
     draw = random.Random(seed)
     ordinary = range(min(values["bos_token_id"], values["eos_token_id"]))
 
-    def rows(length: int) -> list[list[int]]:
-        return [draw.choices(ordinary, k=length) for _ in range(size.rollouts)]
+    def lengths(longest: int) -> list[int]:
+        spread = [round(longest * (1 + 7 * i / (size.rollouts - 1)) / 8) for i in range(size.rollouts)]
+        return draw.sample(spread, k=size.rollouts) if uneven else [longest] * size.rollouts
 
     return Work(
         size=size,
-        prompt_ids=rows(prompt_length),
-        sampled=rows(size.response_length),
-        lengths=[size.response_length] * size.rollouts,
+        prompt_ids=[draw.choices(ordinary, k=length) for length in lengths(prompt_length)],
+        sampled=[draw.choices(ordinary, k=size.response_length) for _ in range(size.rollouts)],
+        lengths=lengths(size.response_length),
         eos_token_id=values["eos_token_id"],
     )
 
@@ -162,7 +168,8 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
         "rollout": (trainer.rollouts.generated, work.size.rollouts),
         "reward": (trainer.reward.portion, at_a_time),
     }
-    foreseen = _foreseen(given, built.trainer.args, value)
+    # A plan is of rows of one length.
+    foreseen = _foreseen(given, built.trainer.args, value) if min(work.lengths) == max(work.lengths) else {}
     measured = clock.updates[WARM_UP:]
     seconds = {phase: statistics.median(update[phase] for update in measured) for phase in PHASES}
     return {
@@ -201,12 +208,14 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
     Returns:
         The result as it is written.
     """
-    work = random_work(given.llama, given.size, given.prompt_length)
+    works = {how: random_work(given.llama, given.size, given.prompt_length, uneven=how == "uneven") for how in LENGTHS}
     drawn = outline(LlamaConfig(**given.llama))
     layers, head = floor.linear_layers(drawn)
     values = ("separate", "shared")
-    products = {value: floor.matmuls(work, layers, head, value=value, rank=RANK) for value in values}
-    floor_seconds = floor.measure(products, dtype=torch.bfloat16, device=given.device)
+    floors = {}
+    for how, work in works.items():
+        products = {value: floor.matmuls(work, layers, head, value=value, rank=RANK) for value in values}
+        floors[how] = floor.measure(products, dtype=torch.bfloat16, device=given.device)
     result = new_result(
         "gpu" if given.device.type == "cuda" else "small",
         model={
@@ -221,21 +230,24 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
             **asdict(given.size),
             "prompt_tokens": given.prompt_length,
             "response_tokens": given.size.response_length,
-            "tokens": work.tokens,
+            "tokens": {how: work.tokens for how, work in works.items()},
         },
         rows=[],
-        floor=floor_seconds,
+        floor=floors,
     )
     by_graphs = BY_GRAPHS if given.device.type == "cuda" else ()
     last = [("separate", by_graphs)] if by_graphs else []
-    for value, forms in [("separate", FORMS), ("shared", (*FORMS, *by_graphs)), *last]:
+    uneven = {**FORMS[0], "lengths": "uneven"}
+    for value, forms in [("separate", (*FORMS, uneven)), ("shared", (*FORMS, uneven, *by_graphs)), *last]:
         base = random_llama(given.llama, given.device)
         result["model"]["weights_gb"] = weight_bytes_of(base) / 1e9
         roles = add_roles(SharedBase(base), value)
         for form in forms:
-            row = measure(given, roles, work, value=value, **form)
+            how = form.get("lengths", "even")
+            asked = {key: setting for key, setting in form.items() if key != "lengths"}
+            row = measure(given, roles, works[how], value=value, **asked) | {"lengths": how}
             if "seconds" in row:
-                row["over_floor"] = sum(row["seconds"].values()) / sum(floor_seconds[value]["seconds"].values())
+                row["over_floor"] = sum(row["seconds"].values()) / sum(floors[how][value]["seconds"].values())
             result["rows"].append(row)
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)
@@ -250,7 +262,7 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
 def _line(row: dict[str, Any]) -> str:
     """A row for whoever watches."""
     checkpointing = "on" if row["gradient_checkpointing"] else "off"
-    name = f"{row['value']} value, checkpointing {checkpointing}, {row['generation']}"
+    name = f"{row['value']} value, checkpointing {checkpointing}, {row['generation']}, {row['lengths']} lengths"
     if "refused" in row:
         return f"{name}: {row['refused']}"
     if "out_of_memory" in row:

@@ -167,6 +167,7 @@ _GPU_COLUMNS = (
     "value",
     "checkpointing",
     "generation",
+    "lengths",
     *(f"{phase} s" for phase in PHASES),
     *(f"{phase} peak GB" for phase in PHASES),
     "samples/s",
@@ -176,10 +177,15 @@ _GPU_COLUMNS = (
 
 def _gpu_cells(row: Mapping[str, Any]) -> list[str]:
     lowered = "".join(f", {phase} by {rows} rows" for phase, rows in row.get("lowered", {}).items())
-    first = [row["value"], "on" if row["gradient_checkpointing"] else "off", f"{row['generation']}{lowered}"]
+    first = [
+        row["value"],
+        "on" if row["gradient_checkpointing"] else "off",
+        f"{row['generation']}{lowered}",
+        row["lengths"],
+    ]
     if "refused" in row or "out_of_memory" in row:
         why = row.get("refused") or f"out of memory in {row['out_of_memory']}"
-        return [*first, why, *[""] * (len(_GPU_COLUMNS) - 4)]
+        return [*first, why, *[""] * (len(_GPU_COLUMNS) - 5)]
 
     def measured(name: str, planned: str) -> list[str]:
         beside = {phase: f" ({figure:.2f})" for phase, figure in row.get(planned, {}).items()}  # not of every card
@@ -205,8 +211,9 @@ def _gpu(result: Mapping[str, Any]) -> str:
         f"{where(result)} Model: a Llama of {model['parameters'] / 1e9:.2f} billion parameters with random weights, "
         f"hidden size {model['hidden_size']}, {model['layers']} layers, in NF4: {model['weights_gb']:.2f} GB. "
         f"{work['rollouts']} rollouts, prompts of {work['prompt_tokens']} tokens, responses of "
-        f"{work['response_tokens']}, {work['epochs']} epochs, micro-batch {work['micro_batch']}; medians of "
-        f"{result['arguments']['updates']} updates. In brackets what `toolkit plan` says."
+        f"{work['response_tokens']} (uneven lengths are from an eighth of these to them), {work['epochs']} epochs, "
+        f"micro-batch {work['micro_batch']}; medians of {result['arguments']['updates']} updates. In brackets what "
+        "`toolkit plan` says."
     )
     return "\n\n".join([about, markdown(*gpu_rows(result))])
 

@@ -16,6 +16,8 @@ from toolkit.costs import Costs, Phase
 from toolkit.errors import ConfigError, RewardError
 from toolkit.trainers import self_checks
 
+ROW = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "lengths": "even"}
+
 
 def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["gpu", "--small", "--output", str(tmp_path)])
@@ -23,16 +25,19 @@ def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert gpu.main() == 0
     (path,) = tmp_path.glob("*_small.json")
     found = json.loads(path.read_text(encoding="utf-8"))
-    forms = [(False, "eager"), (True, "eager"), (False, "merged")]
-    assert [(row["value"], row["gradient_checkpointing"], row["generation"]) for row in found["rows"]] == [
+    forms = [(False, "eager", "even"), (True, "eager", "even"), (False, "merged", "even"), (False, "eager", "uneven")]
+    keys = ("gradient_checkpointing", "generation", "lengths")
+    assert [(row["value"], *(row[key] for key in keys)) for row in found["rows"]] == [
         (value, *form) for value in ("separate", "shared") for form in forms
     ]
+    assert ["planned_gb" in row for row in found["rows"]] == [True, True, True, False] * 2  # a plan is of even ones
     for row in found["rows"]:
         assert set(row["seconds"]) == set(row["peak_gb"]) == set(PHASES)
         assert row["over_floor"] > 0
     assert "random weights" in capsys.readouterr().out
     text = table.section("gpu", found)
-    assert "| separate | off | merged |" in text and "random weights" in text
+    assert "| separate | off | merged | even |" in text and "| shared | off | eager | uneven |" in text
+    assert "random weights" in text
 
 
 ABSENT = """
@@ -78,7 +83,7 @@ def test_a_row_without_room_to_merge_loses_no_other(monkeypatch):
     roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
     row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="merged")
     assert row["refused"] == "generation: merged needs 16 GB"
-    assert table.gpu_rows({"rows": [row]})[1][0][3] == row["refused"]
+    assert table.gpu_rows({"rows": [row | {"lengths": "even"}]})[1][0][4] == row["refused"]
 
 
 def test_graphs_are_rows_of_a_card(monkeypatch):
@@ -112,7 +117,7 @@ def test_a_recording_that_fails_loses_no_row_without_graphs(fails, monkeypatch):
     monkeypatch.setattr(gpu, "random_llama", lambda values, device, made=gpu.random_llama: made(values, on_cpu))
     monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {})
     found = gpu.run(replace(given, device=torch.device("cuda")), Console(quiet=True), lambda result: None)
-    plain = [(value, how) for value in ("separate", "shared") for how in ("eager", "eager", "merged")]
+    plain = [(value, how) for value in ("separate", "shared") for how in ("eager", "eager", "merged", "eager")]
     by_graphs = [
         ("shared", "graphs"),
         ("shared", "merged_graphs"),
@@ -125,11 +130,11 @@ def test_a_recording_that_fails_loses_no_row_without_graphs(fails, monkeypatch):
 def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):
     figures = dict.fromkeys(PHASES, 1.0)
     planned = {"planned_seconds": dict.fromkeys(PHASES, 2.0), "planned_gb": dict.fromkeys(PHASES, 3.0)}
-    row = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "seconds": figures}
+    row = {**ROW, "seconds": figures}
     row |= {"peak_gb": figures, "samples_per_second": 1.0, "over_floor": 1.0}
     _, (both, without) = table.gpu_rows({"rows": [row | planned, row | {"planned_gb": planned["planned_gb"]}]})
-    assert both[3:9] == ["1.00 (2.00)"] * 3 + ["1.00 (3.00)"] * 3
-    assert without[3:9] == ["1.00"] * 3 + ["1.00 (3.00)"] * 3
+    assert both[4:10] == ["1.00 (2.00)"] * 3 + ["1.00 (3.00)"] * 3
+    assert without[4:10] == ["1.00"] * 3 + ["1.00 (3.00)"] * 3
     monkeypatch.setattr(gpu, "here", lambda: 24 * 10**9)
     phases = {"update": [Phase("update", Costs(peak=500_000_000), 1)]}
     monkeypatch.setattr(gpu, "planned", lambda *arguments, **named: (1_000_000_000, phases))
@@ -142,16 +147,23 @@ def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):
 
 def test_a_row_whose_micro_batch_was_halved_says_so():
     figures = dict.fromkeys(PHASES, 1.0)
-    row = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "lowered": {"update": 2}}
+    row = {**ROW, "lowered": {"update": 2}}
     row |= {"seconds": figures, "planned_seconds": figures, "peak_gb": figures, "planned_gb": figures}
     _, rows = table.gpu_rows({"rows": [{**row, "samples_per_second": 1.0, "over_floor": 1.0}]})
     assert rows[0][2] == "eager, update by 2 rows"
 
 
 def test_a_row_that_ran_out_of_memory_says_where():
-    row = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "out_of_memory": "update"}
-    _, rows = table.gpu_rows({"rows": [row]})
-    assert rows[0][:4] == ["separate", "off", "eager", "out of memory in update"]
+    _, rows = table.gpu_rows({"rows": [{**ROW, "out_of_memory": "update"}]})
+    assert rows[0][:5] == ["separate", "off", "eager", "even", "out of memory in update"]
+
+
+def test_uneven_lengths_reach_from_an_eighth_to_the_longest_and_are_not_in_order():
+    given = gpu.settings(small=True, updates=1, rollouts=4)
+    work = gpu.random_work(given.llama, replace(given.size, rollouts=8, response_length=128), 256, uneven=True)
+    assert sorted(work.lengths) == [16, 32, 48, 64, 80, 96, 112, 128] != work.lengths
+    assert sorted(map(len, work.prompt_ids)) == [32, 64, 96, 128, 160, 192, 224, 256]
+    assert [length // 16 for length in work.lengths] != [len(ids) // 32 for ids in work.prompt_ids]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
