@@ -164,8 +164,9 @@ def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int], arms: Sequen
             updates, each = UPDATES.get(arm, (1, SAMPLES))
             found[arm][str(seed)] = one | {"responses": updates * each}
     result = new_result("systems", prompts=len(begun.task.prompts("test")))
-    of_today = read_result(result, RESULTS) or {"arms": {}}
-    return write_result(result | {"arms": of_today["arms"] | found}, RESULTS)
+    of_today = (read_result(result, RESULTS) or {"arms": {}})["arms"]
+    arms = of_today | {arm: of_today.get(arm, {}) | by_seed for arm, by_seed in found.items()}
+    return write_result(result | {"arms": arms}, RESULTS)
 
 
 def _run(stage: str, name: str, values: Mapping[str, Any], runs: Path, seed: int) -> Path:
@@ -233,7 +234,8 @@ def _table(arms: Mapping[str, Any], prompts: int) -> str:
         """From where its seeds began, which may be measured on another day; that of Q is at another temperature."""
         own = name != "q" and all("before" in one for one in arms[name].values())
         begun = {seed: one["before"]["satisfied"] for seed, one in arms[name if own else RECIPE].items()}
-        return ", ".join(f"{one['after']['satisfied'] - begun[seed]:+.3f}" for seed, one in arms[name].items())
+        ends = {seed: one["after"]["satisfied"] for seed, one in arms[name].items() if seed in begun}
+        return ", ".join(f"{end - begun[seed]:+.3f}" for seed, end in ends.items())
 
     begun = [one["before"] for one in arms[RECIPE].values()]
     rows = [["where all begin", "", *(cell(begun, key) for key in _COLUMNS), ""]]

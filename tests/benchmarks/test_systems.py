@@ -68,6 +68,35 @@ def test_cloning_is_measured_on_what_it_trained_and_from_where_it_began(begun, n
     assert [(stage, arm, values["base"]["model"]) for stage, arm, values, *_ in ran] == [("sft", name, model)]
 
 
+def test_what_is_run_is_added_to_the_arms_and_seeds_of_the_day(tmp_path, monkeypatch):
+    ran = []
+    prompts = SimpleNamespace(prompts=lambda split: [split] * 7)
+    monkeypatch.setattr(recipes.Recipe, "task", prompts)
+    monkeypatch.setattr(systems, "RESULTS", tmp_path)
+    monkeypatch.setattr(systems, "run_stage", lambda stage, recipe, name, *given: ran.append((stage, name)))
+    monkeypatch.setattr(systems, "_run", lambda stage, name, values, runs, seed: tmp_path / f"{name}-{seed}")
+    monkeypatch.setattr(systems, "measured", lambda folder: {"of": folder.name})
+    systems.run(tmp_path, (), (0, 1), ["actor_critic_lora", "q"])
+    path = systems.run(tmp_path, (), (1, 2), ["actor_critic_lora", RECIPE])
+    arms = json.loads(path.read_text())["arms"]
+    assert {arm: list(seeds) for arm, seeds in arms.items()} == {
+        "actor_critic_lora": ["0", "1", "2"], "q": ["0", "1"], RECIPE: ["1", "2"]
+    }  # fmt: skip
+    assert arms["actor_critic_lora"]["2"] == {"of": "actor_critic_lora-2", "responses": 1600}
+    assert arms["q"]["0"] == {"of": "q-0", "responses": SAMPLES}
+    names = [f"systems-{RECIPE}-{seed}" for seed in (0, 1, 1, 2)]
+    assert [name for stage, name in ran if stage == "sft"] == names
+    assert [name for stage, name in ran if stage == "ppo"] == names[2:]
+
+
+def test_a_gain_is_told_of_seeds_whose_beginning_is_known():
+    def one(satisfied, **before):
+        return {"after": {"satisfied": satisfied, "score": satisfied}, "responses": 1600, **before}
+
+    arms = {RECIPE: {"0": one(0.5, before={"satisfied": 0.4, "score": 0.4})}, "q": {"0": one(0.7), "1": one(0.9)}}
+    assert systems._table(arms, 30).splitlines()[4].endswith("| +0.300 |")
+
+
 def test_the_page_has_a_line_for_each(tmp_path, monkeypatch):
     end = {"score": 0.5, "kl": 2.0, "length": 20.0, "satisfied": 0.5, "satisfied_unseen": 0.2}
     logged = [[update, float(update > 25)] for update in range(1, 51)]

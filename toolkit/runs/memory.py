@@ -27,7 +27,7 @@ def weights_fit(recipe: Recipe) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         ways = ["name a smaller checkpoint", "ask toolkit plan which card holds this one"]
         if not recipe.base.quantization:
-            ways.insert(0, "load the base in 4 bits (base.quantization)")
+            ways.insert(0, "load the base in 4 bits (base.quantization), if it is not in them already")
         if {"scorer", "judge", "reward_model", "value_model"} & recipe.values.keys():
             ways.append("load fewer models beside the base, or these in 4 bits (their quantization)")
         wrong = "the weights of the models do not fit into the card's memory beside what others have there."
