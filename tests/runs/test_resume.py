@@ -24,6 +24,7 @@ from toolkit.runs.listing import state_of
 from toolkit.runs.lock import acquire, owner_of
 from toolkit.runs.memory import out_of_memory
 from toolkit.runs.owned import BEFORE_FILE, begin
+from toolkit.sampling import Evaluator
 from toolkit.trainers import ppo_base
 from toolkit.trainers.trl_compat import HAS_PPO
 
@@ -306,6 +307,30 @@ def test_a_notebook_does_not_unfinish_a_run(tmp_path, checkpoint):
     with pytest.raises(RecipeError, match=r"ppo of this run is finished.*max_steps makes it longer"):
         recipe.ppo_trainer(resume=True)
     assert before == {name: (recipe.stage_folder("ppo") / name).read_bytes() for name in before}
+
+
+def test_what_the_last_evaluation_measured_is_not_measured_again(tmp_path, checkpoint):
+    """But where it was of other weights or of other prompts."""
+    asked, measure = [], Evaluator.__call__
+
+    def counted(self, prompts, **given):
+        asked.append(len(prompts))
+        return measure(self, prompts, **given)
+
+    def run(name, **changes):
+        asked.clear()
+        recipe = chat(tmp_path, checkpoint, name=name, learning_rate=3e-2, **changes)
+        return stages.run(recipe, "ppo"), read_jsonl(recipe.stage_folder("ppo") / "samples.jsonl"), len(asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluator, "__call__", counted)
+        apart, once = run("apart"), run("once", eval_strategy="steps", eval_steps=2)
+        by = {"metric_for_best_model": "kl", "greater_is_better": True, "load_best_model_at_end": True}
+        best = run("best", eval_strategy="steps", eval_steps=1, **by)
+    assert once[0]["after"] == apart[0]["after"] != once[0]["before"] and once[1] == apart[1]
+    assert best[0]["ended"].startswith("The weights are those of step 2 of 3")
+    # Before; after; at steps 2 and 3; at steps 1, 2 and 3.
+    assert (apart[2], once[2], best[2]) == (2, 3, 5)
 
 
 def test_a_stage_made_shorter_has_not_stopped_early(tmp_path, checkpoint):

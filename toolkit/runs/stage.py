@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from transformers import set_seed
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
@@ -30,6 +31,7 @@ from toolkit.runs.owned import BEFORE_FILE
 from toolkit.runs.report_on_the_way import ReportAtEvaluations, evaluated_apart
 from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, step_of_weights, write_up
 from toolkit.runs.said import banner, say, say_shares, show_result
+from toolkit.sampling import Evaluation
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
@@ -209,15 +211,23 @@ def _measure(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], 
         return _reward_figures(recipe, trainer), None
     prompts = recipe.task.prompts("test")
     if stage == "q":  # before training it is the reference that responds, decoded in the same way
-        evaluation = trainer.evaluate_rollout(prompts, by_q=trainer.state.global_step > 0)
+        evaluation = _evaluation(trainer, prompts, by_q=trainer.state.global_step > 0)
     elif isinstance(trainer, PPOTrainer):
-        evaluation = trainer.evaluate_rollout(prompts)
+        evaluation = _evaluation(trainer, prompts)
     else:  # in the same way as ours
         set_seed(recipe.seed)
         rollouts = stock_rollouts(trainer)
         named = measures(recipe, rollouts.roles, trainer.toolkit_pad_tokens, rollouts.portion.rows)
         evaluation = rollouts.evaluator(**named)(prompts)
     return evaluation.metrics, Responses.of(evaluation.rollout, evaluation.scores, evaluation.judged)
+
+
+def _evaluation(trainer: SamplingTrainer, prompts: Dataset, **decoding: Any) -> Evaluation:
+    """Of what is trained: the last one of training, where that was of these weights and these prompts."""
+    step, last = trainer.last_evaluation or (None, None)
+    if last is None or step != step_of_weights(trainer) or data_digest(trainer.eval_dataset) != data_digest(prompts):
+        return trainer.evaluate_rollout(prompts, **decoding)
+    return last
 
 
 @contextmanager

@@ -161,6 +161,8 @@ class SamplingTrainer(RoleTrainer):
     collator_type: type[PromptCollator | RatedCollator]
     rollouts_type: type[RoleRollouts]
     control: Any  # set by transformers' Trainer
+    last_evaluation: tuple[int, Evaluation] | None = None
+    """The last one of `eval_dataset`, and the step whose weights it is of."""
 
     def __init__(
         self,
@@ -232,6 +234,7 @@ class SamplingTrainer(RoleTrainer):
         with phases.phase("evaluation", math.ceil(len(dataset) / at_once)):
             evaluation = self.evaluate_rollout(dataset)
         if eval_dataset is None:
+            self.last_evaluation = self.state.global_step, evaluation
             self.evaluated(evaluation.metrics, evaluation.rollout.responses, evaluation.rollout.prompts)
         named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
         self.log(dict(named))
