@@ -2,12 +2,12 @@
 
     python -m benchmarks.plan
 
-Small Llamas with random weights: vocabulary, batch, length, checkpointing, precision and the value role vary. Each is
-planned without a weight, then built and trained for two updates, the second under torch's profiler, which records every
-allocation; so are a step of sft and one of the reward stage. What is compared is the most that is live in a phase:
-weights, optimizer and all. Of larger ones the seconds of a phase are compared, the median of five updates after a first
-one; a CPU has no limits by a data sheet, and is measured for a second. `--page docs/plan.md` writes the tables into a
-page, `--only "plan times"` does that of one table alone.
+Llamas with random weights, small ones and two of a true width: vocabulary, batch, length, checkpointing, precision and
+the value role vary. Each is planned without a weight, then built and trained for two updates, the second under torch's
+profiler, which records every allocation; so are a step of sft and one of the reward stage. What is compared is the most
+that is live in a phase: weights, optimizer and all. Of larger ones the seconds of a phase are compared, the median of
+five updates after a first one; a CPU has no limits by a data sheet, and is measured for a second. `--page docs/plan.md`
+writes the tables into a page, `--only "plan times"` does that of one table alone.
 """
 
 import argparse
@@ -117,6 +117,9 @@ CASES = (
     Case(vocabulary=16384, kl="full", response=64),
     Case(hidden=256, layers=2, rollouts=16, micro_batch=8, prompt=96, response=96),
     Case(hidden=64, layers=6, prompt=16, response=128, micro_batch=2),
+    # The size of SmolLM2-135M, and two layers and a vocabulary of Llama 3.1 8B's.
+    Case(576, 30, 49152, rollouts=16, micro_batch=8, prompt=64, response=48, weights="nf4"),
+    Case(4096, 2, 128256, prompt=64, response=64, weights="nf4", value="shared", checkpointing=True),
 )
 TIMED = tuple(
     Case(512, 8, 8192, rollouts=16, micro_batch=16, prompt=64, response=48, weights=weights, value=value)
