@@ -403,6 +403,8 @@ def test_the_best_checkpoint_goes_by_what_the_held_out_prompts_ask_for(checkpoin
     with pytest.raises(ConfigError, match="none of the 3 validation prompts asks for it"):
         run(recipe, "ppo")
     assert not (recipe.stage_folder("ppo") / "before.json").exists()  # nothing was measured
+    with pytest.raises(ConfigError, match="none of the 3 validation prompts asks for it"):
+        recipe.ppo_trainer(overwrite=True)
     q = {"max_steps": 1, "per_device_train_batch_size": 2, "response_length": 2, "eval_strategy": "steps",
          "eval_steps": 1, "metric_for_best_model": "kept_json_keys"}  # fmt: skip
     by_q = chat_recipe(

@@ -34,6 +34,12 @@ def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
         (9, 9, 0, None),
         (9, 3, 1, "The weights are those of step 3 of 9, the best by exact_match."),
         (
+            9,
+            6,
+            1,
+            "The weights are those of step 6 of 9, the best by exact_match of those that were saved; step 3 had 0.75.",
+        ),
+        (
             6,
             2,
             2,
@@ -46,7 +52,8 @@ def test_where_it_runs_what_it_trains_and_where_it_goes(tmp_path, checkpoint):
 def test_how_training_ended_is_said(step, best, waited, said, capsys):
     args = SimpleNamespace(load_best_model_at_end=best is not None, metric_for_best_model="eval_exact_match")
     checkpoint = best and f"runs/x/ppo/checkpoint-{best}"
-    state = SimpleNamespace(global_step=step, max_steps=9, best_model_checkpoint=checkpoint)
+    state = SimpleNamespace(global_step=step, max_steps=9, best_model_checkpoint=checkpoint, best_metric=0.75)
+    state.best_global_step = best and min(best, 3)
     stopper = EarlyStoppingCallback(early_stopping_patience=2)
     stopper.early_stopping_patience_counter = waited
     handler = SimpleNamespace(callbacks=[TrainerCallback(), stopper])

@@ -115,6 +115,9 @@ def test_room_is_asked_of_the_longest_prompt():
     with pytest.raises(DataError, match="Shorten the prompts to 5 tokens or less, or raise it") as error:
         check_room([3, 6], 6)
     assert error.value.problems[0].field == "max_length"
+    check_room([3, 5], 8, fewest=3)
+    with pytest.raises(DataError, match="8 leaves no room for a response of 4 tokens, which is min_.* to 4 tokens or"):
+        check_room([3, 5], 8, fewest=4)
 
 
 def test_the_temperature_widens_and_none_is_greedy():

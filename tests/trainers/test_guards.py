@@ -39,7 +39,7 @@ from toolkit.trainers.trl_compat import BALANCE_BY_PARTS
 HEALTHY = {
     "sampler_gap": 0.05, "kl": 2.9, "length": 5.5,
     "entropy": 0.1, "distinct_share": 1.0, "tied_share": 0.2, "explained_variance": 0.002,
-    "eos_share": 0.9,
+    "eos_share": 0.9, "optimizer_steps": 4.0, "dropped_responses": 3.0,
 }  # fmt: skip
 # Of each sign: metrics that show it, and in how many updates.
 BROKEN = {
@@ -50,6 +50,7 @@ BROKEN = {
     "scores_at_bound": ({"tied_share": 0.95}, 10),
     "critic_explains_nothing": ({"explained_variance": -0.5}, 30),
     "nothing_ends": ({"eos_share": 0.0}, 5),
+    "all_dropped": ({"optimizer_steps": 0.0, "dropped_responses": 4.0}, 3),
     "steps_skipped": ({"skipped_steps": 2.0}, 1),
 }
 
@@ -97,6 +98,7 @@ LIMITS = [
     ("scores_at_bound", 0.9, 0.89),
     ("critic_explains_nothing", 0.0, 0.001),
     ("nothing_ends", 0.0, 0.001),
+    ("all_dropped", 1, 0),
     ("sampler_gap", 0.201, 0.2),
     ("steps_skipped", 1, 0),
     ("phrase", 0.21, 0.2),

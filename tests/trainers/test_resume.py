@@ -41,7 +41,7 @@ from tests.trainers.resumable import (
 )
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole, read_state
-from toolkit.errors import CheckpointError, DataError, RewardError, RunInterrupted, SelfCheckError
+from toolkit.errors import CheckpointError, ConfigError, DataError, RewardError, RunInterrupted, SelfCheckError
 from toolkit.models import SharedBase
 from toolkit.rewards import WeightedSum, code_digests, load_function
 
@@ -747,6 +747,52 @@ def test_a_run_that_stopped_early_stays_stopped(tmp_path):
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3 and again.resumed_at == (3,) and metrics(tmp_path) == logged
     assert_same(weights(whole), weights(again))
+
+
+@pytest.mark.parametrize("stage", [sft_policy, reward_pairs, ppo, q], ids=lambda stage: stage.__name__)
+def test_what_early_stopping_stops_with_is_saved(stage, tmp_path):
+    """Between two saves it may be better than anything that they have; and it is known that the run has stopped."""
+    settings = {
+        **BETWEEN_SAVES, "max_steps": 6, "metric_for_best_model": "mine", "greater_is_better": True,
+        "learning_rate": 1e-2,
+    }  # fmt: skip
+    by_step = {1: 0.1, 2: 0.5, 3: 0.9, 4: 0.4, 5: 0.7}
+
+    def stopped():
+        made = make(stage, tmp_path, **settings)
+        if stage in (ppo, q):
+            made.metrics = lambda rollout: {"mine": by_step[made.state.global_step]}
+        else:
+            measure = made.evaluation_loop
+
+            def measured(*given, **named):
+                found = measure(*given, **named)
+                found.metrics["eval_mine"] = by_step[made.state.global_step]
+                return found
+
+            made.evaluation_loop = measured
+        made.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+        return made
+
+    whole = stopped()
+    whole.train()
+    assert [path.name for path in checkpoint_folders(tmp_path)] == [f"checkpoint-{step}" for step in (2, 4, 5)]
+    assert whole.state.global_step == 5 and Path(whole.state.best_model_checkpoint).name == "checkpoint-5"
+    assert read_state(tmp_path / "checkpoint-5")["stopped_early"]
+    again = stopped()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 5 and again.resumed_at == (5,)
+    assert_same(weights(whole), weights(again))
+
+
+@pytest.mark.parametrize("stage", [ppo, q], ids=lambda stage: stage.__name__)
+def test_a_best_that_is_not_measured_is_told_by_its_name(stage, tmp_path):
+    made = make(stage, tmp_path, **{**BETWEEN_SAVES, "metric_for_best_model": "mime"})
+    made.metrics = lambda rollout: {"mine": 0.0}
+    with pytest.raises(
+        ConfigError, match="metric_for_best_model: 'mime' is nothing that is measured here. Name one of"
+    ):
+        made.train()
 
 
 class StopAfterFour(TrainerCallback):

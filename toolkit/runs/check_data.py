@@ -215,7 +215,7 @@ class DataCheck:
             if not self.prompts_handed_over:
                 check_dataset(prompts, config.rollout_batch_size)
         with problems.at("ppo"):
-            check_room([longest], config.max_length)
+            check_room([longest], config.max_length, config.min_response_length)
         if roles:
             with problems.at("ppo"):
                 if "policy" in roles.roles:  # else there is another problem, noted already

@@ -65,7 +65,11 @@ def how_it_ended(trainer: Any) -> dict[str, str]:
         why = f": no better {metric} in {patience} evaluation{'s' * (patience > 1)}" if patience else ""
         said.append(f"It stopped early, at step {state.global_step} of {state.max_steps}{why}.")
     if (best := step_of_weights(trainer)) < state.global_step:
-        said.append(f"The weights are those of step {best} of {state.global_step}, the best by {metric}.")
+        unsaved = state.best_global_step not in (None, best)
+        better = (
+            f" of those that were saved; step {state.best_global_step} had {state.best_metric:.4g}" if unsaved else ""
+        )
+        said.append(f"The weights are those of step {best} of {state.global_step}, the best by {metric}{better}.")
     for sentence in said:
         say(sentence)
     return {"ended": " ".join(said)} if said else {}

@@ -82,7 +82,7 @@ def _trained(
         for sentence in about_precision(recipe, stage):
             say(sentence)
         trainer = MAKERS[stage](recipe, callbacks=[] if progress.quiet else [progress])
-        _check_best(recipe, stage, trainer)
+        check_best_is_measured(recipe, stage, trainer)
     for line in banner(recipe, stage, trainer):
         say(line)
     if processes.count() > 1:  # never by TRL's own loop, whose arguments are others
@@ -132,7 +132,8 @@ def _trained(
     return result, samples
 
 
-def _check_best(recipe: Recipe, stage: str, trainer: Any) -> None:
+def check_best_is_measured(recipe: Recipe, stage: str, trainer: Any) -> None:
+    """Raises: ConfigError: what is to decide which checkpoint is the best is not measured of the held-out prompts."""
     if isinstance(trainer, SamplingTrainer) and trainer.eval_dataset is not None:
         with within(stage):
             check_best(recipe, trainer.args, trainer.eval_dataset)

@@ -32,7 +32,7 @@ from toolkit.runs.memory import out_of_memory
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage, this_toolkit
 from toolkit.runs.said import say
-from toolkit.runs.stage import collect_stage, say_rows, train_stage
+from toolkit.runs.stage import check_best_is_measured, collect_stage, say_rows, train_stage
 from toolkit.runs.take_over import take_over
 from toolkit.sampling import check_room
 from toolkit.spec.plan import by_trl
@@ -135,7 +135,8 @@ def prepared(
             given["train_dataset"] = recipe.task.prompts_of(given["train_dataset"])
             config = trainer_config(recipe, stage)
             check_dataset(given["train_dataset"], config.rollout_batch_size)
-            check_room(map(len, given["train_dataset"]["input_ids"]), config.max_length)
+            lengths = map(len, given["train_dataset"]["input_ids"])
+            check_room(lengths, config.max_length, config.min_response_length)
         handed_over = {{"reward": "scorer"}.get(name, name) for name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
         with _result_comes_back(recipe, stage, **way):
@@ -145,6 +146,7 @@ def prepared(
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
             with processes.agreed():  # room for copies is that of each one's card
                 trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
+                check_best_is_measured(recipe, stage, trainer)
             if "train_dataset" not in given:  # of which is said what was left out
                 say_rows(recipe, stage, trainer)
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))

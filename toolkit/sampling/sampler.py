@@ -272,14 +272,16 @@ def _gap(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return " " if begins and not tokenizer.decode(ids[:1]).startswith(" ") else ""
 
 
-def check_room(prompt_lengths: Iterable[int], max_length: int | None) -> None:
-    """Raises a DataError unless each prompt leaves room for a token more; a `max_length` of None is no limit."""
+def check_room(prompt_lengths: Iterable[int], max_length: int | None, fewest: int = 1) -> None:
+    """Raises a DataError unless each prompt leaves room for a response of `fewest` tokens; a `max_length` of None is no
+    limit."""
     longest = max(prompt_lengths, default=0)
-    if max_length is not None and longest >= max_length:
+    if max_length is not None and longest + fewest > max_length:
+        room = f" of {fewest} tokens, which is min_response_length" if fewest > 1 else ""
         raise DataError(
-            f"a prompt has {longest} tokens, and {max_length} leaves no room for a response.",
+            f"a prompt has {longest} tokens, and {max_length} leaves no room for a response{room}.",
             field="max_length",
-            remedy=f"Shorten the prompts to {max_length - 1} tokens or less, or raise it.",
+            remedy=f"Shorten the prompts to {max_length - fewest} tokens or less, or raise it.",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 
 from toolkit import checkpoints, processes
+from toolkit.errors import ConfigError
 from toolkit.trainers.not_finite import GuardedSteps
 
 
@@ -20,9 +21,17 @@ class BestOfSaved(GuardedSteps):
     _noted_best: str | None = None  # the best checkpoint as the one from which it went on has it, wherever that was
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """As of every trainer; and what decides is noted, for when this step is saved."""
+        """As of every trainer; and what decides is noted, for when this step is saved.
+
+        Raises: ConfigError: it is not measured.
+        """
+        key = self._best_by
+        if key is not None and key not in metrics:
+            wrong = f"{key.removeprefix('eval_')!r} is nothing that is measured here."
+            known = ", ".join(sorted(name.removeprefix("eval_") for name in metrics))
+            raise ConfigError(wrong, field="metric_for_best_model", remedy=f"Name one of {known}.")
         best = super().is_best(metrics)
-        if (key := self._best_by) is not None:
+        if key is not None:
             self._metrics_at[self.state.global_step] = float(metrics[key])
         return best
 

@@ -56,6 +56,11 @@ def _distinct_of_certain(metrics: Metrics) -> float | None:
     return metrics.get("distinct_share") if entropy is not None and entropy < 0.05 else None
 
 
+def _all_dropped(metrics: Metrics) -> float | None:
+    """How many responses an update has dropped that had no others."""
+    return metrics.get("dropped_responses") if metrics.get("optimizer_steps") == 0 else None
+
+
 GUARDS = (
     Guard(
         "kl_explosion",
@@ -107,6 +112,16 @@ GUARDS = (
         "Where responses are continuations of so many tokens this is no fault. Else set missing_eos_penalty, or raise "
         "response_length; a base that was never taught to end needs the sft stage.",
         updates=5,
+    ),
+    Guard(
+        "all_dropped",
+        _all_dropped,
+        lambda number: number > 0,
+        "all responses of {updates} updates in a row were shorter than min_response_length, and dropped: nothing was "
+        "learnt.",
+        "See in rollouts.jsonl what the policy says. Begin a new run with a lower min_response_length, or with "
+        "short_response_penalty in place of drop_short_responses.",
+        updates=3,
     ),
     Guard(
         "sampler_gap",

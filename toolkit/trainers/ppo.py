@@ -129,8 +129,7 @@ class PPOTrainer(PPOLoop):
             self._followed = True
         if self.args.drop_short_responses:
             stats["dropped_responses"] = float(len(responses) - len(kept))
-        self.lr_scheduler.step()
-        self.state.global_step += 1
+        self._count_update()
         self.state.episode += len(responses)
         self.state.epoch = self.epoch
         if self.skipped.total:

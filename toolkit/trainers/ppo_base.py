@@ -57,7 +57,7 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self_checks.check_dataset(train_dataset, args.rollout_batch_size)
         for prompts in (train_dataset, eval_dataset):
             if args.max_length is not None and prompts is not None:
-                check_room(map(len, prompts["input_ids"]), args.max_length)
+                check_room(map(len, prompts["input_ids"]), args.max_length, args.min_response_length)
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, reward=reward, **named)
         self.saved_roles = roles.trained_roles
         if args.decoding["graphs"]:

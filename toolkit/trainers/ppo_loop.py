@@ -241,15 +241,18 @@ class PPOLoop(SharedBaseTrainer):
     def _without_update(self) -> dict[str, float]:
         """Metrics of an update that is passed over: nothing is learnt, and the run goes on with other prompts."""
         learning_rate, self._shown = self.lr_scheduler.get_last_lr()[0], []
+        self._count_update()
+        self._passed_over += self._drawn
+        self.state.epoch = self.epoch
+        skipped = {"optimizer_steps": 0.0, "skipped_steps": float(self.skipped.total)}
+        return {"kl_coef": self.kl_coef, **skipped, "learning_rate": learning_rate, "episode": self.state.episode}
+
+    def _count_update(self) -> None:
         with warnings.catch_warnings():
             # torch's, of a first update in which the optimizer takes no step.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.lr_scheduler.step()
         self.state.global_step += 1
-        self._passed_over += self._drawn
-        self.state.epoch = self.epoch
-        skipped = {"optimizer_steps": 0.0, "skipped_steps": float(self.skipped.total)}
-        return {"kl_coef": self.kl_coef, **skipped, "learning_rate": learning_rate, "episode": self.state.episode}
 
     def _timed_step(self) -> dict[str, float]:
         """Draw, respond to and score what an update needs, and update; its metrics, with seconds and speed."""

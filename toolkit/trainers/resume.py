@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from toolkit import checkpoints, phases, processes
 from toolkit.errors import CheckpointError, DataError, RunInterrupted, SelfCheckError, ToolkitError
@@ -48,6 +48,8 @@ class _AtStepEnd(TrainerCallback):
         if asked is not None and (state.global_step >= state.max_steps or control.should_training_stop):
             self.request.received = asked  # no later step would meet it
             control.should_save = self.request.met = True
+        if control.should_training_stop and args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
+            control.should_save = True  # weights that may be better than any that are saved, and that it has stopped
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._join(control)
