@@ -37,9 +37,10 @@ from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
 from toolkit.costs import Device, Lengths, here, weight_bytes_of
 from toolkit.costs.devices import this_cpu
-from toolkit.errors import ConfigError, ToolkitError
+from toolkit.errors import ConfigError, SelfCheckError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
+from toolkit.trainers.ppo_config import PPOConfig
 
 FORMS: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": False, "generation": "eager"},
@@ -130,15 +131,15 @@ class PeakMemory:
         self._count_anew()
 
 
+def _job(given: Settings, work: Work, folder: Path, **form: Any) -> tuple[Job, PPOConfig]:
+    job = Job("", work, id_tokenizer(given.llama), folder, WARM_UP + given.updates)
+    on_cpu, at_a_time = given.device.type == "cpu", work.size.micro_batch
+    return job, ppo_config(job, **form, local_rollout_forward_batch_size=at_a_time, use_cpu=on_cpu)
+
+
 def build(given: Settings, roles: SharedBase, work: Work, folder: Path, **form: Any) -> Built:
     """Our trainer on a base that has its roles, in a form of a row, or without checkpointing and eager."""
-    job = Job("", work, id_tokenizer(given.llama), folder, WARM_UP + given.updates)
-    args = ppo_config(
-        job,
-        **form,
-        local_rollout_forward_batch_size=work.size.micro_batch,
-        use_cpu=given.device.type == "cpu",
-    )
+    job, args = _job(given, work, folder, **form)
     return our_loop(job, roles, args)
 
 
@@ -153,7 +154,8 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
             built = build(given, roles, work, Path(folder), value=value, **form)
             run_ours(built, work, clock, WARM_UP + given.updates)
         except (torch.cuda.OutOfMemoryError, ToolkitError) as error:
-            if isinstance(error, ConfigError):  # no room to merge, or a base without graphs
+            # No room to merge, a base without graphs, or a check that holds two computations against each other.
+            if isinstance(error, ConfigError | SelfCheckError):
                 return {**row, "refused": str(error), "recording_failed": error.__cause__ is not None}
             if not isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError):  # in the reward, or outside
                 raise
@@ -168,8 +170,6 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
         "rollout": (trainer.rollouts.generated, work.size.rollouts),
         "reward": (trainer.reward.portion, at_a_time),
     }
-    # A plan is of rows of one length.
-    foreseen = _foreseen(given, built.trainer.args, value) if min(work.lengths) == max(work.lengths) else {}
     measured = clock.updates[WARM_UP:]
     seconds = {phase: statistics.median(update[phase] for update in measured) for phase in PHASES}
     return {
@@ -178,14 +178,15 @@ def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **for
         "seconds": seconds,
         "peak_gb": peaks.peaks,
         "lowered": {name: portion.rows for name, (portion, asked) in portions.items() if portion.rows < asked},
-        **foreseen,
         "samples_per_second": work.size.rollouts / sum(seconds.values()),
     }
 
 
-def _foreseen(given: Settings, args: Any, value: str) -> dict[str, dict[str, float]]:
-    """What a plan says of a row: allocated memory, without what the context takes, and seconds as it runs, unless the
-    limits of the card are not known."""
+def _foreseen(given: Settings, work: Work, *, value: str, **form: Any) -> dict[str, dict[str, float]]:
+    """What a plan says of a row, whose rows are of one length: allocated memory, without what the context takes, and
+    seconds as it runs, unless the limits of the card are not known."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, args = _job(given, work, Path(folder), value=value, **form)
     lengths = Lengths(given.prompt_length, given.size.response_length)
     static, phases = planned(given.llama, args, lengths, value=value, weights="nf4", names=_OF_PLAN)
     peaks = {name: static + max(part.costs.peak for part in parts) for name, parts in phases.items()}
@@ -252,10 +253,19 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)
             if row.get("recording_failed"):
-                return result
+                return _with_plans(result, given, works["even"])
             _free()
         del base, roles
         _free()
+    return _with_plans(result, given, works["even"])
+
+
+def _with_plans(result: dict[str, Any], given: Settings, work: Work) -> dict[str, Any]:
+    """The result with what plans say of its rows; seconds each, for which a card that is lent need not wait."""
+    for row in result["rows"]:
+        if "seconds" in row and row["lengths"] == "even":
+            form = {key: row[key] for key in ("value", *FORMS[0])}
+            row |= _foreseen(given, work, **form)
     return result
 
 
@@ -291,6 +301,7 @@ def main() -> int:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
     result = run(given, progress, save=lambda so_far: write_result(so_far, args.output))
+    write_result(result, args.output)
     print(section("gpu", result))
     progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)
     return 0

@@ -13,7 +13,7 @@ from benchmarks.work import PHASES
 from tests.recorded import graphs_without_a_card
 from tests.tiny_runs import REPOSITORY
 from toolkit.costs import Costs, Phase
-from toolkit.errors import ConfigError, RewardError
+from toolkit.errors import ConfigError, RewardError, SelfCheckError
 from toolkit.trainers import self_checks
 
 ROW = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "lengths": "even"}
@@ -73,16 +73,23 @@ def test_a_row_that_does_not_fit_loses_no_other(error, said, monkeypatch):
         gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="eager")
 
 
-def test_a_row_without_room_to_merge_loses_no_other(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("merged needs 16 GB", field="generation"), "generation: merged needs 16 GB"),
+        (SelfCheckError("rollouts do not follow"), "rollouts do not follow"),
+    ],
+)
+def test_a_row_without_room_to_merge_or_that_fails_a_check_loses_no_other(error, said, monkeypatch):
     def no_room(base):
-        raise ConfigError("merged needs 16 GB", field="generation")
+        raise error
 
     monkeypatch.setattr(self_checks, "check_room_to_merge", no_room)
     given = gpu.settings(small=True, updates=1, rollouts=4)
     work = gpu.random_work(given.llama, given.size, given.prompt_length)
     roles = gpu.add_roles(gpu.SharedBase(gpu.random_llama(given.llama, given.device)), "shared")
     row = gpu.measure(given, roles, work, value="shared", gradient_checkpointing=False, generation="merged")
-    assert row["refused"] == "generation: merged needs 16 GB"
+    assert row["refused"] == said
     assert table.gpu_rows({"rows": [row | {"lengths": "even"}]})[1][0][4] == row["refused"]
 
 
@@ -139,7 +146,8 @@ def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):
     phases = {"update": [Phase("update", Costs(peak=500_000_000), 1)]}
     monkeypatch.setattr(gpu, "planned", lambda *arguments, **named: (1_000_000_000, phases))
     given = replace(gpu.settings(small=True, updates=1, rollouts=4), device=torch.device("cuda"))
-    assert gpu._foreseen(given, None, "shared") == {"planned_gb": {"update": 1.5}}
+    monkeypatch.setattr(gpu, "_job", lambda *arguments, **named: (None, None))
+    assert gpu._foreseen(given, None, value="shared", **gpu.FORMS[0]) == {"planned_gb": {"update": 1.5}}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **named: True)
     assert gpu.settings(small=False, updates=1, rollouts=8).device.type == "cuda"

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -39,7 +39,7 @@ from toolkit.models import (
     response_logprobs,
     save_role,
 )
-from toolkit.models.load import model_config
+from toolkit.models.load import load_with_report, model_config
 from toolkit.models.trials import tried
 
 NF4 = BitsAndBytesConfig(
@@ -408,6 +408,36 @@ def test_a_card_that_fails_is_no_fault_of_the_checkpoint_or_of_its_kind(checkpoi
     monkeypatch.setattr("toolkit.models.load.AutoModelForCausalLM.from_pretrained", fails)
     with pytest.raises(ToolkitError, match=r"^the GPU failed: CUDA error: .* unavailable\. See"):
         load_base(str(checkpoint))
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "sequence_classifier"])
+@pytest.mark.parametrize(
+    ("error", "kind_of_error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError, "CUDA out of memory"),
+        (RuntimeError("CUDA error: no kernel image\nmore"), ToolkitError, "^the GPU failed: CUDA error: no kernel"),
+        (
+            RuntimeError("Configured CUDA binary not found\nmore"),
+            ModelError,
+            "quantization: weights cannot be put into 4 bits here: Configured CUDA binary not found. See what",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_quantised_are_no_fault_of_the_checkpoint(
+    kind, error, kind_of_error, said, checkpoint, monkeypatch
+):
+    """transformers logs what one of them raises, goes on, and says at the end that they cannot be converted."""
+    asked = []
+
+    def fails(weight, device):
+        asked.append(device)
+        raise error
+
+    monkeypatch.setattr(Params4bit, "_quantize", fails)
+    spec = ModelSpec(str(checkpoint), quantization=NF4)
+    with pytest.raises(kind_of_error, match=said):
+        load_with_report(spec, kind)
+    assert len(asked) == 1  # and nothing after it
 
 
 def test_an_outline_needs_no_weights(tmp_path):

@@ -1,21 +1,60 @@
 """Bases in 4 bits, those that a checkpoint has already included: outlines of them, and what may not be."""
 
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
 from toolkit.errors import ModelError
 from toolkit.models.precision import default_device, resolved
 from toolkit.models.pretrained import quiet_transformers
+from toolkit.models.trials import raise_of_the_card
 
 _STORAGE = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 _LAYOUT = ("llm_int8_skip_modules", "bnb_4bit_quant_storage")  # which it says of itself where nothing is asked for
+
+
+class _NotQuantised(BaseException):
+    """No `Exception`: transformers would log it, go on to the next weight, and at the end blame the checkpoint."""
+
+
+@contextmanager
+def quantising_told() -> Iterator[None]:
+    """Inside, transformers puts a checkpoint's weights into 4 bits.
+
+    Raises:
+        ModelError: one cannot be. Memory that runs out is torch's own error.
+        ToolkitError: the card has failed.
+    """
+    to, failed = Params4bit.to, list[Exception]()
+
+    def told(weight: Params4bit, *arguments: Any, **named: Any) -> Any:
+        try:
+            return to(weight, *arguments, **named)
+        except Exception as error:
+            failed.append(error)
+            raise _NotQuantised from error
+
+    Params4bit.to = told  # type: ignore[method-assign]
+    try:
+        yield
+    except _NotQuantised:
+        (error,) = failed
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise error from None
+        raise_of_the_card(error)
+        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        wrong = f"weights cannot be put into 4 bits here: {said}."
+        remedy = "See what python -m bitsandbytes says of this machine, or set it to null."
+        raise ModelError(wrong, field="quantization", remedy=remedy) from error
+    finally:
+        Params4bit.to = to  # type: ignore[method-assign]
 
 
 def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> None:

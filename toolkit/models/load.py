@@ -23,9 +23,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from toolkit.errors import ModelError, did_you_mean
+from toolkit.errors import ModelError, ToolkitError, did_you_mean
 from toolkit.models.attention import without_cudnn_attention
-from toolkit.models.bits import cast_what_is_not_quantised, own_quantization, quantize_outline, take_own_bits
+from toolkit.models.bits import (
+    cast_what_is_not_quantised,
+    own_quantization,
+    quantising_told,
+    quantize_outline,
+    take_own_bits,
+)
 from toolkit.models.precision import AUTO, default_device, resolved
 from toolkit.models.pretrained import (
     cached_commit,
@@ -128,7 +134,7 @@ def load_with_report(
             _check_complete(spec.model, _report_of_headers(model, spec.model), kind, trained=trained)
         return model, False
     try:
-        with quiet_transformers() if kind == "sequence_classifier" else nullcontext():
+        with quiet_transformers() if kind == "sequence_classifier" else nullcontext(), quantising_told():
             model, report = owner.from_pretrained(
                 spec.model,
                 config=config,
@@ -140,6 +146,8 @@ def load_with_report(
                 output_loading_info=True,
                 **arguments,
             )
+    except ToolkitError:
+        raise
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise not_loaded(spec.model, error) from error
     except RuntimeError as error:
