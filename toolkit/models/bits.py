@@ -45,7 +45,7 @@ def quantising_told() -> Iterator[None]:
     try:
         yield
     except _NotQuantised:
-        (error,) = failed
+        error = failed[0]
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise error from None
         raise_of_the_card(error)
