@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import breakdown, demonstrations, fooled, reviews, signs, systems
-from benchmarks.records import DOCS, fill, newest, result_path
+from benchmarks.records import DOCS, RESULTS, fill, newest
 
 SHOWN = [
     *((demonstrations, demonstrations.show, f"demonstration_{name}") for name in demonstrations.DEMONSTRATIONS),
@@ -18,7 +18,7 @@ def test_a_page_has_the_tables_of_the_committed_results(module, show, kind, monk
     filled = []
     monkeypatch.setattr(module, "fill_file", lambda *arguments: filled.append(arguments))
     monkeypatch.setattr(module, "save_figure", lambda figure, name: None)
-    show(result_path(newest(kind), demonstrations.RESULTS))
+    show(sorted(RESULTS.glob(f"*_{kind}.json"))[-1])
     assert filled
     for page, begin, end, text in filled:
         there = page.read_text(encoding="utf-8")
