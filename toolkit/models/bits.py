@@ -41,7 +41,7 @@ def quantising_told() -> Iterator[None]:
             failed.append(error)
             raise _NotQuantised from error
 
-    Params4bit.to = told  # type: ignore[method-assign]
+    Params4bit.to = told
     try:
         yield
     except _NotQuantised:
@@ -54,7 +54,7 @@ def quantising_told() -> Iterator[None]:
         remedy = "See what python -m bitsandbytes says of this machine, or set it to null."
         raise ModelError(wrong, field="quantization", remedy=remedy) from error
     finally:
-        Params4bit.to = to  # type: ignore[method-assign]
+        Params4bit.to = to
 
 
 def quantize_outline(model: PreTrainedModel, quantization: BitsAndBytesConfig | None) -> None:
