@@ -3,7 +3,7 @@
     python -m benchmarks.gpu
 
 No network, no checkpoint, no tokenizer file: the model has Llama-3.1-8B's configuration and random weights, prompts and
-responses are random ids of one length each, and in a last row of uneven ones. All four roles, value separate and
+responses are random ids of one length each, and in one row of uneven ones. All four roles, value separate and
 shared; checkpointing off and on, responses by a merged copy of the weights, and either with CUDA graphs; seconds and
 peak memory by phase, each with what `toolkit plan` says of it. `--small` runs the same code on a CPU with a tiny model,
 for the tests.
@@ -95,8 +95,10 @@ def random_work(values: dict[str, Any], size: Size, prompt_length: int, *, uneve
     ordinary = range(min(values["bos_token_id"], values["eos_token_id"]))
 
     def lengths(longest: int) -> list[int]:
-        spread = [round(longest * (1 + 7 * i / (size.rollouts - 1)) / 8) for i in range(size.rollouts)]
-        return draw.sample(spread, k=size.rollouts) if uneven else [longest] * size.rollouts
+        if not uneven:
+            return [longest] * size.rollouts
+        shares = [1 - 7 / 8 * i / max(size.rollouts - 1, 1) for i in range(size.rollouts)]
+        return [round(longest * share) for share in draw.sample(shares, k=size.rollouts)]
 
     return Work(
         size=size,

@@ -48,7 +48,8 @@ class _AtStepEnd(TrainerCallback):
         if asked is not None and (state.global_step >= state.max_steps or control.should_training_stop):
             self.request.received = asked  # no later step would meet it
             control.should_save = self.request.met = True
-        if control.should_training_stop and args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
+        early = control.should_training_stop and state.global_step < state.max_steps
+        if early and args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
             control.should_save = True  # weights that may be better than any that are saved, and that it has stopped
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
