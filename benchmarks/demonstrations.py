@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from benchmarks.records import DOCS, RESULTS, chip_and_day, fill_file, markdown, new_result, save_figure, write_result
+from benchmarks.records import DOCS, RESULTS, add_result, chip_and_day, fill_file, markdown, new_result, save_figure
 from toolkit import recipes
 from toolkit.data.instructions import COMPOSITIONS
 from toolkit.functional import best_of_kl_bound, expected_best, wilson_interval
@@ -143,7 +143,12 @@ DEMONSTRATIONS = {
         },
     ),
     "instructions": Demonstration(
-        arms={}, seeds=(0, 1, 2), updates=100, recipe="smollm2_135m_instructions", stages=("sft", "ppo")
+        arms={},
+        seeds=(0, 1, 2, 3),
+        updates=100,
+        recipe="smollm2_135m_instructions",
+        stages=("sft", "ppo"),
+        settings=("data.test_size=720",),  # of 240 a share of those never put together is as uncertain as seeds differ
     ),
     "ideas": Demonstration(
         arms={
@@ -355,7 +360,7 @@ def run(name: str, runs: Path, overrides: Sequence[str] = (), seeds: Sequence[in
             one |= {"asked": _asked(start), "language": _language(start, one.pop("said", ()))}
             found.setdefault("recipe", {})[str(seed)] = one
     result = new_result(f"demonstration_{name}", demonstration=name, updates=demonstration.updates, arms=found)
-    return write_result(result, RESULTS)
+    return add_result(result, RESULTS)
 
 
 # ---------------------------------------------------------------------- figure and table
@@ -530,9 +535,12 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     runs = list(found["recipe"].values())
     each, whens = runs[0]["language"]["prompts"], [when for when in _WHEN if when in runs[0]]
 
-    def cell(key: str, when: str) -> str:
-        values = [one[when].get(key, one["language"][when].get(key)) for one in runs]
-        return with_range(values)
+    def of(key: str, when: str) -> list[float]:
+        return [one[when].get(key, one["language"][when].get(key)) for one in runs]
+
+    def line(key: str) -> Iterator[str]:
+        yield from (with_range(of(key, when)) for when in whens)
+        yield gain([end - start for start, end in zip(of(key, "before"), of(key, "after"), strict=True)])
 
     def by_rule(rule: str, when: str) -> str:
         asked = [one for one in runs if rule in one["asked"]]
@@ -542,7 +550,7 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
         key: title for key, title in _TITLES.items() if key in runs[0]["after"] or key in runs[0]["language"]["after"]
     }
     columns = [_WHEN[when] for when in whens]
-    tables = [markdown(["", *columns], [[title, *(cell(key, when) for when in whens)] for key, title in names.items()])]
+    tables = [markdown(["", *columns, GAIN], [[title, *line(key)] for key, title in names.items()])]
     if rules := sorted({rule for one in runs for rule in one["asked"]}):
         lines = [[f"`{rule}`", *(by_rule(rule, when) for when in whens)] for rule in rules]
         tables.append(markdown(["prompts that ask for it: kept", *columns], lines))
@@ -566,10 +574,27 @@ def _best_of_table(found: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown([f"{few} prompts", "KL a response", *seeds], lines)
 
 
+GAIN = "gain (95 %)"
+
+
 def with_range(values: Sequence[float], digits: int = 3) -> str:
     """The mean of seeds, with the lowest and the highest where there are several."""
     mean, least, most = (f"{value:.{digits}f}" for value in (statistics.mean(values), min(values), max(values)))
     return f"{mean} ({least}–{most})" if len(values) > 1 else mean
+
+
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 0.975 quantiles of Student's distribution with 1 to 9 degrees of freedom."""
+
+
+def gain(gains: Sequence[float], digits: int = 3) -> str:
+    """The mean of what up to ten seeds gained, with its 95 % interval by Student's distribution: of another seed with
+    the same prompts."""
+    mean = statistics.mean(gains)
+    if len(gains) < 2:
+        return f"{mean:+.{digits}f}"
+    half = _STUDENT[len(gains) - 2] * statistics.stdev(gains) / math.sqrt(len(gains))
+    return f"{mean:+.{digits}f} ({mean - half:+.{digits}f} to {mean + half:+.{digits}f})"
 
 
 def share(values: Sequence[float], numbers: Sequence[int]) -> str:
@@ -638,10 +663,10 @@ def _ideas_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str:
             for key in ("score", "explained_variance")
         )
         ends = [_mean(found[arm], key) for key in ("satisfied", "kl", "length")]
-        gains = ", ".join(f"{_gained(one):+.3f}" for one in runs)
-        lines.append([described.label, score, explained, *ends, gains])
+        gains = [_gained(one) for one in runs]
+        lines.append([described.label, score, explained, *ends, ", ".join(f"{of:+.3f}" for of in gains), gain(gains)])
     of_last = [f"{name}, last {_MEAN_OF} updates" for name in ("score of the rollouts", "critic explains")]
-    return markdown(["", *of_last, "all rules kept", "KL a response", "tokens", "gained by seed"], lines)
+    return markdown(["", *of_last, "all rules kept", "KL a response", "tokens", "gained by seed", GAIN], lines)
 
 
 _FIGURES = {

@@ -49,6 +49,13 @@ def read_result(result: Mapping[str, Any], folder: Path) -> dict[str, Any] | Non
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
+def add_result(result: dict[str, Any], folder: Path) -> Path:
+    """Write a result of arms and their seeds, beside the other arms and seeds of one of the same kind and day."""
+    of_today = (read_result(result, folder) or {"arms": {}})["arms"]
+    arms = of_today | {arm: of_today.get(arm, {}) | by_seed for arm, by_seed in result["arms"].items()}
+    return write_result(result | {"arms": arms}, folder)
+
+
 def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any] | None:
     """The newest result of a kind, or None."""
     files = sorted(folder.glob(f"*_{kind}.json"))

@@ -31,7 +31,7 @@ from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-from benchmarks.demonstrations import PAGE, cell_of, measured, perplexity, run_stage, with_range
+from benchmarks.demonstrations import GAIN, PAGE, cell_of, gain, measured, perplexity, run_stage, with_range
 from benchmarks.errors import BenchmarkError
 from benchmarks.fooled import asked, reward_figures, said
 from benchmarks.records import RESULTS, fill_file, markdown, new_result, save_figure, where, write_result
@@ -329,17 +329,21 @@ def _table(result: Mapping[str, Any]) -> str:
     }
     there = {key: title for key, title in titles.items() if key in seeds[0]["after"]}  # beyond_share is of adapters
     rows = [
-        [title, *(with_range([one[when][key] for one in seeds], digits=2) for when in whens)]
+        [
+            title,
+            *(with_range([one[when][key] for one in seeds], digits=2) for when in whens),
+            gain([one["after"][key] - one["before"][key] for one in seeds], digits=2),
+        ]
         for key, title in there.items()
     ]
     different = [[len(set(one[when]["said"])) for one in seeds] for when in whens]
-    rows.append([f"different texts, of {len(seeds[0]['after']['said'])}", *map(_range, different)])
+    rows.append([f"different texts, of {len(seeds[0]['after']['said'])}", *map(_range, different), ""])
     texts = zip(*(map(cell_of, seeds[0][when]["said"]) for when in whens), strict=True)
     samples = random.Random(0).sample(list(texts), _SHOWN)
     right = ", ".join(f"{one['reward']['accuracy']:.2f}" for one in seeds)
     others = f"{result['others']['accuracy']:.2f} by that of other pairs"
     accuracy = f"Held-out pairs that are judged rightly: {right} by the reward, {others}."
-    tables = [markdown(["", *whens.values()], rows), markdown(list(whens.values()), samples, texts=True)]
+    tables = [markdown(["", *whens.values(), GAIN], rows), markdown(list(whens.values()), samples, texts=True)]
     return "\n\n".join([*tables, f"{accuracy} {len(seeds)} seed(s)."])
 
 

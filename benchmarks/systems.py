@@ -23,17 +23,16 @@ from matplotlib.figure import Figure
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from benchmarks.demonstrations import PAGE, measured, run_stage, untrained, with_range
+from benchmarks.demonstrations import GAIN, PAGE, gain, measured, run_stage, untrained, with_range
 from benchmarks.records import (
     RESULTS,
+    add_result,
     chip_and_day,
     fill_file,
     markdown,
     new_result,
     newest,
-    read_result,
     save_figure,
-    write_result,
 )
 from toolkit import recipes
 from toolkit.recipes import Recipe
@@ -163,10 +162,7 @@ def run(runs: Path, overrides: Sequence[str], seeds: Sequence[int], arms: Sequen
                 one = _cloned(arm, begun, collected, runs, seed)
             updates, each = UPDATES.get(arm, (1, SAMPLES))
             found[arm][str(seed)] = one | {"responses": updates * each}
-    result = new_result("systems", prompts=len(begun.task.prompts("test")))
-    of_today = (read_result(result, RESULTS) or {"arms": {}})["arms"]
-    arms = of_today | {arm: of_today.get(arm, {}) | by_seed for arm, by_seed in found.items()}
-    return write_result(result | {"arms": arms}, RESULTS)
+    return add_result(new_result("systems", prompts=len(begun.task.prompts("test")), arms=found), RESULTS)
 
 
 def _run(stage: str, name: str, values: Mapping[str, Any], runs: Path, seed: int) -> Path:
@@ -230,20 +226,21 @@ def _table(arms: Mapping[str, Any], prompts: int) -> str:
         values = [end[key] for end in ends]
         return with_range(values) if key.startswith("satisfied") else f"{sum(values) / len(values):.3f}"
 
-    def gained(name: str) -> str:
+    def gained(name: str) -> tuple[str, str]:
         """From where its seeds began, which may be measured on another day; that of Q is at another temperature."""
         own = name != "q" and all("before" in one for one in arms[name].values())
         begun = {seed: one["before"]["satisfied"] for seed, one in arms[name if own else RECIPE].items()}
         ends = {seed: one["after"]["satisfied"] for seed, one in arms[name].items() if seed in begun}
-        return ", ".join(f"{end - begun[seed]:+.3f}" for seed, end in ends.items())
+        gains = [end - begun[seed] for seed, end in ends.items()]
+        return ", ".join(f"{of:+.3f}" for of in gains), gain(gains)
 
     begun = [one["before"] for one in arms[RECIPE].values()]
-    rows = [["where all begin", "", *(cell(begun, key) for key in _COLUMNS), ""]]
+    rows = [["where all begin", "", *(cell(begun, key) for key in _COLUMNS), "", ""]]
     for name, label in ((name, label) for name, label in LABELS.items() if name in arms):
         ends = [one["after"] for one in arms[name].values()]
         responses = f"{next(iter(arms[name].values()))['responses']:,}"
-        rows.append([label, responses, *(cell(ends, key) for key in _COLUMNS), gained(name)])
-    columns = ["", "responses", *_COLUMNS.values(), "all rules kept, gained by seed"]
+        rows.append([label, responses, *(cell(ends, key) for key in _COLUMNS), *gained(name)])
+    columns = ["", "responses", *_COLUMNS.values(), "all rules kept, gained by seed", GAIN]
     return markdown(columns, rows) + f"\n\n{len(arms[RECIPE])} seed(s) of {prompts} prompts"
 
 
