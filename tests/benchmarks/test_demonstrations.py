@@ -74,6 +74,12 @@ def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, mon
     assert "</svg>" in (tmp_path / "figures" / "value.svg").read_text()
 
 
+def test_a_gain_has_student_s_interval_over_the_seeds():
+    # The mean is 2 and the standard deviation 1; the 0.975 quantile with two degrees of freedom is 4.3027.
+    assert demonstrations.gain([1.0, 2.0, 3.0], digits=2) == "+2.00 (-0.48 to +4.48)"
+    assert demonstrations.gain([-0.25]) == "-0.250"
+
+
 def test_apologies_and_silence_are_counted_by_updates_beside_the_warnings(tmp_path):
     said = {1: ["I'm sorry.", " \n"], 2: ["Fine.", "No apologies"], 3: ["Fine.", "Yes."]}
     rows = [{"step": step, "response": text} for step, texts in said.items() for text in texts]

@@ -24,6 +24,15 @@ def test_the_result_says_where_it_ran_and_not_on_whose_machine(result, checkpoin
     assert len(read["sizes"]["base"]["rounds"]) == 2
 
 
+def test_a_day_s_result_keeps_the_arms_and_seeds_that_were_run_before(tmp_path):
+    about = {"kind": "some", "date": "2026-01-01"}
+    records.add_result({**about, "arms": {"one": {"0": 1, "1": 2}, "two": {"0": 3}}}, tmp_path)
+    path = records.add_result({**about, "arms": {"one": {"1": 4, "2": 5}}}, tmp_path)
+    assert json.loads(path.read_text(encoding="utf-8"))["arms"] == {"one": {"0": 1, "1": 4, "2": 5}, "two": {"0": 3}}
+    other = records.add_result({**about, "date": "2026-01-02", "arms": {"one": {}}}, tmp_path)
+    assert json.loads(other.read_text(encoding="utf-8"))["arms"] == {"one": {}}
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_result_names_its_commit_where_there_is_one(monkeypatch, tmp_path):
     own = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
