@@ -9,7 +9,7 @@ from tokenizers.models import BPE
 
 from tests import FSYNC
 from toolkit import disk
-from toolkit.disk import check_file, unfinished_in, write_output, write_whole, writing
+from toolkit.disk import as_the_umask_says, check_file, copy_contents, unfinished_in, write_output, write_whole, writing
 from toolkit.errors import ToolkitError
 
 
@@ -123,3 +123,34 @@ def test_a_link_that_leads_nowhere_yet_is_written_through(tmp_path):
     target.write_text("kept")
     check_file(link)
     assert target.read_text() == "kept"
+
+
+def test_what_was_made_for_its_owner_alone_is_as_a_new_file(tmp_path):
+    """As safetensors makes its files; what has another mode has been given it."""
+    made, given = tmp_path / "made", tmp_path / "given"
+    for path, mode in ((made, 0o600), (given, 0o640)):
+        path.touch()
+        path.chmod(mode)
+    before = os.umask(0o027)
+    try:
+        as_the_umask_says([made, given])
+        assert os.umask(0o027) == 0o027  # as it was
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (made, given)] == [0o640, 0o640]
+
+
+def test_a_copy_of_what_is_kept_from_writing_can_be_written(tmp_path):
+    (folder := tmp_path / "run" / "within").mkdir(parents=True)
+    (folder / "file").write_text("x")
+    (tmp_path / "run" / "left").touch()
+    for path in (folder / "file", folder, folder.parent):
+        path.chmod(0o555)
+    try:
+        copy_contents(tmp_path / "run", tmp_path / "copy", leaving=lambda path: path.name == "left")
+    finally:
+        for path in (folder.parent, folder):
+            path.chmod(0o755)
+    assert [path.name for path in (tmp_path / "copy").rglob("*")] == ["within", "file"]
+    for path in (tmp_path / "copy").rglob("*"):
+        assert path.stat().st_mode & stat.S_IWUSR

@@ -7,8 +7,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,29 @@ def write_output(path: Path, text: str) -> None:
             target.write_text(text, encoding="utf-8")
 
 
+def as_the_umask_says(paths: Iterable[Path]) -> None:
+    """Let files be read by whom new ones may be: safetensors 0.8 makes its own for their owner alone."""
+    umask = os.umask(0o077)  # which cannot be asked for alone
+    os.umask(umask)
+    for path in paths:
+        with suppress(OSError):  # a file system that knows no modes
+            if stat.S_IMODE(path.stat().st_mode) == 0o600:
+                path.chmod(0o666 & ~umask)
+
+
+def copy_contents(source: Path, target: Path, *, leaving: Callable[[Path], bool] = lambda path: False) -> None:
+    """Copy the files of a folder and of those within it. Their modes stay: of a folder that is kept from writing the
+    copy would be, too."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if leaving(path):
+            continue
+        if path.is_dir():
+            copy_contents(path, target / path.name, leaving=leaving)
+        else:
+            shutil.copyfile(path, target / path.name)
+
+
 def is_unfinished(path: Path) -> bool:
     """Whether a kill has left this of a file that `write_whole` wrote."""
     return is_plain(path) and _UNFINISHED.fullmatch(path.name) is not None
@@ -151,6 +175,7 @@ def _digest(path: Path) -> str:
 def seal(folder: Path, files: Iterable[Path], **about: Any) -> None:
     """Sync files of a folder, and list them in its manifest with their sizes and SHA-256, beside what else is said."""
     listed = sorted(files)
+    as_the_umask_says(listed)
     for path in (*listed, *{path.parent for path in listed}):
         sync(path)
     entries = {f.relative_to(folder).as_posix(): {"bytes": f.stat().st_size, "sha256": _digest(f)} for f in listed}

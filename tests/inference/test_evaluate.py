@@ -86,6 +86,17 @@ def test_a_run_whose_data_are_gone_is_told_of(trained, tmp_path):
     assert said.startswith("data: which of these are training prompts of the run is not known: ")
 
 
+def test_nothing_measured_is_lost_where_the_run_s_own_base_is_not_here(trained, tmp_path):
+    """It is needed to read what the run was trained on, of which there is a sentence."""
+    _, recipe = trained
+    shutil.copytree(recipe.folder, tmp_path / "runs" / "chat")
+    path = tmp_path / "runs" / "chat" / "recipe.yaml"
+    path.write_text(path.read_text().replace(str(recipe.base.model), "/moved/away"))
+    given = (f"base.model={recipe.base.model}", "data.max_validation_rows=null")
+    found, (said,) = trained_on(open_run("chat", *given, runs_dir=tmp_path / "runs"))
+    assert found == {} and "is not known: " in said and "/moved/away" in said
+
+
 def test_a_result_that_is_not_the_toolkit_s_is_not_written_over(trained, tmp_path, monkeypatch):
     _, recipe = trained
     monkeypatch.setattr("toolkit.inference.evaluate.measured", lambda _: pytest.fail("it was measured"))

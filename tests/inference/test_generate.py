@@ -15,7 +15,7 @@ from transformers import TextStreamer
 
 from tests.tiny_runs import command_here
 from toolkit import processes, recipes
-from toolkit.errors import DataError, SelfCheckError, ToolkitError, printable
+from toolkit.errors import DataError, RewardError, SelfCheckError, ToolkitError, printable
 from toolkit.inference import evaluate as evaluation
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, prompts_of, respond
@@ -57,6 +57,25 @@ def test_the_best_of_several_may_be_longer_than_training_allowed(trained, monkey
     monkeypatch.setattr(SharedBase, "stop_token_ids", lambda self, tokenizer: [len(tokenizer)])  # nothing ends
     generate_best(open_run("chat", f"ppo.max_length={few}", "ppo.response_length=8"), num_samples=2, texts=["Hi"])
     assert lengths == [8, 8]
+
+
+def test_a_file_that_is_not_there_is_told_of_before_anything_is_loaded(trained, monkeypatch):
+    monkeypatch.setattr("toolkit.runs.build.placed_roles", lambda *_, **__: pytest.fail("it was loaded"))
+    for ask in (generate, partial(generate_best, num_samples=2)):
+        with pytest.raises(DataError, match="typo.jsonl: there is no such file"):
+            ask(trained[1], file=Path("typo.jsonl"))
+
+
+def test_a_reward_that_lacks_a_column_of_given_prompts_says_what_to_give(trained, monkeypatch):
+    def lacks(*_, **__):
+        raise RewardError('the prompts have no column "style"; present: prompt.', field="class_column")
+
+    monkeypatch.chdir(trained[0])  # where its reward is found
+    monkeypatch.setattr("toolkit.inference.generate.best_of", lacks)
+    with pytest.raises(RewardError, match="^scorer.class_column: .*name a .jsonl file with it, or no prompts.$"):
+        generate_best(open_run("chat"), num_samples=2, texts=["Hi"])
+    with pytest.raises(RewardError, match="present: prompt.$"):
+        generate_best(open_run("chat"), num_samples=2, number=1)
 
 
 def test_each_prompt_has_its_best_score_and_its_mean_beside_it(trained, monkeypatch):

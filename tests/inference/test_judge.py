@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_runs import command_here
 from toolkit.checkpoints import whole_folder
-from toolkit.errors import CheckpointError, RecipeError, ToolkitError
+from toolkit.errors import CheckpointError, ModelError, RecipeError, ToolkitError
 from toolkit.inference.judge import _table, judge
 
 
@@ -113,6 +113,21 @@ def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
     assert given == [(["lr=1e-4", str(folder), "other"], "judge.kind=rules", long, named)]
 
 
+def test_what_was_judged_before_a_run_that_fails_is_kept(trained, tmp_path, monkeypatch):
+    folder, recipe = trained
+    monkeypatch.chdir(folder)  # where its reward is found
+    runs = tmp_path / "runs"
+    shutil.copytree(recipe.folder, runs / "second")
+    path = runs / "second" / "recipe.yaml"
+    path.write_text(path.read_text().replace(str(recipe.base.model), "/moved/away"))
+    page = tmp_path / "page.html"
+    with pytest.raises(ModelError, match=r'(?s)^the run "second" has 1 problem.*base.model — .*/moved/away'):
+        judge(
+            ["chat", str(runs / "second")], "judge.kind=function", "judge.function=shorter_for_test:rule", output=page
+        )
+    assert json.loads(page.with_suffix(".json").read_text()).keys() == {"chat"} and "chat" in page.read_text()
+
+
 def test_what_cannot_be_judged(trained, tmp_path, monkeypatch):
     folder, recipe = trained
     monkeypatch.chdir(folder)
@@ -148,3 +163,11 @@ def test_the_table_has_each_figure_under_its_name():
     assert names == ["score before", "after", "judge before", "after", "KL"]
     cells = re.findall(r"\d\.\d{3} ± \d\.\d{3}|\d\.\d{3}", stream.getvalue())
     assert cells == ["1.000 ± 0.100", "5.000 ± 0.100", "2.000 ± 0.200", "6.000 ± 0.200", "7.000"]
+
+
+def test_a_run_is_known_by_its_name_in_a_narrow_terminal():
+    sides = {when: dict.fromkeys(("score", "score_se", "judge", "judge_se", "kl"), 1.0) for when in ("before", "after")}
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(_table({"smollm2_135m_instructions-12": sides}))
+    first = [line.split("│")[1].strip() for line in stream.getvalue().splitlines() if line.count("│") > 2]
+    assert "".join(first) == "smollm2_135m_instructions-12"

@@ -136,8 +136,24 @@ def test_export_as_adapter_and_as_checkpoint(trained, tmp_path):
     assert changed == 2 * 7
     assert all(torch.equal(value, base_weights[name]) for name, value in merged_weights.items())
     assert whole.generation_config.temperature == 0.6  # the checkpoint's own, as it came
+    readable = [(tmp_path / name).stat().st_mode & 0o777 for name in (
+        "adapter/adapter_model.safetensors", "merged/model.safetensors", "adapter/adapter_config.json"
+    )]  # fmt: skip
+    assert len(set(readable)) == 1  # the weights by whom all else may be read
     again = command_here("export", "chat", tmp_path / "merged", "--merge", cwd=folder)
     assert again.returncode == 1 and "is not empty. Name a new folder." in again.stderr
+
+
+def test_an_exported_adapter_names_the_base_that_is_here(trained, tmp_path, monkeypatch):
+    """And not where it was when the run was trained."""
+    _, recipe = trained
+    shutil.copytree(recipe.base_path, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    moved = open_run("chat", "base.model=base", runs_dir=recipe.runs_dir)
+    exported = json.loads((export_adapter(moved, tmp_path / "adapter") / "adapter_config.json").read_text())
+    config = json.loads((policy_folder(recipe) / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == recipe.base_path
+    assert exported == {**config, "base_model_name_or_path": str(tmp_path / "base")}
 
 
 @pytest.mark.parametrize(

@@ -442,7 +442,7 @@ def test_a_copy_that_fails_leaves_nothing_that_looks_finished(tmp_path, checkpoi
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.shutil, "copytree", full)
+    monkeypatch.setattr(module, "copy_contents", full)
     with pytest.raises(ToolkitError, match=r"cannot be written \(No space left on device\). Make room"):
         take_over(second, "chat", ["reward"])
     assert finished(second, "reward") is None

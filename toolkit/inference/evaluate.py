@@ -12,7 +12,7 @@ from transformers import set_seed
 from toolkit import processes
 from toolkit.checkpoints import step_of
 from toolkit.data import data_digest
-from toolkit.errors import DataError
+from toolkit.errors import ToolkitError
 from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
 from toolkit.models import base_digest, load_weights
 from toolkit.phases import phase
@@ -60,17 +60,19 @@ def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """How many prompts of changed data the run was trained on, by PPO or by Q-learning, for `result.json` and in words:
     a larger split reaches into what the run did not hold out. Nothing where the data are those of the run."""
     beyond = [f"{key}={value}" for key, value in not_here(recipe.folder).items()]
-    run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
     by = "q" if responds_by_q(recipe.folder) else "ppo"
-    if run.values["data"] == recipe.values["data"]:
-        held_out = (read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}).get("held_out")
-        if held_out in (None, data_digest(recipe.task.prompts("test"))):
-            return {}, []
-        told = "data: these are not the prompts that the run held out: its data have changed since then, and it may "
-        return {"other_prompts": True}, [f"{told}have been trained on some of these."]
     try:
+        run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
+        if run.values["data"] == recipe.values["data"]:
+            held_out = (read_json(recipe.stage_folder(by) / BEFORE_FILE) or {}).get("held_out")
+            if held_out in (None, data_digest(recipe.task.prompts("test"))):
+                return {}, []
+            told = (
+                "data: these are not the prompts that the run held out: its data have changed since then, and it may "
+            )
+            return {"other_prompts": True}, [f"{told}have been trained on some of these."]
         asked = build.rated_dataset(run)["prompt_ids"] if by == "q" else run.task.prompts("train")["input_ids"]
-    except DataError as error:  # they may be gone
+    except ToolkitError as error:  # its data or its base may be gone
         return {}, [f"data: which of these are training prompts of the run is not known: {error}"]
     prompts = recipe.task.prompts("test")["input_ids"]
     trained = set(map(tuple, asked))

@@ -15,7 +15,7 @@ from toolkit import processes
 from toolkit.data import read_rows
 from toolkit.data.messages import Messages
 from toolkit.disk import write_output
-from toolkit.errors import DataError, ToolkitError, printable
+from toolkit.errors import DataError, RewardError, ToolkitError, printable, within
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler
 from toolkit.reports import Output, texts_table
@@ -94,10 +94,10 @@ def generate(
     """
     processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
+        prompts, asked = prompts_of(recipe, texts, file, number)  # before the weights, which may take minutes
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "compare": compare}
         sampler = trained_sampler(recipe, of_policy=0.0, **settings)
         set_seed(seed)
-        prompts, asked = prompts_of(recipe, texts, file, number)
     columns = {"prompt": prompts, "policy": respond(sampler, asked)}
     if compare:
         columns["reference"] = respond(sampler.reference, asked)
@@ -131,15 +131,21 @@ def generate_best(
     """
     processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
+        prompts, asked = prompts_of(recipe, texts, file, number)
         wanted = ("policy", "reward")
         roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe), wanted=wanted)
         rollouts = build.make_rollouts(recipe, roles)
         reward = build.make_reward(recipe, roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
         set_seed(seed)
-        prompts, asked = prompts_of(recipe, texts, file, number)
     size = rollouts.args.per_device_eval_batch_size
     sampler = replace(rollouts.sampler(), max_length=None)  # which is of training: see `generate`
-    sampled = best_of(asked, num_samples, sampler=sampler, reward=reward, batch_size=size)
+    try:
+        with within("scorer"):
+            sampled = best_of(asked, num_samples, sampler=sampler, reward=reward, batch_size=size)
+    except RewardError as error:
+        if texts or file is not None:
+            error.add_remedy("Prompts need what the reward reads: name a .jsonl file with it, or no prompts.")
+        raise
     rows, shown, means = [], [], sampled.scores.mean(dim=1).tolist()
     for i, (prompt, best) in enumerate(zip(prompts, sampled.best.responses, strict=True)):
         responses = sampled.candidates.responses[i * num_samples : (i + 1) * num_samples]

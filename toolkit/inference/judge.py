@@ -1,19 +1,20 @@
 """`toolkit judge`: several trained runs by a second reward, on one page."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from toolkit import processes
 from toolkit.checkpoints import checkpoints_in, problem_of
 from toolkit.disk import write_output
-from toolkit.errors import CheckpointError, RecipeError, ToolkitError, printable
+from toolkit.errors import CheckpointError, PeerError, RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import measured, trained_on
 from toolkit.inference.saved_run import open_run, policy_folder, responds_by_q
 from toolkit.reports import ComparedRun, Output, comparison_page, read_result
@@ -43,12 +44,13 @@ def judge(
         not hold out what `evaluate` says of them.
 
     Raises:
-        RecipeError: there is no such run, it is not finished, or there is no judge for it.
+        RecipeError: there is no such run, it is not finished, or there is no judge for it. Of an error of a later run
+            the page and the figures of those before it are written.
         CheckpointError: a checkpoint is damaged.
     """
     if not names:
         raise RecipeError("to judge takes a run or more.")
-    recipes = [open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in names]
+    recipes = [open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in dict.fromkeys(names)]
     folders = [recipe.folder.resolve() for recipe in recipes]
     figures_file = processes.by_main(lambda: _beside(output, folders))
     for recipe in recipes:
@@ -58,35 +60,57 @@ def judge(
             )
             raise RecipeError(f'the run "{recipe.run}" has no section judge.', field="judge", remedy=remedy)
     kept = processes.by_main(lambda: [_checkpoints(recipe) if checkpoints else [] for recipe in recipes])
-    runs, figures, told = [], {}, []
-    for label, recipe, asked in zip(labels_of(folders), recipes, kept, strict=True):
-        result, samples = measured(recipe, asked)
-        trained = read_result(recipe.stage_folder("q" if responds_by_q(recipe.folder) else "ppo")) or {}
-        sides = {side: result[side] for side in ("before", "after")}
-        between = result.get("checkpoints", {})
-        rows = [{"step": step} | {f"eval_{key}": value for key, value in of.items()} for step, of in between.items()]
-        # Without the metrics of training.
-        runs.append(ComparedRun(label, sides | {"warnings": trained.get("warnings", [])}, rows, samples))
-        adapter = recipe.values.get("start", {}).get("judge")  # which one, where the judge is one
-        figures[label] = sides | {"judge": recipe.values["judge"] | ({"start.judge": adapter} if adapter else {})}
-        figures[label] |= {key: result[key] for key in ("checkpoints", "changed") if key in result}
-        found, sentences = trained_on(recipe)
-        figures[label] |= found
-        told += [f"{label}: {sentence}" for sentence in sentences]
-    judges = dict.fromkeys(json.dumps(one["judge"], ensure_ascii=False) for one in figures.values())
-    about, changed = f"The judge: {'; '.join(judges)}.", _changed(figures)
-    about += f" What the recipes had otherwise: {changed}." if changed else ""
-    about = " ".join([about, *told])
+    runs: list[ComparedRun] = []
+    figures: dict[str, Any] = {}
+    told: list[str] = []
 
     def write() -> None:
-        write_output(output, comparison_page("judge", runs, differing(folders), about=about))
+        judges = dict.fromkeys(json.dumps(one["judge"], ensure_ascii=False) for one in figures.values())
+        about, changed = f"The judge: {'; '.join(judges)}.", _changed(figures)
+        about += f" What the recipes had otherwise: {changed}." if changed else ""
+        about = " ".join([about, *told])
+        write_output(output, comparison_page("judge", runs, differing(folders[: len(runs)]), about=about))
         write_output(figures_file, json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
 
-    processes.by_main(write)
+    for label, recipe, asked in zip(labels_of(folders), recipes, kept, strict=True):
+        with _told_of(label, several=len(recipes) > 1):
+            run, figures[label], sentences = _judged(label, recipe, asked)
+        runs.append(run)
+        told += [f"{label}: {sentence}" for sentence in sentences]
+        processes.by_main(write)  # a later run may fail
     for sentence in told:
         say(sentence)
     Output().print(_table(figures))
     return figures
+
+
+@contextmanager
+def _told_of(label: str, *, several: bool) -> Iterator[None]:
+    """An error inside says of which of several runs it is."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except ToolkitError as error:
+        if not several:
+            raise
+        raise type(error)(f'the run "{label}"', problems=error.problems) from error
+
+
+def _judged(label: str, recipe: Recipe, checkpoints: Sequence[Path]) -> tuple[ComparedRun, dict[str, Any], list[str]]:
+    """A run for the page, its figures for the file, and what there is to say of its prompts."""
+    result, samples = measured(recipe, checkpoints)
+    trained = read_result(recipe.stage_folder("q" if responds_by_q(recipe.folder) else "ppo")) or {}
+    sides = {side: result[side] for side in ("before", "after")}
+    between = result.get("checkpoints", {})
+    rows = [{"step": step} | {f"eval_{key}": value for key, value in of.items()} for step, of in between.items()]
+    # Without the metrics of training.
+    run = ComparedRun(label, sides | {"warnings": trained.get("warnings", [])}, rows, samples)
+    adapter = recipe.values.get("start", {}).get("judge")  # which one, where the judge is one
+    figures = sides | {"judge": recipe.values["judge"] | ({"start.judge": adapter} if adapter else {})}
+    figures |= {key: result[key] for key in ("checkpoints", "changed") if key in result}
+    found, sentences = trained_on(recipe)
+    return run, figures | found, sentences
 
 
 def _checkpoints(recipe: Recipe) -> list[Path]:
@@ -121,7 +145,7 @@ def _beside(page: Path, runs: Sequence[Path]) -> Path:
 
 
 def _table(figures: dict[str, dict[str, dict[str, float]]]) -> Table:
-    table = Table("run", "score before", "after", "judge before", "after", "KL")
+    table = Table(Column("run", overflow="fold"), "score before", "after", "judge before", "after", "KL")
     for name, sides in figures.items():
         both = [sides["before"], sides["after"]]
         cells = [f"{side[of]:.3f} ± {side[f'{of}_se']:.3f}" for of in ("score", "judge") for side in both]

@@ -1,7 +1,6 @@
 """A trained run, opened again: its recipe, what it has trained as something that responds, and that exported."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,9 +20,9 @@ from transformers.utils import (
 
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders
-from toolkit.disk import writing
+from toolkit.disk import as_the_umask_says, copy_contents, writing
 from toolkit.errors import DataError, RecipeError, ToolkitError, within
-from toolkit.models import Merged, load_base, merge_adapter, positions_of, read_tensors, resolved
+from toolkit.models import Merged, load_base, merge_adapter, name_base, positions_of, read_tensors, resolved
 from toolkit.reports import read_result
 from toolkit.runs import build
 from toolkit.runs.differences import recorded
@@ -178,11 +177,15 @@ def _empty(output: Path) -> Path:
 
 
 def export_adapter(recipe: Recipe, output: str | Path) -> Path:
-    """Copy the policy's adapter with the tokenizer into an empty folder: a PEFT folder for whoever has the base."""
-    folder, policy = _empty(Path(output)), policy_folder(recipe)
+    """Copy the policy's adapter with the tokenizer into an empty folder: a PEFT folder for whoever has the base.
+
+    It names the base that the run has here, a folder by its whole path.
+    """
+    folder, policy, base = _empty(Path(output)), policy_folder(recipe), Path(recipe.base_path).expanduser()
     read_tensors(policy)
     with writing(folder):
-        shutil.copytree(policy, folder, dirs_exist_ok=True)
+        copy_contents(policy, folder)
+        name_base(folder, str(base.resolve()) if base.is_dir() else recipe.base_path)
         recipe.tokenizer.save_pretrained(folder)
     return folder
 
@@ -250,6 +253,7 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
     if own is not None:
         own.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+    as_the_umask_says(folder.iterdir())
 
 
 def _merged(

@@ -10,7 +10,16 @@ ours, `lora` has all that is used of PEFT beyond its public interface, `fused_lo
 is the loop over new tokens, whose passes `graphs` records on a card.
 """
 
-from toolkit.models.adapters import ROLE_FILE, high_score, load_role, load_weights, save_high_score, save_role
+from toolkit.models.adapters import (
+    ROLE_FILE,
+    base_named,
+    high_score,
+    load_role,
+    load_weights,
+    name_base,
+    save_high_score,
+    save_role,
+)
 from toolkit.models.attention import planned_for_cpu
 from toolkit.models.base_checks import check_checkpointing
 from toolkit.models.bits import about_other_bits, check_bits, own_quantization, quantize_outline

@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 
-from toolkit.disk import read_object, write_whole
+from toolkit.disk import as_the_umask_says, read_object, write_whole
 from toolkit.errors import AdapterError, ToolkitError
 from toolkit.models.folders import State, adapter_state, load_whole, other_base, put_adapter, read_tensors
 from toolkit.models.heads import Q_BOUND_FILE, QBound
@@ -89,6 +89,7 @@ def _adapted(base: SharedBase, role: str) -> PeftModel:
 def _write(state: State, path: Path) -> None:
     on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
     save_file(on_cpu, path, metadata={"format": "pt"})  # without which transformers does not read it
+    as_the_umask_says([path])
 
 
 def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]:
@@ -220,6 +221,17 @@ def _bound(folder: Path) -> QBound:
     except (KeyError, ValueError, RuntimeError) as error:
         wrong = f"{folder / Q_BOUND_FILE} holds no bound of Q-values ({' '.join(str(error).split())})."
         raise AdapterError(wrong, remedy="Train or copy it again.") from error
+
+
+def base_named(folder: Path) -> str | None:
+    """The base that a PEFT folder names."""
+    return (read_object(folder / CONFIG_NAME) or {}).get("base_model_name_or_path")
+
+
+def name_base(folder: Path, base_name: str) -> None:
+    """Let a PEFT folder name this base, which PEFT loads for it."""
+    config = {**(read_object(folder / CONFIG_NAME) or {}), "base_model_name_or_path": base_name}
+    write_whole(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True))
 
 
 def adapter_config(folder: Path) -> LoraConfig:

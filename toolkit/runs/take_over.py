@@ -1,13 +1,15 @@
 """Stages of another run, copied where their settings agree."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from peft.utils import CONFIG_NAME
+
 from toolkit.checkpoints import CHECKPOINT
-from toolkit.disk import writing
+from toolkit.disk import copy_contents, writing
 from toolkit.errors import RecipeError
+from toolkit.models import base_named, name_base
 from toolkit.reports import read_result
 from toolkit.runs import aside
 from toolkit.runs.differences import changes, described
@@ -74,17 +76,15 @@ def _copy(source: Recipe, target: Recipe, stage: str) -> None:
     check_outputs(source.folder, [stage])
     with writing(folder, "Make room, then repeat."):
         shutil.rmtree(taken, ignore_errors=True)
-        shutil.copytree(source.stage_folder(stage), taken, ignore=_left_there)
-        for path in taken.glob("*/adapter_config.json"):
-            config = json.loads(path.read_text(encoding="utf-8"))
-            if config.get("base_model_name_or_path") == source.base_path:  # a base that this run has a copy of, too
-                config["base_model_name_or_path"] = target.base_path
-                path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        copy_contents(source.stage_folder(stage), taken, leaving=_stays)
+        for path in taken.glob(f"*/{CONFIG_NAME}"):
+            if base_named(path.parent) == source.base_path:  # of which this run has a copy
+                name_base(path.parent, target.base_path)
         result = read_result(taken)
         assert result is not None
         finish(taken, {**result, "taken_from": str(source.stage_folder(stage))})
         aside.place(target.folder, taken, stage)
 
 
-def _left_there(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if CHECKPOINT in name or Path(folder, name).is_symlink()]
+def _stays(path: Path) -> bool:
+    return CHECKPOINT in path.name or path.is_symlink()
