@@ -30,12 +30,13 @@ PROMPTS = [[1, 4, 9, 7], [1, 30], [1, 5, 6, 8, 11, 12]]
 RESPONSES = [[8, 2], [10, 11, 12, 2], [3]]
 
 
-def q_base(architecture="llama", *, bound=None, random=True):
+def q_base(architecture="llama", *, bound=None, random=True, reference=None):
+    """`reference`: its adapter, if it is to have one, as after sft."""
     base = SharedBase(tiny_model(architecture))
-    base.add_role("reference")
+    base.add_role("reference", reference)
     add_q_roles(base, lora(), bound=bound)
     if random:
-        randomize(base, "q", "q_target")
+        randomize(base, "q", "q_target", *(["reference"] if reference else []))
     base.train_roles("q")
     return base
 

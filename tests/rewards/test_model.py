@@ -81,6 +81,10 @@ def test_scores_are_those_of_single_rows_of_text(pad, reads, texts):
         reward = RewardModel(model, tokenizer, reads=reads, batch_size=size)
         assert reward.texts(rollout()) == [(text,) for text in texts]
         torch.testing.assert_close(score_with(reward, rollout()), expected, **FP32)
+    passes = []
+    model.register_forward_pre_hook(lambda _, __, named: passes.append(len(named["input_ids"])), with_kwargs=True)
+    RewardModel(model, tokenizer, reads=reads, batch_size=1)(rollout())
+    assert passes == [1] * len(texts)
     assert model.config.pad_token_id == tokenizer.pad_token_id and not reward.truncated
     assert not any(parameter.requires_grad for parameter in model.parameters())
 

@@ -30,6 +30,15 @@ def test_adapter_scores_each_response_as_if_alone():
     assert base.active_role is None
 
 
+@pytest.mark.parametrize(("size", "most"), [(1, 1), (2, 2), (64, 4)])
+def test_no_more_rows_are_read_at_a_time_than_the_batch_size_says(size, most):
+    base, even = shared_base(), rollout([[12, 13, 14]] * 4, [[1, 20, 21]] * 4)
+    passes = []
+    base.head("reward").register_forward_pre_hook(lambda _, given: passes.append(len(given[0])))
+    RewardAdapter(base, pad_token_id=0, eos_token_id=2, batch_size=size)(even)
+    assert passes == [most] * (4 // most)
+
+
 def test_a_response_is_read_where_training_read_whichever_stop_ended_it():
     """With pad = eos that is the token before the end, which no other stop token may take the place of."""
     base = shared_base()

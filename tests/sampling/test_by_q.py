@@ -6,7 +6,7 @@ from peft import LoraConfig
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.models.test_q_values import PROMPTS, logits, q_base
-from tests.tiny_models import ARCHITECTURES, VOCABULARY, randomize
+from tests.tiny_models import ARCHITECTURES, VOCABULARY, lora, randomize
 from toolkit.data import doubling
 from toolkit.models import QBound, SharedBase, add_q_roles
 from toolkit.sampling import Sampler
@@ -60,9 +60,9 @@ def test_a_prompt_near_the_end_of_learnt_positions_waits_for_a_shorter_one(archi
     assert lengths[61] <= 3 < lengths[len(short)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_samples_are_of_the_reference_times_exp_q(architecture):
-    base = q_base(architecture)
+@pytest.mark.parametrize(("architecture", "adapted"), [("llama", False), ("gpt2", False), ("llama", True)])
+def test_samples_are_of_the_reference_times_exp_q(architecture, adapted):
+    base = q_base(architecture, reference=lora() if adapted else None)
     prompt = PROMPTS[0]
     torch.manual_seed(0)
     many = decode(base, [prompt] * 4000, response_length=2, temperature=2.0)

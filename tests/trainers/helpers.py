@@ -68,20 +68,24 @@ def count_reward(token: int) -> Any:
 
 
 class Counting:
-    """A reward that changes as it goes: the number of its call."""
+    """A reward that changes as it goes: the number of its call. Its state is handed out as it is, and not copied."""
 
     def __init__(self):
-        self.calls = 0
+        self.state = {"calls": 0}
+
+    @property
+    def calls(self):
+        return self.state["calls"]
 
     def __call__(self, rollout):
-        self.calls += 1
+        self.state["calls"] += 1
         return [float(self.calls)] * len(rollout)
 
     def state_dict(self):
-        return {"calls": self.calls}
+        return self.state
 
     def load_state_dict(self, state):
-        self.calls = state["calls"]
+        self.state.update(state)
 
 
 _OWN = {

@@ -269,6 +269,13 @@ def test_an_evaluation_is_held_against_one_of_the_same_prompts():
     assert "judge_falls" in [one["name"] for one in [*new, *watch.given]]
 
 
+def test_an_evaluation_may_be_without_the_judge_that_the_one_before_had():
+    """As of a trainer that goes on without it."""
+    watch, without = Watch(), {name: of for name, of in MEASURED.items() if not name.startswith("judge")}
+    assert watch.evaluated(1, MEASURED, ANSWERS, PROMPTS) == []
+    assert watch.evaluated(2, {**without, "score": 0.5}, ANSWERS, PROMPTS) == []
+
+
 def test_the_judge_is_held_against_its_best():
     """Above where it began, and far below where it was."""
     _, (_, new) = evaluated(({"score": 1.0, "judge": 5.0}, ANSWERS), ({"score": 2.0, "judge": 3.0}, ANSWERS))

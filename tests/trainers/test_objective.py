@@ -61,7 +61,7 @@ def distributions(ours, role):
 
 
 def literal_objective(ours, experience, terms):
-    """The clipped surrogate and one more term, written out."""
+    """The clipped surrogate and one more term, written out; the KL and the entropy that are in it."""
     mask = experience.response_mask
     tokens = torch.tensor([token for row in RESPONSES for token in row])
     logits = distributions(ours, "policy")
@@ -72,29 +72,29 @@ def literal_objective(ours, experience, terms):
     ratio, advantages = (new - old).exp(), experience.advantages[mask]
     loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
     log_r = ref.log_prob(tokens) - new
-    return (
-        loss
-        + {
-            "none": lambda: 0.0,
-            "entropy": lambda: -0.7 * policy.entropy().mean(),
-            "old": lambda: 0.4 * (ratio - 1 - ratio.log()).mean(),
-            "k2": lambda: 0.3 * (log_r**2 / 2).mean(),
-            "k3": lambda: 0.3 * (log_r.exp() - 1 - log_r).mean(),
-            "abs": lambda: 0.3 * log_r.abs().mean(),
-            "full": lambda: 0.3 * kl_divergence(policy, ref).mean(),
-            "full and entropy": lambda: 0.3 * kl_divergence(policy, ref).mean() - 0.7 * policy.entropy().mean(),
-        }[terms]()
-    )
+    kl = {
+        "k2": lambda: (log_r**2 / 2).mean(),
+        "k3": lambda: (log_r.exp() - 1 - log_r).mean(),
+        "abs": lambda: log_r.abs().mean(),
+        "full": lambda: kl_divergence(policy, ref).mean(),
+        "full and entropy": lambda: kl_divergence(policy, ref).mean(),
+    }
+    parts = {"kl_loss": kl[terms]()} if terms in kl else {}
+    parts |= {"token_entropy": policy.entropy().mean()} if "entropy" in terms else {}
+    loss = loss + 0.3 * parts.get("kl_loss", 0.0) - 0.7 * parts.get("token_entropy", 0.0)
+    return loss + (0.4 * (ratio - 1 - ratio.log()).mean() if terms == "old" else 0.0), parts
 
 
 def assert_gradient_of_the_formula(ours, experience, terms):
     metrics, found = gradient_of(ours, experience)
     for parameter in ours.roles.parameters_of("policy"):
         parameter.grad = None
-    literal_objective(ours, experience, terms).backward()
+    loss, parts = literal_objective(ours, experience, terms)
+    loss.backward()
     for parameter, ours_grad in zip(ours.roles.parameters_of("policy"), found, strict=True):
         assert (ours_grad - parameter.grad).abs().max() < RELATIVE * parameter.grad.abs().max()
-    return metrics
+    logged = {name: metrics[name] for name in ("kl_loss", "token_entropy") if name in metrics}
+    assert logged == pytest.approx({name: part.item() for name, part in parts.items()}, rel=1e-4)
 
 
 SETTINGS = {
@@ -112,9 +112,7 @@ def test_each_term_has_the_gradient_of_its_formula(terms, tmp_path):
     assert len(RESPONSES) == ours.micro_batch.rows == 4
     for rows in (4, 1):
         ours.micro_batch.rows = rows
-        metrics = assert_gradient_of_the_formula(ours, experience, terms)
-        assert ("kl_loss" in metrics) == ("kl_penalty_in" in SETTINGS[terms])
-        assert ("token_entropy" in metrics) == ("entropy_coef" in SETTINGS[terms])
+        assert_gradient_of_the_formula(ours, experience, terms)
 
 
 def test_a_reference_with_a_part_on_lm_head_draws_nothing_in_the_update(tmp_path):
@@ -190,6 +188,14 @@ def test_the_coefficient_that_the_controller_has_reached_is_that_of_the_loss(tmp
     )
     ours.train()
     assert seen and set(seen) == {0.75} and ours.args.kl_coef == 0.1
+
+
+def test_what_ppo_maximises_is_logged_with_the_coefficient_that_the_controller_has_reached(tmp_path):
+    ours, _ = prepared(tmp_path, kl_target=0.5, vf_coef=0.1)
+    ours.kl_coef = 0.75
+    stats = ours.step(next(iter(ours.dataloader)), rollout(RESPONSES), SCORES)
+    assert stats["kl_coef"] == 0.75 and abs(stats["kl"]) > 0.01
+    assert stats["rlhf_reward"] == pytest.approx(stats["score"] - 0.75 * stats["kl"], rel=1e-4)
 
 
 def test_every_pass_divides_the_rows_anew(tmp_path):

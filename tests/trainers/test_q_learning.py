@@ -84,6 +84,20 @@ def make(folder: Path, base=None, data=None, **changes):
     return QTrainer(args, doubling.tokenizer(), base, data, prompts, reward=score, callbacks=[], **metrics)
 
 
+def test_logits_exist_of_as_many_tokens_as_the_setting_says(tmp_path):
+    made, tokens = make(tmp_path, q_chunk_size=3, max_steps=1), []
+    made.roles.lm_head.register_forward_pre_hook(lambda _, given: tokens.append(given[0].shape[:-1].numel()))
+    made.train()
+    assert tokens and max(tokens) <= 3
+    rollout = made.evaluate_rollout(made.eval_dataset).rollout
+    tokens.clear()
+    made.rollouts.measured()[1](rollout)
+    assert tokens and max(tokens) <= 3
+    made.args.q_chunk_size = 500
+    made.rollouts.measured()[1](rollout)
+    assert max(tokens) > 3
+
+
 def test_it_learns_the_fixed_point_and_its_best_answers(tmp_path):
     settings = {
         "max_steps": 200, "per_device_train_batch_size": 30, "gamma": 0.9, "target_decay": 0.9, "bound": "sigmoid",

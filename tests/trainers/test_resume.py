@@ -536,7 +536,7 @@ def test_another_shape_of_adapter_is_refused(tmp_path, monkeypatch):
 
 
 class RunningMean:
-    """A reward that changes as it goes."""
+    """A reward that changes as it goes, and hands its state out as it is, without a copy."""
 
     def __init__(self):
         self.seen, self.total = 0, 0.0
@@ -547,10 +547,10 @@ class RunningMean:
         return shares - self.total / self.seen
 
     def state_dict(self):
-        return {"seen": self.seen, "total": self.total}
+        return vars(self)
 
     def load_state_dict(self, state):
-        self.seen, self.total = state["seen"], state["total"]
+        vars(self).update(state)
 
 
 class Seen(RunningMean):

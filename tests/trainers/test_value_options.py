@@ -53,7 +53,7 @@ def rows_of(values_at):
 @pytest.mark.parametrize("value", ["separate", "shared"])
 @pytest.mark.parametrize("pooling", ["response_mean", "prefix_mean"])
 def test_pooled_values_and_their_loss(pooling, value, tmp_path):
-    ours = trainer(tmp_path, value=value, value_pooling=pooling, cliprange_value=None, vf_coef=1.0, kl_coef=0.0)
+    ours = trainer(tmp_path, value=value, value_pooling=pooling, cliprange_value=None, vf_coef=0.5, kl_coef=0.0)
     ours._prepare_training()
     experience = ours._make_experience(rollout(RESPONSES), SCORES)
 
@@ -79,11 +79,11 @@ def test_pooled_values_and_their_loss(pooling, value, tmp_path):
     assert found == pytest.approx(loss.item(), rel=1e-4)
     ours.optimizer.zero_grad()
     own = ours.roles.parameters_of("value")  # shared, of the head alone
-    assert_alike(gradient, torch.autograd.grad(loss, own, retain_graph=True))
+    assert_alike(gradient, torch.autograd.grad(0.5 * loss, own, retain_graph=True))
     if value == "shared":  # the policy's adapter learns from it, too: here from nothing else
         ours._backward_mini_batch(experience._replace(advantages=0 * experience.advantages), [0, 1, 2, 3])
         policy = ours.roles.parameters_of("policy")
-        assert_alike([p.grad for p in policy], torch.autograd.grad(loss, policy))
+        assert_alike([p.grad for p in policy], torch.autograd.grad(0.5 * loss, policy))
 
 
 @pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "all weights"])

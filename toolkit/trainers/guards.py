@@ -161,7 +161,9 @@ def _cut_that_pays(numbers: Mapping[str, Any]) -> float | None:
 
 def _judge_against_score(numbers: Mapping[str, Any]) -> float | None:
     """How far the judge is below its best evaluation, in standard errors, where the score is above what it was then."""
-    if "judge_best" not in numbers or numbers["score"] <= numbers["score_best"] or numbers["rows"] < 2:
+    if not {"judge", "judge_best"} <= numbers.keys():  # an evaluation may have a judge that the one before had not
+        return None
+    if numbers["score"] <= numbers["score_best"] or numbers["rows"] < 2:
         return None  # one response has no error
     fall, error = numbers["judge_best"] - numbers["judge"], math.hypot(numbers["judge_se"], numbers["judge_se_best"])
     return fall / max(error, fall / 1000) if fall > 0 else 0.0  # without noise 1000
