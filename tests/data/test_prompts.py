@@ -153,6 +153,23 @@ def test_other_columns_are_passed_on(tmp_path, chat_tokenizer):
         task_of(tmp_path, chat_tokenizer, [*rows, {"query": "3", "score": "high"}]).prompts("train")
 
 
+def test_a_part_of_the_prompt_in_another_column_is_told_of(tmp_path, chat_tokenizer):
+    """A reward may read it, so that the row stays."""
+    rows = [
+        {"query": "12", "input": "34", "system": ""}, {"query": "12345", "input": "34"},
+        {"query": "5", "input": "", "system": "67"}, {"query": "8", "history": ["1", "2"]},
+    ]  # fmt: skip
+    task = task_of(tmp_path, chat_tokenizer, rows)
+    assert len(task.prompts("train")) == 4
+    report, *told = task.report().partition("trained on, too")[2].split("; ")
+    assert report == "" and told == [
+        f'2 have a column "{name}" that is no part of the prompt: if it should be, write it there'
+        for name in ("input", "system", "history")  # of both splits, which are one file
+    ]
+    with_system = task_of(tmp_path, chat_tokenizer, rows[2:3], system="67")
+    assert with_system.report().endswith("trained on, too")
+
+
 def test_an_answered_conversation_beside_its_prompt_is_not_passed_on(tmp_path, tokenizer):
     """A reward model would read it as the prompt."""
     row = {"prompt": "1", "messages": [user("1"), {"role": "assistant", "content": "2"}], "topic": "a"}
@@ -355,6 +372,15 @@ def test_too_much_held_out(tmp_path, chat_tokenizer):
     assert task.report() == "train: 1 prompts | validation: 2 prompts"
     with pytest.raises(DataError, match="^validation_size: 100 leaves no training rows"):
         task_of(tmp_path, chat_tokenizer, rows_of(1, 2), validation=None).prompts("train")
+    for rows, said in (
+        (
+            rows_of(1, 1, 1),
+            "that can be used; of 1 different prompt, whose rows stay together. See that columns.prompt",
+        ),
+        (rows_of(1, 1, 2), "that can be used; of 2 different prompts, whose rows stay together. Lower it, or name"),
+    ):
+        with pytest.raises(DataError, match=said):
+            task_of(tmp_path, chat_tokenizer, rows, validation=None, validation_size=3).prompts("train")
 
 
 def test_limits_count_rows_that_can_be_used_and_end_the_reading(tmp_path, chat_tokenizer):

@@ -123,4 +123,5 @@ def test_a_base_that_was_moved_is_told_of_by_what_can_be_done(trained, tmp_path,
 def test_the_command_measures_on_what_is_named(trained):
     folder, _ = trained
     done = command_here("eval", "chat", "data.validation=gone.jsonl", cwd=folder)
-    assert done.returncode == 1 and "gone.jsonl: there is no such file" in done.stderr
+    assert done.returncode == 1 and "DataError: data.validation: " in done.stderr
+    assert "gone.jsonl: there is no such file" in done.stderr

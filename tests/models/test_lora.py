@@ -73,6 +73,21 @@ def test_layers_beside_experts_of_a_reward_model_are_told_of(caplog):
     assert sum("PEFT puts no adapter on" in text for text in caplog.messages) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("q_proj", r"Write a list: \[q_proj\]"),
+        ("q_proj, v_proj", r"Write a list: \[q_proj, v_proj\]"),
+        ("q_projj", "Name modules in a list"),
+        ("all", "Did you mean all-linear"),
+    ],
+)
+def test_names_of_modules_as_text_are_no_pattern(text, remedy):
+    """PEFT says that the base has no such module, which it has."""
+    with pytest.raises(AdapterError, match=f'^target_modules: "{text}" is taken as a pattern .*{remedy}'):
+        SharedBase(tiny_model()).add_role("policy", LoraConfig(target_modules=text))
+
+
 def test_a_pattern_that_peft_would_widen_on_a_mixture_is_refused():
     pattern = r".*layers\.0\.self_attn\.q_proj"
     dense = SharedBase(tiny_model())

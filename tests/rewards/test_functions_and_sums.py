@@ -154,6 +154,23 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
     check_function(f"{path}:rule")
     with pytest.raises(RewardError, match=r"cannot be loaded: RuntimeError: was run \(.*rule.py, line 1\)"):
         load_function(f"{path}:rule")
+    path.write_text("def rule(prompts, completions, **named): ...\n")
+    for find in (check_function, load_function):
+        with pytest.raises(RewardError, match=r"missing a required argument: 'completions' \(.*rule.py, line 1\)"):
+            find(f"{path}:rule")
+    path.write_text("async def rule(rollout, /, *, needed, given=1): ...\n")
+    with pytest.raises(RewardError, match="missing a required .*argument: 'needed'"):
+        check_function(f"{path}:rule")
+    for text in (
+        "def rule(rollout, scale=2.0, *, more=1, **named): ...\n",
+        "def rule(*rollouts): ...\n",
+        "def rule(a, b): ...\nrule = lambda rollout: a\n",  # what it is shows once it runs
+        "def rule(a, b): ...\ndef rule(a): ...\n",
+        "import functools\n@functools.cache\ndef rule(a, b): ...\n",
+        "def rule(a, b): ...\nfrom x import y as rule\n",
+    ):
+        path.write_text(text)
+        check_function(f"{path}:rule")
     path.write_text("from base_rules import *\n")
     check_function(f"{path}:rule")  # what that has is known once it runs
     path.write_text("import no_such_module_here\n")

@@ -359,7 +359,7 @@ def problems_of(tmp_path, checkpoint, *overrides, **sections):
             ["reward.dataloader_drop_last=true", "reward.per_device_train_batch_size=1000"],
             "reward.dataloader_drop_last — true leaves out the only batch",
         ),
-        (["base.attn_implementation=no_such"], "transformers cannot build this model: "),
+        (["base.attn_implementation=no_such"], 'base.attn_implementation — "no_such" cannot be had here: '),
         (
             ["adapters.policy.rank_pattern={no_proj: 4}"],
             "adapters.policy — The following rank_pattern keys did not match",
@@ -595,11 +595,41 @@ def test_ends_that_stand_in_the_settings_of_generation_alone(tmp_path, checkpoin
     assert texts(check(chat_recipe(tmp_path, folder))) == ()
 
 
+def test_a_folder_without_its_tokenizer_is_told_what_it_lacks(tmp_path, checkpoint):
+    """Of the library's own words one installs packages that do not help."""
+    without, pointer = (shutil.copytree(checkpoint, tmp_path / name) for name in ("without", "pointer"))
+    for path in (*without.glob("*token*"), *without.glob("chat_template*")):
+        path.unlink()
+    (problem,) = texts(check(chat_recipe(tmp_path, without)))
+    assert f'base.model — "{without}" has no tokenizer: none of tokenizer.json' in problem and "Copy that of" in problem
+    (pointer / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (problem,) = texts(check(chat_recipe(tmp_path, pointer)))
+    assert f"{pointer / 'tokenizer.json'} is a pointer of Git LFS, and not the file. Run git lfs pull" in problem
+    (pointer / "tokenizer.json").write_text("{")
+    (problem,) = texts(check(chat_recipe(tmp_path, pointer)))
+    assert f"{pointer / 'tokenizer.json'} is damaged (" in problem
+
+
+@pytest.mark.parametrize("named", ["flash_attention_2", "foo"])
+def test_attention_that_cannot_be_had_is_a_matter_of_its_own_key(named, tmp_path, checkpoint):
+    (problem,) = texts(check(chat_recipe(tmp_path, checkpoint, f"base.attn_implementation={named}")))
+    assert problem.startswith(f'base.attn_implementation — "{named}" cannot be had here: ')
+    assert problem.endswith("Install it, or leave it out, which takes sdpa.")
+
+
+def test_a_recipe_without_a_stage_would_do_nothing(tmp_path, checkpoint):
+    bare = {"base": {"model": str(checkpoint)}, "data": {"task": "prompts", "train": "nosuch.jsonl"}}
+    problem = texts(check(recipes.load(bare, run="bare", runs_dir=tmp_path)))[-1]
+    assert problem.startswith("it has no stage: nothing would be run. Add a section: ppo: {}")
+
+
 def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path, checkpoint):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF\x03")
     (problem,) = texts(check(chat_recipe(tmp_path, gguf)))
     assert "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none" in problem
+    (problem,) = texts(check(chat_recipe(tmp_path, f"{checkpoint}/config.json")))
+    assert f"safetensors, and GGUF is none. Name its folder: {checkpoint}" in problem
     adapter = saved_roles(checkpoint, tmp_path / "run", "policy") / "policy"
     (problem,) = texts(check(chat_recipe(tmp_path, adapter)))
     assert f'"{adapter}" is a PEFT adapter and no whole model. Name the base that it was trained on here' in problem

@@ -1,5 +1,6 @@
 from importlib.metadata import version
 from pathlib import Path
+from re import escape
 
 import pytest
 import torch
@@ -395,10 +396,28 @@ def test_nothing_else_is_inserted_where_an_override_meets_it(override, tmp_path,
         assert "a secret" not in str(error.value)
 
 
+def test_a_file_or_run_is_told_by_the_name_that_it_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yml").touch()
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "recipe.yaml").touch()
+    for name, said in (
+        (
+            "doubling.yaml",
+            f"no such file, looked for from {tmp_path}. The shipped recipe is named without .yaml: doubling",
+        ),
+        ("mine.yaml", "Did you mean mine.yml?"),
+        ("first", '"first" is a run and no recipe. Its own recipe is runs/first/recipe.yaml'),
+        ("runs/first", '"runs/first" is a run and no recipe. Its own recipe is runs/first/recipe.yaml'),
+    ):
+        with pytest.raises(RecipeError, match=escape(said)):
+            recipes.load(name)
+
+
 def test_unknown_and_broken_files(tmp_path):
     with pytest.raises(RecipeError, match='no recipe "doublin". Did you mean doubling?'):
         recipes.load("doublin")
-    with pytest.raises(RecipeError, match="there is no such file"):
+    with pytest.raises(RecipeError, match="no.yaml: there is no such file.$"):
         recipes.load(tmp_path / "no.yaml")
     with pytest.raises(RecipeError, match="cannot be read as YAML"):
         recipes.load(written(tmp_path, "a: [1"))

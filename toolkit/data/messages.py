@@ -13,7 +13,8 @@ Messages = list[dict[str, Any]]
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # where templates look for one
 SYSTEM = ("system", "system_prompt")
-_PARTS = (*SYSTEM, "history")  # what other tools keep beside a prompt
+PARTS = (*SYSTEM, "history")  # what other tools keep beside a prompt
+BESIDE_AN_INSTRUCTION = ("input", "context")
 # A first message with both of its keys, as in a cell of a CSV file.
 _WRITTEN = re.compile(
     r"""\s*\[\s*\{\s*(?:['"](?:role['"]\s*:.*?['"]content|content['"]\s*:.*?['"]role)['"]\s*:"""
@@ -153,17 +154,26 @@ def refuse_parts(
     are not read. The prompt, or the `system` message before it, may hold that part itself. So for one with settings of
     its chat template."""
     refuse_template_settings(row)
+    if name := part_beside(row, prompt, system, others):
+        raise Unusable(f'a column "{name}", which is not read: write it into the prompt, or take it out')
+
+
+def part_beside(
+    row: dict[str, Any], prompt: Messages | str, system: str | None = None, others: Sequence[str] = ()
+) -> str | None:
+    """The column in which a row has a part of its prompt that the prompt does not hold; None where there is none."""
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     read = "\n".join([*texts, system or ""])
     for name, value in row.items():
-        if not value or name.lower() not in (*_PARTS, *others):
+        if not value or name.lower() not in (*PARTS, *others):
             continue
         if isinstance(value, str):
             there = value.strip() in read
         else:  # earlier turns, as lists or messages; a number is no part of a prompt
             there = len(texts) > 1 or not isinstance(value, (list, dict))
         if not there:
-            raise Unusable(f'a column "{name}", which is not read: write it into the prompt, or take it out')
+            return name
+    return None
 
 
 def read_response(value: Messages | str) -> str:

@@ -28,6 +28,7 @@ from datasets import Dataset
 
 from toolkit.data.encoder import within_limit
 from toolkit.data.messages import (
+    BESIDE_AN_INSTRUCTION,
     SYSTEM,
     Messages,
     checked_messages,
@@ -109,7 +110,7 @@ class Preferences(SplitTask):
         named = renamed(place, row, self.columns, optional="margin")
         pair = read_pair(place, named)
         mapped = (self.columns or {}).get("prompt", "prompt") != "prompt"
-        refuse_parts(named, pair.prompt, self.system, _BESIDE_AN_INSTRUCTION if mapped else ())
+        refuse_parts(named, pair.prompt, self.system, BESIDE_AN_INSTRUCTION if mapped else ())
         prompt = self._encoder.prompt(pair.prompt, self.max_prompt_length)
         chosen, rejected = (self._encoder.response(text, prompt) for text in (pair.chosen, pair.rejected))
         if chosen == rejected:
@@ -264,7 +265,6 @@ _OTHER_PROMPTS = (
     "prompt", "question", "query", "problem", "instruction", "post", "messages", "conversations", "conversation",
     "input", "inputs", "context", "text", "history",
 )  # fmt: skip
-_BESIDE_AN_INSTRUCTION = ("input", "context")
 
 
 def _beside(row: dict[str, Any], names: Sequence[str]) -> list[str]:

@@ -1,13 +1,25 @@
 """Prompts for PPO, as text, messages or token ids; and demonstrations for sft: prompts with responses, or text."""
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, ClassVar
 
 from datasets import Dataset
 
 from toolkit.data.files import listed
-from toolkit.data.messages import Messages, checked_messages, refuse_parts, refuse_tools, text_or_messages
+from toolkit.data.messages import (
+    BESIDE_AN_INSTRUCTION,
+    PARTS,
+    Messages,
+    checked_messages,
+    part_beside,
+    refuse_parts,
+    refuse_tools,
+    text_or_messages,
+)
 from toolkit.data.preferences import read_sides
 from toolkit.data.rows import SHOWN, Split, Unusable, as_dataset, each_of, in_one_piece, packed, present
 from toolkit.data.source_task import SplitTask
@@ -55,6 +67,23 @@ class Prompts(SplitTask):
 
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in rows["input_ids"][:]]
+
+    def report(self) -> str | None:
+        counts = Counter(chain.from_iterable(self._beside(part.rows) for part in self._splits.values()))
+        told = (
+            f'; {count:,} have a column "{name}" that is no part of the prompt: if it should be, write it there'
+            for name, count in counts.items()
+        )
+        return f"{super().report()}{''.join(told)}"
+
+    def _beside(self, rows: Dataset) -> Iterator[str]:
+        """The columns that hold what other tools take for a part of the prompt. A reward may read them."""
+        known = [name for name in rows.column_names if name.lower() in (*PARTS, *BESIDE_AN_INSTRUCTION)]
+        asked = [name for name in ("messages", "prompt") if name in rows.column_names]
+        for row in rows.select_columns([*known, *asked]) if known else ():
+            prompt = row.get("messages") or row["prompt"]
+            if name := part_beside({name: row[name] for name in known}, prompt, self.system, BESIDE_AN_INSTRUCTION):
+                yield name
 
     def prompts(self, split: str) -> Dataset:
         """Prompts; columns `input_ids`, `prompt` (text), and all that the source has beside its own prompt.

@@ -234,8 +234,16 @@ def draw_held_out(prompts: Sequence[Hashable], number: int, *, seed: int, source
             held_out += group
     if len(held_out) == len(prompts):
         wrong = f"{number} leaves no training rows: {source} has {len(prompts)} that can be used"
-        wrong += f", without {left_out}." if left_out else "."
-        remedy = "Lower it, or name a source of held-out rows as validation."
+        wrong += f", without {left_out}" if left_out else ""
+        different = len(set(prompts))
+        if different < len(prompts):
+            wrong += f"; of {different} different prompt{'s' * (different > 1)}, whose rows stay together"
+        remedy = "Name a source of held-out rows as validation."
+        if different > 1:
+            remedy = f"Lower it, or n{remedy[1:]}"
+        elif len(prompts) > 1:
+            remedy = f"See that columns.prompt is the column of the prompts. {remedy}"
+        wrong += "."
         raise DataError(wrong, field="validation_size", remedy=remedy)
     return sorted(held_out)
 

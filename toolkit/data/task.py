@@ -82,8 +82,10 @@ class Task:
         raise self._lacks("rated")
 
     def _lacks(self, kind: Kind) -> DataError:
-        wrong = f'"{self.task}" has no {kind} data, which the {_NEEDED_BY[kind]} stage needs.'
-        return DataError(wrong, field="task", remedy="Name another task, or give that stage data of its own.")
+        stage = _NEEDED_BY[kind]
+        wrong = f'"{self.task}" has no {kind} data, which the {stage} stage needs.'
+        own = "" if stage == "ppo" else f", or give that stage data of its own: {stage}_data"
+        return DataError(wrong, field="task", remedy=f"Name another task{own}.")
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """A conversation that a person typed, as a prompt; raises DataError if it cannot be one."""

@@ -12,7 +12,7 @@ from transformers import set_seed
 from toolkit import processes
 from toolkit.checkpoints import step_of
 from toolkit.data import data_digest
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, within
 from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
 from toolkit.models import base_digest, load_weights
 from toolkit.phases import phase
@@ -86,7 +86,9 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
     nothing is written. Of checkpoints, too, if any are given: their metrics by step as `checkpoints`."""
     started = time.perf_counter()
     with processes.agreed():
-        prompts = recipe.task.prompts("test")
+        task = recipe.task
+        with within(recipe.data_section("ppo")):
+            prompts = task.prompts("test")
     check_alike({"held-out rows": data_digest(prompts)})
     if (rows := recipe.task.report()) is not None:
         say(f"data: {rows}")

@@ -289,6 +289,10 @@ def _not_built(error: Exception, spec: ModelSpec, config: PreTrainedConfig | Map
     if spec.model is None:
         remedy = "Lower it." if large else ""
         return ModelError(f"transformers cannot build this model: {said}", field="config", remedy=remedy)
+    attention = spec.attn_implementation
+    if attention is not None and any(word in said for word in (attention, "attn_implementation", "FlashAttention")):
+        wrong = f'"{attention}" cannot be had here: {said}'
+        return ModelError(wrong, field="attn_implementation", remedy="Install it, or leave it out, which takes sdpa.")
     wrong = f'"{spec.model}": transformers cannot build this model: {said}'
     return ModelError(wrong, field="model", remedy="Mend its config.json.")
 

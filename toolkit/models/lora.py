@@ -61,6 +61,7 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
     _check_layers(model, config)
     if missing := missing_modules(model, config):  # PEFT passes over those in silence as long as one of them is there
         raise AdapterError(" ".join(_no_module(model, target) for target in missing), field="target_modules")
+    _check_no_names_as_text(model, config)
     linear, meant = _linear_layers(model), deepcopy(config)
     _check_not_widened(model, linear, config)
     experts = [name.replace(".base_layer", "") for name, p in model.named_parameters() if p.dim() == 3]
@@ -79,6 +80,20 @@ def fitting(model: nn.Module, config: LoraConfig) -> Iterator[None]:
         yield
     if set(config.target_parameters or ()) != set(meant.target_parameters or ()):
         _tell_of_layers_beside_experts(model, linear, meant, config)
+
+
+def _check_no_names_as_text(model: nn.Module, config: LoraConfig) -> None:
+    """Names of modules as text are a pattern for whole names to PEFT, which says that the base has no such modules."""
+    text = config.target_modules
+    if not isinstance(text, str) or text.lower() == "all-linear" or re.search(r"[^\w\s,-]", text):
+        return
+    parts = {part for name, _ in under_adapter(model).named_modules() for part in name.split(".")}
+    words = [word for word in re.split(r"[\s,]+", text) if word]
+    remedy = f"Write a list: [{', '.join(words)}]." if parts.issuperset(words) else "Name modules in a list."
+    if text.startswith("all"):
+        remedy = "Did you mean all-linear?"
+    wrong = f'"{text}" is taken as a pattern for the whole name of a module, and the base has none that is such.'
+    raise AdapterError(wrong, field="target_modules", remedy=remedy)
 
 
 def _check_layers(model: nn.Module, config: LoraConfig) -> None:

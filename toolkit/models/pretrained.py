@@ -18,6 +18,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_
 from toolkit import hub
 from toolkit.errors import ModelError
 
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+_POINTER = "version https://git-lfs"
+
 
 def load_tokenizer(
     model: str, *, revision: str | None = None, trust_remote_code: bool = False
@@ -77,6 +83,8 @@ def check_there(model: str, revision: str | None = None) -> None:
 
     Raises: ModelError: it is none of them, or a folder of which a revision is asked for.
     """
+    if Path(model).expanduser().is_file():  # transformers takes a config.json for a checkpoint
+        raise not_loaded(model, OSError())
     if _is_path(model):
         if revision is not None:
             wrong = f'"{revision}" would have no effect: "{model}" is a folder, which has one state.'
@@ -127,7 +135,28 @@ def _tokenizer(model: str, **code: Any) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model, **code)
     except Exception as error:  # of tokenizers and transformers, as the files have it
+        if (found := _tokenizer_problem(Path(model).expanduser())) is not None:
+            wrong, remedy = found
+            raise ModelError(wrong, field="model", remedy=remedy) from error
         raise not_loaded(model, error) from error
+
+
+def _tokenizer_problem(folder: Path) -> tuple[str, str] | None:
+    """Why there is no tokenizer in a folder with a configuration, and what to do, where its files tell."""
+    if not (folder / "config.json").is_file():
+        return None
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        wrong = f'"{folder}" has no tokenizer: none of {", ".join(_TOKENIZER_FILES[:3])}.'
+        return wrong, "Copy that of the model which it was made from into it: tokenizer.json and tokenizer_config.json."
+    for path in sorted(folder.glob("*.json")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if text.startswith(_POINTER):
+            return f"{path} is a pointer of Git LFS, and not the file.", "Run git lfs pull there, or download it."
+        try:
+            json.loads(text)
+        except ValueError as error:
+            return f"{path} is damaged ({error}).", "Download it again."
+    return None
 
 
 def not_loaded(model: str, error: Exception, *, scores: bool = False) -> ModelError:
@@ -146,6 +175,9 @@ def not_loaded(model: str, error: Exception, *, scores: bool = False) -> ModelEr
         reason = "there is no such folder."
     elif path.is_file():
         reason = "it is a file; a checkpoint is a folder with config.json and safetensors, and GGUF is none."
+        if (path.parent / "config.json").is_file():
+            remedy = f"Name its folder: {path.parent}"
+            return ModelError(f'no checkpoint can be loaded from "{model}": {reason}', field="model", remedy=remedy)
     elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         remedy = "Name the base that it was trained on here, and the adapter as what the policy starts from."
         if scores:

@@ -66,12 +66,19 @@ def check_reward(reward: Any, field: str) -> None:
     if not callable(reward):
         raise RewardError(f"a function of a rollout is needed, got {reprlib.repr(reward)}.", field=field)
     try:
-        inspect.signature(reward).bind(None)
+        signature = inspect.signature(reward)
     except ValueError:  # some functions of C do not say
         return
+    check_signature(signature, field, at=_definition(reward))
+
+
+def check_signature(signature: inspect.Signature, field: str, *, at: str | None) -> None:
+    """Raises RewardError: what has it, and is defined `at` a place if that is known, does not take a rollout."""
+    try:
+        signature.bind(None)
     except TypeError as error:
-        at = f" ({place})" if (place := _definition(reward)) else ""
-        raise RewardError(f"it is called with a rollout, and does not take one: {error}{at}.", field=field) from error
+        wrong = f"it is called with a rollout, and does not take one: {error}{f' ({at})' if at else ''}."
+        raise RewardError(wrong, field=field) from error
 
 
 def score_with(reward: Reward, rollout: Rollout) -> Scores:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import struct
 import symtable
 import sys
@@ -12,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toolkit.errors import Problem, RewardError, words_of
-from toolkit.rewards.base import Reward, check_reward, of_a_library, place_of, state_of
+from toolkit.rewards.base import Reward, check_reward, check_signature, of_a_library, place_of, state_of
 from toolkit.rewards.kept import process_kept
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import setting
@@ -127,10 +128,10 @@ def check_function(function: str) -> None:
     try:
         with tokenize.open(path) as file:  # a byte-order mark and a coding line as Python takes them
             code = file.read()
-        symbols = symtable.symtable(code, str(path), "exec").get_symbols()
+        symbols, tree = symtable.symtable(code, str(path), "exec").get_symbols(), ast.parse(code)
         everything = any(
             isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
-            for node in ast.walk(ast.parse(code))
+            for node in ast.walk(tree)
         )
     except (SyntaxError, ValueError) as error:
         raise _wrong(f"{place} is not Python: {error}.", "Mend it there.") from error
@@ -138,6 +139,40 @@ def check_function(function: str) -> None:
         return
     if not any(symbol.get_name() == name and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
         raise _wrong(f'{place} has no function "{name}".')
+    if (node := _only_definition(tree, name)) is not None:
+        check_signature(_signature_of(node), "function", at=f"{place}, line {node.lineno}")
+
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _only_definition(tree: ast.Module, name: str) -> _Definition | None:
+    """The function that a name of a file is; None where something else may be put in its place when the file runs."""
+    found = [node for node in tree.body if isinstance(node, _Definition) and node.name == name]
+    named = [node for node in ast.walk(tree) if name in (getattr(node, "name", None), getattr(node, "asname", None))]
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+    given = any(not isinstance(node.ctx, ast.Load) for node in names)
+    return found[0] if len(found) == len(named) == 1 and not given and not found[0].decorator_list else None
+
+
+def _signature_of(node: _Definition) -> inspect.Signature:
+    own, empty = node.args, inspect.Parameter.empty
+    placed = [*own.posonlyargs, *own.args]
+    defaults = [empty] * (len(placed) - len(own.defaults)) + [None] * len(own.defaults)
+    only, either = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kinds: list[Any] = [only] * len(own.posonlyargs) + [either] * len(own.args)
+    parameters = [
+        inspect.Parameter(one.arg, kind, default=default)
+        for one, kind, default in zip(placed, kinds, defaults, strict=True)
+    ]
+    if own.vararg is not None:
+        parameters.append(inspect.Parameter(own.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    for one, default in zip(own.kwonlyargs, own.kw_defaults, strict=True):
+        given = empty if default is None else None
+        parameters.append(inspect.Parameter(one.arg, inspect.Parameter.KEYWORD_ONLY, default=given))
+    if own.kwarg is not None:
+        parameters.append(inspect.Parameter(own.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
 
 
 def in_no_file(function: str) -> bool:

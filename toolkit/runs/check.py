@@ -26,7 +26,12 @@ def check(recipe: Recipe) -> Report:
 
     Data is read and tokenised, the function of the scorer is imported, and the model takes no memory.
     """
-    return check_stages(recipe, STAGES)
+    report = check_stages(recipe, STAGES)
+    if recipe.plan.stages:
+        return report
+    remedy = f"Add a section: ppo: {{}} for its defaults, or another of {', '.join(STAGES)}."
+    nothing = Problem("it has no stage: nothing would be run.", remedy=remedy)
+    return replace(report, problems=(*report.problems, nothing))
 
 
 def check_stages(recipe: Recipe, wanted: Collection[str], *, handed_over: Collection[str] = ()) -> Report:

@@ -17,7 +17,7 @@ from yaml.representer import RepresenterError
 from toolkit.data import TASKS
 from toolkit.data.sources import HUB_SETTINGS, is_hub_id, names_of
 from toolkit.disk import MANIFEST
-from toolkit.errors import Problem, RecipeError
+from toolkit.errors import Problem, RecipeError, did_you_mean
 from toolkit.rewards.function import beside
 from toolkit.settings import fits
 from toolkit.spec.as_text import to_yaml
@@ -76,9 +76,17 @@ def find(name: str | os.PathLike[str]) -> Path:
     if path.suffix in (".yaml", ".yml"):
         if there:
             return path
-        raise RecipeError(f"{path}: there is no such file.")
+        near = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, near)
+        if path.stem in names():
+            hint = f"The shipped recipe is named without .yaml: {path.stem}."
+        looked = "" if path.is_absolute() else f", looked for from {Path.cwd()}"
+        raise RecipeError(f"{path}: there is no such file{looked}.", remedy=hint)
     shipped = next(recipe_folder().rglob(f"{name}.yaml"), None) if str(name) in names() else None
     if shipped is None:
+        for run in (path, Path("runs") / path):
+            if (kept := run / "recipe.yaml").is_file():
+                raise RecipeError(f'"{name}" is a run and no recipe.', remedy=f"Its own recipe is {kept}.")
         near = get_close_matches(str(name), names(), n=3, cutoff=0.5)
         hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(names())}."
         raise RecipeError(f'no recipe "{name}". {hint} A file of your own is named by its path, ending in .yaml.')

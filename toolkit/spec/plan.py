@@ -78,7 +78,9 @@ class Plan:
         if stage not in STAGES:
             raise RecipeError(f'no stage "{stage}"; the stages are {", ".join(STAGES)}.')
         if stage not in self.stages:
-            raise RecipeError(f'the recipe has no section "{stage}", so this stage has nothing to run.')
+            has = f"It has {', '.join(self.stages)}. " if self.stages else ""
+            wrong = f'the recipe has no section "{stage}", so this stage has nothing to run.'
+            raise RecipeError(wrong, remedy=f"{has}Add {stage}: {{}} for that stage with its defaults.")
         missing = self.stages[stage].missing
         if missing is not None:
             raise RecipeError(missing.wrong, remedy=missing.remedy)
