@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from tests.tiny_runs import PAIRS, command_here
 from toolkit.errors import RecipeError
-from toolkit.inference.evaluate import evaluate, trained_on
+from toolkit.inference.evaluate import as_trained, evaluate, measured, trained_on
 from toolkit.inference.saved_run import open_run
 from toolkit.spec.validate import measured_names
 
@@ -57,6 +58,39 @@ def test_a_run_whose_data_have_changed_is_told_of(trained, monkeypatch):
         evaluate(open_run("chat"))
     path.write_text(kept)
     assert json.loads((recipe.folder / "eval" / "result.json").read_text())["other_prompts"] is True
+
+
+def test_a_base_an_adapter_or_a_reward_that_has_changed_is_told_of(trained, tmp_path, monkeypatch):
+    folder, recipe = trained
+    monkeypatch.chdir(folder)
+    shutil.copytree(recipe.folder, tmp_path / "runs" / "chat")
+    path = tmp_path / "runs" / "chat" / "ppo" / "before.json"
+    kept = json.loads(path.read_text())
+    then = kept["made_with"]
+    assert then["reward"].keys() == {"shorter_for_test.py"}
+    for made, others in (
+        (then, None),
+        ({**then, "base": "another"}, ["base"]),
+        ({**then, "base": "another", "dtype": "float64"}, None),  # whose numbers are others
+        ({**then, "adapters": {"policy": "another", "gone": "x"}}, ["policy adapter"]),
+        ({**then, "reward": {"shorter_for_test.py": "another", "gone.py": "x"}}, ["shorter_for_test.py"]),
+    ):
+        path.write_text(json.dumps({**kept, "made_with": made}))
+        run = open_run("chat", runs_dir=tmp_path / "runs")
+        result, _ = measured(run)
+        found, told = as_trained(run, result["made_with"])
+        assert found.get("not_as_trained") == others
+        assert [sentence.partition(":")[0] for sentence in told] == (others or [])
+    (tmp_path / "shorter_for_test.py").write_text(
+        "def rule(rollout):\n    return [float(n) for n in rollout.lengths]\n"
+    )
+    path.write_text(json.dumps(kept))
+    monkeypatch.delitem(sys.modules, "shorter_for_test")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = command_here("eval", "chat", cwd=tmp_path)
+    assert "shorter_for_test.py: not as when the run was trained." in done.stdout
+    result = json.loads((tmp_path / "runs" / "chat" / "eval" / "result.json").read_text())
+    assert result["not_as_trained"] == ["shorter_for_test.py"]
 
 
 def test_prompts_of_other_data_that_were_trained_on_are_counted(trained, monkeypatch, capsys):

@@ -84,10 +84,15 @@ def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
         return SimpleNamespace(run=name, folder=folder, values=values, judge=1, stage_folder=folder.joinpath)
 
     found = {"score": 1.0, "score_se": 0.1, "judge": 2.0, "judge_se": 0.1, "kl": 0.5}
-    sides = {"before": found, "after": found, "changed": {"start.judge": "other_b/reward", "judge.kind": "adapter"}}
+    sides = {
+        "before": found,
+        "after": found,
+        "made_with": {},
+        "changed": {"start.judge": "other_b/reward", "judge.kind": "adapter"},
+    }
     monkeypatch.setattr("toolkit.inference.judge.open_run", opened)
     monkeypatch.setattr("toolkit.inference.judge.measured", lambda *_: (sides, []))
-    monkeypatch.setattr("toolkit.inference.judge.trained_on", lambda _: ({}, []))
+    monkeypatch.setattr("toolkit.inference.judge.as_trained", lambda *_: ({}, []))
     figures = judge(["a", "b"], output=tmp_path / "page.html")
     assert [figures[run]["judge"]["start.judge"] for run in "ab"] == ["other_a/reward", "other_b/reward"]
     text = (tmp_path / "page.html").read_text()

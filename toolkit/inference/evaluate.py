@@ -1,7 +1,7 @@
 """`toolkit eval`: a trained run measured again on its held-out prompts."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from toolkit.sampling import Evaluation
 from toolkit.spec.load import load
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase
-from toolkit.trainers.same_run import check_alike
+from toolkit.trainers.same_run import check_alike, made_with, other_than
 
 
 def evaluate(recipe: Recipe) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
                 refuse_others(folder)
                 begin(folder)
         result, samples = measured(recipe)
-        found, told = trained_on(recipe)
+        found, told = as_trained(recipe, result["made_with"])
         result |= found
         processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
         processes.by_main(lambda: write_result(folder, result))
@@ -56,11 +56,29 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
+def as_trained(recipe: Recipe, now: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What `trained_on` finds, and what of the run's base, adapters and reward is not what it was trained with; `now`
+    is the `made_with` of an evaluation."""
+    found, told = trained_on(recipe)
+    try:
+        then = (read_json(recipe.stage_folder(_by(recipe)) / BEFORE_FILE) or {}).get("made_with")
+    except ToolkitError:  # of which there is a sentence by now
+        then = None
+    if then is not None and (others := other_than(then, now)):
+        found["not_as_trained"] = others
+        told.append(f"{', '.join(others)}: not as when the run was trained. Before and after are of what is here now.")
+    return found, told
+
+
+def _by(recipe: Recipe) -> str:
+    return "q" if responds_by_q(recipe.folder) else "ppo"
+
+
 def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """How many prompts of changed data the run was trained on, by PPO or by Q-learning, for `result.json` and in words:
     a larger split reaches into what the run did not hold out. Nothing where the data are those of the run."""
     beyond = [f"{key}={value}" for key, value in not_here(recipe.folder).items()]
-    by = "q" if responds_by_q(recipe.folder) else "ppo"
+    by = _by(recipe)
     try:
         run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
         if run.values["data"] == recipe.values["data"]:
@@ -94,8 +112,9 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
         say(f"data: {rows}")
     set_seed(recipe.seed)
     with Progress(f"{recipe.run} {EVALUATION}", quiet=not processes.is_main()):
-        before, *between, after = _evaluated(recipe, prompts, checkpoints)
+        (before, *between, after), used = _evaluated(recipe, prompts, checkpoints)
     result = figures(recipe, EVALUATION, started, before.metrics, after.metrics)
+    result["made_with"] = used
     if checkpoints:
         result["checkpoints"] = {step_of(of): one.metrics for of, one in zip(checkpoints, between, strict=True)}
     changed, beyond = changes(recipe, EVALUATION, recipe.folder), not_here(recipe.folder)
@@ -104,9 +123,11 @@ def measured(recipe: Recipe, checkpoints: Sequence[Path] = ()) -> tuple[dict[str
     return result, sample_rows(*(Responses.of(one.rollout, one.scores, one.judged) for one in (before, after)))
 
 
-def _evaluated(recipe: Recipe, prompts: Dataset, checkpoints: Sequence[Path]) -> list[Evaluation]:
+def _evaluated(
+    recipe: Recipe, prompts: Dataset, checkpoints: Sequence[Path]
+) -> tuple[list[Evaluation], dict[str, Any]]:
     """Where the policy starts, its checkpoints, and what was trained; of Q-values the reference, and what Q makes of
-    it."""
+    it. And what they are `made_with`."""
     by_q = responds_by_q(recipe.folder)
     name, trained = ("q", recipe.stage_folder("q") / "q") if by_q else ("ppo", None)
     with phase("load"), processes.agreed():
@@ -117,6 +138,7 @@ def _evaluated(recipe: Recipe, prompts: Dataset, checkpoints: Sequence[Path]) ->
         rollouts = build.make_rollouts(recipe, roles, name)
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)
     check_alike({"base": base_digest(roles)}, roles)
+    used = made_with(roles, measures["reward"])
     with phase("answers before"):
         found = [rollouts.evaluator(**measures, **({"by_q": False} if by_q else {}))(prompts)]
     policies = {f"answers at {step_of(checkpoint)}": checkpoint / "policy" for checkpoint in checkpoints}
@@ -126,4 +148,4 @@ def _evaluated(recipe: Recipe, prompts: Dataset, checkpoints: Sequence[Path]) ->
                 load_weights(roles, "policy", policy)
                 check_alike({}, roles)
             found.append(rollouts.evaluator(**measures)(prompts))
-    return found
+    return found, used

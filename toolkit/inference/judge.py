@@ -15,7 +15,7 @@ from toolkit import processes
 from toolkit.checkpoints import checkpoints_in, problem_of
 from toolkit.disk import write_output
 from toolkit.errors import CheckpointError, PeerError, RecipeError, ToolkitError, printable
-from toolkit.inference.evaluate import measured, trained_on
+from toolkit.inference.evaluate import as_trained, measured
 from toolkit.inference.saved_run import open_run, policy_folder, responds_by_q
 from toolkit.reports import ComparedRun, Output, comparison_page, read_result
 from toolkit.runs.comparison import differing, labels_of
@@ -109,7 +109,7 @@ def _judged(label: str, recipe: Recipe, checkpoints: Sequence[Path]) -> tuple[Co
     adapter = recipe.values.get("start", {}).get("judge")  # which one, where the judge is one
     figures = sides | {"judge": recipe.values["judge"] | ({"start.judge": adapter} if adapter else {})}
     figures |= {key: result[key] for key in ("checkpoints", "changed") if key in result}
-    found, sentences = trained_on(recipe)
+    found, sentences = as_trained(recipe, result["made_with"])
     return run, figures | found, sentences
 
 

@@ -36,7 +36,7 @@ from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.reward import class_figures, judge_pairs, pair_figures
-from toolkit.trainers.same_run import check_alike
+from toolkit.trainers.same_run import check_alike, made_with
 from toolkit.trainers.sft import cut_rows, packs
 from toolkit.trainers.stock_ppo import stock_rollouts
 
@@ -165,6 +165,8 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
             measured, responses = _measure(recipe, stage, trainer)
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None, "held_out": held_out}
         kept[APART] = evaluated_apart(recipe, stage, trainer)
+        if hasattr(trainer, "roles") and hasattr(trainer, "reward"):  # which TRL's own loop has not
+            kept["made_with"] = made_with(trainer.roles, trainer.reward)
         processes.by_main(partial(reports.write_json, path, kept))
     if kept["held_out"] != held_out:
         wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."

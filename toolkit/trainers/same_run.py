@@ -42,6 +42,23 @@ def identity(
     return {"data": data, "base": base, "dtype": dtype, "versions": versions(), "reward": texts}
 
 
+def made_with(roles: SharedBase, reward: Any) -> dict[str, Any]:
+    """What responses are made and scored with, beside what is trained: digests of the base, which are of its dtype, of
+    the adapters that are not trained, by role, and of a user's files that the reward is written in, by name."""
+    dtype = str(roles.causal_lm.dtype).removeprefix("torch.")
+    base = frozen_digest(roles.causal_lm)
+    return {"dtype": dtype, "base": base, "adapters": frozen_digests(roles), "reward": code_digests(reward)}
+
+
+def other_than(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of two `made_with` is there both times, and differs."""
+    found = ["base"] if then["dtype"] == now["dtype"] and then["base"] != now["base"] else []
+    for kind, named in (("adapters", "{} adapter"), ("reward", "{}")):
+        both = then[kind].keys() & now[kind].keys()
+        found += [named.format(name) for name in sorted(both) if then[kind][name] != now[kind][name]]
+    return found
+
+
 def frozen_digests(base: SharedBase) -> dict[str, str]:
     """By role a digest of the adapter that it has and that is not trained."""
     own = {role: base.parameters_of(role) for role in base.roles if role not in base.trained_roles}
