@@ -84,7 +84,9 @@ recipe = "$(RECIPE)" $(if $(MODEL),"base.model=$(MODEL)") $(if $(RUN),--run "$(R
 arguments = $(recipe) $(if $(filter-out 0,$(OVERWRITE)),--overwrite) $(if $(filter-out 0,$(RESUME)),--resume) \
             $(if $(FROM),--from-run "$(FROM)") $(divided) $(SET)
 divided = $(addprefix --processes ,$(or $(GPUS),$(PROCESSES)))
-of_recipe = $(patsubst %.yml,%,$(patsubst %.yaml,%,$(notdir $(RECIPE))))
+space := $(subst ,, )
+## notdir takes a path with spaces for several.
+of_recipe = $(subst |,$(space),$(patsubst %.yml,%,$(patsubst %.yaml,%,$(notdir $(subst $(space),|,$(RECIPE))))))
 run = "$(or $(RUN),$(of_recipe))"
 
 .PHONY: help env sft reward ppo collect q show validate plan chat generate eval judge export recipes test smoke test-gpu lint types check format docs wheel \
@@ -120,7 +122,7 @@ eval: $(BIN)/.installed
 	@$(BIN)/toolkit eval $(run) $(divided) $(SET)
 
 judge: $(BIN)/.installed
-	@$(BIN)/toolkit judge $(or $(RUN),$(of_recipe)) $(if $(OUTPUT),--output "$(OUTPUT)") $(divided) $(SET)
+	@$(BIN)/toolkit judge $(or $(RUN),"$(of_recipe)") $(if $(OUTPUT),--output "$(OUTPUT)") $(divided) $(SET)
 
 export: $(BIN)/.installed
 	@$(BIN)/toolkit export $(run) "$(or $(OUTPUT),$(error make export needs a new folder: add OUTPUT=folder))" $(if $(filter-out 0,$(MERGE)),--merge)

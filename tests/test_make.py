@@ -57,6 +57,7 @@ def test_the_run_of_a_file_has_its_name():
     for command, words in (("eval", ()), ("chat", ()), ("judge", ()), ("export", ("OUTPUT=folder",))):
         said = dry(command, "RECIPE=recipes/my.own.yaml", *words).stdout.replace('"', "")
         assert f"toolkit {command} my.own" in said and "my.own.yaml" not in said
+        assert f'toolkit {command} "my own"' in dry(command, "RECIPE=its dir/my own.yml", *words).stdout
     assert 'toolkit eval "doubling"' in dry("eval", "RECIPE=doubling").stdout
 
 
