@@ -40,8 +40,11 @@ _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
     "flash_attention_3": is_flash_attn_3_available,
     "flash_attention_4": is_flash_attn_4_available,
 }
-# What training alone needs: the package of an optimizer, a card for graphs.
+# What training alone needs: the package of an optimizer, a card for graphs, and a best checkpoint by a judge, which a
+# run may be used without.
 _NOT_TRAINED = {"optim": "adamw_torch", "optim_args": "null", "generation": "eager"}
+_NOT_TRAINED |= {"metric_for_best_model": "null", "early_stopping_patience": "null", "load_best_model_at_end": "false"}
+_NOT_TRAINED |= {"greater_is_better": "null", "save_strategy": "'no'"}
 
 
 def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False) -> Recipe:
