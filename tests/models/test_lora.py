@@ -86,6 +86,8 @@ def test_names_of_modules_as_text_are_no_pattern(text, remedy):
     """PEFT says that the base has no such module, which it has."""
     with pytest.raises(AdapterError, match=f'^target_modules: "{text}" is taken as a pattern .*{remedy}'):
         SharedBase(tiny_model()).add_role("policy", LoraConfig(target_modules=text))
+    (base := SharedBase(tiny_model())).add_role("policy", LoraConfig(task_type="CAUSAL_LM", target_modules="lm_head"))
+    assert len(base.parameters_of("policy")) == 2  # that is the whole name of one
 
 
 def test_a_pattern_that_peft_would_widen_on_a_mixture_is_refused():

@@ -87,7 +87,10 @@ def _check_no_names_as_text(model: nn.Module, config: LoraConfig) -> None:
     text = config.target_modules
     if not isinstance(text, str) or text.lower() == "all-linear" or re.search(r"[^\w\s,-]", text):
         return
-    parts = {part for name, _ in under_adapter(model).named_modules() for part in name.split(".")}
+    names = [name for name, _ in under_adapter(model).named_modules()]
+    if text in names:  # as lm_head
+        return
+    parts = {part for name in names for part in name.split(".")}
     words = [word for word in re.split(r"[\s,]+", text) if word]
     remedy = f"Write a list: [{', '.join(words)}]." if parts.issuperset(words) else "Name modules in a list."
     if text.startswith("all"):
