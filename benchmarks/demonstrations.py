@@ -588,12 +588,14 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def gain(gains: Sequence[float], digits: int = 3) -> str:
-    """The mean of what up to ten seeds gained, with its 95 % interval by Student's distribution: of another seed with
-    the same prompts."""
-    mean = statistics.mean(gains)
-    if len(gains) < 2:
+    """The mean of what seeds gained, with its 95 % interval by Student's distribution: of another seed with the same
+    prompts. Nothing of none."""
+    if not gains:
+        return ""
+    mean, freedom = statistics.mean(gains), len(gains) - 1
+    if not freedom:
         return f"{mean:+.{digits}f}"
-    half = _STUDENT[len(gains) - 2] * statistics.stdev(gains) / math.sqrt(len(gains))
+    half = _STUDENT[min(freedom, len(_STUDENT)) - 1] * statistics.stdev(gains) / math.sqrt(len(gains))
     return f"{mean:+.{digits}f} ({mean - half:+.{digits}f} to {mean + half:+.{digits}f})"
 
 

@@ -50,8 +50,11 @@ def read_result(result: Mapping[str, Any], folder: Path) -> dict[str, Any] | Non
 
 
 def add_result(result: dict[str, Any], folder: Path) -> Path:
-    """Write a result of arms and their seeds, beside the other arms and seeds of one of the same kind and day."""
-    of_today = (read_result(result, folder) or {"arms": {}})["arms"]
+    """Write a result of arms and their seeds, beside the other arms and seeds of one of the same kind and day, where
+    that was run by the same code in the same way; else in its place."""
+    before = read_result(result, folder) or {"arms": {}}
+    own = result.keys() - {"arms", "date"}
+    of_today = before["arms"] if all(before.get(key) == result[key] for key in own) else {}
     arms = of_today | {arm: of_today.get(arm, {}) | by_seed for arm, by_seed in result["arms"].items()}
     return write_result(result | {"arms": arms}, folder)
 

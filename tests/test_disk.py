@@ -152,5 +152,7 @@ def test_a_copy_of_what_is_kept_from_writing_can_be_written(tmp_path):
         for path in (folder.parent, folder):
             path.chmod(0o755)
     assert [path.name for path in (tmp_path / "copy").rglob("*")] == ["within", "file"]
+    copy_contents(tmp_path / "copy", tmp_path / "copy" / "own")  # a copy within what is copied ends
+    assert sorted(path.name for path in (tmp_path / "copy" / "own").iterdir()) == ["within"]
     for path in (tmp_path / "copy").rglob("*"):
         assert path.stat().st_mode & stat.S_IWUSR

@@ -111,15 +111,16 @@ def as_the_umask_says(paths: Iterable[Path]) -> None:
     os.umask(umask)
     for path in paths:
         with suppress(OSError):  # a file system that knows no modes
-            if stat.S_IMODE(path.stat().st_mode) == 0o600:
+            if not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o600:
                 path.chmod(0o666 & ~umask)
 
 
 def copy_contents(source: Path, target: Path, *, leaving: Callable[[Path], bool] = lambda path: False) -> None:
     """Copy the files of a folder and of those within it. Their modes stay: of a folder that is kept from writing the
     copy would be, too."""
+    paths = list(source.iterdir())  # before the target, which may be within
     target.mkdir(parents=True, exist_ok=True)
-    for path in source.iterdir():
+    for path in paths:
         if leaving(path):
             continue
         if path.is_dir():

@@ -77,7 +77,8 @@ def test_a_demonstration_s_figure_and_table_hold_what_was_measured(tmp_path, mon
 def test_a_gain_has_student_s_interval_over_the_seeds():
     # The mean is 2 and the standard deviation 1; the 0.975 quantile with two degrees of freedom is 4.3027.
     assert demonstrations.gain([1.0, 2.0, 3.0], digits=2) == "+2.00 (-0.48 to +4.48)"
-    assert demonstrations.gain([-0.25]) == "-0.250"
+    assert demonstrations.gain([-0.25]) == "-0.250" and demonstrations.gain([]) == ""
+    assert demonstrations.gain([0.0, 1.0] * 10, digits=2) == "+0.50 (+0.24 to +0.76)"  # 2.262 × 0.513 / √20
 
 
 def test_apologies_and_silence_are_counted_by_updates_beside_the_warnings(tmp_path):

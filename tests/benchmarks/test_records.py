@@ -29,6 +29,8 @@ def test_a_day_s_result_keeps_the_arms_and_seeds_that_were_run_before(tmp_path):
     records.add_result({**about, "arms": {"one": {"0": 1, "1": 2}, "two": {"0": 3}}}, tmp_path)
     path = records.add_result({**about, "arms": {"one": {"1": 4, "2": 5}}}, tmp_path)
     assert json.loads(path.read_text(encoding="utf-8"))["arms"] == {"one": {"0": 1, "1": 4, "2": 5}, "two": {"0": 3}}
+    elsewhere = {**about, "commit": "another", "arms": {"one": {"5": 6}}}  # by other code or settings
+    assert json.loads(records.add_result(elsewhere, tmp_path).read_text(encoding="utf-8"))["arms"] == elsewhere["arms"]
     other = records.add_result({**about, "date": "2026-01-02", "arms": {"one": {}}}, tmp_path)
     assert json.loads(other.read_text(encoding="utf-8"))["arms"] == {"one": {}}
 

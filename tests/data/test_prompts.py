@@ -157,15 +157,16 @@ def test_a_part_of_the_prompt_in_another_column_is_told_of(tmp_path, chat_tokeni
     """A reward may read it, so that the row stays."""
     rows = [
         {"query": "12", "input": "34", "system": ""}, {"query": "12345", "input": "34"},
-        {"query": "5", "input": "", "system": "67"}, {"query": "8", "history": ["1", "2"]},
+        {"query": "5", "input": "", "system": "67"}, {"query": "8", "system": "9", "history": ["1", "2"]},
     ]  # fmt: skip
     task = task_of(tmp_path, chat_tokenizer, rows)
     assert len(task.prompts("train")) == 4
     report, *told = task.report().partition("trained on, too")[2].split("; ")
     assert report == "" and told == [
-        f'2 have a column "{name}" that is no part of the prompt: if it should be, write it there'
-        for name in ("input", "system", "history")  # of both splits, which are one file
+        f'{rows} have a column "{name}" that is no part of the prompt: if it should be, write it there'
+        for name, rows in (("input", 2), ("system", 4), ("history", 2))  # of both splits, which are one file
     ]
+    assert task_of(tmp_path, chat_tokenizer, rows, on_long="cut").report().endswith("trained on, too")
     with_system = task_of(tmp_path, chat_tokenizer, rows[2:3], system="67")
     assert with_system.report().endswith("trained on, too")
 

@@ -78,9 +78,14 @@ def test_a_base_an_adapter_or_a_reward_that_has_changed_is_told_of(trained, tmp_
         path.write_text(json.dumps({**kept, "made_with": made}))
         run = open_run("chat", runs_dir=tmp_path / "runs")
         result, _ = measured(run)
-        found, told = as_trained(run, result["made_with"])
+        found, told = as_trained(run, result)
         assert found.get("not_as_trained") == others
         assert [sentence.partition(":")[0] for sentence in told] == (others or [])
+        asked = {**result, "changed": {"start.policy": "elsewhere"}}
+        assert as_trained(run, asked)[0].get("not_as_trained") == (None if others == ["policy adapter"] else others)
+    path.write_text("{")
+    (told,) = as_trained(run, {**result, "changed": {"data.test_size": 9}})[1][-1:]
+    assert told.startswith("whether base, adapters and reward are those of then is not known: ")
     (tmp_path / "shorter_for_test.py").write_text(
         "def rule(rollout):\n    return [float(n) for n in rollout.lengths]\n"
     )

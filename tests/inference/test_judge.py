@@ -79,7 +79,7 @@ def test_the_checkpoints_that_a_run_has_kept_are_judged_between_before_and_after
 def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
     def opened(name, **_):
         folder = tmp_path / name
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         values = {"judge": {"kind": "adapter"}, "start": {"judge": f"other_{name}/reward"}}
         return SimpleNamespace(run=name, folder=folder, values=values, judge=1, stage_folder=folder.joinpath)
 
@@ -102,6 +102,7 @@ def test_adapters_of_two_folders_are_two_judges(tmp_path, monkeypatch):
     assert judge(["c", "d"], output=tmp_path / "page.html")["c"]["changed"] == sides["changed"]
     text = (tmp_path / "page.html").read_text()
     assert "What the recipes had otherwise: data.validation=&quot;other.jsonl&quot;." in text
+    assert judge(["e", "e"], output=tmp_path / "page.html").keys() == {"e"}  # once
 
 
 def test_a_run_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):

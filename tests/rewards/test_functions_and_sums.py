@@ -168,6 +168,7 @@ def test_a_check_reads_a_file_and_does_not_run_it(tmp_path):
         "def rule(a, b): ...\ndef rule(a): ...\n",
         "import functools\n@functools.cache\ndef rule(a, b): ...\n",
         "def rule(a, b): ...\nfrom x import y as rule\n",
+        "def rule(a, b): ...\nglobals()['rule'] = lambda rollout: a\n",
     ):
         path.write_text(text)
         check_function(f"{path}:rule")

@@ -601,10 +601,11 @@ def test_a_folder_without_its_tokenizer_is_told_what_it_lacks(tmp_path, checkpoi
     for path in (*without.glob("*token*"), *without.glob("chat_template*")):
         path.unlink()
     (problem,) = texts(check(chat_recipe(tmp_path, without)))
-    assert f'base.model — "{without}" has no tokenizer: none of tokenizer.json' in problem and "Copy that of" in problem
+    assert f'base.model — "{without}" has no tokenizer: neither tokenizer.json' in problem and "Copy that of" in problem
     (pointer / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     (problem,) = texts(check(chat_recipe(tmp_path, pointer)))
     assert f"{pointer / 'tokenizer.json'} is a pointer of Git LFS, and not the file. Run git lfs pull" in problem
+    (pointer / "data.json").write_text('{"one": 1}\n{"another": 2}\n')  # which is no matter of the tokenizer's
     (pointer / "tokenizer.json").write_text("{")
     (problem,) = texts(check(chat_recipe(tmp_path, pointer)))
     assert f"{pointer / 'tokenizer.json'} is damaged (" in problem
@@ -614,7 +615,7 @@ def test_a_folder_without_its_tokenizer_is_told_what_it_lacks(tmp_path, checkpoi
 def test_attention_that_cannot_be_had_is_a_matter_of_its_own_key(named, tmp_path, checkpoint):
     (problem,) = texts(check(chat_recipe(tmp_path, checkpoint, f"base.attn_implementation={named}")))
     assert problem.startswith(f'base.attn_implementation — "{named}" cannot be had here: ')
-    assert problem.endswith("Install it, or leave it out, which takes sdpa.")
+    assert problem.endswith("Install what it needs, or leave it out, for what transformers takes by itself.")
 
 
 def test_a_recipe_without_a_stage_would_do_nothing(tmp_path, checkpoint):

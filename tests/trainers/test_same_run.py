@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny_models import shared_base
 from tests.trainers.resumable import make, ppo, reward_pairs, sft_policy
 from toolkit.errors import CheckpointError
-from toolkit.trainers.same_run import check_same_run
+from toolkit.rewards import load_function
+from toolkit.trainers.same_run import check_same_run, made_with, other_than
 
 
 def test_other_data_and_other_versions(tmp_path, monkeypatch):
@@ -68,3 +70,24 @@ def test_a_setting_that_would_be_replaced_is_refused(stage, change, said, tmp_pa
     make(stage, tmp_path, max_steps=1).train()
     with pytest.raises(CheckpointError, match=f"checkpoint-1 is of a run with .*{said}: all of a run has one"):
         make(stage, tmp_path, max_steps=2, **change).train(resume_from_checkpoint=True)
+
+
+def test_what_responses_are_made_and_scored_with_is_told_apart(tmp_path):
+    """The reward's file, the judge's, the adapters that are not trained, and the base."""
+
+    def made(text, base):
+        (tmp_path / "rule.py").write_text(f"def reward(rollout):\n    return rollout.lengths  # {text}\n")
+        rule = load_function(f"{tmp_path}/rule.py:reward")
+        return made_with(base, lambda rollout: [0.0], rule), made_with(base, rule)
+
+    by_judge, by_reward = made("as it was", shared_base())
+    assert other_than(by_judge, by_judge) == other_than(by_judge, by_reward) == []  # nothing is there both times
+    judge_now, reward_now = made("changed", shared_base())
+    assert other_than(by_judge, judge_now) == ["rule.py (judge)"] and other_than(by_reward, reward_now) == ["rule.py"]
+    base = shared_base()
+    with torch.no_grad():
+        base.parameters_of("reward")[0].add_(1.0)
+    assert other_than(reward_now, made("changed", base)[1]) == ["reward adapter"]
+    with torch.no_grad():
+        base.causal_lm.get_input_embeddings().weight.add_(1.0)
+    assert other_than(reward_now, made("changed", base)[1]) == ["base", "reward adapter"]

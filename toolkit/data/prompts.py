@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -69,7 +68,9 @@ class Prompts(SplitTask):
         return [tuple(ids) for ids in rows["input_ids"][:]]
 
     def report(self) -> str | None:
-        counts = Counter(chain.from_iterable(self._beside(part.rows) for part in self._splits.values()))
+        # Of a prompt that is cut the first part is not there to be found.
+        read = self._splits.values() if self.on_long == "leave_out" else ()
+        counts = Counter(name for part in read for name in self._beside(part.rows))
         told = (
             f'; {count:,} have a column "{name}" that is no part of the prompt: if it should be, write it there'
             for name, count in counts.items()
@@ -80,10 +81,13 @@ class Prompts(SplitTask):
         """The columns that hold what other tools take for a part of the prompt. A reward may read them."""
         known = [name for name in rows.column_names if name.lower() in (*PARTS, *BESIDE_AN_INSTRUCTION)]
         asked = [name for name in ("messages", "prompt") if name in rows.column_names]
-        for row in rows.select_columns([*known, *asked]) if known else ():
-            prompt = row.get("messages") or row["prompt"]
-            if name := part_beside({name: row[name] for name in known}, prompt, self.system, BESIDE_AN_INSTRUCTION):
-                yield name
+        for row in each_of(rows.select_columns([*known, *asked])) if known else ():
+            for name in known:
+                value = row[name]
+                if value and not (isinstance(value, dict) and not any(value.values())):
+                    prompt = row.get("messages") or row["prompt"]
+                    if part_beside({name: value}, prompt, self.system, BESIDE_AN_INSTRUCTION):
+                        yield name
 
     def prompts(self, split: str) -> Dataset:
         """Prompts; columns `input_ids`, `prompt` (text), and all that the source has beside its own prompt.

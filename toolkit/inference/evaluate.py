@@ -45,7 +45,7 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
                 refuse_others(folder)
                 begin(folder)
         result, samples = measured(recipe)
-        found, told = as_trained(recipe, result["made_with"])
+        found, told = as_trained(recipe, result)
         result |= found
         processes.by_main(lambda: write_jsonl(folder / SAMPLES_FILE, samples))
         processes.by_main(lambda: write_result(folder, result))
@@ -56,15 +56,17 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
-def as_trained(recipe: Recipe, now: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What `trained_on` finds, and what of the run's base, adapters and reward is not what it was trained with; `now`
-    is the `made_with` of an evaluation."""
+def as_trained(recipe: Recipe, evaluated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What `trained_on` finds, and what of the run's base, adapters, reward and judge is not what it was trained with,
+    by the result of an evaluation; but for what was asked for in place of it."""
     found, told = trained_on(recipe)
     try:
         then = (read_json(recipe.stage_folder(_by(recipe)) / BEFORE_FILE) or {}).get("made_with")
-    except ToolkitError:  # of which there is a sentence by now
-        then = None
-    if then is not None and (others := other_than(then, now)):
+    except ToolkitError as error:
+        return found, [*told, f"whether base, adapters and reward are those of then is not known: {error}"]
+    given = [key.removeprefix("start.") for key in evaluated.get("changed", {}) if key.startswith("start.")]
+    others = [] if then is None else other_than(then, evaluated["made_with"])
+    if others := [other for other in others if other not in [f"{role} adapter" for role in given]]:
         found["not_as_trained"] = others
         told.append(f"{', '.join(others)}: not as when the run was trained. Before and after are of what is here now.")
     return found, told
@@ -138,7 +140,7 @@ def _evaluated(
         rollouts = build.make_rollouts(recipe, roles, name)
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)
     check_alike({"base": base_digest(roles)}, roles)
-    used = made_with(roles, measures["reward"])
+    used = made_with(roles, measures["reward"], measures["judge"])
     with phase("answers before"):
         found = [rollouts.evaluator(**measures, **({"by_q": False} if by_q else {}))(prompts)]
     policies = {f"answers at {step_of(checkpoint)}": checkpoint / "policy" for checkpoint in checkpoints}

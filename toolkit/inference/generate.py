@@ -15,7 +15,7 @@ from toolkit import processes
 from toolkit.data import read_rows
 from toolkit.data.messages import Messages
 from toolkit.disk import write_output
-from toolkit.errors import DataError, RewardError, ToolkitError, printable, within
+from toolkit.errors import DataError, RewardError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler
 from toolkit.reports import Output, texts_table
@@ -140,10 +140,10 @@ def generate_best(
     size = rollouts.args.per_device_eval_batch_size
     sampler = replace(rollouts.sampler(), max_length=None)  # which is of training: see `generate`
     try:
-        with within("scorer"):
-            sampled = best_of(asked, num_samples, sampler=sampler, reward=reward, batch_size=size)
+        sampled = best_of(asked, num_samples, sampler=sampler, reward=reward, batch_size=size)
     except RewardError as error:
-        if texts or file is not None:
+        error.within("scorer")
+        if any("no column" in problem.wrong for problem in error.problems) and (texts or file is not None):
             error.add_remedy("Prompts need what the reward reads: name a .jsonl file with it, or no prompts.")
         raise
     rows, shown, means = [], [], sampled.scores.mean(dim=1).tolist()

@@ -50,8 +50,9 @@ def judge(
     """
     if not names:
         raise RecipeError("to judge takes a run or more.")
-    recipes = [open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in dict.fromkeys(names)]
-    folders = [recipe.folder.resolve() for recipe in recipes]
+    opened = (open_run(name, *overrides, runs_dir=runs_dir, by_q=True) for name in names)
+    of_folders = {recipe.folder.resolve(): recipe for recipe in opened}  # one that is named twice is judged once
+    folders, recipes = list(of_folders), list(of_folders.values())
     figures_file = processes.by_main(lambda: _beside(output, folders))
     for recipe in recipes:
         if recipe.judge is None:
@@ -109,7 +110,7 @@ def _judged(label: str, recipe: Recipe, checkpoints: Sequence[Path]) -> tuple[Co
     adapter = recipe.values.get("start", {}).get("judge")  # which one, where the judge is one
     figures = sides | {"judge": recipe.values["judge"] | ({"start.judge": adapter} if adapter else {})}
     figures |= {key: result[key] for key in ("checkpoints", "changed") if key in result}
-    found, sentences = as_trained(recipe, result["made_with"])
+    found, sentences = as_trained(recipe, result)
     return run, figures | found, sentences
 
 

@@ -1,6 +1,7 @@
 """Models from a checkpoint or a configuration: with weights, or on the meta device as names and shapes alone."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ _REFUSALS = (
     TypeError, ValueError, LookupError, AttributeError, ImportError, ArithmeticError, AssertionError, RuntimeError,
     StrictDataclassError,
 )  # fmt: skip
+_OF_ATTENTION = re.compile(
+    r"attn_implementation|flash.?attention|flex.?attention|scaled.?dot.?product|\bkernels\b", re.IGNORECASE
+)
 META = torch.device("meta")
 MOST_LAYERS = 1000
 """More than any model has: to build a billion would come to no end."""
@@ -149,7 +153,7 @@ def load_with_report(
     except ToolkitError:
         raise
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise not_loaded(spec.model, error) from error
+        raise (_attention_refused(spec, " ".join(str(error).split())) or not_loaded(spec.model, error)) from error
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
@@ -268,6 +272,15 @@ def _random_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
         raise _not_built(error, ModelSpec(config=config), config) from error
 
 
+def _attention_refused(spec: ModelSpec, said: str) -> ModelError | None:
+    """What to raise where the attention that is asked for cannot be had, as an error of a library has it."""
+    if spec.attn_implementation is None or not _OF_ATTENTION.search(said):
+        return None
+    wrong = f'"{spec.attn_implementation}" cannot be had here: {said}'
+    remedy = "Install what it needs, or leave it out, for what transformers takes by itself."
+    return ModelError(wrong, field="attn_implementation", remedy=remedy)
+
+
 def _not_built(error: Exception, spec: ModelSpec, config: PreTrainedConfig | Mapping[str, Any]) -> ModelError:
     """What to raise where a model cannot be built of its configuration, with the values there that no model has."""
     if isinstance(config, PreTrainedConfig):
@@ -289,10 +302,8 @@ def _not_built(error: Exception, spec: ModelSpec, config: PreTrainedConfig | Map
     if spec.model is None:
         remedy = "Lower it." if large else ""
         return ModelError(f"transformers cannot build this model: {said}", field="config", remedy=remedy)
-    attention = spec.attn_implementation
-    if attention is not None and any(word in said for word in (attention, "attn_implementation", "FlashAttention")):
-        wrong = f'"{attention}" cannot be had here: {said}'
-        return ModelError(wrong, field="attn_implementation", remedy="Install it, or leave it out, which takes sdpa.")
+    if (refused := _attention_refused(spec, said)) is not None:
+        return refused
     wrong = f'"{spec.model}": transformers cannot build this model: {said}'
     return ModelError(wrong, field="model", remedy="Mend its config.json.")
 

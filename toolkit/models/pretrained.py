@@ -19,10 +19,15 @@ from toolkit import hub
 from toolkit.errors import ModelError
 
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json",
-)  # fmt: skip
-_POINTER = "version https://git-lfs"
+    "token*.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "special_tokens*.json",
+)
+_POINTER = b"version https://git-lfs"
 
 
 def load_tokenizer(
@@ -145,16 +150,18 @@ def _tokenizer_problem(folder: Path) -> tuple[str, str] | None:
     """Why there is no tokenizer in a folder with a configuration, and what to do, where its files tell."""
     if not (folder / "config.json").is_file():
         return None
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        wrong = f'"{folder}" has no tokenizer: none of {", ".join(_TOKENIZER_FILES[:3])}.'
+    found = [path for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    if not found:
+        wrong = f'"{folder}" has no tokenizer: neither tokenizer.json nor tokenizer.model, vocab.json or the like.'
         return wrong, "Copy that of the model which it was made from into it: tokenizer.json and tokenizer_config.json."
-    for path in sorted(folder.glob("*.json")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if text.startswith(_POINTER):
-            return f"{path} is a pointer of Git LFS, and not the file.", "Run git lfs pull there, or download it."
+    for path in found:
         try:
-            json.loads(text)
-        except ValueError as error:
+            text = path.read_bytes()
+            if text.startswith(_POINTER):
+                return f"{path} is a pointer of Git LFS, and not the file.", "Run git lfs pull there, or download it."
+            if path.suffix == ".json":
+                json.loads(text)
+        except (OSError, ValueError) as error:
             return f"{path} is damaged ({error}).", "Download it again."
     return None
 

@@ -143,11 +143,16 @@ def check_function(function: str) -> None:
         check_signature(_signature_of(node), "function", at=f"{place}, line {node.lineno}")
 
 
+_CHANGES_NAMES = {"globals", "vars", "locals", "setattr", "exec", "eval", "__dict__", "__defaults__", "__kwdefaults__"}
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _only_definition(tree: ast.Module, name: str) -> _Definition | None:
     """The function that a name of a file is; None where something else may be put in its place when the file runs."""
+    if _CHANGES_NAMES & {
+        one for node in ast.walk(tree) for one in (getattr(node, "id", ""), getattr(node, "attr", ""))
+    }:
+        return None
     found = [node for node in tree.body if isinstance(node, _Definition) and node.name == name]
     named = [node for node in ast.walk(tree) if name in (getattr(node, "name", None), getattr(node, "asname", None))]
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]

@@ -166,7 +166,7 @@ def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], R
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None, "held_out": held_out}
         kept[APART] = evaluated_apart(recipe, stage, trainer)
         if hasattr(trainer, "roles") and hasattr(trainer, "reward"):  # which TRL's own loop has not
-            kept["made_with"] = made_with(trainer.roles, trainer.reward)
+            kept["made_with"] = made_with(trainer.roles, trainer.reward, trainer.judge)
         processes.by_main(partial(reports.write_json, path, kept))
     if kept["held_out"] != held_out:
         wrong = f"{path} was measured on other held-out rows, with which what comes after cannot be compared."

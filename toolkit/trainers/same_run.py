@@ -38,16 +38,22 @@ def identity(
         base = base_digest(roles)
     elif isinstance(model, PeftModel):
         base = frozen_digest(model.base_model)
-    texts = code_digests(reward) | {f"{name} (judge)": text for name, text in code_digests(judge).items()}
+    texts = _texts_of(reward, judge)
     return {"data": data, "base": base, "dtype": dtype, "versions": versions(), "reward": texts}
 
 
-def made_with(roles: SharedBase, reward: Any) -> dict[str, Any]:
-    """What responses are made and scored with, beside what is trained: digests of the base, which are of its dtype, of
-    the adapters that are not trained, by role, and of a user's files that the reward is written in, by name."""
+def _texts_of(reward: Any, judge: Any) -> dict[str, str]:
+    """Digests of a user's files that reward and judge are written in, by name."""
+    return code_digests(reward) | {f"{name} (judge)": text for name, text in code_digests(judge).items()}
+
+
+def made_with(roles: SharedBase, reward: Any, judge: Any = None) -> dict[str, Any]:
+    """What responses are made and scored with, beside what is trained: digests of the base but for what is quantised,
+    which are of its dtype, of the adapters that are not trained, by role, and of a user's files that reward and judge
+    are written in, by name."""
     dtype = str(roles.causal_lm.dtype).removeprefix("torch.")
     base = frozen_digest(roles.causal_lm)
-    return {"dtype": dtype, "base": base, "adapters": frozen_digests(roles), "reward": code_digests(reward)}
+    return {"dtype": dtype, "base": base, "adapters": frozen_digests(roles), "reward": _texts_of(reward, judge)}
 
 
 def other_than(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
