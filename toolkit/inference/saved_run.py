@@ -40,11 +40,11 @@ _FLASH_ATTENTION: dict[str, Callable[[], bool]] = {
     "flash_attention_3": is_flash_attn_3_available,
     "flash_attention_4": is_flash_attn_4_available,
 }
-# What training alone needs: the package of an optimizer, a card for graphs, and a best checkpoint by a judge, which a
-# run may be used without.
+# What training alone needs: the package of an optimizer, a card for graphs.
 _NOT_TRAINED = {"optim": "adamw_torch", "optim_args": "null", "generation": "eager"}
-_NOT_TRAINED |= {"metric_for_best_model": "null", "early_stopping_patience": "null", "load_best_model_at_end": "false"}
-_NOT_TRAINED |= {"greater_is_better": "null", "save_strategy": "'no'"}
+# A best checkpoint, which may be by a judge that a run is used without.
+_BY_THE_BEST = {"metric_for_best_model": "null", "early_stopping_patience": "null", "load_best_model_at_end": "false"}
+_BY_THE_BEST |= {"greater_is_better": "null"}
 
 
 def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: bool = False) -> Recipe:
@@ -100,7 +100,9 @@ def not_here(folder: Path) -> dict[str, str]:
         given = section(values, stage)
         if "report_to" in given:
             found[f"{stage}.report_to"] = "none"
-        found |= {f"{stage}.{name}": other for name, other in _NOT_TRAINED.items() if name in given}
+        others = _NOT_TRAINED | (_BY_THE_BEST if given.get("metric_for_best_model") is not None else {})
+        others |= {"save_strategy": "'no'"} if given.get("save_strategy") == "best" else {}
+        found |= {f"{stage}.{name}": other for name, other in others.items() if name in given}
         if given.get("use_liger_kernel") and not is_liger_kernel_available():
             found[f"{stage}.use_liger_kernel"] = "false"
         if given.get("tf32") and not is_torch_tf32_available():
