@@ -48,7 +48,8 @@ def words_of(error: BaseException) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`Did you mean x?` of the nearest name that is known; nothing where none is near."""
-    near = get_close_matches(name, list(known), n=1)
+    known = list(known)
+    near = [one for one in known if one.lower() == name.lower()] or get_close_matches(name, known, n=1)
     return f"Did you mean {near[0]}?" if near else ""
 
 

@@ -125,6 +125,7 @@ def test_three_mistakes_one_error(tmp_path):
     ("sections", "message"),
     [
         ({"ppoo": {}}, "ppoo — no such section. Did you mean ppo?"),
+        ({"PPO": {}}, "PPO — no such section. Did you mean ppo?"),
         ({"ppo": {"batch_size": 8}}, "ppo.batch_size — would have no effect: a batch is per_device_train_batch_size ×"),
         (
             {"ppo": {"neftune_noise_alpha": 1.0}},
@@ -555,6 +556,8 @@ NO_NAMES = ("..", ".", "", "../x", "../../x", "a/../../b", "a/b", "/tmp/x", "a\\
 def test_a_name_of_a_run_is_one_folder_among_all_runs(name, tmp_path):
     with pytest.raises(RecipeError, match=r'is no name of a run.*run="name"; where the runs are is runs_dir="folder"'):
         recipes.load("doubling", run=name, runs_dir=tmp_path)
+    with pytest.raises(RecipeError, match="^3 is no name of a run"):  # as of `for seed …: run=seed`
+        recipes.load("doubling", run=3, runs_dir=tmp_path)
     with pytest.raises(RecipeError, match="to begin with is not in "):
         take_over(recipes.load("doubling", runs_dir=tmp_path / "runs"), name, ["sft"])
 

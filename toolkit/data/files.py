@@ -92,6 +92,8 @@ def _text(path: Path) -> str:
     try:
         return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
+        if raw.startswith(b"\x1f\x8b"):
+            raise DataError(f"{path}: it is compressed, by gzip.", remedy="Unpack it: gunzip.") from error
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}, line {line}: not UTF-8 (byte {error.start}).", remedy="Save it as UTF-8.") from error
 

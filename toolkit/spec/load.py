@@ -361,7 +361,7 @@ def load(
             wrong = f"{path} is the recipe of the run {folder.name} in {folder.parent}, and the runs are in {runs}."
             raise RecipeError(wrong, remedy="Give that folder as $runs_dir, or name a new run: $run.")
     run = own if run is None else run
-    if not is_run_name(run):
+    if not isinstance(run, str) or not is_run_name(run):
         wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash and no dot first."
         raise RecipeError(wrong, remedy="Name it $run; where the runs are is $runs_dir.")
     values = _given(name) if isinstance(name, Mapping) else _read(path)
