@@ -49,7 +49,7 @@ BROKEN = {
     "scores_equal": ({"tied_share": 1.0}, 3),
     "scores_at_bound": ({"tied_share": 0.95}, 10),
     "critic_explains_nothing": ({"explained_variance": -0.5}, 30),
-    "nothing_ends": ({"eos_share": 0.0}, 5),
+    "nothing_ends": ({"eos_share": 0.0, "dropped_responses": 0.0}, 5),
     "all_dropped": ({"optimizer_steps": 0.0, "dropped_responses": 4.0}, 3),
     "steps_skipped": ({"skipped_steps": 2.0}, 1),
 }
@@ -68,6 +68,8 @@ def test_a_healthy_run_is_left_alone():
         assert watch.seen(step, {**HEALTHY, "entropy": 0.0157}) == []
     for step in range(200):  # few different responses, of a policy that is not certain of them
         assert watch.seen(step, {**HEALTHY, "entropy": 1.1, "distinct_share": 0.25}) == []
+    for step in range(200):  # those that ended may be the ones that were dropped
+        assert watch.seen(step, {**HEALTHY, "eos_share": 0.0}) == []
     assert {guard.name for guard in GUARDS} == BROKEN.keys()
 
 

@@ -42,6 +42,19 @@ def test_the_words_are_those_of_the_maths():
         ({"kl_horizon": 0}, "kl_horizon — must be at least 1, got 0."),
         ({"kl_horizon": 2000}, "kl_horizon — would have no effect without kl_target."),
         (
+            {"vf_coef": 0.0, "value_learning_rate": 0.1},
+            "value_learning_rate — would have no effect with vf_coef 0.",
+        ),
+        (
+            {
+                "value_learning_rate": 0.1,
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr": 1e-6},
+            },
+            "lr_scheduler_kwargs — min_lr is where the policy's learning rate ends, and value_learning_rate at another "
+            "one. Take min_lr_rate, a share of each, with cosine_with_min_lr, or leave value_learning_rate out.",
+        ),
+        (
             {"update_kl_limit": 0.1, "num_ppo_epochs": 1, "num_mini_batches": 1},
             "update_kl_limit — would have no effect: an update has one optimizer step, which is always taken.",
         ),

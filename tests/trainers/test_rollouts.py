@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from transformers import set_seed
 
@@ -58,6 +59,23 @@ def test_no_more_is_generated_than_the_longest_limit(tmp_path):
     found = ours.generate(PromptCollator(0)(BATCH))
     assert lengths == [5] and [len(p) + len(r) for p, r in zip(PROMPTS, found.response_ids, strict=True)] == [8] * 4
     assert ours.train()["length"] <= 5
+
+
+def test_a_prompt_that_no_response_could_follow_is_refused_before_anything_is_trained(tmp_path):
+    """Met when it is drawn, it would end a run that could not go on with other prompts."""
+    base = shared_base()
+    positions, _ = base.positions
+    long = Dataset.from_dict({"input_ids": [[1] * positions]})
+    for asked, held_out in ((concatenate_datasets([dataset(1), long]), None), (dataset(1), long)):
+        with pytest.raises(
+            DataError, match=f"a prompt has {positions} tokens, and the base has positions for {positions}"
+        ):
+            PPOTrainer(config(tmp_path), doubling.tokenizer(), base, count_reward(7), asked, held_out, callbacks=[])
+    nearly = Dataset.from_dict({"input_ids": [*PROMPTS[:3], [1] * (positions - 2)]})
+    args = config(tmp_path, min_response_length=4, drop_short_responses=True)
+    said = "min_response_length: the positions of the base leave room for 2 tokens .* Shorten the prompts by 2 tokens"
+    with pytest.raises(DataError, match=said):
+        PPOTrainer(args, doubling.tokenizer(), base, count_reward(7), nearly, callbacks=[])
 
 
 def test_a_prompt_without_room_is_refused(tmp_path):

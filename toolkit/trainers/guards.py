@@ -61,6 +61,11 @@ def _all_dropped(metrics: Metrics) -> float | None:
     return metrics.get("dropped_responses") if metrics.get("optimizer_steps") == 0 else None
 
 
+def _ending(metrics: Metrics) -> float | None:
+    """The share that ends by itself, where it is that of all responses: those that are dropped are short ones."""
+    return None if metrics.get("dropped_responses") else metrics.get("eos_share")
+
+
 GUARDS = (
     Guard(
         "kl_explosion",
@@ -106,7 +111,7 @@ GUARDS = (
     ),
     Guard(
         "nothing_ends",
-        methodcaller("get", "eos_share"),
+        _ending,
         lambda share: share == 0.0,
         "no response has ended by itself for {updates} updates: each is cut at the limit.",
         "Where responses are continuations of so many tokens this is no fault. Else set missing_eos_penalty, or raise "

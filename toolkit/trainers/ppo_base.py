@@ -1,7 +1,7 @@
 """PPO's trainer without its loop: set-up, optimizer, saving; and what remains of TRL's trainer."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from toolkit import processes
 from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, DataError
 from toolkit.models import SharedBase
 from toolkit.rewards import Reward
 from toolkit.sampling import check_room
@@ -59,6 +59,9 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
             if args.max_length is not None and prompts is not None:
                 check_room(map(len, prompts["input_ids"]), args.max_length, args.min_response_length)
         super().__init__(args, processing_class, roles, train_dataset, eval_dataset, reward=reward, **named)
+        for prompts in (train_dataset, eval_dataset):  # found when one is drawn, it would end a run for good
+            if prompts is not None and len(prompts):
+                self._check_positions(prompts["input_ids"])
         self.saved_roles = roles.trained_roles
         if args.decoding["graphs"]:
             self_checks.check_device_records(roles.device)
@@ -89,6 +92,14 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self._unchecked_roles = {role for role in self.saved_roles if role != "value" or args.vf_coef > 0}
 
     # ------------------------------------------------------------------ set-up and self-checks
+
+    def _check_positions(self, prompts: Sequence[Sequence[int]]) -> None:
+        """The base knows all prompts, and has positions for responses to them."""
+        room, fewest = min(self.rollouts.sampler().limits(prompts)), self.args.min_response_length
+        if room < fewest:
+            wrong = f"the positions of the base leave room for {room} tokens after the longest prompt, which is less."
+            remedy = f"Shorten the prompts by {fewest - room} tokens, or lower it."
+            raise DataError(wrong, field="min_response_length", remedy=remedy)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """An optimizer over the trained roles, whichever of them happens to be active."""

@@ -192,6 +192,7 @@ class PPOConfig(TRLPPOConfig):
             factors = "per_device_train_batch_size × gradient_accumulation_steps" + " × rollouts_per_update" * several
             yield Problem(f"a batch of {size} ({factors}) cannot be divided into {parts}.", "num_mini_batches")
         yield from self._conflicts_of_kl()
+        yield from self._conflicts_of_value()
         if self.lr_scheduler_type in BY_METRIC:
             wrong = f"{self.lr_scheduler_type.value} goes by a metric, and PPO's schedule by updates."
             yield Problem(wrong, "lr_scheduler_type", "Take linear, cosine or constant.")
@@ -219,6 +220,19 @@ class PPOConfig(TRLPPOConfig):
             yield Problem("sets the number of updates, and so does max_steps.", "total_episodes", "Give one.")
         if self.loop == "trl":
             yield from self._beyond_trl() if HAS_PPO else [NO_TRL_LOOP]
+
+    def _conflicts_of_value(self) -> Iterator[Problem]:
+        decay = self.weight_decay if self.value_weight_decay is None else self.value_weight_decay
+        if self.vf_coef == 0 and not decay:  # which moves the weights by itself
+            for name in ("value_learning_rate", "value_adam_beta1", "value_adam_beta2", "value_adam_epsilon"):
+                if getattr(self, name) is not None:
+                    yield Problem("would have no effect with vf_coef 0.", name)
+        given = self.lr_scheduler_kwargs if isinstance(self.lr_scheduler_kwargs, dict) else {}
+        own = self.value_learning_rate not in (None, self.learning_rate)
+        for name in [name for name in ("min_lr", "lr_end") if own and name in given]:
+            wrong = f"{name} is where the policy's learning rate ends, and value_learning_rate at another one."
+            remedy = "Take min_lr_rate, a share of each, with cosine_with_min_lr, or leave value_learning_rate out."
+            yield Problem(wrong, "lr_scheduler_kwargs", remedy)
 
     def _conflicts_of_kl(self) -> Iterator[Problem]:
         if self.kl_penalty_in == "loss" and self.kl_estimator == "k1":
