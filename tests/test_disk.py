@@ -140,6 +140,14 @@ def test_what_was_made_for_its_owner_alone_is_as_a_new_file(tmp_path):
     assert [stat.S_IMODE(path.stat().st_mode) for path in (made, given)] == [0o640, 0o640]
 
 
+def test_what_a_stage_lists_as_its_own_is_as_a_new_file(tmp_path):
+    for name in ("made", "new"):
+        (tmp_path / name).touch()
+    (tmp_path / "made").chmod(0o600)
+    disk.seal(tmp_path, [tmp_path / "made"])
+    assert (tmp_path / "made").stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
 def test_a_copy_of_what_is_kept_from_writing_can_be_written(tmp_path):
     (folder := tmp_path / "run" / "within").mkdir(parents=True)
     (folder / "file").write_text("x")
