@@ -144,7 +144,8 @@ smoke: $(BIN)/.installed
 	PYTHONPATH=$(abspath $(VENV)/newer) $(BIN)/python -m pytest -m smoke
 
 test-gpu: $(BIN)/.installed
-	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/runs/test_llama3.py tests/trainers/test_float16.py tests/models/test_graphs.py
+	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/runs/test_llama3.py tests/trainers/test_float16.py tests/models/test_graphs.py \
+		tests/models/test_packed.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

@@ -8,11 +8,11 @@
 Runs a form of `smollm2_135m_lora` for each seed, with a judge that PPO does not see, and puts the policy beside that
 from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs that a program makes; its judge
 was taught whether a response belongs to its prompt or to another's, and what comes back at the end is what the judge
-likes best. `relevant` is the same with a judge that nobody taught, a sentence encoder. `made` is the recipe, whose
-judge has other pairs; `plain` is that without the made pairs, from the same sft adapters. `--again` asks that encoder
-of the responses that the newest results of the other forms have. Stages that are finished are
-not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
-`docs/fooled_rewards.md`.
+likes best. `centred` is the same with a reward whose scores are held around 0, `relevant` with a judge that nobody
+taught, a sentence encoder. `made` is the recipe, whose judge has other pairs; `plain` is that without the made pairs,
+from the same sft adapters. `--again` asks that encoder of the responses that the newest results of the other forms
+have. Stages that are finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`,
+and the tables in `docs/fooled_rewards.md`.
 """
 
 import json
@@ -61,6 +61,8 @@ SHOWN = 20
 PROMPTS = 80
 """Held-out ones of each evaluation, which takes some two seconds for each on a CPU core."""
 _PLAIN = "data.made_pairs=null"
+_CENTRED = "reward.center_rewards_coefficient=0.1"
+"""Ten times what TRL's documentation proposes, of Eisenstein et al. 2023 (arXiv 2312.09244)."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ Beside: TypeAlias = tuple[Mapping[str, Any], Mapping[str, str]]
 """A reward that PPO does not see: the section `judge` of it, and the adapter that it has."""
 FORMS = {
     "fooled": Form("belongs", 15, AS_IT_WAS, (_PLAIN,), follows=True),
+    "centred": Form("belongs", 15, AS_IT_WAS, (_PLAIN, _CENTRED), follows=True, begins_as="fooled"),
     "relevant": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), follows=True),
     "made": Form("judge", 10, {}),
     "plain": Form("judge", 10, {}, (_PLAIN,), begins_as="made"),
@@ -382,8 +385,8 @@ def _gains(policies: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Iterato
 
 
 def _where_both_end(policies: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Iterator[str]:
-    """The gain on prompts whose response ended before PPO and after it, of each seed with its standard error; of all by
-    prompt, each by its mean over the seeds with which it did, with an interval over the prompts."""
+    """The gain on prompts whose response ended before PPO and after it, of each seed with its standard error; of all
+    such responses with an interval over seeds and prompts."""
 
     def each(of: Mapping[str, Any]) -> Tensor:
         return torch.tensor([float(len(text.split())) for text in of["said"]] if key == _WORDS else of["each"][key])
@@ -391,13 +394,10 @@ def _where_both_end(policies: Sequence[Sequence[Mapping[str, Any]]], key: str) -
     both = [(before, after) for before, after, *_ in policies]
     ended = torch.stack([torch.tensor(before["ended"]) & torch.tensor(after["ended"]) for before, after in both])
     gained = torch.stack([each(after) - each(before) for before, after in both])
-    number = ended.sum(dim=0)
-    of_all = ((gained * ended).sum(dim=0) / number)[number > 0]
-    for some in (*(of_seed[kept] for of_seed, kept in zip(gained, ended, strict=True)), of_all):
-        mean, error = float(some.mean()), standard_error(some) if len(some) > 1 else math.nan
-        half = 1.96 * error
-        shown = f"({mean - half:+.2f} to {mean + half:+.2f})" if some is of_all else f"± {error:.2f}"
-        yield f"{mean:+.2f} {shown}" if len(some) > 1 else "—"
+    for some in (of_seed[kept] for of_seed, kept in zip(gained, ended, strict=True)):
+        yield f"{some.mean():+.2f} ± {standard_error(some):.2f}" if len(some) > 1 else "—"
+    low, high = bootstrap(gained.double(), kept=ended)
+    yield f"{gained[ended].mean():+.2f} ({low:+.2f} to {high:+.2f})" if ended.any() else "—"
 
 
 def _samples(name: str, seeds: Mapping[str, Any]) -> str:

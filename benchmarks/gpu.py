@@ -3,10 +3,10 @@
     python -m benchmarks.gpu
 
 No network, no checkpoint, no tokenizer file: the model has Llama-3.1-8B's configuration and random weights, prompts and
-responses are random ids of one length each, and in one row of uneven ones. All four roles, value separate and
-shared; checkpointing off and on, responses by a merged copy of the weights, and either with CUDA graphs; seconds and
-peak memory by phase, each with what `toolkit plan` says of it. `--small` runs the same code on a CPU with a tiny model,
-for the tests.
+responses are random ids of one length each, and in two rows of uneven ones, of which one packs them. All four roles,
+value separate and shared; checkpointing off and on, responses by a merged copy of the weights, and either with CUDA
+graphs; seconds and peak memory by phase, each with what `toolkit plan` says of it. `--small` runs the same code on a
+CPU with a tiny model, for the tests.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from benchmarks import floor
 from benchmarks.clock import WARM_UP, PhaseClock
@@ -37,7 +37,7 @@ from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
 from toolkit.costs import Device, Lengths, here, weight_bytes_of
 from toolkit.costs.devices import this_cpu
-from toolkit.errors import ConfigError, SelfCheckError, ToolkitError
+from toolkit.errors import ConfigError, ModelError, SelfCheckError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.reports import peak_memory_gb
 from toolkit.trainers.ppo_config import PPOConfig
@@ -47,13 +47,14 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": True, "generation": "eager"},
     {"gradient_checkpointing": False, "generation": "merged"},
 )
-"""Settings of each row, with either value role; the first is measured of uneven lengths, too."""
+"""Settings of each row, with either value role; the first is measured of uneven lengths, too, padded and packed."""
 BY_GRAPHS: tuple[dict[str, Any], ...] = tuple(
     {"gradient_checkpointing": False, "generation": way} for way in ("graphs", "merged_graphs")
 )
 """Those of a card alone, and after all others: in a process in which a recording has failed nothing more can be
 measured."""
 LENGTHS = ("even", "uneven")
+PACKED = "uneven, packed"
 # Of a plan's phases: the benchmark's update begins after what its score phase reads.
 _OF_PLAN = {"prefill": "rollout", "decode": "rollout", "score": "score", "read": "score", "update": "update"}
 
@@ -145,10 +146,15 @@ def build(given: Settings, roles: SharedBase, work: Work, folder: Path, **form: 
     return our_loop(job, roles, args)
 
 
-def measure(given: Settings, roles: SharedBase, work: Work, *, value: str, **form: Any) -> dict[str, Any]:
+def measure(
+    given: Settings, roles: SharedBase, work: Work, *, value: str, pack: bool = False, **form: Any
+) -> dict[str, Any]:
     """One row, a form of `FORMS`: median seconds, and the peak memory, of each phase, and whose rows at a time were
     halved since they did not fit. Where memory runs out, the phase it ran out in; where it is refused, why."""
     row: dict[str, Any] = {"value": value, **form}
+    roles.pack_rows = pack
+    if pack and not roles.can_pack:
+        return {**row, "refused": "rows that are packed say something else here"}
     peaks = PeakMemory(given.device)
     clock = PhaseClock(peaks)
     with tempfile.TemporaryDirectory() as folder:
@@ -240,17 +246,18 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
     )
     by_graphs = BY_GRAPHS if given.device.type == "cuda" else ()
     last = [("separate", by_graphs)] if by_graphs else []
-    uneven = {**FORMS[0], "lengths": "uneven"}
-    for value, forms in [("separate", (*FORMS, uneven)), ("shared", (*FORMS, uneven, *by_graphs)), *last]:
+    uneven = [{**FORMS[0], "lengths": how} for how in ("uneven", PACKED)]
+    for value, forms in [("separate", (*FORMS, *uneven)), ("shared", (*FORMS, *uneven, *by_graphs)), *last]:
         base = random_llama(given.llama, given.device)
         result["model"]["weights_gb"] = weight_bytes_of(base) / 1e9
-        roles = add_roles(SharedBase(base), value)
+        roles = add_roles(_shared(base), value)
         for form in forms:
             how = form.get("lengths", "even")
+            work = how.split(",")[0]
             asked = {key: setting for key, setting in form.items() if key != "lengths"}
-            row = measure(given, roles, works[how], value=value, **asked) | {"lengths": how}
+            row = measure(given, roles, works[work], value=value, pack=how == PACKED, **asked) | {"lengths": how}
             if "seconds" in row:
-                row["over_floor"] = sum(row["seconds"].values()) / sum(floors[how][value]["seconds"].values())
+                row["over_floor"] = sum(row["seconds"].values()) / sum(floors[work][value]["seconds"].values())
             result["rows"].append(row)
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)
@@ -260,6 +267,14 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
         del base, roles
         _free()
     return _with_plans(result, given, works["even"])
+
+
+def _shared(base: PreTrainedModel) -> SharedBase:
+    """The base, with packing tried on it; without, where it cannot pack."""
+    try:
+        return SharedBase(base, pack_rows=True)
+    except ModelError:
+        return SharedBase(base)
 
 
 def _with_plans(result: dict[str, Any], given: Settings, work: Work) -> dict[str, Any]:

@@ -39,13 +39,16 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * tail / 2**number)
 
 
-def bootstrap(differences: Tensor, *, seed: int = 0, draws: int = _DRAWS) -> tuple[float, float]:
+def bootstrap(
+    differences: Tensor, *, kept: Tensor | None = None, seed: int = 0, draws: int = _DRAWS
+) -> tuple[float, float]:
     """95 % percentile interval of the mean of `differences` (S, N), where seeds and pairs are both drawn anew.
 
     Both are drawn: the question is what another seed on other pairs would give.
 
     Args:
         differences: one row a seed, one column a pair.
+        kept: bool (S, N), which of them count; None for all. A draw in which none does counts for nothing.
         seed: of the draws.
         draws: number of resamples.
 
@@ -54,12 +57,14 @@ def bootstrap(differences: Tensor, *, seed: int = 0, draws: int = _DRAWS) -> tup
     """
     generator = torch.Generator().manual_seed(seed)
     seeds, pairs = differences.shape
+    counted = torch.ones_like(differences) if kept is None else kept.to(differences.dtype)
     means = torch.empty(draws, dtype=torch.float64)
     for draw in range(draws):
         rows = torch.randint(seeds, (seeds,), generator=generator)
         columns = torch.randint(pairs, (pairs,), generator=generator)
-        means[draw] = differences[rows].mean(dim=0)[columns].mean()
-    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        total, number = ((of * counted)[rows].sum(dim=0)[columns].sum() for of in (differences, counted))
+        means[draw] = total / number
+    low, high = means.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 

@@ -102,6 +102,15 @@ class Drawn:
         self.noise = torch.Generator().manual_seed(seed)
         lengths = torch.tensor([min(LIMIT, len(answer.split())) for answer in answers], dtype=torch.float32)
         self.mean, self.spread = float(lengths.mean()), float(lengths.std())
+        self._measure()
+
+    def runs(self, number: int) -> Iterator["Drawn"]:
+        """So many times this one, each time with a reward that was measured on other responses."""
+        for _ in range(number):
+            self._measure()
+            yield self
+
+    def _measure(self) -> None:
         self.high = float(self._scores(self._rollout(MEASURED_ON, 0, NOTHING), NOTHING).quantile(0.99))
 
     def evaluation(
@@ -139,8 +148,8 @@ def warned(evaluations: Iterator[tuple[dict[str, float], Sequence[str]]]) -> set
 def by_chance(drawn: Drawn, size: int, runs: int) -> dict[str, int]:
     """Of so many runs in which nothing happens those that warn, by sign, and of `any` of them."""
     found = Counter[str]()
-    for _ in range(runs):
-        names = warned(drawn.evaluation(size) for _ in range(EVALUATIONS))
+    for run in drawn.runs(runs):
+        names = warned(run.evaluation(size) for _ in range(EVALUATIONS))
         found.update(names | ({"any"} if names else set()))
     return dict(found)
 
@@ -148,15 +157,15 @@ def by_chance(drawn: Drawn, size: int, runs: int) -> dict[str, int]:
 def of_apologies(drawn: Drawn, size: int, share: float, runs: int) -> dict[str, int]:
     """The same of runs of two evaluations, where this share of the second apologises."""
     found = Counter[str]()
-    for _ in range(runs):
-        found.update(warned(drawn.evaluation(size, apologies) for apologies in (0, round(share * size))))
+    for run in drawn.runs(runs):
+        found.update(warned(run.evaluation(size, apologies) for apologies in (0, round(share * size))))
     return dict(found)
 
 
 def of_change(answers: Sequence[str], change: Change, size: int, runs: int) -> int:
     """Of so many runs of two evaluations, in the second of which a change is there, those that warn of it."""
-    drawn = Drawn(answers, change.pull, seed=0)
-    return sum(change.sign in warned(drawn.evaluation(size, 0, of) for of in (NOTHING, change)) for _ in range(runs))
+    drawn = Drawn(answers, change.pull, seed=0).runs(runs)
+    return sum(change.sign in warned(run.evaluation(size, 0, of) for of in (NOTHING, change)) for run in drawn)
 
 
 def measure(answers: Sequence[str], runs: int) -> dict[str, Any]:

@@ -59,8 +59,9 @@ def test_the_page_holds_what_was_measured_and_does_not_say_which_sample_is_whose
     text = page.read_text()
     rises = "0.00 ± 0.10 → 1.50 ± 0.10 | 0.00 ± 0.10 → 2.50 ± 0.10"
     assert f"| by the reward that PPO optimises | {rises} |" in text
-    # By hand: the first gains 1 and the third 2, with a deviation of 1/√2; all gain 1, 1, 2, 4 with a deviation of √2.
-    assert "| where both end, by the judge beside it | +1.50 ± 0.50 | +1.50 ± 0.50 | +1.50 (+0.52 to +2.48) |" in text
+    # By hand: the first gains 1 and the third 2, with a deviation of 1/√2; one of the two alone is drawn in over a
+    # quarter of the draws. All gain 1, 1, 2, 4 with a deviation of √2.
+    assert "| where both end, by the judge beside it | +1.50 ± 0.50 | +1.50 ± 0.50 | +1.50 (+1.00 to +2.00) |" in text
     assert "| where both end, words | +1.00 ± 0.00 | +1.00 ± 0.00 | +1.00 (+1.00 to +1.00) |" in text  # "I'm sorry."
     assert "| gain by a third that neither saw | +2.00 ± 0.71 | +2.00 ± 0.71 | +2.00 (+1.00 to +3." in text
     assert "| different responses | 4 of 4 → 1 of 4 | 4 of 4 → 1 of 4 |" in text and "old" not in text

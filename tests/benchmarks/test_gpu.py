@@ -14,6 +14,7 @@ from tests.recorded import graphs_without_a_card
 from tests.tiny_runs import REPOSITORY
 from toolkit.costs import Costs, Phase
 from toolkit.errors import ConfigError, RewardError, SelfCheckError
+from toolkit.models import base_checks
 from toolkit.trainers import self_checks
 
 ROW = {"value": "separate", "gradient_checkpointing": False, "generation": "eager", "lengths": "even"}
@@ -25,18 +26,25 @@ def test_bench_gpu_runs_small_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert gpu.main() == 0
     (path,) = tmp_path.glob("*_small.json")
     found = json.loads(path.read_text(encoding="utf-8"))
-    forms = [(False, "eager", "even"), (True, "eager", "even"), (False, "merged", "even"), (False, "eager", "uneven")]
+    forms = [(False, "eager", "even"), (True, "eager", "even"), (False, "merged", "even")]
+    forms += [(False, "eager", "uneven"), (False, "eager", "uneven, packed")]
     keys = ("gradient_checkpointing", "generation", "lengths")
     assert [(row["value"], *(row[key] for key in keys)) for row in found["rows"]] == [
         (value, *form) for value in ("separate", "shared") for form in forms
     ]
-    assert ["planned_gb" in row for row in found["rows"]] == [True, True, True, False] * 2  # a plan is of even ones
+    assert ["planned_gb" in row for row in found["rows"]] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ] * 2  # a plan is of even ones
     for row in found["rows"]:
         assert set(row["seconds"]) == set(row["peak_gb"]) == set(PHASES)
         assert row["over_floor"] > 0
     assert "random weights" in capsys.readouterr().out
     text = table.section("gpu", found)
-    assert "| separate | off | merged | even |" in text and "| shared | off | eager | uneven |" in text
+    assert "| separate | off | merged | even |" in text and "| shared | off | eager | uneven, packed |" in text
     assert "random weights" in text
 
 
@@ -124,7 +132,7 @@ def test_a_recording_that_fails_loses_no_row_without_graphs(fails, monkeypatch):
     monkeypatch.setattr(gpu, "random_llama", lambda values, device, made=gpu.random_llama: made(values, on_cpu))
     monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {})
     found = gpu.run(replace(given, device=torch.device("cuda")), Console(quiet=True), lambda result: None)
-    plain = [(value, how) for value in ("separate", "shared") for how in ("eager", "eager", "merged", "eager")]
+    plain = [(value, how) for value in ("separate", "shared") for how in ("eager", "eager", "merged", "eager", "eager")]
     by_graphs = [
         ("shared", "graphs"),
         ("shared", "merged_graphs"),
@@ -159,6 +167,17 @@ def test_a_row_whose_micro_batch_was_halved_says_so():
     row |= {"seconds": figures, "planned_seconds": figures, "peak_gb": figures, "planned_gb": figures}
     _, rows = table.gpu_rows({"rows": [{**row, "samples_per_second": 1.0, "over_floor": 1.0}]})
     assert rows[0][2] == "eager, update by 2 rows"
+
+
+def test_rows_that_cannot_be_packed_are_a_row_of_that(monkeypatch):
+    given = gpu.settings(small=True, updates=1, rollouts=4)
+    base = gpu.random_llama(given.llama, given.device)
+    assert gpu._shared(base).can_pack
+    monkeypatch.setattr(base_checks, "rows_can_be_packed", lambda *trial: False)
+    roles = gpu.add_roles(gpu._shared(base), "shared")
+    work = gpu.random_work(given.llama, given.size, given.prompt_length, uneven=True)
+    row = gpu.measure(given, roles, work, value="shared", pack=True, **gpu.FORMS[0])
+    assert row["refused"] == "rows that are packed say something else here"
 
 
 def test_a_row_that_ran_out_of_memory_says_where():

@@ -28,6 +28,21 @@ def test_the_interval_is_that_of_the_normal_approximation_for_many_pairs():
     assert bootstrap(apart)[1] - bootstrap(apart)[0] > 4 * (high - low)
 
 
+def test_pairs_that_do_not_count_change_nothing():
+    generator = torch.Generator().manual_seed(1)
+    differences = torch.randn(2, 300, generator=generator, dtype=torch.float64)
+    kept = torch.rand(2, 300, generator=generator) < 0.6
+    found = bootstrap(differences, kept=kept)
+    assert found == bootstrap(torch.where(kept, differences, 1e6), kept=kept) != bootstrap(differences)
+    assert bootstrap(differences, kept=torch.ones_like(kept)) == bootstrap(differences)
+    # Of one seed by those that count alone: as many pairs as are drawn.
+    low, high = bootstrap(differences[:1], kept=kept[:1])
+    some = differences[0][kept[0]]
+    half = 1.96 * float(some.std()) / len(some) ** 0.5
+    assert low == pytest.approx(float(some.mean()) - half, abs=0.02)
+    assert high == pytest.approx(float(some.mean()) + half, abs=0.02)
+
+
 def test_a_comparison_by_hand():
     # 100 pairs of one seed: both right on 60, the first alone on 10, the second alone on 10, neither on 20.
     first = [1.0] * 60 + [1.0] * 10 + [-1.0] * 10 + [-1.0] * 20

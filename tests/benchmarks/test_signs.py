@@ -60,6 +60,14 @@ def test_a_run_is_counted_once_for_each_sign_and_once_for_any(monkeypatch):
     assert signs.by_chance(signs.Drawn(ANSWERS, 0.0, seed=0), 40, 3) == {"phrase": 2, "cut_pays": 1, "any": 2}
 
 
+def test_each_run_has_a_reward_that_was_measured_on_other_responses():
+    drawn = signs.Drawn(ANSWERS, 0.0, seed=0)
+    bounds = [run.high for run in drawn.runs(300)]
+    assert len(set(bounds)) == 300
+    # The 99th percentile of 159 normal scores: the mean of Blom's approximation for the second largest is 2.2.
+    assert sum(bounds) / 300 == pytest.approx(2.2, abs=0.1) and max(bounds) - min(bounds) > 0.8
+
+
 def test_the_page_holds_the_shares(tmp_path, monkeypatch):
     page = tmp_path / "fooled_rewards.md"
     page.write_text("<!-- signs: made by benchmarks.signs -->\nold\n<!-- end of signs -->\n")

@@ -234,9 +234,8 @@ def test_a_template_that_refuses_a_system_message(tmp_path, chat_tokenizer):
 def test_messages_that_no_table_holds(ids, wrong, tmp_path, chat_tokenizer):
     asked = [{"prompt": [{"role": "user", "content": str(n), "id": one}]} for n, one in enumerate(ids)]
     path = write(tmp_path / "pairs.jsonl", [{**row, "chosen": "3", "rejected": "4"} for row in asked])
-    with pytest.raises(
-        DataError, match=f'^train: the prompts of train: column "messages" (holds|does not hold) {wrong}'
-    ):
+    told = f'^train: the prompts of train: column "messages" (holds|does not hold) {wrong}; in .*, line {len(ids)} it'
+    with pytest.raises(DataError, match=told):
         Preferences(chat_tokenizer, path, path).prompts("train")
 
 

@@ -117,6 +117,51 @@ def test_rows_are_packed_in_16_and_in_4_bits(tmp_path):
     assert SharedBase(base).packs_rows
 
 
+@pytest.mark.parametrize("nf4", [False, True])
+def test_rows_are_packed_on_a_card_where_it_is_asked_for(nf4, tmp_path):
+    """On one where there is one (`make test-gpu`), with prompts that are read in a line, too."""
+    tiny_model(size=64).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if nf4 else None
+    model = load_base(str(tmp_path), dtype="float32", quantization=quantization)
+    base = SharedBase(model, pack_rows=True)
+    base.add_role("reference")
+    line, alone = (
+        Sequences.from_ids(BEGUN, RESPONSES, pad_token_id=0, device=base.device, pack=pack) for pack in (True, False)
+    )
+    assert base.packs_rows and line.packed and SharedBase(model).packs_rows == (base.device.type == "cpu")
+    with torch.no_grad(), base.role("reference"):
+        found, expected = (response_logprobs(base, sequences) for sequences in (line, alone))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05 if nf4 else 1e-4)
+
+
+def test_rows_are_packed_or_not_as_asked(monkeypatch):
+    model = tiny_model()
+    assert SharedBase(model).can_pack and not SharedBase(model, pack_rows=False).can_pack
+    base = SharedBase(tiny_architecture("bloom"))
+    assert not base.can_pack
+    with pytest.raises(ModelError, match="pack_rows: a BloomForCausalLM does not keep rows apart that stand one after"):
+        SharedBase(base.causal_lm, pack_rows=True)
+    SharedBase(tiny_model().to("meta"), pack_rows=True)  # where nothing can be tried
+
+
+def test_a_base_whose_checkpointed_layers_lose_the_rows_is_packed_without_checkpointing():
+    """transformers' older way of checkpointing hands layers what they name, and nothing else."""
+    base = shared_base()
+
+    def without_lengths(module, given, named):
+        return given, {name: value for name, value in named.items() if not (name == "row_lengths" and module.training)}
+
+    for checkpointed, packs in ((False, True), (True, True), (False, True)):
+        (base.gradient_checkpointing_enable if checkpointed else base.gradient_checkpointing_disable)()
+        assert base.packs_rows == packs and not base.training
+    for layer in base.causal_lm.model.layers:
+        layer.register_forward_pre_hook(without_lengths, with_kwargs=True)
+    base.train()
+    for checkpointed in (False, True, False):
+        (base.gradient_checkpointing_enable if checkpointed else base.gradient_checkpointing_disable)()
+        assert base.packs_rows == (not checkpointed) and base.training
+
+
 def test_a_base_that_reads_no_line_of_prompts_is_not_packed():
     model = tiny_model()
 
@@ -167,8 +212,8 @@ def test_padded_rows_have_the_positions_of_single_ones_where_positions_are_learn
 @pytest.mark.parametrize("besides", ["", "a common beginning", "checkpointing", "noise"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_reward_reads_packed_rows_and_learns_from_them(side, besides, monkeypatch):
-    """Scores and gradients of padded rows, against those of each row by itself; with checkpointing none is packed, nor
-    where transformers has NEFTune's noise on, whose hook is left out here."""
+    """Scores and gradients of padded rows, against those of each row by itself; none is packed where transformers has
+    NEFTune's noise on, whose hook is left out here."""
     prompts = BEGUN if besides == "a common beginning" else PROMPTS
     base, rows = shared_base(), [prompt + response for prompt, response in zip(prompts, RESPONSES, strict=True)]
     base.train_roles("reward")
@@ -190,7 +235,6 @@ def test_a_reward_reads_packed_rows_and_learns_from_them(side, besides, monkeypa
     monkeypatch.setattr(base, "hidden_states", lambda ids, *of, **named: read.append(ids) or whole(ids, *of, **named))
     ids, mask = pad_rows(rows, pad_token_id=0, side=side)
     found = sequence_logits(base, ids, mask, pad_token_id=0).squeeze(1)
-    packed = {"": (1, 32), "a common beginning": (1, 40)}
-    assert read[0].shape == packed.get(besides, (4, 11))
+    assert read[0].shape == {"noise": (4, 11), "a common beginning": (1, 40)}.get(besides, (1, 32))
     for ours, alone in zip((found, *gradients(found)), (expected, *of_expected), strict=True):
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)

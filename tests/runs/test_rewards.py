@@ -440,6 +440,18 @@ def test_a_saved_reward_is_read_with_its_own_pad_token(tmp_path, checkpoint):
     assert build.make_reward(recipe, roles, pads, 8, role="judge").pad_token_id == 1
 
 
+@pytest.mark.parametrize("asked", ["null", "true", "false"])
+def test_rows_are_packed_as_the_base_of_a_recipe_says(asked, tmp_path, checkpoint):
+    recipe = chat_recipe(
+        tmp_path,
+        checkpoint,
+        f"base.pack_rows={asked}",
+        scorer={"kind": "function", "function": "builtins:len"},
+        reward=None,
+    )
+    assert build.placed_roles(recipe, "ppo", wanted=())[0].packs_rows == (asked != "false")
+
+
 def test_prompts_of_token_ids_have_no_text_for_another_model(classifiers):
     rows = Dataset.from_dict({"input_ids": [[5]], "prompt": ["<s>Why?</s><s>"]})
     context = ScorerContext(

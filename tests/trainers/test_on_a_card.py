@@ -48,6 +48,8 @@ PLAIN = {"optim": "adamw_torch"}  # the fused one knows its devices by name
     ("settings", "quantised"),
     [
         (PLAIN, False),
+        (PLAIN | {"pack_rows": True}, True),
+        (PLAIN | {"pack_rows": True, "value": "shared", "gradient_checkpointing": True}, False),
         (PLAIN | {"value": "shared", "kl_estimator": "full", "kl_penalty_in": "loss"}, False),
         (PLAIN | {"gradient_checkpointing": True, "entropy_coef": 0.01, "truncated_as": "bootstrap"}, False),
         (PLAIN | {"generation": "merged", "importance_sampling_cap": 2.0}, False),
@@ -55,15 +57,28 @@ PLAIN = {"optim": "adamw_torch"}  # the fused one knows its devices by name
         (PLAIN, True),
         (PLAIN | {"value": "shared", "generation": "merged_graphs"}, True),
     ],
-    ids=["plain", "shared-and-full-kl", "checkpointing-and-bootstrap", "merged", "graphs", "nf4", "nf4-graphs"],
+    ids=[
+        "plain",
+        "packed-nf4",
+        "packed-and-checkpointing",
+        "shared-and-full-kl",
+        "checkpointing-and-bootstrap",
+        "merged",
+        "graphs",
+        "nf4",
+        "nf4-graphs",
+    ],
 )
 def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, quantised, tmp_path, monkeypatch):
     monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)
 
     def roles():
         model = in_nf4(tmp_path / "checkpoint", device=torch.device("cpu")) if quantised else None
-        return shared_base(model, value=settings.get("value", "separate"))
+        made = shared_base(model, value=settings.get("value", "separate"))
+        made.pack_rows = packs
+        return made
 
+    packs, settings = settings.get("pack_rows", False), {name: x for name, x in settings.items() if name != "pack_rows"}
     torch.manual_seed(1)
     eager = settings | {"generation": settings.get("generation", "eager").removesuffix("_graphs")}
     here = trainer(tmp_path / "here", roles(), **eager)
@@ -79,6 +94,7 @@ def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, quantised, t
         put_on_card(there.roles)
         assert there.roles.device == CARD
         responses = there.generate(batch)
+        assert there.rollouts.sequences(responses, range(2)).packed == packs
         found = there.step(batch, responses, there.score(batch, responses))
     assert responses.response_ids == expected.response_ids and found == pytest.approx(stats, rel=1e-4, abs=1e-6)
     assert any(graph.played for graph in graphs) == ("graphs" in settings.get("generation", ""))

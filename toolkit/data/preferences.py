@@ -189,12 +189,13 @@ class Preferences(SplitTask):
 
     def prompts(self, split: str) -> Dataset:
         """Each prompt once, with `messages` if any is a conversation; "test" is "validation"."""
-        rows = self._rows_of("ppo", "train" if split == "train" else "validation").rows
-        last = {asked["prompt"]: number for number, asked in enumerate(_asked(rows))}
-        unique = list(_asked(rows.select(list(last.values()))))
-        names = ["input_ids", "prompt", *(["messages"] if any("messages" in row for row in unique) else [])]
-        columns = {name: [row.get(name) for row in unique] for name in names}
-        return as_dataset(columns, place=f"the prompts of {split}", field="validation" if split != "train" else split)
+        part = self._rows_of("ppo", "train" if split == "train" else "validation")
+        unique = part.take(list({asked["prompt"]: number for number, asked in enumerate(_asked(part.rows))}.values()))
+        asked = list(_asked(unique.rows))
+        names = ["input_ids", "prompt", *(["messages"] if any("messages" in row for row in asked) else [])]
+        columns = {name: [row.get(name) for row in asked] for name in names}
+        field = "validation" if split != "train" else split
+        return as_dataset(columns, place=f"the prompts of {split}", field=field, places=unique.places)
 
 
 def _asked(rows: Dataset) -> Iterator[dict[str, Any]]:

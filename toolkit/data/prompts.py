@@ -62,7 +62,7 @@ class Prompts(SplitTask):
     def _read(self, split: str, source: Source, limit: int | None = None) -> Split:
         part = super()._read(split, source, limit)
         columns = self._prompt_columns(part.rows)
-        return replace(part, rows=as_dataset(columns, place=listed(names_of(source)), field=split))
+        return replace(part, rows=as_dataset(columns, place=listed(names_of(source)), field=split, places=part.places))
 
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in rows["input_ids"][:]]

@@ -5,6 +5,8 @@ Rows that cannot be used are left out, counted by reason, and reported with thei
 
 import os
 import random
+import reprlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -88,8 +90,15 @@ def _from_columns(columns: Mapping[str, Sequence[Any]]) -> Dataset:
     return in_memory(table, Features({name: values.get_inferred_type() for name, values in typed.items()}))
 
 
-def as_dataset(columns: Mapping[str, Sequence[Any]], *, place: str, field: str) -> Dataset:
+def as_dataset(
+    columns: Mapping[str, Sequence[Any]], *, place: str, field: str, places: Sequence[str] | None = None
+) -> Dataset:
     """Columns as a data set.
+
+    Args:
+        place: of all rows, for errors.
+        field: what named them, for errors.
+        places: of each row, for errors; None counts them.
 
     Raises: DataError, of `field`: a column's values are of several types, or a number has over 64 bits.
     """
@@ -97,14 +106,26 @@ def as_dataset(columns: Mapping[str, Sequence[Any]], *, place: str, field: str) 
         return _from_columns(columns)
     except Exception:  # of datasets and pyarrow, as the values have it
         for name, values in columns.items():
-            try:
-                _from_columns({name: values})
-            except Exception as error:
-                too_large = isinstance(error, OverflowError)
-                what = "holds a number of over 64 bits" if too_large else "does not hold values of one type"
-                wrong = f'{place}: column "{shown(name)}" {what} ({reason(error)}).'
-                raise DataError(wrong, field=field, remedy="Mend or remove it.") from error
+            if (error := _no_column(name, values)) is None:
+                continue
+            too_large = isinstance(error, OverflowError)
+            what = "holds a number of over 64 bits" if too_large else "does not hold values of one type"
+            # The first that does not go with those before it.
+            lengths = range(1, len(values) + 1)
+            end = bisect_left(lengths, True, key=lambda n: _no_column(name, values[:n]) is not None)
+            row = places[end] if places else f"row {end + 1}"
+            wrong = f'{place}: column "{shown(name)}" {what}; in {row} it is {shown(reprlib.repr(values[end]))}'
+            raise DataError(f"{wrong} ({reason(error)}).", field=field, remedy="Mend or remove it.") from error
         raise
+
+
+def _no_column(name: str, values: Sequence[Any]) -> Exception | None:
+    """Why these are no column, if they are none."""
+    try:
+        _from_columns({name: values})
+    except Exception as error:
+        return error
+    return None
 
 
 def rows_in_memory(rows: Any) -> Any:

@@ -24,6 +24,9 @@ from toolkit.models.logit_changes import Logits, as_they_are, logits_of
 from toolkit.models.lora import under_adapter
 from toolkit.models.trials import SUGGESTION, apart_by, ids_of, probe, random_state, tolerance, tried
 
+_ROWS: dict[str, Any] = {"row_lengths": [6, 3], "common_length": 2}
+"""The rows of the line on which packing is tried, as attention is given them."""
+
 
 def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
     """Set whatever a base model draws at random in training to 0, in place: dropout, dropped layers, routers' jitter.
@@ -41,7 +44,9 @@ def switch_off_dropout(model: nn.Module, *, rate: float = 0.0) -> None:
                     setattr(owner, name, rate)
 
 
-def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> tuple[Logits, Tensor, bool, bool]:
+def check_base(
+    model: PreTrainedModel, hidden_states: Callable[..., Tensor], *, pack: bool
+) -> tuple[Logits, Tensor, bool, bool]:
     """What the model does with the logits of `lm_head`, what `check_states` gives, `rows_can_leave`, and whether rows,
     prompts among them, can be packed.
 
@@ -50,6 +55,7 @@ def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> 
     Args:
         model: in eval mode, without adapters. Its dropout is switched off.
         hidden_states: maps `input_ids` and `attention_mask`, (B, L) each, to the last hidden states.
+        pack: whether packing is tried. Without it they cannot be packed.
 
     Raises:
         ModelError: what else relies on does not hold.
@@ -71,8 +77,9 @@ def check_base(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> 
         wrong = f"a {name} gives other logits where tokens are decoded one by one after left padding (by {apart:.1%}): "
         wrong += "responses would not be sampled from the policy whose log-probabilities are trained."
         raise ModelError(wrong, remedy=SUGGESTION)
-    packed = rows_can_be_packed(model, hidden_states, states) and prompts_can_be_packed(model, ids[0], given[0])
-    return logits, states, rows_can_leave(model, ids[0], given[0]), packed
+    pack = pack and rows_can_be_packed(model, hidden_states, states)
+    pack = pack and prompts_can_be_packed(model, ids[0], given[0])
+    return logits, states, rows_can_leave(model, ids[0], given[0]), pack
 
 
 def _decoding_apart(model: PreTrainedModel, ids: Tensor, given: Tensor, *, packs_prompts: bool = False) -> float:
@@ -132,16 +139,11 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
     Args:
         states: those that `check_states` gave.
     """
-    # On a card rows are not packed: see `FrozenLM.can_pack`. A token that keeps so many keys of all that stand in its
-    # line (DeepSeek-V3.2) keeps all of the trial's few.
-    if states.device.type != "cpu" or hasattr(model.config.get_text_config(), "index_topk"):
+    # A token that keeps so many keys of all that stand in its line (DeepSeek-V3.2) keeps all of the trial's few.
+    if states.is_meta or hasattr(model.config.get_text_config(), "index_topk"):
         return False
-    lengths, common = [6, 3], 2
-    rows = torch.arange(lengths[0]), common + torch.arange(lengths[1])
-    positions = torch.cat(rows).unsqueeze(0).to(model.device)
-    ids, alone = ids_of(model)[0][positions], states[0][positions]
-    read = partial(hidden_states, ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)
-    embedded = list[Tensor]()
+    (read, positions), first = _line(model, hidden_states), _ROWS["row_lengths"][0]
+    alone, embedded = states[0][positions], list[Tensor]()
 
     def kept(_: Any, __: Any, made: Tensor) -> Tensor:
         embedded.append(made.detach().requires_grad_())
@@ -153,8 +155,8 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
             hook = model.get_input_embeddings().register_forward_hook(kept)
             try:
                 with torch.enable_grad():
-                    packed = read(row_lengths=lengths, common_length=common)
-                    second = packed[0, lengths[0] :].float()
+                    packed = read(**_ROWS)
+                    second = packed[0, first:].float()
                     along = torch.linspace(-1, 2, second.numel(), device=second.device).view_as(second)
                     reaches = torch.autograd.grad((second * along).sum(), embedded)
             finally:
@@ -163,9 +165,39 @@ def rows_can_be_packed(model: PreTrainedModel, hidden_states: Callable[..., Tens
         return False
     # What the second row owes to what is the first one's own, through whatever layer, is a gradient; of rounding there
     # is none.
-    if any(of_tokens.view(len(positions[0]), -1)[common : lengths[0]].any() for of_tokens in reaches):
+    if any(of_tokens.view(len(positions[0]), -1)[_ROWS["common_length"] : first].any() for of_tokens in reaches):
         return False
     return apart_by(packed.detach(), alone) <= min(tolerance(model), apart_by(mixed, alone) / 4)
+
+
+def rows_stay_packed(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> bool:
+    """Whether rows in a line, with gradient checkpointing on, have the hidden states that they have without it: some
+    models hand fewer arguments to layers that are computed again."""
+    was_training = model.training
+    read, _ = _line(model, hidden_states)
+    try:
+        with tried(model):
+            model.eval()
+            mixed, packed = read(), read(**_ROWS)
+            model.train()  # in which layers are checkpointed
+            for module in model.modules():
+                if isinstance(module, _DropoutNd):  # of adapters
+                    module.eval()
+            found = read(**_ROWS)
+    except ModelError:
+        return False
+    finally:
+        model.train(was_training)
+    return apart_by(found, packed) <= min(tolerance(model), apart_by(mixed, packed) / 4)
+
+
+def _line(model: PreTrainedModel, hidden_states: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Tensor]:
+    """What reads the two rows of `_ROWS` in a line, as rows where it is given these; and their positions (1, L)."""
+    first, second = _ROWS["row_lengths"]
+    positions = torch.cat([torch.arange(first), _ROWS["common_length"] + torch.arange(second)])
+    positions = positions.unsqueeze(0).to(model.device)
+    ids = ids_of(model)[0][positions]
+    return partial(hidden_states, ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions), positions
 
 
 def prompts_can_be_packed(model: PreTrainedModel, ids: Tensor, given: Tensor) -> bool:

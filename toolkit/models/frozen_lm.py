@@ -23,11 +23,17 @@ from toolkit.models.logit_changes import as_they_are
 class FrozenLM(nn.Module):
     """A causal language model, frozen, without dropout, and with neutral generation settings.
 
+    Args:
+        pack_rows: whether rows stand one after the other in a pass, without padding. None packs them on a CPU, where
+            the model can be read so: on a card attention row by row costs launches, and whether it wins there has not
+            been measured.
+
     Raises:
-        ModelError: it is not a base on which all else could rely: see `toolkit.models.base_checks`.
+        ModelError: it is not a base on which all else could rely: see `toolkit.models.base_checks`. Or rows are to be
+            packed, and it cannot read them so.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel):
+    def __init__(self, causal_lm: PreTrainedModel, *, pack_rows: bool | None = None):
         super().__init__()
         keep_freed_memory()
         without_cudnn_attention()
@@ -55,7 +61,12 @@ class FrozenLM(nn.Module):
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(lambda _, given: tuple(states.contiguous() for states in given))
         self.eval()
-        self._logits_of, self._states, self._rows_leave, self._packs_rows = check_base(causal_lm, self.hidden_states)
+        self.pack_rows = self.device.type == "cpu" if pack_rows is None else pack_rows
+        found = check_base(causal_lm, self.hidden_states, pack=self.pack_rows)
+        self._logits_of, self._states, self._rows_leave, self._packs_rows = found
+        if pack_rows and not self._packs_rows and not self._states.is_meta:
+            wrong = f"a {type(causal_lm).__name__} does not keep rows apart that stand one after the other in a pass."
+            raise ModelError(wrong, field="pack_rows", remedy="Leave it out.")
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -82,11 +93,8 @@ class FrozenLM(nn.Module):
 
     @property
     def can_pack(self) -> bool:
-        """Whether the base takes rows that stand one after the other in a line.
-
-        On a card attention row by row costs launches, and whether it wins there has not been measured.
-        """
-        return self._packs_rows and self.device.type == "cpu"
+        """Whether the base takes rows that stand one after the other in a line, and is to."""
+        return self._packs_rows and self.pack_rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The last hidden state (..., H) to logits (..., V), with what the model does to them after `lm_head`."""

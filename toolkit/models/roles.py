@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError
-from toolkit.models.base_checks import check_adapter, check_checkpointing
+from toolkit.models.base_checks import check_adapter, check_checkpointing, rows_stay_packed
 from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
 from toolkit.models.decoding import padding_takes_positions, positions_of
 from toolkit.models.frozen_lm import FrozenLM
@@ -52,8 +52,8 @@ class SharedBase(FrozenLM):
     next. With gradient checkpointing switched on *here*, layers are recomputed in the role of their forward pass.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel):
-        super().__init__(causal_lm)
+    def __init__(self, causal_lm: PreTrainedModel, *, pack_rows: bool | None = None):
+        super().__init__(causal_lm, pack_rows=pack_rows)
         if taken := {name.rpartition(".")[2] for name, _ in causal_lm.named_modules()} & {*ROLES}:
             wrong = f'a {type(causal_lm).__name__} has modules called "{taken.pop()}", as a role is: PEFT, which tells '
             raise ModelError(f"{wrong}adapters by such names, would leave weights out where it saves them.")
@@ -65,7 +65,7 @@ class SharedBase(FrozenLM):
         self._adapter_parameters: dict[str, dict[str, nn.Parameter]] = {}  # by role, then by name without the role's
         self._layers: tuple[BaseTunerLayer, ...] = ()
         self._active_adapter: str | None = None
-        self._checkpoints = False
+        self._loses_rows: bool | None = None  # of a line, in layers that are checkpointed; None where none is
 
     # ------------------------------------------------------------------ roles
 
@@ -89,11 +89,10 @@ class SharedBase(FrozenLM):
     def packs_rows(self) -> bool:
         """Whether rows stand one after the other in a pass of the base, and of the value role's own.
 
-        With checkpointing, without which the trial at load is, a model might lose the lengths of the rows; NEFTune's
-        noise is the smaller the longer a line is.
+        NEFTune's noise is the smaller the longer a line is.
         """
-        noise = hasattr(self.causal_lm.get_input_embeddings(), "neftune_noise_alpha")
-        if not self.can_pack or (self.training and (self._checkpoints or noise)):
+        noise = self.training and hasattr(self.causal_lm.get_input_embeddings(), "neftune_noise_alpha")
+        if noise or self._loses_rows or not self.can_pack:
             return False
         return self.value_model is None or self.value_model.packs_rows
 
@@ -390,10 +389,14 @@ class SharedBase(FrozenLM):
         """
         kwargs = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
         in_role = kwargs | {"context_fn": lambda: (nullcontext(), InRole(self, self.active_role))}
-        self._checkpoints = True
         _checkpointing(self.causal_lm, "enable", in_role, **options)
+        models = [(self.causal_lm, self.hidden_states)]
         if self.value_model is not None:
             _checkpointing(self.value_model.classifier, "enable", kwargs)
+            models.append((self.value_model.classifier, self.value_model.hidden_states))
+        if self._loses_rows is None:
+            with InRole(self, None):
+                self._loses_rows = self.can_pack and not all(rows_stay_packed(*of_model) for of_model in models)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
@@ -402,7 +405,7 @@ class SharedBase(FrozenLM):
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        self._checkpoints = False
+        self._loses_rows = None
         _checkpointing(self.causal_lm, "disable")
         if self.value_model is not None:
             _checkpointing(self.value_model.classifier, "disable")

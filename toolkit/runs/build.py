@@ -157,7 +157,8 @@ def placed_roles(
     """
     with within("base"):
         base = load_model(recipe.base.model_spec(model=recipe.base_path)).requires_grad_(False)
-    roles, pad_tokens = SharedBase(base), dict.fromkeys(("reward", "judge"), int(recipe.tokenizer.pad_token_id))
+        roles = SharedBase(base, pack_rows=recipe.base.pack_rows)
+    pad_tokens = dict.fromkeys(("reward", "judge"), int(recipe.tokenizer.pad_token_id))
     for source in recipe.plan.stages[stage].roles:
         if source.role in ("policy", "q") and trained is not None:
             source = Saved(source.role, stage, str(trained))

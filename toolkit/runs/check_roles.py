@@ -30,7 +30,7 @@ from toolkit.runs.check_report import BaseFacts, Findings, RoleFacts
 from toolkit.runs.folder import finished
 from toolkit.spec.plan import STAGES, StagePlan, at
 from toolkit.spec.recipe import Recipe
-from toolkit.spec.sections import BaseSection
+from toolkit.spec.sections import ModelSection
 from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
 from toolkit.trainers.self_checks import check_tokenizer
 
@@ -156,7 +156,7 @@ class RolesCheck:
             self.own_reward = model
         self._check_files(own.base, own.key)
 
-    def _check_files(self, base: BaseSection, section: str) -> None:
+    def _check_files(self, base: ModelSection, section: str) -> None:
         if base.model is not None and Path(base.model, "config.json").is_file():
             for problem in models.weight_file_problems(Path(base.model)):
                 self.findings.note(Problem(problem, f"{section}.model"))

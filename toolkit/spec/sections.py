@@ -1,6 +1,6 @@
 """The sections of a recipe: those of the toolkit's own, and whose class owns each of the others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from trl import SFTConfig
@@ -13,8 +13,8 @@ from toolkit.trainers.reward import RewardConfig
 
 
 @dataclass(frozen=True)
-class BaseSection:
-    """Section `base`: the model that all roles share. With `config`, which the sft stage pretrains."""
+class ModelSection:
+    """A model and the form that it is loaded in."""
 
     model: str | None = setting(None, "Hub id or local folder.")
     config: dict[str, Any] | None = setting(
@@ -37,7 +37,19 @@ class BaseSection:
         """What is to be loaded, with fields in place of the section's own."""
         given = self.quantization
         quantization = None if given is None else quantization_config(given, self.dtype)
-        return ModelSpec(**{**vars(self), "quantization": quantization, **changes})
+        named = {one.name: getattr(self, one.name) for one in fields(ModelSpec)}
+        return ModelSpec(**{**named, "quantization": quantization, **changes})
+
+
+@dataclass(frozen=True)
+class BaseSection(ModelSection):
+    """Section `base`: the model that all roles share. With `config`, which the sft stage pretrains."""
+
+    pack_rows: bool | None = setting(
+        None,
+        "Whether the rows of a pass stand one after the other in a line, without padding. null does so on a CPU, where "
+        "the model, and `value_model`, can be read so.",
+    )
 
 
 def precision_of(values: dict[str, Any], *, whole: bool) -> Precision:
@@ -49,7 +61,7 @@ def precision_of(values: dict[str, Any], *, whole: bool) -> Precision:
 
 
 @dataclass(frozen=True)
-class RewardModelSection(BaseSection):
+class RewardModelSection(ModelSection):
     """Section `reward_model`: a base of its own for the reward, of the same tokens as the policy's.
 
     The reward stage trains it as a sequence classifier: all its weights, which then have to be float32, or with
@@ -58,7 +70,7 @@ class RewardModelSection(BaseSection):
 
 
 @dataclass(frozen=True)
-class ValueModelSection(BaseSection):
+class ValueModelSection(ModelSection):
     """Section `value_model`: a base of its own for the value role, of the same tokens as the policy's.
 
     It is a language model or a reward model. With `adapters.value` it is frozen under that adapter; without, all its

@@ -33,7 +33,7 @@ from toolkit.models import (
     load_weights,
     quantize_outline,
 )
-from toolkit.spec.sections import BaseSection, precision_of
+from toolkit.spec.sections import ModelSection, precision_of
 
 Values = dict[str, Any]
 
@@ -208,9 +208,9 @@ class OwnBase(Source):
     num_labels: int = 1
 
     @property
-    def base(self) -> BaseSection:
+    def base(self) -> ModelSection:
         """The section, `auto` in it replaced by the dtype of this machine."""
-        return BaseSection(**{**self.model, "dtype": self.precision.dtype})
+        return ModelSection(**{**self.model, "dtype": self.precision.dtype})
 
     @property
     def precision(self) -> Precision:

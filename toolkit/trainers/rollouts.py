@@ -67,19 +67,14 @@ class RoleRollouts:
         """Some rows laid out for a forward pass."""
         ids = ([of_rows[i] for i in rows] for of_rows in (rollout.prompt_ids, rollout.response_ids))
         pad = self.tokenizer.pad_token_id
-        return models.Sequences.from_ids(*ids, pad_token_id=pad, device=self.roles.device, pack=self._packs)
-
-    @property
-    def _packs(self) -> bool:
-        # What is read in eval mode has to round as what is learnt from.
-        return self.roles.packs_rows and not self.args.gradient_checkpointing
+        return models.Sequences.from_ids(*ids, pad_token_id=pad, device=self.roles.device, pack=self.roles.packs_rows)
 
     def passes(self, rollout: Rollout, rows: Sequence[int], size: int) -> list[list[int]]:
         """Some rows in passes of as many tokens as `size` of the longest rows of the rollout have, at the most."""
         lengths = [
             len(prompt) + len(said) for prompt, said in zip(rollout.prompt_ids, rollout.response_ids, strict=True)
         ]
-        return by_tokens(lengths, rows, size, packed=self._packs)
+        return by_tokens(lengths, rows, size, packed=self.roles.packs_rows)
 
     @cached_property
     def portion(self) -> Portion:

@@ -54,9 +54,8 @@ class SFTTrainer(SupervisedTrainer, TRLSFTTrainer):
     def _packs(self) -> bool:
         # As `packs_rows` of a base in training, which this one is not; the trial at load is without a loss, too, which
         # TRL 1.12 makes of the states by its default. What later ones do instead has not been tried.
-        plain = not self.args.gradient_checkpointing and not self.args.neftune_noise_alpha
         by_trl = self.args.loss_type == "chunked_nll" and not self.aux_loss_enabled
-        return self.roles is not None and self.roles.packs_rows and plain and by_trl
+        return self.roles is not None and self.roles.packs_rows and not self.args.neftune_noise_alpha and by_trl
 
     def _run(self, checkpoint: Path | None, arguments: dict[str, Any]) -> Any:
         with self._trained_role():
@@ -160,7 +159,9 @@ def sft_trainer(
     """
     roles = model if isinstance(model, SharedBase) else None
     whole = model if roles is None else roles.causal_lm
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing and roles is not None:  # transformers does so when training begins, on PEFT's model
+        roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    elif args.gradient_checkpointing:
         check_checkpointing(whole)
     if roles is not None:
         roles.train_roles("policy")
