@@ -64,6 +64,8 @@ goals = $(or $(MAKECMDGOALS),help)
 $(foreach name,$(filter $(limited),$(given)),$(if $(filter $($(name)_is_for),$(goals)),,\
   $(error make $(goals) does not read $(name), which is for make $($(name)_is_for))))
 $(foreach name,OVERWRITE RESUME MERGE,$(if $(filter-out 0 1,$($(name))),$(error $(name) is 1, or not given)))
+$(foreach name,VENV GPUS PROCESSES,$(if $(word 2,$($(name))),$(error $(name) is one word, without spaces, and "$($(name))" is given)))
+$(if $(and $(GPUS),$(PROCESSES)),$(error GPUS and PROCESSES are two names of one number: give one of them))
 ifneq ($(filter-out newest oldest,$(VERSIONS)),)
 $(error VERSIONS is newest or oldest, or not given for the set of constraints.txt)
 endif
@@ -97,7 +99,7 @@ help:
 
 $(BIN)/.installed: pyproject.toml $(constraints)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, and $(PYTHON) is older: make … PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(constraints) --editable ".[dev]"
 	@touch $@
 
@@ -140,8 +142,9 @@ test: $(BIN)/.installed
 newer = $(shell grep -vxFf constraints.txt constraints-newest.txt | grep ==)
 
 smoke: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newer $(newer)
-	PYTHONPATH=$(abspath $(VENV)/newer) $(BIN)/python -m pytest -m smoke
+	rm -rf $(VENV)/newer
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/newer $(newer)
+	PYTHONPATH="$(abspath $(VENV)/newer)" $(BIN)/python -m pytest -m smoke
 
 test-gpu: $(BIN)/.installed
 	TOOLKIT_TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/runs/test_llama3.py tests/trainers/test_float16.py tests/models/test_graphs.py \

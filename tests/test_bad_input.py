@@ -8,6 +8,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -24,8 +25,9 @@ from tests.tiny_models import lora, tiny_model
 from tests.tiny_runs import PAIRS, QUERIES, byte_tokenizer, save_llama
 from toolkit import processes
 from toolkit.cli import app
-from toolkit.errors import PeerError, RunInterrupted
+from toolkit.errors import PeerError, RecipeError, RunInterrupted
 from toolkit.models import SharedBase, save_role
+from toolkit.runs import process
 from toolkit.runs.process import OUTPUT_CLOSED
 
 REWARDS = """
@@ -333,6 +335,22 @@ def test_a_broken_connection_is_told_by_the_main_process_and_by_whoever_knows_wh
     assert done.stderr == (f"{told}{way if main else ''}\n" if main or cause is DistBackendError else "")
     monkeypatch.setattr(processes, "count", lambda: 1)
     assert isinstance(CliRunner().invoke(app, ["ppo", "doubling", "--debug"]).exception, PeerError)
+
+
+def test_stages_that_run_first_show_tracebacks_too(monkeypatch):
+    """They are processes of their own, which the environment tells."""
+    seen = []
+
+    def fails(*arguments, **named):
+        seen.append(process._environment().get("TOOLKIT_DEBUG"))
+        raise RecipeError("nothing")
+
+    monkeypatch.delenv("TOOLKIT_DEBUG", raising=False)
+    monkeypatch.setattr("toolkit.runs.stages.run", fails)
+    for words, env in ((["--debug"], {}), ([], {}), ([], {"TOOLKIT_DEBUG": "1"})):
+        found = CliRunner().invoke(app, ["ppo", "doubling", *words], env=env)
+        assert isinstance(found.exception, RecipeError) == bool(words or env)
+    assert seen == ["1", None, "1"] and "TOOLKIT_DEBUG" not in os.environ
 
 
 _STARTS = """

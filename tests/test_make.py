@@ -96,6 +96,18 @@ def test_an_environment_keeps_its_python(tmp_path):
         assert (f"{tmp_path} has Python 3.10 and {sys.executable} is 3." in said) == refused
 
 
+def test_an_environment_that_is_there_is_not_made_again(tmp_path):
+    (line,) = [line for line in dry("env", f"VENV={tmp_path}").stdout.splitlines() if " -m venv " in line]
+    assert line == f"test -x {tmp_path}/bin/python || python3 -m venv {tmp_path}"
+
+
+def test_what_is_one_word_is_one_word():
+    for name in ("VENV", "GPUS", "PROCESSES"):
+        goal = "clean" if name == "VENV" else "ppo"
+        assert f'{name} is one word, without spaces, and "4 2" is given' in dry(goal, f"{name}=4 2").stderr
+    assert "GPUS and PROCESSES are two names of one number" in dry("ppo", "GPUS=4", "PROCESSES=2").stderr
+
+
 def test_a_benchmark_says_what_it_needs():
     assert "make bench needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct." in dry("bench").stderr
     assert "add AGILERL=/path/to/environment" in dry("bench-agilerl", "MODEL=model").stderr

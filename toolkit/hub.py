@@ -1,5 +1,6 @@
 """The hub of models and data sets: whether it can be asked. Where it cannot, its libraries try for minutes."""
 
+import errno
 import queue
 import socket
 import threading
@@ -9,6 +10,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from datasets import config as datasets_config
 from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from toolkit import phases
 from toolkit.errors import ToolkitError
@@ -44,6 +46,35 @@ def silent_host() -> str:
             constants.HF_HUB_OFFLINE = datasets_config.HF_HUB_OFFLINE = True
             phases.tell(f"{host} does not answer: of models and data by hub id, those in its cache are taken.")
     return host if _silent[host, port] else ""
+
+
+def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = False) -> str:
+    """What to do for a model or data set that the hub does not give to everybody, that is not whole in its cache, or
+    for which there is no room."""
+    causes = causes_of(error)
+    if any(isinstance(cause, GatedRepoError) or "is a gated" in str(cause) for cause in causes):
+        return f"Ask for access at {constants.ENDPOINT}/{'datasets/' * of_data}{name}, then log in: hf auth login."
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return "Check the name. If it is a private one, log in: hf auth login."
+    if any(is_full(cause) for cause in causes):
+        return f"Make room for the hub's cache ({constants.HF_HOME}), or set HF_HOME to a folder elsewhere."
+    if constants.HF_HUB_OFFLINE:
+        command = f"hf download {'--repo-type dataset ' * of_data}{name}"
+        return f"{otherwise} The hub is offline: what its cache lacks is loaded with a network, by {command}."
+    return otherwise
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """An error, and what it came from, one after the other."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    return causes
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether it is of a disk without room; some libraries have it as text alone."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
 
 
 def _proxy_before(url: str) -> str:

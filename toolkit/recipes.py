@@ -19,10 +19,11 @@ from toolkit.rewards import Reward, check_reward
 from toolkit.runs import stages
 from toolkit.runs.check import check
 from toolkit.runs.plan import plan
-from toolkit.spec.load import find, names
+from toolkit.spec.load import find
 from toolkit.spec.load import load as load_spec
 from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe as WhatItSays
+from toolkit.spec.shipped import names
 from toolkit.spec.show import show
 from toolkit.spec.validate import check_recipe
 

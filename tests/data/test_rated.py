@@ -148,6 +148,9 @@ def test_a_data_set_of_ones_own_is_checked():
         check_rated(Dataset.from_list([ROW, {**ROW, "response_ids": []}]))
     with pytest.raises(DataError, match="row 1 of the rated responses: 1 rewards for 3 tokens; one a token is needed"):
         check_rated(Dataset.from_list([ROW, {**ROW, "rewards": [1.0]}]))
+    for odd in (float("nan"), float("-inf"), 1e39):
+        with pytest.raises(DataError, match="^row 1 of the rated responses: a reward is .*finite numbers of 32 bits"):
+            check_rated(Dataset.from_list([ROW, {**ROW, "rewards": [*[None] * (len(ROW["response_ids"]) - 1), odd]}]))
     with pytest.raises(
         DataError, match="needs the columns prompt_ids, response_ids, rewards, ended; present: prompt_ids."
     ):

@@ -1,6 +1,7 @@
 """Every source by its rows and places, and every way in which one can be wrong by its message."""
 
 import csv
+import errno
 import gzip
 import json
 import re
@@ -10,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetGenerationError
+from huggingface_hub import constants
 
 from toolkit.data import read_rows, sources
 from toolkit.data.messages import messages_of_row
@@ -246,11 +249,27 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
         read("promts")
     with pytest.raises(DataError, match=r"did not give it \(.+\). Name files in its place"):
         read("nobody/nothing-of-the-kind")
-    with pytest.raises(DataError, match="in its place. Set subset and name to null, if that is of another data set"):
+    with pytest.raises(DataError, match="in its place.* Set subset and name to null, if that is of another data set"):
         read("nobody/nothing-of-the-kind", subset="part", name="main")
     monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: DatasetDict(dev=Dataset.from_dict({"a": [1]})))
     with pytest.raises(DataError, match="train: some/pairs has no split train; it has dev. Name another source"):
         read("some/pairs")
+
+
+@pytest.mark.parametrize(("cause", "offline", "said"), [
+    (OSError(errno.ENOSPC, "No space left on device"), False, r"device\)\. Make room for the hub's cache \(.*HF_HOME"),
+    (ValueError("Dataset 'a/b' is a gated dataset"), False, "Ask for access at .*/datasets/me/pairs, then log in"),
+    (ConnectionError("Couldn't reach"), True, "Name files in its place.* by hf download --repo-type dataset me/pairs"),
+])  # fmt: skip
+def test_what_the_hub_does_not_give_has_its_own_way_on(cause, offline, said, monkeypatch):
+    def fails(*_, **__):
+        raise DatasetGenerationError("An error occurred while generating the dataset") from cause
+
+    monkeypatch.setattr(sources, "load_dataset", fails)
+    monkeypatch.setattr(sources.hub, "silent_host", lambda: "")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(DataError, match=said):
+        read("me/pairs")
 
 
 @pytest.mark.parametrize("name", [None, "mian"])

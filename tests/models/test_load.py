@@ -39,6 +39,7 @@ from toolkit.models import (
     response_logprobs,
     save_role,
 )
+from toolkit.models import load as load_module
 from toolkit.models.load import load_with_report, model_config
 from toolkit.models.trials import tried
 
@@ -395,6 +396,19 @@ def test_an_expert_that_is_missing_is_no_traceback(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="cannot put the model together from its weights: one is missing, or of anot"):
         load_base(str(tmp_path))
+
+
+def test_what_fails_on_the_way_from_the_hub_is_no_damage(checkpoint, monkeypatch):
+    """hf_xet raises RuntimeErrors, as transformers does of weights that it cannot put together."""
+
+    def fails(*_, **__):
+        raise RuntimeError("Data processing error: IO Error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(load_module, "model_config", lambda *_, **__: tiny_model().config)
+    monkeypatch.setattr(load_module.AutoModelForCausalLM, "from_pretrained", fails)
+    told = r'could be loaded from the folder or hub id "me/base" \(.*No space left.*\) Make room for the hub'
+    with pytest.raises(ModelError, match=told):
+        load_base("me/base")
 
 
 def test_a_card_that_fails_is_no_fault_of_the_checkpoint_or_of_its_kind(checkpoint, monkeypatch):

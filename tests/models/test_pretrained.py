@@ -88,11 +88,19 @@ def test_the_proxy_is_the_one_that_the_hubs_library_takes(environ, asked, monkey
     assert hub._proxy_before("http://hub/models") == asked
 
 
+class NoRoom(RuntimeError):
+    """As hf_xet has it."""
+
+    def __str__(self):
+        return "Data processing error: IO Error: No space left on device (os error 28)"
+
+
 @pytest.mark.parametrize(("cause", "offline", "said"), [
     (GatedRepoError, False, r"\(no access\) Ask for access at .*/some/model, then log in: hf auth login"),
     (RepositoryNotFoundError, False, "If it is a private one, log in: hf auth login"),
     (LocalEntryNotFoundError, True, "Name a folder .* offline: what its cache lacks is .* by hf download some/model"),
     (LocalEntryNotFoundError, False, "Name a folder or hub id with safetensors"),
+    (NoRoom, False, r"Make room for the hub's cache \(.*\), or set HF_HOME to a folder elsewhere"),
 ])  # fmt: skip
 def test_what_the_hub_keeps_back_has_its_own_way_on(cause, offline, said, monkeypatch):
     def refused(*arguments, **named):

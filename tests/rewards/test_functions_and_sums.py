@@ -6,6 +6,7 @@ import py_compile
 import re
 import sys
 import threading
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ import torch
 from tests.tolerances import EXACT
 from tests.trainers.helpers import Counting, rollout
 from toolkit.errors import RewardError
-from toolkit.rewards import DenseScores, RemoteReward, WeightedSum, load_function, score_with
+from toolkit.rewards import (
+    DenseScores,
+    RemoteReward,
+    WeightedSum,
+    check_reward,
+    load_function,
+    score_with,
+    state_of,
+)
 from toolkit.rewards.function import beside, check_function
 
 RESPONSES = [[12, 13, 2], [9, 9, 8, 8, 7, 7], [20, 2], [5, 6, 7]]
@@ -365,3 +374,41 @@ def test_the_state_of_the_parts_is_the_sums():
     assert other(rollout(RESPONSES)).tolist() == [2 + n for n in LENGTHS]
     other.load_state_dict({})  # of a sum none of whose parts had one
     assert other.state_dict() == {"counting": {"calls": 2}}
+
+
+def test_a_class_is_told_of_before_it_is_called(tmp_path):
+    """Its methods would be there, and lack the object that they are of."""
+    path = tmp_path / "classes.py"
+    path.write_text(
+        "class Mean:\n    def __init__(self, momentum=0.9):\n        pass\n"
+        "    def __call__(self, rollout):\n        return [0.0] * len(rollout)\n"
+        "    def state_dict(self):\n        return {}\n    def load_state_dict(self, state):\n        pass\n"
+        "reward = Mean()\n"
+    )
+    told = r"function: Mean is a class, and an object is needed, or a function \(.*, line 1\)\. Make one, by reward = "
+    with pytest.raises(RewardError, match=told):
+        check_function(f"{path}:Mean")
+    check_function(f"{path}:reward")
+    with pytest.raises(RewardError, match="reward: Fraction is a class, and an object is needed"):
+        check_reward(Fraction, "reward")
+
+
+class Failing:
+    def __call__(self, rollout):
+        return [0.0] * len(rollout)
+
+    def state_dict(self):
+        return self.missing
+
+    def load_state_dict(self, state):
+        raise ValueError(f"not {state}")
+
+
+def test_an_error_of_a_reward_s_state_has_its_place():
+    state = state_of(Failing())
+    with pytest.raises(
+        RewardError, match=r"state_dict of the reward raised AttributeError: .*missing.*test_fun.*, line"
+    ):
+        state.state_dict()
+    with pytest.raises(RewardError, match=r"load_state_dict of the reward raised ValueError: not 3 \(.*test_functions"):
+        state_of(WeightedSum({"a": Failing()}, {"a": 1.0})).load_state_dict({"a": 3})

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from tests.tiny_runs import chat_recipe, command_here
+from tests.tiny_runs import REPOSITORY, chat_recipe, command_here
 from toolkit.checkpoints import write_state
 from toolkit.cli.command import complete_run
 from toolkit.errors import RecipeError, ToolkitError
@@ -113,6 +115,17 @@ def test_what_was_stopped_is_gone_on_with(q, named, runs):
     recipe(runs / "c", collect={"response_length": 8}, **q)
     stage(runs / "c" / "collect")
     partial_file(runs / "c" / "collect").write_text("{}\n")
+    assert state_of(runs / "c").command[1] == named
+
+
+@pytest.mark.parametrize(
+    ("finished", "stopped", "named"), [("ppo", "q", "q"), ("ppo", "collect", "q"), ("q", "ppo", "ppo")]
+)
+def test_what_was_stopped_beside_what_has_finished_is_gone_on_with(finished, stopped, named, runs):
+    recipe(runs / "c", collect={"response_length": 8}, q={"max_steps": 1})
+    stage(runs / "c" / finished, result={"after": {"score": 1.0}})
+    assert state_of(runs / "c").command[1] == "chat"
+    stage(runs / "c" / stopped)
     assert state_of(runs / "c").command[1] == named
 
 
@@ -250,7 +263,14 @@ def test_runs_are_completed_where_they_are(runs):
     context = SimpleNamespace(params={"runs_dir": str(runs)})
     assert complete_run(context, "") == ["a", "b", "c"] and complete_run(context, "b") == ["b"]
     assert complete_run(SimpleNamespace(params={}), "a run that is not in runs") == []
-    assert complete_run(context, f"{runs}/") == []
+    assert complete_run(context, f"{runs}/") == [] == complete_run(context, "**")
+
+
+def test_recipes_are_completed_without_loading_a_library():
+    text = "import sys; from toolkit.cli.command import _complete_recipe as of; "
+    text += "print(of('doubling_s'), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout == "['doubling_seed'] False\n"
 
 
 def test_runs_beside_each_other(runs, tmp_path):
@@ -309,7 +329,7 @@ def test_a_bug_report_names_versions_and_no_secret(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["3", "[]", '{"after": 3, "before": [1], "warnings": 1}', '{"after": {"score": "x"}}', "{"]
+    "text", ["3", "[]", '{"after": 3, "before": [1], "warnings": 1, "rows": [1]}', '{"after": {"score": "x"}}', "{"]
 )
 def test_whatever_a_file_holds_is_no_traceback(text, runs, tmp_path):
     for name in ("result.json", "metrics.jsonl", "samples.jsonl"):

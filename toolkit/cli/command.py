@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import glob
 import inspect
 import os
 import re
@@ -31,6 +32,8 @@ IN_SHELL = {
     "from_run": "FROM=run, --from-run run",
 }
 
+_DEBUG = "TOOLKIT_DEBUG"
+
 app = typer.Typer(
     add_completion=True,
     no_args_is_help=True,
@@ -56,7 +59,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
 def command(example: str, *, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a function a command of its name, its docstring the help, with `--debug` beside its own options."""
-    shown = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+    shown = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", envvar=_DEBUG)]
     debug_option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=shown)
 
     def registered(function: Callable[..., None]) -> Callable[..., None]:
@@ -68,7 +71,7 @@ def command(example: str, *, name: str | None = None) -> Callable[[Callable[...,
             # A shell expands no ~ after "=", nor within quotes.
             paths = {name: Path(os.path.expanduser(x)) for name, x in arguments.items() if isinstance(x, Path)}
             how = {"divided": "processes" in arguments, "of_recipe": "recipe" in arguments}
-            with _interruptible(), _errors(debug, resumable=resumable, inner=inner, **how):
+            with _interruptible(), _debugged(debug), _errors(debug, resumable=resumable, inner=inner, **how):
                 function(**{**arguments, **paths})
 
         own = inspect.signature(function).parameters.values()
@@ -112,6 +115,19 @@ def _interruptible() -> Iterator[None]:
     finally:
         if ends:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def _debugged(debug: bool) -> Iterator[None]:
+    """Inside, what is started here shows tracebacks as well: the stages that run first."""
+    before = os.environ.get(_DEBUG)
+    if debug:
+        os.environ[_DEBUG] = "1"
+    try:
+        yield
+    finally:
+        if debug and before is None:
+            del os.environ[_DEBUG]
 
 
 @contextmanager
@@ -256,7 +272,7 @@ def _by_as_many(arguments: list[str]) -> str:
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    from toolkit.spec.load import names
+    from toolkit.spec.shipped import names
 
     return [name for name in names() if name.startswith(incomplete)]
 
@@ -265,7 +281,7 @@ def complete_run(context: typer.Context, incomplete: str) -> list[str]:
     runs = Path(context.params.get("runs_dir") or "runs")
     if Path(incomplete).is_absolute():  # a folder, which the shell completes
         return []
-    return sorted(path.parent.name for path in runs.glob(f"{incomplete}*/recipe.yaml"))
+    return sorted(path.parent.name for path in runs.expanduser().glob(f"{glob.escape(incomplete)}*/recipe.yaml"))
 
 
 RecipeName = Annotated[

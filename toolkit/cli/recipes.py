@@ -11,7 +11,8 @@ from toolkit.cli.command import IN_SHELL, Overrides, RecipeName, Run, RunsDir, c
 @command("toolkit recipes", name="recipes")
 def list_recipes() -> None:
     """List the shipped recipes."""
-    from toolkit.spec.load import about, names
+    from toolkit.spec.load import about
+    from toolkit.spec.shipped import names
 
     width = max(map(len, names()))
     for name in names():

@@ -117,3 +117,5 @@ def check_rated(dataset: Dataset) -> None:
         if len(row["rewards"]) != tokens:
             wrong = f"{place}: {len(row['rewards'])} rewards for {tokens} tokens; one a token is needed"
             raise DataError(f"{wrong}, None where none is given.")
+        if odd := [x for x in row["rewards"] if x is not None and not abs(x) <= _LARGEST]:
+            raise DataError(f"{place}: a reward is {odd[0]}; finite numbers of 32 bits are needed, or None.")

@@ -12,6 +12,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
 from datasets import DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from toolkit import hub
 from toolkit.data.files import READERS, Row, listed, numbered, reason, shown
@@ -162,10 +163,13 @@ def _read_hub(source: str, split: str, subset: str | None, name: str | None) -> 
             seen = "none is named" if name is None else f'"{name}" is none of them'
             wrong = f"{source} has the configurations {available.group(1)}, and {seen}."
             raise DataError(wrong, remedy="Give one as name.") from error
-        wrong = f'"{source}" is no file, and the hub did not give it ({reason(error)}).'
+        # datasets says of some no more than that they happened "while generating the dataset".
+        why = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        wrong = f'"{source}" is no file, and the hub did not give it ({reason(why)}).'
         if host:
             wrong = f'"{source}" is no file here and not in the cache of the hub, and {host} does not answer.'
-        remedy = f"{_nearest(Path(source))} Name files in its place.".strip()
+        otherwise = f"{_nearest(Path(source))} Name files in its place.".strip()
+        remedy = hub.way_to(source, error, otherwise=otherwise, of_data=True)
         if given := " and ".join(key for key, value in (("subset", subset), ("name", name)) if value is not None):
             remedy += f" Set {given} to null, if that is of another data set."
         raise DataError(wrong, remedy=remedy) from error

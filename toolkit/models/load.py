@@ -158,8 +158,7 @@ def load_with_report(
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
         raise_of_the_card(error)
-        wrong = f'"{spec.model}": transformers cannot put the model together from its weights: one is missing, or '
-        raise ModelError(f"{wrong}of another shape.", field="model", remedy="Download or convert it again.") from error
+        raise _not_put_together(spec.model, error) from error
     if own is not None:
         cast_what_is_not_quantised(model, arguments["dtype"])
     check_weights_alone(spec.model, config)  # of a hub id, whose cache knows of an adapter now
@@ -171,6 +170,14 @@ def load_with_report(
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
     return model, not report["missing_keys"]
+
+
+def _not_put_together(model: str, error: RuntimeError) -> ModelError:
+    """What to raise where transformers does not come from a checkpoint's weights to a model."""
+    if not Path(model).expanduser().is_dir():  # it may be of what loads them from the hub
+        return not_loaded(model, error)
+    wrong = f'"{model}": transformers cannot put the model together from its weights: one is missing, or of another '
+    return ModelError(f"{wrong}shape.", field="model", remedy="Download or convert it again.")
 
 
 def _check_complete(model: str, report: Mapping[str, Any], kind: Kind, *, trained: bool) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -193,24 +192,10 @@ def not_loaded(model: str, error: Exception, *, scores: bool = False) -> ModelEr
         return ModelError(f'"{model}" is a PEFT adapter and no whole model.', field="model", remedy=remedy)
     remedy = "Name a folder or hub id with safetensors weights and a tokenizer."
     if kind != "folder":
-        remedy = _way_to_the_hub(model, error, remedy)
+        remedy = hub.way_to(model, error, otherwise=remedy)
     return ModelError(
         f'no checkpoint could be loaded from the {kind} "{model}" ({reason})', field="model", remedy=remedy
     )
-
-
-def _way_to_the_hub(model: str, error: BaseException, otherwise: str) -> str:
-    """What to do for a checkpoint that the hub does not give to everybody, or that is not whole in its cache."""
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
-        causes.append(cause)
-    if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return f"Ask for access at {constants.ENDPOINT}/{model}, then log in: hf auth login."
-    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        return "Check the name. If it is a private one, log in: hf auth login."
-    if constants.HF_HUB_OFFLINE:
-        return f"{otherwise} The hub is offline: what its cache lacks is loaded with a network, by hf download {model}."
-    return otherwise
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -67,7 +67,9 @@ def _curves(
 
 
 def number(value: Any) -> str:
-    """A figure as a page shows it."""
+    """A figure as a page shows it; one that was not finite is None."""
+    if value is None:
+        return "–"
     if isinstance(value, list):
         return " – ".join(number(v) for v in value)
     return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -55,21 +55,54 @@ def of_a_library(file: str) -> bool:
     return _OF_A_LIBRARY.search(file) is not None
 
 
-def state_of(reward: Any) -> Any:
-    """The reward, if it has a state. The weights of a network that scores are none: they stay as they are."""
+class RewardState:
+    """What a reward has as it goes: its `state_dict` and `load_state_dict`, whose errors are RewardErrors with the
+    place."""
+
+    def __init__(self, reward: Any):
+        self._reward = reward
+
+    def state_dict(self) -> Any:
+        """The state as it is now, the reward's own objects in it."""
+        return self._by("state_dict")
+
+    def load_state_dict(self, state: Any) -> None:
+        """Put a state back that `state_dict` gave."""
+        self._by("load_state_dict", state)
+
+    def _by(self, name: str, *given: Any) -> Any:
+        try:
+            return getattr(self._reward, name)(*given)
+        except (ToolkitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            wrong = f"{name} of the reward raised {type(error).__name__}: {words_of(error)}"
+            raise RewardError(f"{wrong} ({place_of(error, self._reward)}).", remedy="Mend it there.") from error
+
+
+def state_of(reward: Any) -> RewardState | None:
+    """The state of a reward that has one. The weights of a network that scores are none: they stay as they are."""
     has = hasattr(reward, "state_dict") and hasattr(reward, "load_state_dict") and not isinstance(reward, nn.Module)
-    return reward if has else None
+    return RewardState(reward) if has else None
 
 
 def check_reward(reward: Any, field: str) -> None:
     """Raises RewardError: it is nothing that can be called with a rollout."""
     if not callable(reward):
         raise RewardError(f"a function of a rollout is needed, got {reprlib.repr(reward)}.", field=field)
+    if inspect.isclass(reward):
+        raise of_a_class(reward.__name__, field, at=_definition(reward))
     try:
         signature = inspect.signature(reward)
     except ValueError:  # some functions of C do not say
         return
     check_signature(signature, field, at=_definition(reward))
+
+
+def of_a_class(name: str, field: str, *, at: str) -> RewardError:
+    """What is wrong with a class in the place of a reward, defined `at` a place if that is known."""
+    wrong = f"{name} is a class, and an object is needed, or a function{f' ({at})' if at else ''}."
+    return RewardError(wrong, field=field, remedy=f"Make one, by reward = {name}(), and give that.")
 
 
 def check_signature(signature: inspect.Signature, field: str, *, at: str | None) -> None:

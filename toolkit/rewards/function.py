@@ -16,7 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 from toolkit.errors import Problem, RewardError, words_of
-from toolkit.rewards.base import Reward, check_reward, check_signature, of_a_library, place_of, state_of
+from toolkit.rewards.base import Reward, check_reward, check_signature, of_a_class, of_a_library, place_of, state_of
 from toolkit.rewards.kept import process_kept
 from toolkit.rewards.scorer import Scorer, ScorerContext, problems_of
 from toolkit.settings import setting
@@ -139,28 +139,33 @@ def check_function(function: str) -> None:
         return
     if not any(symbol.get_name() == name and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
         raise _wrong(f'{place} has no function "{name}".')
-    if (node := _only_definition(tree, name)) is not None:
-        check_signature(_signature_of(node), "function", at=f"{place}, line {node.lineno}")
+    if (node := _only_definition(tree, name)) is None:
+        return
+    at = f"{place}, line {node.lineno}"
+    if isinstance(node, ast.ClassDef):
+        raise of_a_class(name, "function", at=at)
+    check_signature(_signature_of(node), "function", at=at)
 
 
 _CHANGES_NAMES = {"globals", "vars", "locals", "setattr", "exec", "eval", "__dict__", "__defaults__", "__kwdefaults__"}
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _only_definition(tree: ast.Module, name: str) -> _Definition | None:
-    """The function that a name of a file is; None where something else may be put in its place when the file runs."""
+def _only_definition(tree: ast.Module, name: str) -> _Function | ast.ClassDef | None:
+    """The function or class that a name of a file is; None where the file, as it runs, may put something else in its
+    place."""
     if _CHANGES_NAMES & {
         one for node in ast.walk(tree) for one in (getattr(node, "id", ""), getattr(node, "attr", ""))
     }:
         return None
-    found = [node for node in tree.body if isinstance(node, _Definition) and node.name == name]
+    found = [node for node in tree.body if isinstance(node, _Function | ast.ClassDef) and node.name == name]
     named = [node for node in ast.walk(tree) if name in (getattr(node, "name", None), getattr(node, "asname", None))]
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
     given = any(not isinstance(node.ctx, ast.Load) for node in names)
     return found[0] if len(found) == len(named) == 1 and not given and not found[0].decorator_list else None
 
 
-def _signature_of(node: _Definition) -> inspect.Signature:
+def _signature_of(node: _Function) -> inspect.Signature:
     own, empty = node.args, inspect.Parameter.empty
     placed = [*own.posonlyargs, *own.args]
     defaults = [empty] * (len(placed) - len(own.defaults)) + [None] * len(own.defaults)

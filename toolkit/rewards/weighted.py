@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from toolkit.data import Rollout
 from toolkit.errors import Problem, RewardError, within
-from toolkit.rewards.base import Reward, check_scores, score_with, state_of
+from toolkit.rewards.base import Reward, RewardState, check_scores, score_with, state_of
 from toolkit.rewards.dense import Scores, total_scores, weighted_scores
 from toolkit.rewards.scorer import Scorer, ScorerContext
 
@@ -56,11 +56,15 @@ class WeightedSum:
             return check_scores(weighted_scores(list(scores.values()), [*self.weights.values()]), rollout)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self.parts.items() if state_of(part) is not None}
+        return {name: state.state_dict() for name, state in self._states().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict().keys() & state.keys():  # a part that has got one since begins anew
-            self.parts[name].load_state_dict(state[name])
+        for name, part in self._states().items():
+            if name in state:  # a part that has got one since begins anew
+                part.load_state_dict(state[name])
+
+    def _states(self) -> dict[str, RewardState]:
+        return {name: state for name, part in self.parts.items() if (state := state_of(part)) is not None}
 
 
 @dataclass(kw_only=True)

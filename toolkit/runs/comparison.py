@@ -92,8 +92,9 @@ def _run(label: str, folder: Path) -> ComparedRun:
         label += f" (step {step}, not finished)" if metrics else " (not finished)"
         result["warnings"] = read_jsonl(warned) if warned.is_file() else []
     result |= {side: result.get(side) if isinstance(result.get(side), dict) else {} for side in ("before", "after")}
-    if not isinstance(result.get("warnings"), list):
-        result.pop("warnings", None)
+    for name, kind in {"warnings": list, "rows": dict}.items():
+        if not isinstance(result.get(name), kind):
+            result.pop(name, None)
     path = folder / SAMPLES_FILE
     # A run that was made longer has those of its earlier end until it ends again.
     samples = [row for row in read_jsonl(path) if _is_sample(row)] if finished and path.is_file() else []

@@ -13,10 +13,11 @@ from toolkit.checkpoints import checkpoint_folders, step_of
 from toolkit.disk import read_text
 from toolkit.rewards import in_no_file
 from toolkit.runs.owned import RECIPE_FILE
-from toolkit.spec.load import as_shipped, check_yaml
+from toolkit.spec.load import check_yaml
 from toolkit.spec.plan import section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, STAGE_CLASSES
+from toolkit.spec.shipped import as_shipped
 
 # What says how often figures are logged and where they go, of any stage: nothing that was done depends on it.
 _SHOWN_BY = (

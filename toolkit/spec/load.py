@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -27,34 +26,11 @@ from toolkit.spec.plan import STAGES
 from toolkit.spec.plan import section as at_section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import DATA_SECTIONS, SCORER_SECTIONS, STAGE_CLASSES
+from toolkit.spec.shipped import as_shipped, names, recipe_folder
 from toolkit.spec.validate import check_recipe
 
 _DEEPEST, _MOST = 50, 100_000  # of the values of a recipe
 _LONGEST = 100  # digits of a whole number
-
-
-def recipe_folder() -> Path:
-    """Where the shipped recipes are: in the package if it was installed, in the repository if it runs from there."""
-    installed = Path(str(files("toolkit.spec"))) / "files"
-    return installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"
-
-
-_IN_A_PACKAGE = ("toolkit", "spec", "data")  # the end of where an installed package has the example data
-
-
-def as_shipped(name: Any) -> Any:
-    """Example data by the name that a shipped recipe has for it, wherever this or another environment has it; any
-    other value as it is."""
-    if isinstance(name, list):
-        return [as_shipped(one) for one in name]
-    path = Path(name) if isinstance(name, str) else Path()
-    here = path.is_absolute() and path.parent == recipe_folder().resolve().parent / "data"
-    return f"data/{path.name}" if here or path.parts[-4:-1] == _IN_A_PACKAGE else name
-
-
-def names() -> list[str]:
-    """Names of the shipped recipes."""
-    return sorted(path.stem for path in recipe_folder().rglob("*.yaml"))
 
 
 def about(name: str) -> str:
@@ -89,6 +65,7 @@ def find(name: str | os.PathLike[str]) -> Path:
                 raise RecipeError(f'"{name}" is a run and no recipe.', remedy=f"Its own recipe is {kept}.")
         near = get_close_matches(str(name), names(), n=3, cutoff=0.5)
         hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(names())}."
+        hint += f" Keys come after the recipe: doubling {name}." if "=" in str(name) else ""
         raise RecipeError(f'no recipe "{name}". {hint} A file of your own is named by its path, ending in .yaml.')
     return shipped
 
@@ -319,9 +296,9 @@ def with_reward_files(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def is_run_name(name: str) -> bool:
-    """Whether a text names one folder within the folder of all runs, on any system, and no hidden one."""
+    """Whether a text names one folder within the folder of all runs, on any system; no hidden one, and no option."""
     return (
-        name.isprintable() and not name.startswith(".") and 0 < len(name.encode(errors="replace")) <= 200
+        name.isprintable() and not name.startswith((".", "-")) and 0 < len(name.encode(errors="replace")) <= 200
         and PureWindowsPath(name).name == PurePosixPath(name).name == name
     )  # fmt: skip
 
@@ -362,7 +339,7 @@ def load(
             raise RecipeError(wrong, remedy="Give that folder as $runs_dir, or name a new run: $run.")
     run = own if run is None else run
     if not isinstance(run, str) or not is_run_name(run):
-        wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash and no dot first."
+        wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash, and no dot or dash first."
         raise RecipeError(wrong, remedy="Name it $run; where the runs are is $runs_dir.")
     values = _given(name) if isinstance(name, Mapping) else _read(path)
     begun: Any = OmegaConf.to_container(values, resolve=False)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from toolkit import functional as F
 from toolkit import models
 from toolkit.data import RatedCollator, Rollout, check_rated
-from toolkit.errors import DataError, ToolkitError
+from toolkit.errors import ConfigError, DataError, ToolkitError
 from toolkit.rewards import score_with, total_scores
 from toolkit.sampling import BestOf, Rows
 from toolkit.trainers.common import SamplingTrainer
@@ -45,6 +45,7 @@ class QTrainer(SamplingTrainer):
 
     Raises:
         DataError: a column is missing, a row does not fit, or a return lies outside what the configuration says.
+        ConfigError: the roles have another bound than the configuration says, or none where it says one.
         ModelError: gradient checkpointing, and the base has none.
         SelfCheckError: tokenizer and base do not agree.
     """
@@ -63,6 +64,7 @@ class QTrainer(SamplingTrainer):
     ):
         check_rated(train_dataset)
         check_returns(train_dataset, args)
+        _check_bound(roles, args)
         _check_positions(train_dataset, roles)
         if args.gradient_checkpointing:
             models.check_checkpointing(roles.causal_lm)
@@ -100,6 +102,8 @@ class QTrainer(SamplingTrainer):
         targets = F.q_targets(values.before, rewards, given, mask, **steps)
         if args.monte_carlo_bound:
             targets = torch.maximum(targets, F.monte_carlo_returns(rewards, given, mask, gamma=args.gamma, cut=cut))
+        if args.bound == "sigmoid":  # a reward with what comes after it may be more than any Q can be
+            targets = torch.where(mask, targets.clamp(args.lowest_return, args.highest_return), targets)
         with roles.role("q"):
             read = models.response_q(roles, sequences, lowest=args.lowest_return, chunk_size=args.q_chunk_size)
         td = F.td_loss(read.q, targets, mask, count=count)
@@ -147,6 +151,18 @@ class QTrainer(SamplingTrainer):
         self._sums_from = state["sums_from"]
 
 
+def _check_bound(roles: models.SharedBase, args: QConfig) -> None:
+    """Raises ConfigError unless the roles' Q lies between the returns where it is to be bounded, and only there."""
+    asked = (args.lowest_return, args.highest_return) if args.bound == "sigmoid" else None
+    held = dict(roles.heads.named_children())
+    for head in map(held.get, QTrainer.saved_roles):
+        found = (head.lowest, head.highest) if isinstance(head, models.QBound) else None
+        if found != asked:
+            has, needed = ("no bound" if of is None else f"the bound {of[0]} to {of[1]}" for of in (found, asked))
+            wrong = f"the roles q and q_target have {has}, and the configuration says {needed}."
+            raise ConfigError(wrong, field="bound", remedy="Give add_q_roles the QBound of these returns, or none.")
+
+
 def _check_positions(dataset: Dataset, roles: models.SharedBase) -> None:
     """Rows fit into the base, which would end in the middle of training at one that does not."""
     positions, whose = roles.positions
@@ -167,9 +183,11 @@ def check_returns(dataset: Dataset, args: QConfig) -> None:
                 following = reward + args.gamma * following
             lowest, highest = min(lowest, following), max(highest, following)
     bounded, said = args.bound == "sigmoid", "it is {}, and a response in the data gets {}."
-    if lowest < args.lowest_return and (args.conservative_coef or bounded):
+    # Scores are rounded to float32, and their sums.
+    below, above = (1e-6 * max(1.0, abs(limit)) for limit in (args.lowest_return, args.highest_return))
+    if lowest < args.lowest_return - below and (args.conservative_coef or bounded):
         wrong, remedy = said.format(args.lowest_return, lowest), f"Set it to {lowest} or lower."
         raise DataError(wrong, field="lowest_return", remedy=remedy)
-    if highest > args.highest_return and bounded:
+    if highest > args.highest_return + above and bounded:
         wrong, remedy = said.format(args.highest_return, highest), f"Set it to {highest} or higher."
         raise DataError(wrong, field="highest_return", remedy=remedy)
