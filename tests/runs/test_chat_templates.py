@@ -167,3 +167,17 @@ def test_no_token_without_a_text_of_its_own_is_an_end(family, tmp_path):
     responses = trainer.generate(batch)
     assert responses.lengths == [3] and responses.ended == [True]
     assert responses.responses == [trainer.processing_class.decode([8])]
+
+
+@pytest.mark.parametrize("first", ["", "{%- set enable_thinking = false %}\n"])
+def test_a_template_that_thinks_is_told_of_until_it_does_not(first, tmp_path):
+    """As Qwen3's: the switch is an argument, which nothing gives."""
+    tokenizer = tokenizer_of("qwen")
+    shut = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    tokenizer.chat_template = first + QWEN.replace("assistant\n{% endif %}", f"assistant\n{shut}{{% endif %}}")
+    save_llama(tmp_path / "base", tokenizer, vocab_size=len(tokenizer))
+    rule = {"kind": "function", "function": "builtins:len"}
+    recipe = chat_recipe(tmp_path, tmp_path / "base", scorer=rule, reward=None)
+    told = [note.wrong for note in check(recipe).notes if "thinks before it answers" in note.wrong]
+    assert len(told) == (not first)
+    assert recipe.task.prompts("train")["prompt"][0].endswith("</think>\n\n" if first else "assistant\n")

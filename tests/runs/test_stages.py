@@ -374,7 +374,7 @@ def test_a_tracker_is_told_of_sft_s_training_and_of_nothing_before_or_after(tmp_
     rows = read_jsonl(recipe.stage_folder("sft") / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_loss" in row] == [0, 2, 2]  # before, on the way and after
     # Where the best weights come back, here those of the highest loss, what is measured last is not of the last step.
-    worse = sft | {"report_to": "none", "learning_rate": 10.0, "eval_steps": 1, "load_best_model_at_end": True}
+    worse = sft | {"report_to": "none", "learning_rate": 0.01, "eval_steps": 1, "load_best_model_at_end": True}
     worse |= {"save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True}
     recipe = chat_recipe(
         tmp_path,

@@ -46,6 +46,8 @@ BEST = {**EVALUATED, "load_best_model_at_end": True}
         ({"optim": "lomo"}, "optim — the optimizer lomo cannot be made of these settings"),
         ({"optim_args": "bogus"}, "optim_args — 'bogus' is not of the form name=value,name=value."),
         ({"optim_args": "a=b"}, "optim_args — 'a=b' would have no effect on adamw_torch"),
+        ({"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1 — 0.8 would have no effect on sgd. Remove it."),
+        ({"optim": "adafactor", "adam_epsilon": 1e-6}, "adam_epsilon — 1e-06 would have no effect on adafactor."),
         ({"gradient_checkpointing_kwargs": "best"}, "_kwargs — a section with keys is needed, got 'best'."),
         ({"gradient_checkpointing_kwargs": {"bogus": 1}}, "torch.utils.checkpoint has no argument 'bogus'."),
         (

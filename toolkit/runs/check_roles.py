@@ -6,6 +6,7 @@ headers are read.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,25 @@ from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
 from toolkit.trainers.self_checks import check_tokenizer
 
 _TRAINED_BY = {"policy": ("ppo", "sft"), "value": ("ppo",), "reward": ("reward",), "q": ("q",)}
+_THINKS = Problem(
+    "with its chat template the model thinks before it answers, unless enable_thinking is false: response_length has "
+    "to hold the thoughts, too.",
+    remedy="For responses without them write {%- set enable_thinking = false %} as the first line of its "
+    "chat_template.jinja.",
+)
 _SHOWN_ROLES = ("policy", "reward", "judge", "value", "q", "q_target", "reference")  # in the order of the report
+
+
+def _thinks(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether its chat template opens a response in another way where enable_thinking is false."""
+    asked = [{"role": "user", "content": "?"}]
+    if tokenizer is None or tokenizer.chat_template is None:
+        return False
+    try:
+        render = partial(tokenizer.apply_chat_template, asked, tokenize=False, add_generation_prompt=True)
+        return render() != render(enable_thinking=False)
+    except Exception:  # of a template, whatever it raises: the data will say
+        return False
 
 
 class RolesCheck:
@@ -106,6 +125,8 @@ class RolesCheck:
             self.roles = SharedBase(drawn)
             if about := about_other_bits(drawn):
                 self.findings.notes.append(Problem(about, f"base.{place}"))
+            if _thinks(self.tokenizer):
+                self.findings.notes.append(_THINKS.within(f"base.{place}"))
             precision: str = base.dtype
             if quantization is not None:
                 models.quantize_outline(counted, quantization)

@@ -339,7 +339,9 @@ def load(
             raise RecipeError(wrong, remedy="Give that folder as $runs_dir, or name a new run: $run.")
     run = own if run is None else run
     if not isinstance(run, str) or not is_run_name(run):
-        wrong = f"{run!r} is no name of a run: that is one folder among all runs, with no slash, and no dot or dash first."
+        wrong = (
+            f"{run!r} is no name of a run: that is one folder among all runs, with no slash, and no dot or dash first."
+        )
         raise RecipeError(wrong, remedy="Name it $run; where the runs are is $runs_dir.")
     values = _given(name) if isinstance(name, Mapping) else _read(path)
     begun: Any = OmegaConf.to_container(values, resolve=False)

@@ -72,7 +72,17 @@ _READ_BY_PPO = {
 }  # fmt: skip
 
 # Why some of the others are refused, where "does not read it" would not help.
+_NO_UPLOADS = dict.fromkeys(
+    ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+    "transformers uploads no weights that are in folders by role; upload what toolkit export writes",
+)
+_NO_CAST = dict.fromkeys(
+    ("bf16_full_eval", "fp16_full_eval"),
+    "an evaluation is in the precision of training, and transformers would cast what trains",
+)
 _INSTEAD = {
+    **_NO_UPLOADS,
+    **_NO_CAST,
     "sft_model_path": "the base is base.model",
     "reward_model_path": "the reward role is trained by the reward stage, or loaded with start.reward",
     **dict.fromkeys(
@@ -124,6 +134,10 @@ _TRUNCATES = Problem(
     "the KL to the reference would be of other distributions than the one sampled from.",
     remedy="Lower ppo.temperature instead, which all of them follow.",
 )
+_NO_STRINGS = Problem(
+    "is refused: a response ends with a token, the tokenizer's end of sequence or another of the checkpoint's.",
+    remedy="Add a token's id to eos_token_id in its generation_config.json.",
+)
 _NOT_OFFERED = {
     **dict.fromkeys(("top_k", "top_p", "min_p"), _TRUNCATES),
     "repetition_penalty": Problem(
@@ -131,17 +145,10 @@ _NOT_OFFERED = {
         remedy="Punish repetition in the reward instead (scorer.kind: function).",
     ),
     "max_new_tokens": Problem("is named response_length, as in TRL."),
+    **dict.fromkeys(("stop_strings", "stop"), _NO_STRINGS),
 }
 
 # But for hub_private_repo: by it transformers' callback makes a Trackio Space private.
-_NO_UPLOADS = dict.fromkeys(
-    ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-    "transformers uploads no weights that are in folders by role; upload what toolkit export writes",
-)
-_NO_CAST = dict.fromkeys(
-    ("bf16_full_eval", "fp16_full_eval"),
-    "an evaluation is in the precision of training, and transformers would cast what trains",
-)
 _OF_THE_TOKENIZER = dict.fromkeys(
     ("pad_token", "eos_token", "chat_template_path"), "the tokenizer is that of the base in every stage"
 )

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def check_training(config: TrainingArguments) -> None:
     vars(trainer).update(optimizer=None, lr_scheduler=None)
     with _refusals("optim", f"the optimizer {config.optim.value}"):
         _check_optim_args(config, layer)
+        _check_adam(config, layer)
         optimizer = trainer.create_optimizer()
         if type(optimizer).__module__.startswith("torch."):  # others may need a GPU
             layer(torch.ones(1, 2)).sum().backward()
@@ -106,3 +108,15 @@ def _check_optim_args(config: TrainingArguments, layer: nn.Module) -> None:
     if given.keys() == bare.keys() and "params" not in given and given == bare:
         wrong = f"{config.optim_args!r} would have no effect on {config.optim.value}."
         raise ConfigError(wrong, field="optim_args", remedy="Remove it.")
+
+
+def _check_adam(config: TrainingArguments, layer: nn.Module) -> None:
+    """Optimizers that are none of Adam's kind pass over its settings without a word."""
+    for one in fields(TrainingArguments):
+        if one.name.startswith("adam_") and (given := getattr(config, one.name)) != one.default:
+            without = copy.copy(config)
+            setattr(without, one.name, one.default)
+            kwargs = [Trainer.get_optimizer_cls_and_kwargs(args, layer)[1] for args in (config, without)]
+            if kwargs[0] == kwargs[1] and "params" not in kwargs[0]:
+                wrong = f"{given} would have no effect on {config.optim.value}."
+                raise ConfigError(wrong, field=one.name, remedy="Remove it.")

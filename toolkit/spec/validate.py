@@ -45,7 +45,7 @@ _ARGUMENTS = {
 }
 
 
-_OF_8_BITS = ("llm_int8_threshold", "llm_int8_has_fp16_weight")
+_OF_8_BITS = ("llm_int8_threshold", "llm_int8_has_fp16_weight", "llm_int8_enable_fp32_cpu_offload")
 # What fields of PEFT's class are for the roles here, whatever a recipe says.
 _OF_EVERY_ADAPTER = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": False, "base_model_name_or_path": None,

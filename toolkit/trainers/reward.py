@@ -77,7 +77,7 @@ class RewardTrainer(ScorerTrainer, TRLRewardTrainer):
         if self.roles is None:
             values = models.classifier_token_scores(self.scorer, ids, mask)  # (2B, L)
         else:
-            values = self.model(input_ids=ids, attention_mask=mask, every_token=True).logits.squeeze(-1)
+            values = model(input_ids=ids, attention_mask=mask, every_token=True).logits.squeeze(-1)
         ends = models.score_positions(ids, mask, self.processing_class.pad_token_id)  # (2B,)
         scores = values.gather(1, ends.unsqueeze(1))  # (2B, 1)
         outputs = SequenceClassifierOutput(logits=scores)

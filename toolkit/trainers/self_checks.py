@@ -44,7 +44,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> Non
     for name in ("eos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name)
         if token is None or not 0 <= token < rows:
-            raise SelfCheckError(f"the tokenizer's {name} is {token}; the base has embeddings for 0 to {rows - 1}.")
+            wrong = f"the tokenizer's {name} is {token}; the base has embeddings for 0 to {rows - 1}."
+            remedy = "Use the tokenizer of the checkpoint, or name a token in its tokenizer_config.json that it has."
+            if name == "pad_token_id" and token is not None:
+                remedy = "Take pad_token out of its tokenizer_config.json: the end of sequence then pads."
+            raise SelfCheckError(wrong, remedy=remedy)
     if tokens > rows:
         wrong = f"the tokenizer has {tokens} tokens and the base {rows} embeddings: they are not of one checkpoint."
         raise SelfCheckError(wrong)
@@ -58,7 +62,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, base: SharedBase) -> Non
     if stops and tokenizer.eos_token_id not in stops:
         wrong = f"the tokenizer ends a response with id {tokenizer.eos_token_id} and the base with {list(stops)}: "
         wrong += "responses would not end where the base was trained to."
-        raise SelfCheckError(wrong, remedy="Use the tokenizer of the checkpoint.")
+        remedy = f"Use the tokenizer of the checkpoint, or add {tokenizer.eos_token_id} to eos_token_id in its "
+        raise SelfCheckError(wrong, remedy=f"{remedy}generation_config.json.")
 
 
 @torch.no_grad()
