@@ -159,7 +159,9 @@ def jsonl(path, *rows):
 def test_numbers_of_400_digits(tmp_path):
     large = 10**400
     path = jsonl(tmp_path / "x.jsonl", {"prompt": "a", "n": large}, {"prompt": "b", "n": 1})
-    with pytest.raises(DataError, match='^train: .*x.jsonl: column "n" holds a number of over 64 bits; in .*, line 1 it is .* Mend or'):
+    with pytest.raises(
+        DataError, match='^train: .*x.jsonl: column "n" holds a number of over 64 bits; in .*, line 1 it is .* Mend or'
+    ):
         Prompts(byte_tokenizer(), path, path).prompts("train")
     for row in ({"input_ids": [large]}, {"input_ids": [5, large]}):
         path = jsonl(tmp_path / "x.jsonl", {"input_ids": [5]}, row)
