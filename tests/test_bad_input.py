@@ -269,8 +269,12 @@ def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(way, monkeypat
         "": "Nothing of it is saved. To begin again: toolkit sft doubling --overwrite",
     }
     assert said.getvalue() == f"Standard output was closed. {told[way]}\n"
-    inner = CliRunner().invoke(app, ["sft", "doubling", "--run", "x", "--name", "x"])
-    assert (inner.exit_code, inner.stderr) == (OUTPUT_CLOSED, "")  # it is part of a command, which says how to go on
+    for debug in ([], ["--debug"]):
+        inner = CliRunner().invoke(app, ["sft", "doubling", "--run", "x", "--name", "x", *debug])
+        assert (inner.exit_code, inner.stderr) == (
+            OUTPUT_CLOSED,
+            "",
+        )  # it is part of a command, which says how to go on
 
 
 @pytest.mark.parametrize(

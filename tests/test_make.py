@@ -98,7 +98,7 @@ def test_an_environment_keeps_its_python(tmp_path):
 
 def test_an_environment_that_is_there_is_not_made_again(tmp_path):
     (line,) = [line for line in dry("env", f"VENV={tmp_path}").stdout.splitlines() if " -m venv " in line]
-    assert line == f"test -x {tmp_path}/bin/python || python3 -m venv {tmp_path}"
+    assert line == f"{tmp_path}/bin/python -m pip --version >/dev/null 2>&1 || python3 -m venv {tmp_path}"
 
 
 def test_what_is_one_word_is_one_word():

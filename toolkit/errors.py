@@ -168,6 +168,10 @@ class RewardError(ToolkitError, ValueError):
     """A reward callback cannot be found, or did not return one finite score a response."""
 
 
+class RewardStateError(RewardError):
+    """What a reward keeps as it goes could not be read or put back: a checkpoint of it would be another's."""
+
+
 class NotFiniteError(RewardError):
     """A reward gave a number that is not finite, or a role made one of a response: the update is passed over, as long
     as they are few."""

@@ -51,16 +51,17 @@ def silent_host() -> str:
 def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = False) -> str:
     """What to do for a model or data set that the hub does not give to everybody, that is not whole in its cache, or
     for which there is no room."""
-    causes = causes_of(error)
+    causes = causes_of(error)  # which datasets cuts off, of what it says itself
     if any(isinstance(cause, GatedRepoError) or "is a gated" in str(cause) for cause in causes):
         return f"Ask for access at {constants.ENDPOINT}/{'datasets/' * of_data}{name}, then log in: hf auth login."
-    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        return "Check the name. If it is a private one, log in: hf auth login."
+    if any(isinstance(cause, RepositoryNotFoundError) or "cannot be accessed" in str(cause) for cause in causes):
+        return f"{otherwise if of_data else 'Check the name.'} If it is a private one, log in: hf auth login."
     if any(is_full(cause) for cause in causes):
         return f"Make room for the hub's cache ({constants.HF_HOME}), or set HF_HOME to a folder elsewhere."
     if constants.HF_HUB_OFFLINE:
-        command = f"hf download {'--repo-type dataset ' * of_data}{name}"
-        return f"{otherwise} The hub is offline: what its cache lacks is loaded with a network, by {command}."
+        if of_data:  # offline, datasets looks for what it has made of files itself, and not for files
+            return f"{otherwise} The hub is offline: with a network hf download --repo-type dataset {name} gives them."
+        return f"{otherwise} The hub is offline: what its cache lacks is loaded with a network, by hf download {name}."
     return otherwise
 
 

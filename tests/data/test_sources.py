@@ -259,7 +259,8 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("cause", "offline", "said"), [
     (OSError(errno.ENOSPC, "No space left on device"), False, r"device\)\. Make room for the hub's cache \(.*HF_HOME"),
     (ValueError("Dataset 'a/b' is a gated dataset"), False, "Ask for access at .*/datasets/me/pairs, then log in"),
-    (ConnectionError("Couldn't reach"), True, "Name files in its place.* by hf download --repo-type dataset me/pairs"),
+    (ConnectionError("Couldn't reach"), True, "in its place.* hf download --repo-type dataset me/pairs gives"),
+    (FileNotFoundError("me/pairs cannot be accessed"), False, "in its place. If it is a private one, log in"),
 ])  # fmt: skip
 def test_what_the_hub_does_not_give_has_its_own_way_on(cause, offline, said, monkeypatch):
     def fails(*_, **__):

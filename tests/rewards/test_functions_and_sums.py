@@ -13,7 +13,7 @@ import torch
 
 from tests.tolerances import EXACT
 from tests.trainers.helpers import Counting, rollout
-from toolkit.errors import RewardError
+from toolkit.errors import RewardError, RewardStateError
 from toolkit.rewards import (
     DenseScores,
     RemoteReward,
@@ -407,8 +407,10 @@ class Failing:
 def test_an_error_of_a_reward_s_state_has_its_place():
     state = state_of(Failing())
     with pytest.raises(
-        RewardError, match=r"state_dict of the reward raised AttributeError: .*missing.*test_fun.*, line"
+        RewardStateError, match=r"state_dict of the reward raised AttributeError: .*missing.*test_fun.*, line"
     ):
         state.state_dict()
-    with pytest.raises(RewardError, match=r"load_state_dict of the reward raised ValueError: not 3 \(.*test_functions"):
+    with pytest.raises(
+        RewardStateError, match=r"load_state_dict of the reward raised ValueError: not 3 \(.*test_functions"
+    ):
         state_of(WeightedSum({"a": Failing()}, {"a": 1.0})).load_state_dict({"a": 3})

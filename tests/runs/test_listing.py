@@ -119,7 +119,8 @@ def test_what_was_stopped_is_gone_on_with(q, named, runs):
 
 
 @pytest.mark.parametrize(
-    ("finished", "stopped", "named"), [("ppo", "q", "q"), ("ppo", "collect", "q"), ("q", "ppo", "ppo")]
+    ("finished", "stopped", "named"),
+    [("ppo", "q", "q"), ("ppo", "collect", "q"), ("q", "ppo", "ppo"), ("q", "sft", "chat"), ("ppo", "sft", "chat")],
 )
 def test_what_was_stopped_beside_what_has_finished_is_gone_on_with(finished, stopped, named, runs):
     recipe(runs / "c", collect={"response_length": 8}, q={"max_steps": 1})

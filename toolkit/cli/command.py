@@ -161,7 +161,7 @@ def _errors(debug: bool, *, resumable: bool, inner: bool, divided: bool, of_reci
         print(f"{wrong} Ask for less: shorter responses, fewer rows at a time, a smaller base.", file=sys.stderr)
         raise typer.Exit(1) from error
     except OSError as error:  # of what nobody has asked first: standard output, a name too long, a folder kept shut
-        if debug:
+        if debug and not (inner and isinstance(error, BrokenPipeError)):  # by its exit code the later stage knows it
             raise
         raise typer.Exit(_say_of_the_system(error, resumable=resumable, inner=inner)) from error
     except KeyboardInterrupt as error:
@@ -281,7 +281,9 @@ def complete_run(context: typer.Context, incomplete: str) -> list[str]:
     runs = Path(context.params.get("runs_dir") or "runs")
     if Path(incomplete).is_absolute():  # a folder, which the shell completes
         return []
-    return sorted(path.parent.name for path in runs.expanduser().glob(f"{glob.escape(incomplete)}*/recipe.yaml"))
+    return sorted(
+        path.parent.name for path in Path(os.path.expanduser(runs)).glob(f"{glob.escape(incomplete)}*/recipe.yaml")
+    )
 
 
 RecipeName = Annotated[

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from toolkit import processes
 from toolkit.data import Rollout
-from toolkit.errors import RewardError, ToolkitError, words_of
+from toolkit.errors import RewardError, RewardStateError, ToolkitError, words_of
 from toolkit.rewards.dense import DenseScores, Scores
 from toolkit.rewards.kept import process_kept
 
@@ -56,8 +56,8 @@ def of_a_library(file: str) -> bool:
 
 
 class RewardState:
-    """What a reward has as it goes: its `state_dict` and `load_state_dict`, whose errors are RewardErrors with the
-    place."""
+    """What a reward has as it goes: its `state_dict` and `load_state_dict`, whose errors are RewardStateErrors with
+    the place."""
 
     def __init__(self, reward: Any):
         self._reward = reward
@@ -77,7 +77,7 @@ class RewardState:
             raise
         except Exception as error:
             wrong = f"{name} of the reward raised {type(error).__name__}: {words_of(error)}"
-            raise RewardError(f"{wrong} ({place_of(error, self._reward)}).", remedy="Mend it there.") from error
+            raise RewardStateError(f"{wrong} ({place_of(error, self._reward)}).", remedy="Mend it there.") from error
 
 
 def state_of(reward: Any) -> RewardState | None:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit import models
 from toolkit.costs import pack, weight_bytes_of
+from toolkit.data.encoder import fixed_day
 from toolkit.errors import Problem
 from toolkit.models import (
     META,
@@ -33,6 +34,7 @@ from toolkit.spec.plan import STAGES, StagePlan, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import ModelSection
 from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
+from toolkit.time_limit import time_limit
 from toolkit.trainers.self_checks import check_tokenizer
 
 _TRAINED_BY = {"policy": ("ppo", "sft"), "value": ("ppo",), "reward": ("reward",), "q": ("q",)}
@@ -40,7 +42,7 @@ _THINKS = Problem(
     "with its chat template the model thinks before it answers, unless enable_thinking is false: response_length has "
     "to hold the thoughts, too.",
     remedy="For responses without them write {%- set enable_thinking = false %} as the first line of its "
-    "chat_template.jinja.",
+    "chat_template.jinja (with the template below it, where that is in tokenizer_config.json).",
 )
 _SHOWN_ROLES = ("policy", "reward", "judge", "value", "q", "q_target", "reference")  # in the order of the report
 
@@ -52,7 +54,8 @@ def _thinks(tokenizer: PreTrainedTokenizerBase | None) -> bool:
         return False
     try:
         render = partial(tokenizer.apply_chat_template, asked, tokenize=False, add_generation_prompt=True)
-        return render() != render(enable_thinking=False)
+        with time_limit(), fixed_day(tokenizer):
+            return render() != render(enable_thinking=False)
     except Exception:  # of a template, whatever it raises: the data will say
         return False
 
@@ -125,7 +128,7 @@ class RolesCheck:
             self.roles = SharedBase(drawn)
             if about := about_other_bits(drawn):
                 self.findings.notes.append(Problem(about, f"base.{place}"))
-            if _thinks(self.tokenizer):
+            if at(self.recipe.values, "data.chat") is not False and _thinks(self.tokenizer):
                 self.findings.notes.append(_THINKS.within(f"base.{place}"))
             precision: str = base.dtype
             if quantization is not None:

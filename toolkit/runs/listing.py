@@ -107,11 +107,10 @@ def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[
     aims = [stage for stage in ("ppo", "q", "collect", "reward", "sft") if stage in recipe]
     aims.sort(key=lambda stage: stage not in wanted or stage in ("reward", "sft"))
     elsewhere = () if run.parent == Path("runs") else ("--runs-dir", str(run.parent))
-    if not begun or not aims or aims[0] in done:
-        if {"ppo", "q"} & done:
-            return ("toolkit", "chat", run.name, *elsewhere)
-        if not aims or aims[0] in done:
-            return ()
+    if {"ppo", "q"} & done and not (aims and aims[0] in wanted - done):
+        return ("toolkit", "chat", run.name, *elsewhere)
+    if not aims or aims[0] in done:
+        return ()
     # What was stopped before the aim had begun is what it needs.
     tried = aims[:1] if aims[0] in begun else [*begun, aims[0]]
     anew = any(leads_nowhere(run / stage, recipe) for stage in tried)

@@ -72,6 +72,7 @@ _READ_BY_PPO = {
 }  # fmt: skip
 
 # Why some of the others are refused, where "does not read it" would not help.
+# But for hub_private_repo: by it transformers' callback makes a Trackio Space private.
 _NO_UPLOADS = dict.fromkeys(
     ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
     "transformers uploads no weights that are in folders by role; upload what toolkit export writes",
@@ -148,7 +149,6 @@ _NOT_OFFERED = {
     **dict.fromkeys(("stop_strings", "stop"), _NO_STRINGS),
 }
 
-# But for hub_private_repo: by it transformers' callback makes a Trackio Space private.
 _OF_THE_TOKENIZER = dict.fromkeys(
     ("pad_token", "eos_token", "chat_template_path"), "the tokenizer is that of the base in every stage"
 )
