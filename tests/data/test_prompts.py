@@ -602,8 +602,10 @@ def test_prompts_in_memory(tmp_path, chat_tokenizer, caplog):
         for odd in ([], none):
             with pytest.raises(DataError, match="train_dataset: it has no rows"):
                 one.prompts_of(odd)
-    with pytest.raises(DataError, match='the rows given: column "topic" .* of one type; in row 2 it is 3 '):
-        task.prompts_of([{"query": "1", "topic": "a"}, {"query": "2", "topic": 3}])
+    with pytest.raises(DataError, match='the rows given: column "topic" .* of one type; in row 3 it is 3 '):
+        task.prompts_of([{"query": ""}, {"query": "1", "topic": "a"}, {"query": "2", "topic": 3}])
+    with pytest.raises(DataError, match='column "n" holds a number of over 64 bits; in row 1 it is a number '):
+        task.prompts_of([{"query": "1", "n": 10**5000}])
     with pytest.raises(DataError, match="row 1: no column messages, prompt or query; present: text"):
         of_ours.prompts_of([{"text": "1"}])
     given = of_ours.prompts_of(["S小写:5487x2=", {"prompt": "S大写:1234x2=", "topic": "b"}])

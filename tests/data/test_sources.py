@@ -13,6 +13,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import constants
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from toolkit.data import read_rows, sources
 from toolkit.data.messages import messages_of_row
@@ -260,6 +261,7 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
     (OSError(errno.ENOSPC, "No space left on device"), False, r"device\)\. Make room for the hub's cache \(.*HF_HOME"),
     (ValueError("Dataset 'a/b' is a gated dataset"), False, "Ask for access at .*/datasets/me/pairs, then log in"),
     (ConnectionError("Couldn't reach"), True, "in its place.* hf download --repo-type dataset me/pairs gives"),
+    (RepositoryNotFoundError.__new__(RepositoryNotFoundError), False, "in its place. If it is a private one, log in"),
     (FileNotFoundError("me/pairs cannot be accessed"), False, "in its place. If it is a private one, log in"),
 ])  # fmt: skip
 def test_what_the_hub_does_not_give_has_its_own_way_on(cause, offline, said, monkeypatch):

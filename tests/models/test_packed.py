@@ -8,9 +8,18 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.tiny_models import shared_base, tiny_model
+from tests.trainers.helpers import own_classifier
 from toolkit.data import pad_rows
 from toolkit.errors import ModelError
-from toolkit.models import Sequences, SharedBase, load_base, response_logprobs, sequence_logits, value_after_response
+from toolkit.models import (
+    Sequences,
+    SharedBase,
+    ValueModel,
+    load_base,
+    response_logprobs,
+    sequence_logits,
+    value_after_response,
+)
 
 PROMPTS = [[1, 4, 9], [1, 30, 31, 32, 33], [8], [5, 6]]
 RESPONSES = [[12, 13, 2], [20, 21, 22, 23, 24, 2], [7, 7, 7, 2], [3]]
@@ -142,6 +151,13 @@ def test_rows_are_packed_or_not_as_asked(monkeypatch):
     with pytest.raises(ModelError, match="pack_rows: a BloomForCausalLM does not keep rows apart that stand one after"):
         SharedBase(base.causal_lm, pack_rows=True)
     SharedBase(tiny_model().to("meta"), pack_rows=True)  # where nothing can be tried
+    assert not SharedBase(tiny_model()).to("meta").can_pack  # one that goes to a card goes there as one from there
+    assert SharedBase(tiny_model(), pack_rows=True).to("meta").can_pack
+    monkeypatch.setattr("toolkit.models.value_model.rows_can_be_packed", lambda *trial: False)
+    model = ValueModel(own_classifier("llama"), None)
+    SharedBase(tiny_model()).place_value(model)
+    with pytest.raises(ModelError, match="does not keep rows apart .* as base.pack_rows has them"):
+        SharedBase(tiny_model(), pack_rows=True).place_value(model)
 
 
 def test_a_base_whose_checkpointed_layers_lose_the_rows_is_packed_without_checkpointing():
@@ -160,6 +176,9 @@ def test_a_base_whose_checkpointed_layers_lose_the_rows_is_packed_without_checkp
     for checkpointed in (False, True, False):
         (base.gradient_checkpointing_enable if checkpointed else base.gradient_checkpointing_disable)()
         assert base.packs_rows == (not checkpointed) and base.training
+    base.pack_rows = True
+    with pytest.raises(ModelError, match="^pack_rows: with gradient checkpointing its layers do not keep rows apart"):
+        base.gradient_checkpointing_enable()
 
 
 def test_a_base_that_reads_no_line_of_prompts_is_not_packed():

@@ -75,7 +75,8 @@ def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, quantised, t
     def roles():
         model = in_nf4(tmp_path / "checkpoint", device=torch.device("cpu")) if quantised else None
         made = shared_base(model, value=settings.get("value", "separate"))
-        made.pack_rows = packs
+        if packs:  # else a base that was loaded here and goes to the card packs there no more
+            made.pack_rows = True
         return made
 
     packs, settings = settings.get("pack_rows", False), {name: x for name, x in settings.items() if name != "pack_rows"}

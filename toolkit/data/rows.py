@@ -19,7 +19,7 @@ from datasets import Dataset, DatasetInfo, Features, concatenate_datasets
 from datasets.arrow_writer import OptimizedTypedSequence
 from datasets.fingerprint import generate_random_fingerprint
 
-from toolkit.data.files import Row, listed, reason, shown
+from toolkit.data.files import Row, kind_of, listed, reason, shown
 from toolkit.errors import DataError, did_you_mean
 
 PARTS = ("sft", "reward", "ppo")  # stages among which pairs may be divided
@@ -114,7 +114,11 @@ def as_dataset(
             lengths = range(1, len(values) + 1)
             end = bisect_left(lengths, True, key=lambda n: _no_column(name, values[:n]) is not None)
             row = places[end] if places else f"row {end + 1}"
-            wrong = f'{place}: column "{shown(name)}" {what}; in {row} it is {shown(reprlib.repr(values[end]))}'
+            try:
+                seen = shown(reprlib.repr(values[end]))
+            except ValueError:  # of a number with more digits than Python writes
+                seen = kind_of(values[end])
+            wrong = f'{place}: column "{shown(name)}" {what}; in {row} it is {seen}'
             raise DataError(f"{wrong} ({reason(error)}).", field=field, remedy="Mend or remove it.") from error
         raise
 

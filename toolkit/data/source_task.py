@@ -140,7 +140,7 @@ class SourceTask(Task):
         if part.left_out:
             phases.tell(f"train_dataset: {part.report('prompts')}")
         columns = self._prompt_columns(part.rows)
-        return as_dataset(columns, place="the rows given", field="train_dataset")
+        return as_dataset(columns, place="the rows given", field="train_dataset", places=part.places)
 
     def _prompt_columns_in(self, row: Mapping[str, Any]) -> Mapping[str, str]:
         """Where a row that is given by hand has its prompt: in a column that the task names, else in one of ours."""

@@ -61,8 +61,8 @@ class FrozenLM(nn.Module):
         if isinstance(head, nn.Module):
             head.register_forward_pre_hook(lambda _, given: tuple(states.contiguous() for states in given))
         self.eval()
-        self.pack_rows = self.device.type == "cpu" if pack_rows is None else pack_rows
-        found = check_base(causal_lm, self.hidden_states, pack=self.pack_rows)
+        self.pack_rows = pack_rows
+        found = check_base(causal_lm, self.hidden_states, pack=self._is_to_pack)
         self._logits_of, self._states, self._rows_leave, self._packs_rows = found
         if pack_rows and not self._packs_rows and not self._states.is_meta:
             wrong = f"a {type(causal_lm).__name__} does not keep rows apart that stand one after the other in a pass."
@@ -94,7 +94,11 @@ class FrozenLM(nn.Module):
     @property
     def can_pack(self) -> bool:
         """Whether the base takes rows that stand one after the other in a line, and is to."""
-        return self._packs_rows and self.pack_rows
+        return self._packs_rows and self._is_to_pack
+
+    @property
+    def _is_to_pack(self) -> bool:
+        return self.device.type == "cpu" if self.pack_rows is None else self.pack_rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The last hidden state (..., H) to logits (..., V), with what the model does to them after `lm_head`."""

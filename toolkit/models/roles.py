@@ -65,7 +65,7 @@ class SharedBase(FrozenLM):
         self._adapter_parameters: dict[str, dict[str, nn.Parameter]] = {}  # by role, then by name without the role's
         self._layers: tuple[BaseTunerLayer, ...] = ()
         self._active_adapter: str | None = None
-        self._loses_rows: bool | None = None  # of a line, in layers that are checkpointed; None where none is
+        self._loses_rows = False  # of a line, in layers that are checkpointed
 
     # ------------------------------------------------------------------ roles
 
@@ -225,6 +225,9 @@ class SharedBase(FrozenLM):
     def place_value(self, model: ValueModel) -> None:
         """Give the value role a base of its own, in place of an adapter on this one."""
         self._check_free("value")
+        if self.pack_rows and self.can_pack and not model.packs_rows:
+            wrong = f"a {type(model.classifier).__name__} does not keep rows apart that stand one after the other, "
+            raise ModelError(f"{wrong}as base.pack_rows has them.", remedy="Leave base.pack_rows out.")
         self.value_model, self._adapter_of["value"], self.heads["value"] = model, None, model.head
         self.train_roles(*self.trained_roles)
 
@@ -394,9 +397,11 @@ class SharedBase(FrozenLM):
         if self.value_model is not None:
             _checkpointing(self.value_model.classifier, "enable", kwargs)
             models.append((self.value_model.classifier, self.value_model.hidden_states))
-        if self._loses_rows is None:
-            with InRole(self, None):
-                self._loses_rows = self.can_pack and not all(rows_stay_packed(*of_model) for of_model in models)
+        with InRole(self, None):
+            self._loses_rows = self.can_pack and not all(rows_stay_packed(*of_model) for of_model in models)
+        if self._loses_rows and self.pack_rows:
+            wrong = "with gradient checkpointing its layers do not keep rows apart that stand one after the other."
+            raise ModelError(wrong, field="pack_rows", remedy="Leave it out, or set gradient_checkpointing to false.")
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
@@ -405,7 +410,7 @@ class SharedBase(FrozenLM):
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        self._loses_rows = None
+        self._loses_rows = False
         _checkpointing(self.causal_lm, "disable")
         if self.value_model is not None:
             _checkpointing(self.value_model.classifier, "disable")

@@ -24,6 +24,8 @@ _SHOWN_BY = (
     "logging_steps", "logging_first_step", "report_to", "run_name", "dataloader_num_workers", "disable_tqdm",
     "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo",
 )  # fmt: skip
+# How rows lie in a pass, which moves results by rounding alone: what was trained stays, and goes on.
+_LAID_OUT_BY = "base.pack_rows"
 # What a stage can go on with changed: it decides when something is written or how much memory is taken, and nothing of
 # what the run has done so far.
 _MAY_CHANGE = (
@@ -71,8 +73,8 @@ def changes(recipe: Recipe, stage: str, folder: Path) -> Changes:
     """
     there, here = dict(leaves(recorded(folder))), dict(leaves(_parsed(recipe.to_yaml())))
     plan = recipe.plan.stages.get(stage)
-    shown_by = {f"{other}.{name}" for other in STAGE_CLASSES for name in _SHOWN_BY}
-    read = [key for key in {**there, **here} if plan is None or (plan.reads_key(key) and key not in shown_by)]
+    passed_over = {f"{other}.{name}" for other in STAGE_CLASSES for name in _SHOWN_BY} | {_LAID_OUT_BY}
+    read = [key for key in {**there, **here} if plan is None or (plan.reads_key(key) and key not in passed_over)]
     pairs = {key: (there.get(key, ABSENT), here.get(key, ABSENT)) for key in read}
     # An empty section of one is no key beside those that the other has in it.
     below = {**there, **here}
