@@ -19,7 +19,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from tests.tiny_models import lora, randomize, tiny_model
-from tests.trainers.helpers import count_reward
+from tests.trainers.helpers import Counting, count_reward
 from tests.trainers.helpers import trainer as ppo_trainer
 from tests.trainers.resumable import (
     COMMON,
@@ -41,7 +41,15 @@ from tests.trainers.resumable import (
 )
 from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole, read_state
-from toolkit.errors import CheckpointError, ConfigError, DataError, RewardError, RunInterrupted, SelfCheckError
+from toolkit.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RewardError,
+    RewardStateError,
+    RunInterrupted,
+    SelfCheckError,
+)
 from toolkit.models import SharedBase
 from toolkit.rewards import WeightedSum, code_digests, load_function
 
@@ -1240,3 +1248,16 @@ def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path):
         made.state.global_step, made._metrics_at[step] = step, found
         made._note_best()
     assert Path(made.state.best_model_checkpoint).name == "checkpoint-4"
+
+
+def test_a_state_that_cannot_be_put_back_is_saved_nowhere(tmp_path):
+    """It would be that of the held-out prompts, with which a run would go on."""
+
+    class Stuck(Counting):
+        def load_state_dict(self, state):
+            raise ValueError("a slip of mine")
+
+    stuck = ppo_trainer(tmp_path, reward=Stuck(), max_steps=4, eval_strategy="steps", eval_steps=2, save_strategy="no")
+    with pytest.raises(RewardStateError, match=r"load_state_dict of the reward raised ValueError: a slip") as raised:
+        stuck.train()
+    assert "is saved in" not in str(raised.value) and not [*tmp_path.glob("checkpoint-*")]

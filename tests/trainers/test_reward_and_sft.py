@@ -523,3 +523,36 @@ def test_layers_of_the_reward_role_are_computed_again_where_checkpointing_is_ask
     args = RewardConfig(output_dir=str(tmp_path), max_steps=1, gradient_checkpointing=on, max_length=None, **COMMON)
     reward_trainer(args, doubling.tokenizer(), base, pairs(8), callbacks=[]).train()
     assert len(passes) == 1 + on
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_rows_of_sft_are_padded_where_checkpointed_layers_would_lose_them(on, tmp_path):
+    def without_lengths(module, given, named):
+        return given, {name: value for name, value in named.items() if not (name == "row_lengths" and module.training)}
+
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora())
+    for layer in base.causal_lm.model.layers:
+        layer.register_forward_pre_hook(without_lengths, with_kwargs=True)
+    data = Dataset.from_dict({"input_ids": [[1, 5, 6, 2], [4, 2]]})
+    skip = {"skip_prepare_dataset": True}
+    args = SFTConfig(
+        output_dir=str(tmp_path), max_length=None, dataset_kwargs=skip, gradient_checkpointing=on, **COMMON
+    )
+    sft_trainer(args, doubling.tokenizer(), base, data, callbacks=[])
+    assert base.packs_rows == (not on)
+
+
+def test_the_token_level_loss_reads_the_model_that_it_is_given(tmp_path):
+    """Which `torch_compile` wraps."""
+    args = RewardConfig(
+        output_dir=str(tmp_path), loss="token_level", gradient_checkpointing=False, max_length=None, **COMMON
+    )
+    made, called = reward_trainer(args, doubling.tokenizer(), reward_base(), pairs(4), callbacks=[]), []
+
+    def wrapped(**named):
+        called.append(named)
+        return made.model(**named)
+
+    made.compute_loss(wrapped, made.data_collator(list(made.train_dataset)))
+    assert len(called) == 1
