@@ -5,12 +5,12 @@
     python -m benchmarks.fooled --form relevant --encoder /path/to/all-MiniLM-L6-v2 train.jsonl validation.jsonl …
     python -m benchmarks.fooled --again --encoder /path/to/all-MiniLM-L6-v2 train.jsonl validation.jsonl …
 
-Runs a form of `smollm2_135m_lora` for each seed, with a judge that PPO does not see, and puts the policy beside that
+Runs a form of a recipe, `smollm2_135m_lora` but for the last, for each seed, with a judge that PPO does not see, and puts the policy beside that
 from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs that a program makes; its judge
 was taught whether a response belongs to its prompt or to another's, and what comes back at the end is what the judge
 likes best. `centred` is the same with a reward whose scores are held around 0, `relevant` with a judge that nobody
 taught, a sentence encoder. `made` is the recipe, whose judge has other pairs; `plain` is that without the made pairs,
-from the same sft adapters. `--again` asks that encoder of the responses that the newest results of the other forms
+from the same sft adapters. `actor_critic` is that recipe as it is, beside the encoder. `--again` asks that encoder of the responses that the newest results of the other forms
 have. Stages that are finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`,
 and the tables in `docs/fooled_rewards.md`.
 """
@@ -91,6 +91,7 @@ class Form:
         updates: between two evaluations.
         follows: whether what the judge likes best comes back at the end.
         begins_as: the form with whose sft adapters its seeds begin, where not with their own.
+        recipe: of which it is a form; one without an sft stage begins with the base.
     """
 
     judge: str
@@ -99,6 +100,7 @@ class Form:
     settings: tuple[str, ...] = ()
     follows: bool = False
     begins_as: str = ""
+    recipe: str = RECIPE
 
 
 JUDGES = {
@@ -124,6 +126,7 @@ FORMS = {
     "relevant": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), follows=True),
     "made": Form("judge", 10, {}),
     "plain": Form("judge", 10, {}, (_PLAIN,), begins_as="made"),
+    "actor_critic": Form(RELEVANCE, 5, {}, recipe="actor_critic_lora"),
 }
 _DRAWN = ("score", "score_se", "judge", "judge_se", "kl", "length", "distinct_share")
 _ANSWER = "\n\nAssistant:"
@@ -208,14 +211,16 @@ def reward_figures(run: Path) -> dict[str, float]:
 def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: Beside, third: Beside) -> dict[str, Any]:
     """The stages of a seed, its curve and warnings, and its policies before PPO and after it."""
     form = FORMS[name]
-    for stage, of in {"sft": form.begins_as or name, "reward": name}.items():
-        run_stage(stage, RECIPE, f"{of}-{seed}", runs, *settings, *FORMS[of].settings)
-    begun = recipes.load(RECIPE, *settings, *form.settings, run=f"{name}-{seed}", runs_dir=runs)
+    begun = recipes.load(form.recipe, *settings, *form.settings, run=f"{name}-{seed}", runs_dir=runs)
+    before, begins_as = dict[str, str](), form.begins_as or name
+    if "sft" in begun.values:
+        run_stage("sft", form.recipe, f"{begins_as}-{seed}", runs, *settings, *FORMS[begins_as].settings)
+        before["policy"] = str(runs / f"{begins_as}-{seed}" / "sft" / "policy")
+    run_stage("reward", form.recipe, begun.run, runs, *settings, *form.settings)
     reward = str(runs / begun.run / "reward" / "reward")
     values = {key: value for key, value in begun.values.items() if key not in ("sft", "reward", "reward_head")}
-    before = str(runs / f"{form.begins_as or name}-{seed}" / "sft" / "policy")
     section, start = judge
-    values |= {"start": {"policy": before, "reward": reward, **start}, "judge": section}
+    values |= {"start": {**before, "reward": reward, **start}, "judge": section}
     values["data"]["max_validation_rows"] = PROMPTS
     values["ppo"] |= {**form.ppo, "eval_strategy": "steps", "eval_steps": form.updates, "save_steps": form.updates}
     values["ppo"] |= {"per_device_eval_batch_size": PROMPTS}
@@ -230,16 +235,16 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
     curve = [{"update": row["step"], **{key: row[f"eval_{key}"] for key in _DRAWN}} for row in evaluated]
     curve = [{"update": 0, **{key: result["before"][key] for key in _DRAWN}}, *curve]
     model, policies = AutoModelForCausalLM.from_pretrained(recipe.base_path), {}
-    folders = {"before": before, "after": str(ppo / "policy")}
+    folders = {"before": before, "after": {"policy": str(ppo / "policy")}}
     if form.follows:
-        folders["last"] = str(checkpoints_in(ppo)[-1] / "policy")
+        folders["last"] = {"policy": str(checkpoints_in(ppo)[-1] / "policy")}
     for when, policy in folders.items():
         judged, by_third = (
-            asked({**recipe.values, "judge": section}, policy=policy, reward=reward, **start)
+            asked({**recipe.values, "judge": section}, **policy, reward=reward, **start)
             for section, start in (judge, third)
         )
         if judged.rollout.response_ids != by_third.rollout.response_ids:
-            raise BenchmarkError(f"{recipe.run}: the two evaluations of {policy} have not the same responses.")
+            raise BenchmarkError(f"{recipe.run}: the two evaluations of what is {when} have not the same responses.")
         assert judged.judged is not None and by_third.judged is not None
         rows = said(judged)
         figures = {"third": by_third.metrics["judge"], "third_se": by_third.metrics["judge_se"]}

@@ -126,6 +126,12 @@ def join() -> None:
     _LAUNCHED.update(_take_from_environment())
 
 
+def leave() -> None:
+    """End what `join` began, where all has gone well: torch warns of a group of NCCL that is still there at the end."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _meet() -> tuple[dist.Store, int, int]:
     """The store by which the processes found each other, with this one's rank and their number."""
     seconds = os.environ.pop(_MEETS_IN, "")

@@ -288,7 +288,7 @@ def test_a_conversation_is_remembered_until_reset(trained, capsys):
     assert shown.count("[policy]") == 2 and shown.count("[reference]") == 2  # from /compare on
     assert "no command /nonsense; there are /reset, /compare and /quit" in shown
     assert printable(response) in capsys.readouterr().out  # streamed
-    assert shown.count(f"(cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more)") >= 1
+    assert shown.count(f"(cut at {sampler.response_length} tokens; a larger --max-new-tokens lets it say more)") >= 1
     assert next(lines) == "never read"
 
 

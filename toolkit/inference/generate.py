@@ -236,7 +236,7 @@ def _exchange(
         rollout = sampler(sampler.collator([row]), streamer=streamer)
         (said[name],) = rollout.responses
         if not rollout.ended[0]:
-            more = f"cut at {sampler.response_length} tokens; a larger max_new_tokens lets it say more"
+            more = f"cut at {sampler.response_length} tokens; a larger --max-new-tokens lets it say more"
             full = f"cut after {rollout.lengths[0]} tokens, where the base's positions end; /reset makes room"
             write(f"({more if rollout.lengths[0] >= sampler.response_length else full})")
     # The space around a turn is the form's.
