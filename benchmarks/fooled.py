@@ -5,14 +5,15 @@
     python -m benchmarks.fooled --form relevant --encoder /path/to/all-MiniLM-L6-v2 train.jsonl validation.jsonl …
     python -m benchmarks.fooled --again --encoder /path/to/all-MiniLM-L6-v2 train.jsonl validation.jsonl …
 
-Runs a form of a recipe, `smollm2_135m_lora` but for the last, for each seed, with a judge that PPO does not see, and puts the policy beside that
-from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs that a program makes; its judge
-was taught whether a response belongs to its prompt or to another's, and what comes back at the end is what the judge
-likes best. `centred` is the same with a reward whose scores are held around 0, `relevant` with a judge that nobody
-taught, a sentence encoder. `made` is the recipe, whose judge has other pairs; `plain` is that without the made pairs,
-from the same sft adapters. `actor_critic` is that recipe as it is, beside the encoder. `--again` asks that encoder of the responses that the newest results of the other forms
-have. Stages that are finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`,
-and the tables in `docs/fooled_rewards.md`.
+Runs a form of a recipe, `smollm2_135m_lora` but for the last, for each seed, with a judge that PPO does not see, and
+puts the policy beside that from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs
+that a program makes; its judge was taught whether a response belongs to its prompt or to another's, and what comes back
+at the end is what the judge likes best. `centred` is the same with a reward whose scores are held around 0, `relevant`
+with a judge that nobody taught, a sentence encoder. `made` is the recipe, whose judge has other pairs; `plain` is that
+without the made pairs, from the same sft adapters. `actor_critic` is that recipe as it is, beside the encoder.
+`--again` asks that encoder of the responses that the newest results of the other forms have. Stages that are finished
+are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
+`docs/fooled_rewards.md`.
 """
 
 import json

@@ -23,6 +23,7 @@ ASIDE = ".partial"
 _KEPT_SHUT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _UNFINISHED = re.compile(rf"\.toolkit-[0-9a-f]{{16}}{ASIDE}")
+_HALF_SAVED = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # weights that safetensors 0.8 has not given their name yet
 
 
 @contextmanager
@@ -116,12 +117,12 @@ def as_the_umask_says(paths: Iterable[Path]) -> None:
 
 
 def copy_contents(source: Path, target: Path, *, leaving: Callable[[Path], bool] = lambda path: False) -> None:
-    """Copy the files of a folder and of those within it. Their modes stay: of a folder that is kept from writing the
-    copy would be, too."""
+    """Copy the files of a folder and of those within it, but for what a kill has left. Their modes stay: of a folder
+    that is kept from writing the copy would be, too."""
     paths = list(source.iterdir())  # before the target, which may be within
     target.mkdir(parents=True, exist_ok=True)
     for path in paths:
-        if leaving(path):
+        if leaving(path) or is_half_saved(path):
             continue
         if path.is_dir():
             copy_contents(path, target / path.name, leaving=leaving)
@@ -132,6 +133,11 @@ def copy_contents(source: Path, target: Path, *, leaving: Callable[[Path], bool]
 def is_unfinished(path: Path) -> bool:
     """Whether a kill has left this of a file that `write_whole` wrote."""
     return is_plain(path) and _UNFINISHED.fullmatch(path.name) is not None
+
+
+def is_half_saved(path: Path) -> bool:
+    """Whether a kill has left this of weights that safetensors wrote, by the name."""
+    return _HALF_SAVED.fullmatch(path.name) is not None
 
 
 def unfinished_in(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """The hub of models and data sets: whether it can be asked. Where it cannot, its libraries try for minutes."""
 
 import errno
+import os
 import queue
 import socket
 import threading
@@ -17,6 +18,7 @@ from toolkit.errors import ToolkitError
 
 SECONDS = 5.0
 """For a name to be resolved and for a connection to one of its addresses, together."""
+_FULL, _KEPT_SHUT = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
 _silent: dict[tuple[str, int], bool] = {}
 
 
@@ -58,6 +60,8 @@ def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = F
         return f"{otherwise if of_data else 'Check the name.'} If it is a private one, log in: hf auth login."
     if any(is_full(cause) for cause in causes):
         return f"Make room for the hub's cache ({constants.HF_HOME}), or set HF_HOME to a folder elsewhere."
+    if any(getattr(cause, "errno", None) in _KEPT_SHUT for cause in causes):
+        return f"Let the hub's cache ({constants.HF_HOME}) be written and read, or set HF_HOME to a folder elsewhere."
     if constants.HF_HUB_OFFLINE:
         if of_data:  # offline, datasets looks for what it has made of files itself, and not for files
             return f"{otherwise} The hub is offline: with a network hf download --repo-type dataset {name} gives them."
@@ -74,8 +78,9 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether it is of a disk without room; some libraries have it as text alone."""
-    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+    """Whether it is of a disk without room, or a quota that is used up; some libraries have it as text alone."""
+    texts = (os.strerror(number) for number in _FULL)
+    return getattr(error, "errno", None) in _FULL or any(text in str(error) for text in texts)
 
 
 def _proxy_before(url: str) -> str:

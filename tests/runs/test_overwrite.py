@@ -12,9 +12,9 @@ from tests.tiny_runs import Stop, chat_recipe, cut_short, finished
 from toolkit.disk import damage
 from toolkit.errors import RecipeError, RunInterrupted, ToolkitError
 from toolkit.inference.saved_run import open_run
+from toolkit.runs import build, stages
 from toolkit.runs import result as result_module
 from toolkit.runs import stage as stage_module
-from toolkit.runs import stages
 from toolkit.runs.aside import REPLACED, UNFINISHED
 from toolkit.runs.comparison import compare
 from toolkit.runs.folder import claim, finish, way_on
@@ -56,7 +56,7 @@ def test_a_finished_stage_outlives_one_that_cannot_be_built(override, tmp_path, 
 
 
 STEPS = {
-    "built": (stages.MAKERS, "ppo"),
+    "built": (build.MAKERS, "ppo"),
     "measured first": (stage_module, "_measure"),
     "saved": (result_module, "finish"),
     "reported": (result_module.reports, "write_report"),
@@ -213,7 +213,7 @@ def test_a_prerequisite_that_has_finished_is_not_lost_with_the_stage_that_failed
     def fails(recipe, **named):
         raise Stop
 
-    monkeypatch.setitem(stages.MAKERS, "ppo", fails)
+    monkeypatch.setitem(build.MAKERS, "ppo", fails)
     with pytest.raises(Stop):
         stages.run(other, "ppo", overwrite=True)
     here = {name: data for name, data in content(recipe.folder).items() if not name.startswith(UNFINISHED)}

@@ -243,6 +243,41 @@ def test_a_stage_that_failed_with_other_weights_is_not_what_it_was(tmp_path, che
     assert stages.run(longer, "ppo", resume=True)["resumed_at"] == [3]
 
 
+def test_a_kill_before_the_next_checkpoint_leaves_a_finished_stage_finished(tmp_path, checkpoint, monkeypatch):
+    recipe = chat(tmp_path, checkpoint, lr_scheduler_type="constant")
+    stages.run(recipe, "ppo")
+    run, of_a_kill = recipe.folder, tmp_path / "kept"
+
+    def files():
+        return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    before = files()
+    longer = chat(tmp_path, checkpoint, lr_scheduler_type="constant", max_steps=4)
+    for made_on_the_way in ((), ("checkpoint-4/trainer_state.json",)):
+
+        def killed(*_, made=made_on_the_way):
+            for name in (*made, "metrics.jsonl"):
+                path = recipe.stage_folder("ppo") / name
+                path.parent.mkdir(exist_ok=True)
+                path.write_text("{}\n")
+            shutil.copytree(run, of_a_kill, ignore=shutil.ignore_patterns(".lock"))  # whose process is alive here
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr("toolkit.runs.stages.train_stage", killed)
+            stages.run(longer, "ppo", resume=True)
+        if not made_on_the_way:
+            assert files() == before
+        shutil.rmtree(run)
+        of_a_kill.rename(run)
+        if made_on_the_way:
+            with pytest.raises(RecipeError, match="has not finished"):
+                open_run(recipe.run, runs_dir=recipe.runs_dir)
+            assert not [*run.rglob("was_finished.json")]
+        else:
+            assert open_run(recipe.run, runs_dir=recipe.runs_dir).values == recipe.values and files() == before
+
+
 def test_what_a_finished_stage_warned_of_is_as_before_too(tmp_path, checkpoint):
     recipe = chat(tmp_path, checkpoint)
     finished(recipe, "ppo")

@@ -489,7 +489,7 @@ def test_a_reward_that_fails_after_the_last_update_costs_no_update(tmp_path, che
 def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, monkeypatch):
     began = []
     monkeypatch.setattr(stages, "run_stage", lambda command, earlier, stage: began.append(earlier))
-    monkeypatch.setitem(stages.MAKERS, "ppo", lambda recipe, reward, callbacks: reward)
+    monkeypatch.setitem(build.MAKERS, "ppo", lambda recipe, reward, callbacks: reward)
 
     def local(rollout):
         return [0.0] * len(rollout)
@@ -499,7 +499,7 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
     with pytest.raises(DataError, match="batch"):
         chat_recipe(tmp_path, checkpoint).ppo_trainer(train_dataset=["Why?"])
     assert began == ["sft"]
-    monkeypatch.setitem(stages.MAKERS, "ppo", lambda recipe, train_dataset, callbacks: train_dataset)
+    monkeypatch.setitem(build.MAKERS, "ppo", lambda recipe, train_dataset, callbacks: train_dataset)
     many = chat_recipe(tmp_path, checkpoint, "ppo.per_device_train_batch_size=20", name="many")  # of 24 prompts
     mine = [f"Why {i}?" for i in range(40)]
     assert len(many.ppo_trainer(train_dataset=mine)) == 40 and began == ["sft", "reward"]

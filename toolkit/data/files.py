@@ -225,6 +225,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             yield from numbered(str(path), file.iter_batches())
     except DataError:
         raise
+    except PermissionError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).", remedy="Check its permissions.") from error
     except Exception as error:  # of pyarrow, as the damage has it
         raise DataError(f"{path}: not a readable parquet file ({reason(error)}).", remedy="Write it anew.") from error
 

@@ -147,6 +147,8 @@ def _read_folder(path: Path, split: str) -> Iterator[Row]:
         yield from numbered(str(path), data.with_format("arrow").iter(batch_size=1000))
     except DataError:
         raise
+    except PermissionError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).", remedy="Check its permissions.") from error
     except Exception as error:  # of datasets and pyarrow, as the damage has it
         files = [entry.name for entry in inside if entry.suffix.lower() in READERS and entry.name not in _SAVED]
         others = f", or one of its files: {listed(files[:5])}" if files else ""

@@ -1,9 +1,10 @@
 """A trained run, opened again: its recipe, what it has trained as something that responds, and that exported."""
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -181,6 +182,21 @@ def _empty(output: Path) -> Path:
     return output
 
 
+@contextmanager
+def _filling(folder: Path) -> Iterator[None]:
+    """Inside, an empty folder is written; it is empty again where that fails."""
+    try:
+        with writing(folder):
+            yield
+    except BaseException:
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        raise
+
+
 def export_adapter(recipe: Recipe, output: str | Path) -> Path:
     """Copy the policy's adapter with the tokenizer into an empty folder: a PEFT folder for whoever has the base.
 
@@ -188,7 +204,7 @@ def export_adapter(recipe: Recipe, output: str | Path) -> Path:
     """
     folder, policy, base = _empty(Path(output)), policy_folder(recipe), Path(recipe.base_path).expanduser()
     read_tensors(policy)
-    with writing(folder):
+    with _filling(folder):
         copy_contents(policy, folder)
         name_base(folder, str(base.resolve()) if base.is_dir() else recipe.base_path)
         recipe.tokenizer.save_pretrained(folder)
@@ -219,7 +235,7 @@ def export_merged(recipe: Recipe, output: str | Path) -> tuple[Path, str]:
         merged = _merged(recipe, policy, dtype, probe)
     if merged is None:
         merged = _merged(recipe, policy, dtype, probe, device=torch.device("cpu"))
-    with writing(folder):
+    with _filling(folder):
         _save(merged.model, folder)
         recipe.tokenizer.save_pretrained(folder)
     likeliest = merged.logits.argmax(-1).cpu()

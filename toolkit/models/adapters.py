@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 
-from toolkit.disk import as_the_umask_says, read_object, write_whole
+from toolkit.disk import as_the_umask_says, read_object, write_whole, writing
 from toolkit.errors import AdapterError, ToolkitError
 from toolkit.models.folders import State, adapter_state, load_whole, other_base, put_adapter, read_tensors
 from toolkit.models.heads import Q_BOUND_FILE, QBound
@@ -78,6 +78,7 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
             assert isinstance(bound, QBound)
             bound.save(folder)
     (folder / ROLE_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    as_the_umask_says(folder.glob("*.safetensors"))
     return folder
 
 
@@ -89,7 +90,6 @@ def _adapted(base: SharedBase, role: str) -> PeftModel:
 def _write(state: State, path: Path) -> None:
     on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
     save_file(on_cpu, path, metadata={"format": "pt"})  # without which transformers does not read it
-    as_the_umask_says([path])
 
 
 def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]:
@@ -151,7 +151,8 @@ def save_high_score(folder: Path, scores: Sequence[float]) -> None:
     if (high := high_score(scores)) is None:
         return
     about = read_object(folder / ROLE_FILE) or {}
-    write_whole(folder / ROLE_FILE, json.dumps({**about, "high_score": high}, indent=2) + "\n")
+    with writing(folder):
+        write_whole(folder / ROLE_FILE, json.dumps({**about, "high_score": high}, indent=2) + "\n")
 
 
 def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:

@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit.disk import as_the_umask_says
 from toolkit.errors import ModelError
 from toolkit.models.base_checks import switch_off_dropout
 from toolkit.models.decoding import all_positions_of
@@ -106,6 +107,7 @@ def save_model(model: Classifier, tokenizer: PreTrainedTokenizerBase, folder: st
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.padding_side = "right"
     tokenizer.save_pretrained(folder)
+    as_the_umask_says(Path(folder).glob("*.safetensors"))
 
 
 def load_classifier_weights(model: Classifier, folder: str | Path) -> None:

@@ -28,6 +28,11 @@ def read_tensors(folder: Path, name: str = SAFETENSORS_WEIGHTS_NAME, *, device: 
             raise AdapterError(wrong, remedy="Save the adapter again with safetensors (PEFT's default).")
         raise AdapterError(f"{folder}: {name} is missing, so there is nothing to load.")
     try:
+        (folder / name).open("rb").close()  # which says why not, where safetensors has no such file
+    except OSError as error:
+        wrong = f"{folder / name} cannot be read ({error.strerror})."
+        raise AdapterError(wrong, remedy="Check its permissions.") from error
+    try:
         if device is not None and device.type == "meta":
             return outline_of(folder / name)
         state = load_file(folder / name)

@@ -2,8 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from bitsandbytes.nn import Linear4bit
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -42,6 +43,7 @@ from toolkit.models.pretrained import (
     embeddings_needed,
     not_loaded,
     quiet_transformers,
+    weight_file_problems,
     weights_outline,
 )
 from toolkit.models.trials import raise_of_the_card
@@ -137,28 +139,18 @@ def load_with_report(
         if spec.model is not None:
             _check_complete(spec.model, _report_of_headers(model, spec.model), kind, trained=trained)
         return model, False
-    try:
-        with quiet_transformers() if kind == "sequence_classifier" else nullcontext(), quantising_told():
-            model, report = owner.from_pretrained(
-                spec.model,
-                config=config,
-                quantization_config=spec.quantization if own is None else None,
-                revision=spec.revision,
-                use_safetensors=True,
-                device_map={"": device},
-                ignore_mismatched_sizes=True,  # reported, where it would be a RuntimeError
-                output_loading_info=True,
-                **arguments,
-            )
-    except ToolkitError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise (_attention_refused(spec, " ".join(str(error).split())) or not_loaded(spec.model, error)) from error
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise
-        raise_of_the_card(error)
-        raise _not_put_together(spec.model, error) from error
+    with _loading(spec), quiet_transformers() if kind == "sequence_classifier" else nullcontext(), quantising_told():
+        model, report = owner.from_pretrained(
+            spec.model,
+            config=config,
+            quantization_config=spec.quantization if own is None else None,
+            revision=spec.revision,
+            use_safetensors=True,
+            device_map={"": device},
+            ignore_mismatched_sizes=True,  # reported, where it would be a RuntimeError
+            output_loading_info=True,
+            **arguments,
+        )
     if own is not None:
         cast_what_is_not_quantised(model, arguments["dtype"])
     check_weights_alone(spec.model, config)  # of a hub id, whose cache knows of an adapter now
@@ -172,12 +164,34 @@ def load_with_report(
     return model, not report["missing_keys"]
 
 
+@contextmanager
+def _loading(spec: ModelSpec) -> Iterator[None]:
+    """Inside, what transformers raises where a checkpoint's weights cannot be loaded is a ModelError."""
+    assert spec.model is not None
+    try:
+        yield
+    except ToolkitError:
+        raise
+    except (SafetensorError, FileNotFoundError) as error:  # a file that is cut, or that may not be read
+        for problem in weight_file_problems(Path(spec.model).expanduser()):
+            raise ModelError(problem, field="model") from error
+        raise not_loaded(spec.model, error) from error
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise (_attention_refused(spec, " ".join(str(error).split())) or not_loaded(spec.model, error)) from error
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise
+        raise_of_the_card(error)
+        raise _not_put_together(spec.model, error) from error
+
+
 def _not_put_together(model: str, error: RuntimeError) -> ModelError:
     """What to raise where transformers does not come from a checkpoint's weights to a model."""
     if not Path(model).expanduser().is_dir():  # it may be of what loads them from the hub
         return not_loaded(model, error)
     wrong = f'"{model}": transformers cannot put the model together from its weights: one is missing, or of another '
-    return ModelError(f"{wrong}shape.", field="model", remedy="Download or convert it again.")
+    first = str(error).strip().partition("\n")[0]
+    return ModelError(f"{wrong}shape ({first}).", field="model", remedy="Download or convert it again.")
 
 
 def _check_complete(model: str, report: Mapping[str, Any], kind: Kind, *, trained: bool) -> None:

@@ -225,10 +225,10 @@ def weights_outline(folder: Path) -> dict[str, Tensor]:
 
 
 def weight_file_problems(folder: Path) -> Iterator[str]:
-    """Weights that are missing or cut short, by their headers."""
+    """Weights that are missing, kept from being read, or cut short, by their headers."""
     try:
         paths = _weight_files(folder)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         yield f"{folder / SAFE_WEIGHTS_INDEX_NAME} cannot be read ({error}). Download it again."
         return
     for path in paths:
@@ -236,8 +236,11 @@ def weight_file_problems(folder: Path) -> Iterator[str]:
             yield f"{path} is missing: weights are read from safetensors alone. Download or convert the checkpoint."
             continue
         try:
+            path.open("rb").close()  # which says why not, where safe_open has no such file
             with safe_open(path, framework="pt"):
                 pass
+        except OSError as error:
+            yield f"{path} cannot be read ({error.strerror}). Check its permissions."
         except SafetensorError as error:
             yield f"{path} is damaged ({error}). Download it again."
 

@@ -65,21 +65,26 @@ def _loaded(function: str, *, anew: bool = False) -> tuple[ModuleType, Reward]:
                 module = importlib.reload(module) if anew or (changed and place != "__main__") else module
                 vars(module)[_TEXT] = text
     except ModuleNotFoundError as error:
+        if error.name is None:  # a user's own words
+            raise _not_loaded(place, error) from error
         where = f"from {here} and " if path is None else ""
         raise _wrong(f'no module "{error.name}", looked for {where}in the environment.') from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # A syntax error has no line of its own in the traceback.
-        at = "" if isinstance(error, SyntaxError) else f" ({place_of(error)})"
-        wrong = f"{place} cannot be loaded: {type(error).__name__}: {words_of(error)}{at}."
-        raise _wrong(wrong, "Mend it there.") from error
+        raise _not_loaded(place, error) from error
     reward: Reward | None = getattr(module, name, None)
     if not callable(reward):
         remedy = "A notebook or script has given it: put it into a file, and name that." if in_no_file(function) else ""
         raise _wrong(f'{place} has no function "{name}".', remedy)
     check_reward(reward, "function")
     return module, reward
+
+
+def _not_loaded(place: str, error: BaseException) -> RewardError:
+    # A syntax error has no line of its own in the traceback.
+    at = "" if isinstance(error, SyntaxError) else f" ({place_of(error)})"
+    return _wrong(f"{place} cannot be loaded: {type(error).__name__}: {words_of(error)}{at}.", "Mend it there.")
 
 
 def _is_edited(module: ModuleType) -> bool:

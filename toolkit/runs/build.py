@@ -1,5 +1,6 @@
 """From a recipe to a trainer: base, roles, data and configuration put together."""
 
+import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from toolkit.errors import RecipeError, RewardError, within
 from toolkit.models import SharedBase, default_device, fast_precision, high_score, load_model, slow_here
 from toolkit.reports import METRICS_FILE, SCORES_FILE, MetricsFile, of_responses, read_jsonl
 from toolkit.rewards import Prompts, Reward, ScorerContext
+from toolkit.spec.plan import at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site
 from toolkit.trainers.common import made_by_trl, precision
@@ -297,3 +299,10 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "ppo": make_ppo_trainer,
     "q": make_q_trainer,
 }
+
+
+def make_trainer(recipe: Recipe, stage: str, **named: Any) -> Any:
+    """The stage's trainer; `named` is what its maker takes."""
+    if at(recipe.values, f"{stage}.full_determinism"):  # which cuBLAS reads once, at its first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return MAKERS[stage](recipe, **named)

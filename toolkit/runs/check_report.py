@@ -179,6 +179,11 @@ class Findings:
             for problem in error.problems:
                 named = problem if problem.field or not key else problem.within(key)
                 self.note(named if section and named.field.startswith(f"{section}.") else named.within(section))
+        except OSError as error:
+            if error.filename is None:
+                raise
+            wrong = f"{error.filename}: {error.strerror}."
+            self.note(Problem(wrong, ".".join(filter(None, [section, key])), "Check the name and its permissions."))
 
     def note(self, problem: Problem) -> None:
         if problem not in self.problems:  # two stages may read one file

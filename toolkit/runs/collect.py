@@ -5,6 +5,7 @@ entry a token of the response, null where no reward is given: here the score, at
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -117,7 +118,9 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                     raise RunInterrupted(f"{after}; they are saved in {unfinished}.", asked)
         processes.by_main(lambda: _finish(unfinished, path))
     except OSError as error:
-        wrong = f"{path}: cannot be written ({error.strerror})."
+        if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(path.parent):
+            raise  # of what is read
+        wrong = f"{path}: cannot be written ({error.strerror or error})."
         raise ToolkitError(wrong, remedy="Make room, then go on with $resume.") from error
     return processes.by_main(lambda: _figures(path, settings.samples_per_prompt))
 
@@ -167,6 +170,7 @@ def _to_its_state(reward: Any, partial: Path, size: int, done: int) -> int:
 
 
 def _finish(partial: Path, path: Path) -> None:
+    sync(partial)
     partial.replace(path)
     partial.with_name(_BEGUN_FILE).unlink(missing_ok=True)
     for folder in checkpoint_folders(path.parent):

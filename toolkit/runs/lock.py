@@ -104,8 +104,12 @@ def acquire(run: Path) -> bool:
                     remedy = f"Wait until it has ended, or shut its notebook down, or name another run ($run).{gone}"
                     raise RecipeError(wrong, remedy=remedy) from None
             else:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(json.dumps(_us()))
+                try:
+                    with os.fdopen(handle, "w", encoding="utf-8") as file:
+                        file.write(json.dumps(_us()))
+                except OSError:  # of a full disk
+                    lock.unlink(missing_ok=True)
+                    raise
                 break
     _held[run.resolve()] += 1
     return True

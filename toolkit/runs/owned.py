@@ -12,6 +12,7 @@ from toolkit.disk import (
     RESULT_FILE,
     check_file,
     files_in,
+    is_half_saved,
     is_unfinished,
     prune,
     read_object,
@@ -24,11 +25,13 @@ from toolkit.disk import (
 from toolkit.errors import RecipeError, ToolkitError
 
 RECIPE_FILE, BEFORE_FILE, SAMPLES_FILE = "recipe.yaml", "before.json", "samples.jsonl"
+WAS_FINISHED_FILE = "was_finished.json"  # what a finished stage that is made longer comes back by
 
 # What a stage or an evaluation writes into its folder, and the folders for weights in it with what is in them.
 _FILES = {
     RESULT_FILE, MANIFEST, BEFORE_FILE, SAMPLES_FILE, "metrics.jsonl", "rollouts.jsonl", "rows.jsonl",
     "left_out.jsonl", "scores.jsonl", "errors.jsonl", "responses.jsonl", "responses.jsonl.partial", "begun_with.json",
+    WAS_FINISHED_FILE,
     "report.html", "README.md", "warnings.jsonl", "not_finite.jsonl", "not_finite.safetensors",
 }  # fmt: skip
 WEIGHTS = {"policy", "value", "reward", "q", "q_target", "model"}
@@ -43,7 +46,7 @@ def _is_written(name: Path, listed: Collection[str]) -> bool:
     if listed and top in WEIGHTS:  # a finished stage: what it has written is listed
         return name.as_posix() in listed
     unfinished = top.startswith(CHECKPOINT) and top.endswith(ASIDE)
-    return (top in WEIGHTS or unfinished) and name.suffix in _SUFFIXES
+    return (top in WEIGHTS or unfinished) and (name.suffix in _SUFFIXES or is_half_saved(name))
 
 
 def written(folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from toolkit.data import data_digest
 from toolkit.disk import writing
 from toolkit.errors import CheckpointError, RunInterrupted, within
 from toolkit.reports import APART, Progress, Responses
-from toolkit.runs.build import MAKERS, RESPONSES_FILE, about_precision, measures, stage_dataset
+from toolkit.runs.build import RESPONSES_FILE, about_precision, make_trainer, measures, stage_dataset
 from toolkit.runs.check_data import check_best
 from toolkit.runs.collect import collect
 from toolkit.runs.folder import finish
@@ -81,7 +81,7 @@ def _trained(
     with phases.phase("load"), processes.agreed(), weights_fit(recipe):
         for sentence in about_precision(recipe, stage):
             say(sentence)
-        trainer = MAKERS[stage](recipe, callbacks=[] if progress.quiet else [progress])
+        trainer = make_trainer(recipe, stage, callbacks=[] if progress.quiet else [progress])
         check_best_is_measured(recipe, stage, trainer)
     for line in banner(recipe, stage, trainer):
         say(line)
@@ -104,7 +104,7 @@ def _trained(
     with so_far.told():
         if stock:
             trainer.train()
-            trainer.save_model(str(folder))
+            _save_model(trainer, folder)
         else:
             try:
                 trainer.train(resume_from_checkpoint=checkpoint)

@@ -15,7 +15,7 @@ from toolkit.checkpoints import checkpoints_in, newest_whole
 from toolkit.errors import CheckpointError, PeerError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
-from toolkit.runs.build import MAKERS, Callbacks, about_precision, trainer_config
+from toolkit.runs.build import Callbacks, about_precision, make_trainer, trainer_config
 from toolkit.runs.check import check_stages
 from toolkit.runs.folder import (
     check_outputs,
@@ -95,12 +95,13 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
             sentence = ""
             with suppress(OSError, ToolkitError):  # a full disk may be what ended it; the next command puts back, too
                 sentence = restore(recipe.folder)
-            if sentence:
-                say(sentence)
-                if isinstance(error, ToolkitError):
-                    error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
+            if sentence and isinstance(error, ToolkitError):
+                error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
             if isinstance(error, KeyboardInterrupt | BrokenPipeError | RunInterrupted | PeerError):
                 error.way_on = way_on(recipe, stage)  # type: ignore[union-attr]  # for the command to say
+            if sentence:
+                with suppress(OSError):  # a closed pipe may be what ended it
+                    say(sentence)
             raise
         aside.settle(recipe.folder)  # what a finished stage has replaced goes
 
@@ -145,7 +146,7 @@ def prepared(
                 say(sentence)
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
             with processes.agreed():  # room for copies is that of each one's card
-                trainer = MAKERS[stage](recipe, callbacks=[shown, *callbacks], **given)
+                trainer = make_trainer(recipe, stage, callbacks=[shown, *callbacks], **given)
                 check_best_is_measured(recipe, stage, trainer)
             if "train_dataset" not in given:  # of which is said what was left out
                 say_rows(recipe, stage, trainer)

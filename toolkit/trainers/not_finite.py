@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from toolkit import phases, processes
 from toolkit.data import Rollout
 from toolkit.disk import writing
-from toolkit.errors import SelfCheckError
+from toolkit.errors import SelfCheckError, ToolkitError
 from toolkit.reports import write_jsonl
 from toolkit.trainers.share import DividedSteps
 
@@ -99,7 +99,8 @@ def save_broken(folder: Path, *, rollout: Rollout | None = None, tensors: Mappin
 class GuardedSteps(DividedSteps):
     """A `Trainer` whose steps leave no number in the weights that is not finite."""
 
-    _in_hand: dict[str, Any]  # the micro-batch that is computed
+    _in_hand: dict[str, Any]  # what is computed
+    _of_step: tuple[int, list[dict[str, Any]]] = (-1, [])  # the step, and its micro-batches until now
     _counted = "optimizer steps"  # what is too many in a row
 
     @cached_property
@@ -108,7 +109,8 @@ class GuardedSteps(DividedSteps):
         return Skipped()
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        self._in_hand = inputs
+        step, so_far = self._of_step
+        self._of_step = self.state.global_step, [*(so_far if step == self.state.global_step else ()), inputs]
         return super().training_step(model, inputs, num_items_in_batch)
 
     def skip(self, why: str) -> None:
@@ -118,6 +120,12 @@ class GuardedSteps(DividedSteps):
                 f"WARNING at step {self.state.global_step + 1}: {why}; such steps are passed over, and counted."
             )
         if self.skipped.add():
+            several = len(self._of_step[1]) > 1
+            self._in_hand = {
+                f"{number}.{name}" if several else name: tensor
+                for number, inputs in enumerate(self._of_step[1])
+                for name, tensor in inputs.items()
+            }
             self.stop_broken(why, tensors=self._in_hand)
 
     def stop_broken(self, why: str, **batch: Any) -> None:
@@ -125,7 +133,10 @@ class GuardedSteps(DividedSteps):
 
         Raises: SelfCheckError.
         """
-        saved = processes.by_main(partial(save_broken, Path(self.args.output_dir), **batch))
+        try:
+            saved = processes.by_main(partial(save_broken, Path(self.args.output_dir), **batch))
+        except ToolkitError as full:  # which is not what ended the run
+            saved = f"no file: {full}"
         wrong = f"{why} at step {self.state.global_step + 1}, and {MOST_IN_A_ROW} {self._counted} in a row were not "
         wrong += "finite. None of that has reached the weights."
         remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not"
