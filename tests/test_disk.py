@@ -164,3 +164,14 @@ def test_a_copy_of_what_is_kept_from_writing_can_be_written(tmp_path):
     assert sorted(path.name for path in (tmp_path / "copy" / "own").iterdir()) == ["within"]
     for path in (tmp_path / "copy").rglob("*"):
         assert path.stat().st_mode & stat.S_IWUSR
+
+
+def test_what_a_kill_has_left_of_weights_is_no_file_of_a_copy(tmp_path):
+    source = tmp_path / "policy"
+    source.mkdir()
+    for name in ("adapter_model.safetensors", ".tmpAb3xYz", ".tmpfile", "notes.tmp"):
+        (source / name).write_text("x")
+    copy_contents(source, tmp_path / "copy")
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
+        ".tmpfile", "adapter_model.safetensors", "notes.tmp",
+    ]  # fmt: skip

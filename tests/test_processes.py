@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from contextlib import redirect_stdout
 from datetime import timedelta
@@ -13,7 +14,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.several import Several
 from toolkit import processes
+from toolkit.__main__ import main
 from toolkit.cli import app
 from toolkit.errors import PeerError, RecipeError, RewardError, ToolkitError
 from toolkit.recipes import Recipe
@@ -339,3 +342,25 @@ def test_a_connection_that_breaks_is_told_in_a_line(monkeypatch):
     with pytest.raises(PeerError, match="of process 1 of 2 to another is broken: Connection closed by peer"):
         processes.gather(1)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def left():
+    before = processes.count()
+    processes.leave()
+    processes.leave()  # where nothing is left
+    return before, processes.count()
+
+
+def test_a_group_is_ended_where_all_went_well(monkeypatch):
+    """A command that fails ends alone: the others may wait for it still."""
+    several, ended = Several(2), []
+    try:
+        assert several(left) == [(2, 1), (2, 1)]
+    finally:
+        several.close()
+    monkeypatch.setattr(processes, "leave", lambda: ended.append(code))
+    for code in (1, 0):
+        monkeypatch.setattr("toolkit.cli.app", lambda code=code, **_: sys.exit(code))
+        with pytest.raises(SystemExit):
+            main()
+    assert ended == [0]

@@ -5,6 +5,7 @@ libraries do at exit take seconds, in which there is nothing to save.
 """
 
 import signal
+import sys
 
 
 def main() -> None:
@@ -12,7 +13,12 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from toolkit.cli import app
 
-    app(prog_name="toolkit")
+    try:
+        app(prog_name="toolkit")
+    except SystemExit as end:
+        if not end.code and (joined := sys.modules.get("toolkit.processes")) is not None:
+            joined.leave()
+        raise
 
 
 if __name__ == "__main__":

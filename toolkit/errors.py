@@ -168,6 +168,10 @@ class RewardError(ToolkitError, ValueError):
     """A reward callback cannot be found, or did not return one finite score a response."""
 
 
+class ColumnError(RewardError):
+    """The prompts lack a column that a reward reads."""
+
+
 class RewardStateError(RewardError):
     """What a reward keeps as it goes could not be read or put back: a checkpoint of it would be another's."""
 

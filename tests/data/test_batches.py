@@ -50,6 +50,18 @@ def test_a_place_at_the_end_of_a_pass_ends_that_pass_first():
     assert list(after) == list(between) != []
 
 
+@pytest.mark.parametrize("replacement", [False, True])
+def test_who_looks_at_a_pass_changes_nothing(replacement):
+    """As a callback may, to which transformers gives a loader."""
+    whole, seen = drawn(loader(replacement), 8), loader(replacement)
+    look = seen.look()
+    assert len(look) == 3 and list(look) == [batch for batch, _ in whole[:3]] and next(iter(look)) == whole[0][0]
+    for batch, _ in whole:
+        assert seen.next_batch() == batch
+        place = str(seen.state_dict())
+        assert len(list(look)) == 3 and next(iter(look)) and str(seen.state_dict()) == place
+
+
 class Counted(list):
     read = 0
 

@@ -407,3 +407,10 @@ def test_pairs_of_a_part_are_in_one_piece_and_messages_keep_their_values(tmp_pat
     )
     assert task.pairs("train").data["chosen_ids"].num_chunks == 1
     assert {message["at"] for row in task.prompts("train")["messages"] for message in row} == {said}
+
+
+def test_a_text_with_a_part_that_is_not_read_is_left_out(tmp_path):
+    rows = ({"text": "a"}, {"text": "b", "system": "Be brief"}, {"text": "c", "chat_template_kwargs": {"a": 1}})
+    path = jsonl(tmp_path / "x.jsonl", *rows)
+    task = Demonstrations(byte_tokenizer(), path, path)
+    assert len(task.demonstrations("train")) == 1 and sum(task.left_out["train"].values()) == 2

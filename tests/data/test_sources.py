@@ -259,6 +259,9 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("cause", "offline", "said"), [
     (OSError(errno.ENOSPC, "No space left on device"), False, r"device\)\. Make room for the hub's cache \(.*HF_HOME"),
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), False, r"exceeded\)\. Make room for the hub's cache \(.*HF_HOME"),
+    (RuntimeError("Disk quota exceeded (os error 122)"), False, r"Make room for the hub's cache \(.*HF_HOME"),
+    (OSError(errno.EROFS, "Read-only file system"), False, r"Let the hub's cache \(.* be written and read, or set HF_"),
     (ValueError("Dataset 'a/b' is a gated dataset"), False, "Ask for access at .*/datasets/me/pairs, then log in"),
     (ConnectionError("Couldn't reach"), True, "in its place.* hf download --repo-type dataset me/pairs gives"),
     (RepositoryNotFoundError.__new__(RepositoryNotFoundError), False, "in its place. If it is a private one, log in"),
@@ -310,7 +313,13 @@ def test_permissions_are_a_data_error(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    paths = [file(tmp_path / f"x.{ending}", "{}") for ending in ("jsonl", "json", "csv", "txt")]
+    paths = [file(tmp_path / f"x.{ending}", "{}") for ending in ("jsonl", "json", "csv", "txt", "parquet")]
+    folder = tmp_path / "saved"
+    Dataset.from_dict({"a": [1]}).save_to_disk(folder)
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", refuse)
+    monkeypatch.setattr("toolkit.data.sources.load_from_disk", refuse)
+    with pytest.raises(DataError, match=r"saved: cannot be read \(Permission denied\). Check its permissions"):
+        read(folder)
     monkeypatch.setattr(Path, "read_bytes", refuse)
     monkeypatch.setattr(Path, "open", refuse)
     for path in paths:

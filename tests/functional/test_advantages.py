@@ -143,3 +143,19 @@ def test_a_prefix_mean_is_exact_in_a_region_of_16_bits():
         found = pool_values(values, MASK, "prefix_mean")
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, torch.tensor([[1.001, 1.501, 3.001], [4.001, 2.001, 0.0]]), **FP32)
+
+
+def test_scores_of_another_shape_are_refused():
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    for scores in (torch.zeros(2, 1), torch.zeros(1), torch.tensor(0.0)):
+        with pytest.raises(ValueError, match=r"scores have shape .*, and \(2,\) is needed"):
+            shape_rewards(scores, torch.zeros(2, 2), mask, kl_coef=0.1)
+
+
+def test_before_a_response_that_begins_later_in_its_row_there_is_nothing():
+    rewards, values = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[5.0, 5.0, 1.0, 1.0]])
+    mask = torch.tensor([[False, False, True, True]])
+    advantages, returns = generalized_advantage_estimation(rewards, values, mask, gamma=1.0, lam=0.95)
+    alone = generalized_advantage_estimation(rewards[:, 2:], values[:, 2:], mask[:, 2:], gamma=1.0, lam=0.95)
+    assert torch.equal(advantages[:, 2:], alone[0]) and torch.equal(returns[:, 2:], alone[1])
+    assert not advantages[:, :2].any() and not returns[:, :2].any()

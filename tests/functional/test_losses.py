@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from tests.tolerances import EXACT, FP32
-from toolkit.functional import clipped_policy_loss, clipped_value_loss, first_differences, token_level_preference_loss
+from toolkit.functional import (
+    clipped_policy_loss,
+    clipped_value_loss,
+    first_differences,
+    td_loss,
+    token_level_preference_loss,
+)
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 
@@ -183,3 +189,19 @@ def test_equal_sides_teach_nothing():
     loss = token_level_preference_loss(values, values, starts=starts, **bounds)
     loss.backward()
     assert float(loss.detach()) == 0 and values.grad.tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("cliprange", [0.2, None])
+@pytest.mark.parametrize("behind", [float("nan"), float("inf")])
+def test_what_stands_behind_the_mask_has_no_part_in_the_gradient(behind, cliprange):
+    mask = torch.tensor([[True, True, False]])
+    for place in range(3):
+        given = [torch.tensor([[0.5, -0.25, 0.125]]) for _ in range(3)]
+        given[place][0, 2] = behind
+        estimates = given[0].requires_grad_()
+        losses = [clipped_policy_loss(estimates, *given[1:], mask, cliprange=cliprange).loss]
+        losses.append(clipped_value_loss(estimates, *given[1:], mask, cliprange=cliprange).loss)
+        losses.append(td_loss(estimates, given[1], mask))
+        for loss in losses:
+            (gradient,) = torch.autograd.grad(loss, estimates)
+            assert bool(gradient.isfinite().all()) and gradient[0, 2] == 0

@@ -75,3 +75,9 @@ def test_a_row_without_a_distribution_is_told(broken):
     logits[1, 2] = broken
     tokens, of_tokens = inverse_cdf(logits, torch.full((2,), 0.5, dtype=torch.float64))
     assert of_tokens.isnan().tolist() == [False, True] and int(tokens[0]) == 2 and 0 <= int(tokens[1]) < 4
+
+
+def test_a_temperature_that_is_not_positive_is_refused():
+    for temperature in (0.0, -1.0):
+        with pytest.raises(ValueError, match="temperature must be positive"):
+            inverse_cdf(torch.zeros(1, 3), torch.tensor([0.5]), temperature=temperature)

@@ -164,3 +164,17 @@ def test_the_bound_holds_and_is_nearly_met_where_nothing_ties():
         kl = sum(p * math.log(p * m) for p in chosen if p > 0)
         assert kl <= best_of_kl_bound(n) + 1e-12
         assert kl == pytest.approx(best_of_kl_bound(n), abs=0.01)
+
+
+def test_what_does_not_vary_has_no_correlation():
+    varied = torch.arange(7.0, dtype=torch.float64)
+    for constant in (torch.full((7,), 0.1, dtype=torch.float64), torch.full((7,), 1 / 3, dtype=torch.float64)):
+        assert pearson_correlation(constant, constant) == pearson_correlation(varied, constant) == 0.0
+    with pytest.raises(ValueError, match="cannot be paired"):
+        pearson_correlation(varied, varied[:1])
+
+
+def test_sums_beyond_what_16_bits_hold():
+    many = torch.ones(100_000, dtype=torch.float16)
+    assert masked_mean(many, many > 0) == 1.0
+    assert not whiten(many, many > 0).any()

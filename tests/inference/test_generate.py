@@ -15,7 +15,7 @@ from transformers import TextStreamer
 
 from tests.tiny_runs import command_here
 from toolkit import processes, recipes
-from toolkit.errors import DataError, RewardError, SelfCheckError, ToolkitError, printable
+from toolkit.errors import ColumnError, DataError, RewardError, SelfCheckError, ToolkitError, printable
 from toolkit.inference import evaluate as evaluation
 from toolkit.inference.evaluate import evaluate
 from toolkit.inference.generate import converse, generate, generate_best, prompts_of, respond
@@ -68,7 +68,7 @@ def test_a_file_that_is_not_there_is_told_of_before_anything_is_loaded(trained, 
 
 def test_a_reward_that_lacks_a_column_of_given_prompts_says_what_to_give(trained, monkeypatch):
     def lacks(*_, **__):
-        raise RewardError('the prompts have no column "style"; present: prompt.', field="class_column")
+        raise ColumnError('the prompts have no column "style"; present: prompt.', field="class_column")
 
     monkeypatch.chdir(trained[0])  # where its reward is found
     monkeypatch.setattr("toolkit.inference.generate.best_of", lacks)

@@ -372,3 +372,16 @@ def test_tokenizer_and_merge_are_of_the_revision_that_the_recipe_names(trained, 
     with pytest.raises(ModelError, match="enough"):
         export_merged(of_hub, tmp_path / "out")
     assert asked == [named, named]
+
+
+def test_an_export_that_fails_leaves_the_folder_empty(trained, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    recipe = trained[1]
+    for export, name in ((export_adapter, "adapter"), (export_merged, "merged")):
+        with monkeypatch.context() as patch, pytest.raises(ToolkitError, match="No space left on device"):
+            patch.setattr(type(recipe.tokenizer), "save_pretrained", full)
+            export(recipe, tmp_path / name)
+        assert not any((tmp_path / name).iterdir())
+        export(recipe, tmp_path / name)

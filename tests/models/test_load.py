@@ -2,6 +2,7 @@ import json
 import logging
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.tiny_runs import byte_tokenizer, save_llama
 from tests.tolerances import FP32, RELATIVE
 from tests.trainers.helpers import own_classifier
 from toolkit.data import doubling
-from toolkit.errors import ModelError, ToolkitError
+from toolkit.errors import AdapterError, ModelError, ToolkitError
 from toolkit.models import (
     META,
     ModelSpec,
@@ -40,7 +41,9 @@ from toolkit.models import (
     save_role,
 )
 from toolkit.models import load as load_module
+from toolkit.models.folders import read_tensors
 from toolkit.models.load import load_with_report, model_config
+from toolkit.models.pretrained import weight_file_problems
 from toolkit.models.trials import tried
 
 NF4 = BitsAndBytesConfig(
@@ -555,3 +558,34 @@ def test_a_checkpoint_of_another_method_is_refused_beside_a_quantization_of_ours
     for device in (None, META):
         with pytest.raises(ModelError, match="quantization: .*quantised by awq already, .* Set it to null, or name"):
             load_model(ModelSpec(str(folder), quantization=asked), device=device)
+
+
+@pytest.mark.parametrize("cut", [0, 40, 5000])
+def test_weights_that_were_cut_name_their_file(cut, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ModelError, match=rf"{path} is damaged \(.*\)\. Download it again"):
+        load_base(str(tmp_path))
+
+
+def test_weights_that_may_not_be_read_say_so(tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path)
+    path, plain = tmp_path / "model.safetensors", Path.open
+
+    def opened(self, *arguments, **named):
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(self, *arguments, **named)
+
+    def without_a_reason(*_, **__):  # as safe_open's
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr("toolkit.models.load.AutoModelForCausalLM.from_pretrained", without_a_reason)
+    said = rf"{path} cannot be read \(Permission denied\)\. Check its permissions"
+    with pytest.raises(ModelError, match=said):
+        load_base(str(tmp_path))
+    assert [*weight_file_problems(tmp_path)] == [f"{path} cannot be read (Permission denied). Check its permissions."]
+    with pytest.raises(AdapterError, match=said):
+        read_tensors(tmp_path, "model.safetensors")

@@ -155,3 +155,13 @@ def test_scaling_and_clipping_are_for_one_number_a_response(tmp_path):
         ours = trainer(tmp_path, reward=lambda r: DenseScores(tokens=TOKENS), **settings)
         with pytest.raises(RewardError, match="use_score_scaling and score_clip are for one number a response"):
             ours.step({}, rollout(RESPONSES), DenseScores(tokens=TOKENS))
+
+
+def test_a_part_that_cannot_be_called_is_found_at_once():
+    class Kind:
+        def __call__(self, rollout):
+            return rollout.lengths
+
+    for part, said in ((Kind, "parts.b: Kind is a class"), (3, "parts.b: a function of a rollout is needed, got 3")):
+        with pytest.raises(RewardError, match=said):
+            WeightedSum({"a": Kind(), "b": part})

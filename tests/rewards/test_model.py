@@ -22,7 +22,7 @@ from tests.tolerances import FP32
 from toolkit.data import Rollout
 from toolkit.errors import ModelError, RewardError
 from toolkit.models import fast_precision
-from toolkit.rewards import RewardModel, score_with
+from toolkit.rewards import RewardModel, WeightedSum, code_digests, score_with
 
 PROMPTS = ["What is 2 + 2?", "Hi!", "Name a colour.", "Why?"]
 RESPONSES = ["Four.", "Hello, how are you today?", "", "Because of the weather, I think."]
@@ -351,3 +351,13 @@ def test_a_text_has_the_tokenizer_s_special_tokens_and_a_conversation_its_templa
     for reads, texts in (("text", [f"<s>{text}" for text in JOINED]), ("conversation", CONVERSATIONS)):
         expected = torch.stack([alone(model, tokenizer, text)[0] for text in texts])
         torch.testing.assert_close(score_with(RewardModel(model, tokenizer, reads=reads), rollout()), expected, **FP32)
+
+
+def test_other_weights_are_known_by_their_digest():
+    one, other = RewardModel(*llama()), RewardModel(*llama())
+    name = f"the weights of {one.model.name_or_path}"
+    both = WeightedSum({"model": one, "rule": lambda rollout: rollout.lengths})
+    assert code_digests(both)[name] == code_digests(one)[name] == code_digests(other)[name]
+    with torch.no_grad():
+        other.model.score.weight[0, 0] += 1
+    assert code_digests(other)[name] != code_digests(one)[name]

@@ -40,6 +40,20 @@ def test_a_reward_has_no_state_of_a_batch_that_is_not_written(tmp_path, checkpoi
     assert [row["rewards"][-1] for row in read_jsonl(path)] == [1, 1, 2, 2, 3, 3]  # its calls, as it counts them
 
 
+def test_a_file_that_cannot_be_read_is_not_called_one_that_cannot_be_written(tmp_path, checkpoint, monkeypatch):
+    few = {"response_length": 4, "batch_size": 2, "max_prompts": 6}
+    recipe = chat_recipe(tmp_path, checkpoint, collect=few, **BY_RULE)
+
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "reward" / "adapter_config.json"))
+
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(collect.build, "make_reward", refused)
+    with pytest.raises(PermissionError, match="adapter_config.json"):
+        collect.collect(recipe, out / "responses.jsonl")
+
+
 def test_a_prompt_that_fills_the_positions_is_found_before_the_first_batch(tmp_path, checkpoint):
     prompts, path = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "a" * length}) + "\n" for length in (3, 4, 5, 6, 600)))

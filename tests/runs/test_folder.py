@@ -339,6 +339,8 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     assert not second.stage_folder("reward").exists() and finished(second, "sft") == taken
     assert there(first) == {"sft", "reward"} and not (second.folder / ".taken").exists()
     assert take_over(second, "chat", ["sft"]) == []  # it has it by now
+    with pytest.raises(RecipeError, match='nothing can be taken from the run "chat": reward is run anew'):
+        take_over(second, "chat", ["sft", "reward"])
     copied = second.stage_folder("sft") / "policy" / "adapter_config.json"
     assert set(sealed_files(second.stage_folder("sft"))) == {"policy/adapter_config.json"}
     whole = copied.read_text()

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -495,6 +496,9 @@ def test_a_reward_from_python_need_not_be_found_by_name(tmp_path, checkpoint, mo
         return [0.0] * len(rollout)
 
     recipe = chat_recipe(tmp_path, checkpoint, sft={"max_steps": 2}, reward=None)
+    with pytest.raises(ConfigError, match="callbacks: a list of them is needed, got TrainerCallback"):
+        recipe.ppo_trainer(reward=local, callbacks=TrainerCallback())
+    assert not began
     assert recipe.ppo_trainer(reward=local) is local and began == ["sft"]
     with pytest.raises(DataError, match="batch"):
         chat_recipe(tmp_path, checkpoint).ppo_trainer(train_dataset=["Why?"])
@@ -550,3 +554,30 @@ def test_the_trainer_of_a_recipe_in_a_script_of_several_processes(two, checkpoin
     assert (folder / "recipe.yaml").is_file()
     steps = [[row["step"] for row in read_jsonl(run / "ppo" / "metrics.jsonl")] for run in (folder, own)]
     assert steps[0] == steps[1] != []  # written by one of them
+
+
+def test_of_two_trainers_in_a_folder_the_later_one_alone_writes_there(tmp_path, checkpoint):
+    """As where a cell is run twice, or a run's name is forgotten."""
+    first, other = (
+        chat_recipe(tmp_path, checkpoint, f"ppo.kl_coef={kl}", name=name, reward=None).ppo_trainer(count)
+        for kl, name in ((0.1, "chat"), (0.1, "apart"))
+    )
+    second = chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.5", reward=None).ppo_trainer(count)
+    for call in (first.train, lambda: first.log({"a": 1.0}), first.save_model, lambda: first.save_checkpoint()):
+        with pytest.raises(ToolkitError, match="a later trainer of this process has taken .*ppo.* name a run for each"):
+            call()
+    second.log({"a": 1.0})
+    other.log({"a": 1.0})
+
+
+def count(rollout):
+    return [float(n) for n in rollout.lengths]
+
+
+def test_cublas_is_told_before_its_first_product(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(os, "environ", {name: x for name, x in os.environ.items() if not name.startswith("CUBLAS")})
+    seen = []
+    monkeypatch.setitem(build.MAKERS, "ppo", lambda recipe: seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    for change in (False, True):
+        build.make_trainer(chat_recipe(tmp_path, checkpoint, f"ppo.full_determinism={change}"), "ppo")
+    assert seen == [None, ":4096:8"]

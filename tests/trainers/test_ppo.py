@@ -15,6 +15,7 @@ from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import ConfigError, DataError
 from toolkit.models import FreedMemory, Sequences, SharedBase, sequences
 from toolkit.reports import MetricsFile, read_jsonl
+from toolkit.rewards import DenseScores
 from toolkit.sampling import SIGNS
 from toolkit.trainers.ppo import PPOTrainer
 from toolkit.trainers.trainer_internals import trainers_kept
@@ -71,7 +72,7 @@ def test_a_step_after_the_last_one_says_that_the_run_is_over(tmp_path):
     ours.step({}, responses, torch.arange(4.0))
     before = snapshot(ours.roles)
     with pytest.warns(
-        UserWarning, match="the 1 updates of this run are done, .* a learning rate of 0.0e.00. Raise max_steps"
+        UserWarning, match="the 1 updates of this run are done, .* a learning rate of 0.0e.00. End the loop"
     ):
         ours.step({}, responses, torch.arange(4.0))
     assert not changed(before, ours.roles)
@@ -399,7 +400,8 @@ def test_too_few_prompts_and_missing_ids(tmp_path):
 
 def test_trl_methods_that_remain(tmp_path):
     ours = trainer(tmp_path)
-    assert ours.get_train_dataloader() is ours.dataloader
+    looked = next(iter(ours.get_train_dataloader()))
+    assert looked["prompt_ids"] == ours.dataloader.next_batch()["prompt_ids"]
     assert sum(len(b["prompt_ids"]) for b in ours.get_eval_dataloader()) == 4
 
 
@@ -499,3 +501,17 @@ def test_the_controller_steers_the_kl_of_a_response(tmp_path):
 def test_a_second_beta_of_the_critic_alone_is_its_own(tmp_path):
     groups = trainer(tmp_path, value_adam_beta2=0.9).create_optimizer().param_groups
     assert {g["role"]: tuple(g["betas"]) for g in groups} == {"policy": (0.9, 0.999), "value": (0.9, 0.9)}
+
+
+def test_a_score_of_ones_own_may_be_all_that_step_takes(tmp_path):
+    class Mine(PPOTrainer):
+        def score(self, batch, responses):
+            return self.scores_of(responses)
+
+    found = []
+    for kind in (list, torch.tensor, lambda scores: DenseScores(tokens=[[score / 6] * 6 for score in scores])):
+        ours = trainer(tmp_path, shared_base(fresh=True), max_steps=1)
+        ours.__class__ = Mine
+        ours.scores_of = lambda responses, kind=kind: kind([float(n) for n in range(len(responses))])
+        found.append(ours.train()["score"])
+    assert found == pytest.approx([1.5, 1.5, 1.5])

@@ -73,8 +73,6 @@ def command(example: str, *, name: str | None = None) -> Callable[[Callable[...,
             how = {"divided": "processes" in arguments, "of_recipe": "recipe" in arguments}
             with _interruptible(), _debugged(debug), _errors(debug, resumable=resumable, inner=inner, **how):
                 function(**{**arguments, **paths})
-                if how["divided"]:
-                    _leave()
 
         own = inspect.signature(function).parameters.values()
         vars(run)["__signature__"] = inspect.Signature([*own, debug_option])
@@ -104,12 +102,6 @@ def join(number: int) -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
         logging.set_verbosity_error()
         warnings.simplefilter("ignore")
-
-
-def _leave() -> None:
-    from toolkit import processes
-
-    processes.leave()
 
 
 @contextmanager

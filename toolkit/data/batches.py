@@ -4,7 +4,7 @@ Every mask comes from the lengths.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,6 +13,8 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
+
+from toolkit.errors import DataError
 
 
 def pad_rows(
@@ -40,6 +42,9 @@ class PromptCollator:
     multiple: int = 1
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if any(not isinstance(row, Mapping) or "input_ids" not in row for row in rows):
+            wrong = "prompts need to be rows with input_ids, and some have none."
+            raise DataError(wrong, remedy="Make them of texts or rows: recipe.task.prompts_of(prompts).")
         prompt_ids = [list(row["input_ids"]) for row in rows]
         ids, mask = pad_rows(prompt_ids, pad_token_id=self.pad_token_id, side="left", multiple=self.multiple)
         columns = {key: [row[key] for row in rows] for key in rows[0] if key != "input_ids"}
@@ -156,6 +161,37 @@ class PlacedDataLoader(DataLoader):
         self.generator.set_state(state["generator"])
         self._pass, self._to_skip = iter(()), state["batches"]
         self._pass_began, self._drawn = state["generator"], state["batches"]
+
+    def look(self) -> DataLoader:
+        """A loader of the same rows, for whoever wants to see them: to go through it is a pass that would begin now,
+        and leaves the place where it is."""
+        return _Look(
+            self.dataset,
+            generator=self.generator,
+            sampler=self.sampler,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            collate_fn=self.collate_fn,
+        )
+
+
+class _Look(DataLoader):
+    generator: torch.Generator
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        now = self.generator.get_state()
+        batches: list[list[int]] = list(
+            DataLoader(
+                range(len(self.dataset)),  # type: ignore[arg-type]
+                sampler=self.sampler,
+                generator=self.generator,
+                batch_size=self.batch_size,
+                drop_last=self.drop_last,
+                collate_fn=list,
+            )
+        )
+        self.generator.set_state(now)
+        return (self.collate_fn([self.dataset[row] for row in batch]) for batch in batches)
 
 
 def data_digest(dataset: Dataset) -> str:

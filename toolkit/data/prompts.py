@@ -124,6 +124,7 @@ class Demonstrations(SplitTask):
         elif row.get("text") is not None:
             if not isinstance(row["text"], str):
                 raise Unusable("a text that is no text")
+            refuse_parts(row, row["text"])
             text = self._encoder.without_space_after_end(row["text"])
             ids = self._encoder.ids(text, special=True) if text.strip() else []
             if not ids:

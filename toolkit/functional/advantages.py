@@ -37,14 +37,19 @@ def shape_rewards(
     Args:
         scores: (B,).
         kl: (B, T), an estimate for each token.
-        response_mask: bool (B, T), with at least one True in each row; a ValueError otherwise.
+        response_mask: bool (B, T), with at least one True in each row.
         kl_coef: β.
         token_scores: (B, T), what a dense reward gives at each token besides.
+
+    Raises:
+        ValueError: an empty response, or scores of another shape, such as (B, 1).
 
     Example:
         >>> shape_rewards(torch.tensor([1.0]), torch.tensor([[0.5, 0.5]]), torch.tensor([[True, True]]), kl_coef=0.2)
         tensor([[-0.1000,  0.9000]])
     """
+    if scores.shape != response_mask.shape[:1]:
+        raise ValueError(f"scores have shape {tuple(scores.shape)}, and ({len(response_mask)},) is needed")
     empty = (~response_mask.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"responses {empty} are empty; a score needs at least one token to stand at")
@@ -111,5 +116,6 @@ def generalized_advantage_estimation(
     for t in reversed(range(values.shape[1])):
         advantage = deltas[:, t] + gamma * lam * advantage
         backwards.append(advantage)
-    advantages = torch.stack(backwards[::-1], dim=1)
+    # Before a response that begins later in its row the last advantage goes on backwards.
+    advantages = torch.where(response_mask, torch.stack(backwards[::-1], dim=1), zero)
     return advantages, advantages + values

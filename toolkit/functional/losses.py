@@ -73,11 +73,16 @@ def clipped_value_loss(
         cliprange: ε, a distance in units of the return; None gives the plain squared error, ½ · mean of (V − R)².
         count: as for `clipped_policy_loss`.
     """
-    unclipped = (values - returns).square()
+
+    def squared(estimates: Tensor) -> Tensor:
+        # Masked before the square, whose gradient of what is not finite would be NaN behind the mask, too.
+        return torch.where(response_mask, estimates - returns, torch.zeros_like(estimates)).square()
+
+    unclipped = squared(values)
     if cliprange is None:
         return ClippedLoss(0.5 * masked_mean(unclipped, response_mask, count=count), unclipped.new_zeros(()))
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
-    loss, clip_fraction = _larger(unclipped, (clipped_values - returns).square(), response_mask, count)
+    loss, clip_fraction = _larger(unclipped, squared(clipped_values), response_mask, count)
     return ClippedLoss(0.5 * loss, clip_fraction)
 
 

@@ -111,7 +111,9 @@ def td_loss(q: Tensor, targets: Tensor, response_mask: Tensor, *, count: Tensor 
 
     The first term of equation 2 of arXiv 2309.10150. Q has the gradient, targets are constant.
     """
-    return 0.5 * masked_mean((q - targets).square(), response_mask, count=count)
+    # Masked before the square, whose gradient of what is not finite would be NaN behind the mask, too.
+    off = torch.where(response_mask, q - targets, torch.zeros_like(q))
+    return 0.5 * masked_mean(off.square(), response_mask, count=count)
 
 
 def conservative_loss(excess: Tensor, response_mask: Tensor, *, count: Tensor | float | None = None) -> Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from toolkit.functional.logprobs import check_temperature
+
 #: Tokens in a block: the sum of a block takes one pass over it, a running sum over the vocabulary three, in float64.
 BLOCK = 256
 
@@ -11,8 +13,10 @@ def inverse_cdf(logits: Tensor, uniform: Tensor, *, temperature: float = 1.0) ->
     """The tokens v with P(u' < v) ≤ u < P(u' ≤ v) under softmax(logits / temperature): (B, V) and (B,) to int64 (B,).
 
     The second is their probabilities, float32 (B,): NaN where a row had no distribution to draw from, a logit being
-    NaN or inf. Two searches: for the block of the vocabulary that u falls into, and within that block.
+    NaN or inf. Two searches: for the block of the vocabulary that u falls into, and within that block. Raises a
+    ValueError for a temperature that is not positive.
     """
+    check_temperature(temperature)
     logits = logits.float()
     probabilities = (logits if temperature == 1.0 else logits / temperature).softmax(dim=-1)
     missing = -logits.shape[-1] % BLOCK

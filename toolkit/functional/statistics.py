@@ -10,8 +10,8 @@ from torch import Tensor
 def masked_mean(values: Tensor, mask: Tensor, *, count: Tensor | float | None = None) -> Tensor:
     """Mean of `values` where `mask`, a bool of the same shape, is True: Σ mask·values / count; 0 where nothing counts.
 
-    `count` is a divisor in place of the number of True entries. The token count of a whole mini-batch there makes the
-    means of its micro-batches add up to the mean of the mini-batch.
+    Of 16 bits it is taken in float32. `count` is a divisor in place of the number of True entries. The token count of a
+    whole mini-batch there makes the means of its micro-batches add up to the mean of the mini-batch.
 
     Example:
         >>> masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
@@ -21,6 +21,8 @@ def masked_mean(values: Tensor, mask: Tensor, *, count: Tensor | float | None = 
         raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape")
     if mask.dtype != torch.bool:
         raise TypeError(f"a mask is boolean, True where a value counts; got {mask.dtype}")
+    if values.is_floating_point() and values.itemsize < 4:  # float16's sum ends at 65,504
+        values = values.float()
     divisor = mask.sum().clamp(min=1) if count is None else count
     # where() and not a product: a masked position may hold inf or nan, and 0·inf is nan.
     return torch.where(mask, values, torch.zeros_like(values)).sum() / divisor
@@ -146,6 +148,10 @@ def pearson_correlation(first: Tensor, second: Tensor) -> float:
         >>> round(pearson_correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0])), 4)
         0.5
     """
+    if first.shape != second.shape:
+        raise ValueError(f"quantities of shapes {tuple(first.shape)} and {tuple(second.shape)} cannot be paired")
+    if any(bool((values == values[:1]).all()) for values in (first, second)):  # whose mean may be off by a rounding
+        return 0.0
     a, b = first.double() - first.double().mean(), second.double() - second.double().mean()
     scale = float((a.square().sum() * b.square().sum()).sqrt())
     return float((a * b).sum()) / scale if scale > 0 else 0.0

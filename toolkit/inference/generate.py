@@ -15,7 +15,7 @@ from toolkit import processes
 from toolkit.data import read_rows
 from toolkit.data.messages import Messages
 from toolkit.disk import write_output
-from toolkit.errors import DataError, RewardError, ToolkitError, printable
+from toolkit.errors import ColumnError, DataError, RewardError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler
 from toolkit.reports import Output, texts_table
@@ -40,6 +40,8 @@ def prompts_of(
     recipe: Recipe, texts: Sequence[str], file: Path | None, number: int
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Prompts as text and as rows: of the texts and the file, or the first held-out ones with all their columns."""
+    if isinstance(texts, str):
+        raise DataError("texts is one text, and a list of them is needed.", field="texts", remedy="Put it into a list.")
     if not texts and file is None:
         held_out = recipe.task.prompts("test")
         rows = [held_out[i] for i in range(min(number, len(held_out)))]
@@ -143,7 +145,7 @@ def generate_best(
         sampled = best_of(asked, num_samples, sampler=sampler, reward=reward, batch_size=size)
     except RewardError as error:
         error.within("scorer")
-        if any("no column" in problem.wrong for problem in error.problems) and (texts or file is not None):
+        if isinstance(error, ColumnError) and (texts or file is not None):
             error.add_remedy("Prompts need what the reward reads: name a .jsonl file with it, or no prompts.")
         raise
     rows, shown, means = [], [], sampled.scores.mean(dim=1).tolist()

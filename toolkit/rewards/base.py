@@ -200,14 +200,18 @@ def _file_of(part: Any) -> Path | None:
 
 
 def code_digests(reward: Any) -> dict[str, str]:
-    """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in."""
+    """SHA-256 by name of the files of a user's that a reward, or a part of it, is written in; and of a frozen model by
+    which it scores, of the first numbers of its weights."""
     own = getattr(reward, "parts", None)  # of a `WeightedSum`; one of a user's can be anything
     parts = [reward, *(own.values() if isinstance(own, dict) and all(map(callable, own.values())) else ())]
     files = sorted({path for path in map(_file_of, parts) if path is not None})
     shared = {name for name, number in Counter(path.name for path in files).items() if number > 1}
-    return {
+    texts = {
         str(path) if path.name in shared else path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files
     }
+    # Not of the object: what a user's has may be anything.
+    frozen = [part for part in parts if hasattr(type(part), "weights_digest")]
+    return texts | {f"the weights of {part.model.name_or_path}": part.weights_digest() for part in frozen}
 
 
 def check_scores(scores: ScoreLike, rollout: Rollout) -> Scores:

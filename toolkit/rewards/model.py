@@ -68,6 +68,10 @@ class RewardModel(TextScorer):
     def portion(self) -> Portion:
         return Portion("the reward's batch size", self.batch_size)
 
+    def weights_digest(self) -> str:
+        """SHA-256 of the first numbers of each weight that is not quantised."""
+        return models.frozen_digest(self.model)
+
     @torch.no_grad()
     def __call__(self, rollout: Rollout) -> Tensor:
         rows, config = self._rows(rollout), self.model.config

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from toolkit.data.encoder import fixed_day
 from toolkit.data.messages import without_empty
-from toolkit.errors import Problem, RewardError
+from toolkit.errors import ColumnError, Problem, RewardError
 from toolkit.models import positions_of
 from toolkit.rewards.scorer import ClassScorer, Prompts, ScorerContext, at_row
 from toolkit.settings import AT_LEAST_1, setting
@@ -57,11 +57,11 @@ class TextScorer(ClassScorer):
         column = next((name for name in names if name in columns), None)
         if column is None:
             wrong = f"the prompts have no column {' or '.join(names)}; present: {', '.join(columns) or 'none'}."
-        elif column == "prompt" and self.prompt_column is None and chats:
+            raise ColumnError(wrong, field="prompt_column", remedy=_NAME_ONE)
+        if column == "prompt" and self.prompt_column is None and chats:
             wrong = "the column prompt has the chat template of the base around it, and another model has another."
-        else:
-            return column
-        raise RewardError(wrong, field="prompt_column", remedy=_NAME_ONE)
+            raise RewardError(wrong, field="prompt_column", remedy=_NAME_ONE)
+        return column
 
     def prompts_in(
         self, columns: Mapping[str, Sequence[Any]], *, places: Sequence[str] = (), chats: bool = False

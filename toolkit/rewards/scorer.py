@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.data import Rollout
-from toolkit.errors import Problem, RewardError, ToolkitError
+from toolkit.errors import ColumnError, Problem, RewardError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.rewards.base import Reward
 from toolkit.settings import Range, check, setting
@@ -188,7 +188,7 @@ def check_column(column: str, columns: Sequence[str], *, field: str) -> None:
     """Raises: RewardError: the prompts lack a column that a field names."""
     if column not in columns:
         wrong = f'the prompts have no column "{column}"; present: {", ".join(columns) or "none"}.'
-        raise RewardError(wrong, field=field)
+        raise ColumnError(wrong, field=field)
 
 
 def problems_of(check: Callable[..., object], *arguments: object, **named: object) -> list[Problem]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from toolkit.data import Rollout
 from toolkit.errors import Problem, RewardError, within
-from toolkit.rewards.base import Reward, RewardState, check_scores, score_with, state_of
+from toolkit.rewards.base import Reward, RewardState, check_reward, check_scores, score_with, state_of
 from toolkit.rewards.dense import Scores, total_scores, weighted_scores
 from toolkit.rewards.scorer import Scorer, ScorerContext
 
@@ -40,6 +40,9 @@ class WeightedSum:
             raise RewardError(_NO_PARTS, field="parts")
         if unknown := [name for name in weights if name not in parts]:
             raise RewardError(f"a sum has no part {', '.join(unknown)}; it has {', '.join(parts)}.", field="weights")
+        for name, part in parts.items():
+            if not isinstance(part, Scorer):
+                check_reward(part, f"parts.{name}")
         own = {name: part.weight if isinstance(part, Scorer) else 1.0 for name, part in parts.items()}
         self.weights = {name: float(weights.get(name, own[name])) for name in parts}
         self.last_parts: dict[str, Tensor] = {}

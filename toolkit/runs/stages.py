@@ -1,7 +1,7 @@
 """Run a stage of a recipe in its run folder, after what it needs."""
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoints_in, newest_whole
-from toolkit.errors import CheckpointError, PeerError, RecipeError, RunInterrupted, ToolkitError
+from toolkit.errors import CheckpointError, ConfigError, PeerError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
 from toolkit.runs.build import Callbacks, about_precision, make_trainer, trainer_config
@@ -124,6 +124,8 @@ def prepared(
 
     `given` comes before what the recipe says: `reward`, `judge` and `train_dataset` of ppo.
     """
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"a list of them is needed, got {type(callbacks).__name__}.", field="callbacks")
     given = {name: value for name, value in (given or {}).items() if value is not None}
     recipe = replace(recipe)  # its rows are read anew: a file may have been mended since an earlier trainer
     with _kept_whole(recipe, stage, **way):
@@ -153,7 +155,26 @@ def prepared(
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
+        _take_from_earlier(trainer, recipe.stage_folder(stage).resolve())
         return trainer
+
+
+_writers: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()  # by folder, of this process
+
+
+def _take_from_earlier(trainer: Any, folder: Path) -> None:
+    """Let the trainer alone write there: what an earlier one of this process, as of a cell that was run twice, wrote
+    from here on would be mixed with it."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        wrong = f"a later trainer of this process has taken {folder}, and what both write there would be mixed."
+        raise ToolkitError(wrong, remedy="Use that one, or name a run for each ($run).")
+
+    if (earlier := _writers.get(folder)) is not None:
+        for name in ("train", "step", "log", "save_model", "save_checkpoint"):
+            if hasattr(earlier, name):
+                setattr(earlier, name, refused)
+    _writers[folder] = trainer
 
 
 def run(

@@ -43,7 +43,8 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
         wrong = f'nothing is taken from the run "{source}": no stage comes before this one.'
         raise RecipeError(wrong, remedy="Leave $from_run out.")
     said, refused = [], 0
-    for stage in [stage for stage in needs if finished(recipe, stage) is None]:
+    missing = [stage for stage in needs if finished(recipe, stage) is None]
+    for stage in missing:
         problem = _not_taken(recipe, other, stage)
         if way.get("resume") and work_of(recipe.stage_folder(stage)):
             said.append(f"{stage} goes on here.")
@@ -54,7 +55,7 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
             claim(recipe, stage, wanted=wanted, **way)
             _copy(other, recipe, stage)
             said.append(f"{stage} is taken from {other.stage_folder(stage)}.")
-    if refused == len(needs):
+    if missing and refused == len(missing):
         wrong = f'nothing can be taken from the run "{source}": {" ".join(said)}'
         raise RecipeError(wrong, remedy="Leave $from_run out.")
     return said

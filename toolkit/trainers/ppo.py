@@ -108,7 +108,8 @@ class PPOTrainer(PPOLoop):
             over = (
                 f"the {self.total_updates} updates of this run are done, and one more has what its schedule has left: "
             )
-            over += f"a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. Raise max_steps, or end the loop."
+            over += f"a learning rate of {self.lr_scheduler.get_last_lr()[0]:.1e}. "
+            over += "End the loop; a new trainer goes on with a larger max_steps and resume=True."
             warnings.warn(over, stacklevel=2)
         parts = self._parts if scores is self._parts_of else {}
         scores = check_scores(scores, responses)

@@ -187,4 +187,4 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         write_model_card(Path(self.args.output_dir), self.roles, base_name=self.base_name)
 
     def get_train_dataloader(self) -> DataLoader:
-        return self.dataloader
+        return self.dataloader.look()

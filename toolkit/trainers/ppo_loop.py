@@ -18,7 +18,7 @@ from toolkit.data import Rollout, concatenate
 from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
 from toolkit.functional import Moments
 from toolkit.reports import ROLLOUTS_FILE, WARNINGS_FILE, append_jsonl, keep_until, write_jsonl
-from toolkit.rewards import Scores, concatenate_scores, state_of, total_scores
+from toolkit.rewards import Scores, check_scores, concatenate_scores, state_of, total_scores
 from toolkit.trainers.guards import Watch
 from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
@@ -77,7 +77,7 @@ class PPOLoop(SharedBaseTrainer):
         processes.by_main(partial(keep_until, Path(args.output_dir) / ROLLOUTS_FILE, self._last_logged))
         processes.by_main(self._write_warnings)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
-        self.callback_handler.train_dataloader = self.dataloader
+        self.callback_handler.train_dataloader = self.get_train_dataloader()
         self.control = self.callback_handler.on_train_begin(args, state, self.control)
         if args.eval_on_start and not began:
             self.evaluate()
@@ -268,7 +268,7 @@ class PPOLoop(SharedBaseTrainer):
             sampled = time.perf_counter()
             self._in_scoring = rollouts[-1]
             with phases.phase("score"):
-                all_scores.append(self.score(batch, rollouts[-1]))
+                all_scores.append(check_scores(self.score(batch, rollouts[-1]), rollouts[-1]))
             parts.append(self._parts)
             rollout_seconds += sampled - started
             score_seconds += time.perf_counter() - sampled
