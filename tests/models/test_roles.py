@@ -232,10 +232,11 @@ def test_checkpointing_on_and_off():
 
 def test_errors():
     base = shared_base()
-    with pytest.raises(
-        AdapterError, match='no role "critic" on this base; it carries policy, reference, value, reward'
-    ):
-        base.role("critic")
+    for way in (base.role, base.switch_to):
+        with pytest.raises(
+            AdapterError, match='no role "critic" on this base; it carries policy, reference, value, reward'
+        ):
+            way("critic")
     with pytest.raises(AdapterError, match='already carries the role "policy"'):
         base.add_role("policy", lora())
     with pytest.raises(AdapterError, match='unknown role "actor"'):

@@ -307,7 +307,7 @@ class SharedBase(FrozenLM):
 
     def switch_to(self, role: str | None) -> None:
         """Make a role the active one, whose adapter alone is on; without one all adapters are off."""
-        adapter = None if role is None else self._adapter_of[role]
+        adapter = None if role is None else self._adapter_of[self._known(role)]
         if adapter != self._active_adapter:
             activate(self.model, self._layers, adapter)
             self._active_adapter = adapter
