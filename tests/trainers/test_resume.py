@@ -603,7 +603,7 @@ def test_a_reward_whose_file_has_changed_is_told_of(role, tmp_path):
     first = made(body.format(1.0))
     first.args.max_steps = first.total_updates = 2
     first.train()
-    with pytest.warns(UserWarning, match="checkpoint-1 was written when own.py had other content"):
+    with pytest.warns(UserWarning, match="checkpoint-1 was written with another content of own.py"):
         made(body.format(2.0)).train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
     with warnings.catch_warnings(record=True) as told:
         made(body.format(2.0)).train(resume_from_checkpoint=True)

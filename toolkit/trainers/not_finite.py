@@ -1,7 +1,7 @@
 """Updates and optimizer steps that are passed over since something in them is not finite."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -100,7 +100,7 @@ class GuardedSteps(DividedSteps):
     """A `Trainer` whose steps leave no number in the weights that is not finite."""
 
     _in_hand: dict[str, Any]  # what is computed
-    _of_step: tuple[int, list[dict[str, Any]]] = (-1, [])  # the step, and its micro-batches until now
+    _of_step: Sequence[dict[str, Any]] = ()  # the micro-batches of the step
     _counted = "optimizer steps"  # what is too many in a row
 
     @cached_property
@@ -108,10 +108,9 @@ class GuardedSteps(DividedSteps):
         """Optimizer steps that were passed over, since something in them was not finite."""
         return Skipped()
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        step, so_far = self._of_step
-        self._of_step = self.state.global_step, [*(so_far if step == self.state.global_step else ()), inputs]
-        return super().training_step(model, inputs, num_items_in_batch)
+    def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list[dict[str, Any]], Any]:
+        self._of_step, number = super().get_batch_samples(*arguments, **named)
+        return self._of_step, number
 
     def skip(self, why: str) -> None:
         """Count an optimizer step that is not taken; a SelfCheckError if it is one too many in a row."""
@@ -120,10 +119,10 @@ class GuardedSteps(DividedSteps):
                 f"WARNING at step {self.state.global_step + 1}: {why}; such steps are passed over, and counted."
             )
         if self.skipped.add():
-            several = len(self._of_step[1]) > 1
+            several = len(self._of_step) > 1
             self._in_hand = {
                 f"{number}.{name}" if several else name: tensor
-                for number, inputs in enumerate(self._of_step[1])
+                for number, inputs in enumerate(self._of_step)
                 for name, tensor in inputs.items()
             }
             self.stop_broken(why, tensors=self._in_hand)

@@ -121,7 +121,7 @@ def check_same_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) 
         )
     if edited := [name for name, text in now["reward"].items() if then["reward"].get(name, text) != text]:
         wrong = (
-            f"{checkpoint} was written when {', '.join(edited)} had other content, by which responses are scored: if "
+            f"{checkpoint} was written with another content of {', '.join(edited)}, by which responses are scored: if "
         )
         warnings.warn(f"{wrong}that scores otherwise, the figures before and after are of two rewards.", stacklevel=3)
     pairs = ((name, then["versions"].get(name), now["versions"].get(name)) for name in _EXACT_WITH)
