@@ -60,7 +60,7 @@ def way_to(name: str, error: BaseException, *, otherwise: str, of_data: bool = F
         return f"{otherwise if of_data else 'Check the name.'} If it is a private one, log in: hf auth login."
     if any(is_full(cause) for cause in causes):
         return f"Make room for the hub's cache ({constants.HF_HOME}), or set HF_HOME to a folder elsewhere."
-    if any(getattr(cause, "errno", None) in _KEPT_SHUT for cause in causes):
+    if any(getattr(cause, "errno", None) in _KEPT_SHUT and getattr(cause, "filename", None) for cause in causes):
         return f"Let the hub's cache ({constants.HF_HOME}) be written and read, or set HF_HOME to a folder elsewhere."
     if constants.HF_HUB_OFFLINE:
         if of_data:  # offline, datasets looks for what it has made of files itself, and not for files

@@ -261,7 +261,7 @@ def test_hub_ids_that_give_nothing(tmp_path, monkeypatch):
     (OSError(errno.ENOSPC, "No space left on device"), False, r"device\)\. Make room for the hub's cache \(.*HF_HOME"),
     (OSError(errno.EDQUOT, "Disk quota exceeded"), False, r"exceeded\)\. Make room for the hub's cache \(.*HF_HOME"),
     (RuntimeError("Disk quota exceeded (os error 122)"), False, r"Make room for the hub's cache \(.*HF_HOME"),
-    (OSError(errno.EROFS, "Read-only file system"), False, r"Let the hub's cache \(.* be written and read, or set HF_"),
+    (OSError(errno.EROFS, "Read-only file system", "/cache/x"), False, r"Let the hub's cache \(.* be written and read"),
     (ValueError("Dataset 'a/b' is a gated dataset"), False, "Ask for access at .*/datasets/me/pairs, then log in"),
     (ConnectionError("Couldn't reach"), True, "in its place.* hf download --repo-type dataset me/pairs gives"),
     (RepositoryNotFoundError.__new__(RepositoryNotFoundError), False, "in its place. If it is a private one, log in"),

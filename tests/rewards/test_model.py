@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
@@ -354,10 +355,20 @@ def test_a_text_has_the_tokenizer_s_special_tokens_and_a_conversation_its_templa
 
 
 def test_other_weights_are_known_by_their_digest():
-    one, other = RewardModel(*llama()), RewardModel(*llama())
-    name = f"the weights of {one.model.name_or_path}"
-    both = WeightedSum({"model": one, "rule": lambda rollout: rollout.lengths})
-    assert code_digests(both)[name] == code_digests(one)[name] == code_digests(other)[name]
-    with torch.no_grad():
-        other.model.score.weight[0, 0] += 1
-    assert code_digests(other)[name] != code_digests(one)[name]
+    def lora(model):
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS"))
+
+    for wrapped in (lambda model: model, lora):
+        (one, tokenizer), (other, _) = llama(), llama()
+        one, other = RewardModel(wrapped(one), tokenizer), RewardModel(wrapped(other), tokenizer)
+        both = WeightedSum({"model": one, "rule": lambda rollout: rollout.lengths})
+        (name,) = code_digests(one)
+        assert code_digests(both)[name] == code_digests(one)[name] == code_digests(other)[name]
+        with torch.no_grad():
+            next(p for key, p in other.model.named_parameters() if key.endswith(("score.weight", "default.weight")))[
+                0
+            ] += 1
+        assert code_digests(other)[name] != code_digests(one)[name]
+        one.model.to(torch.bfloat16)  # as base.dtype: auto on another machine
+        assert not code_digests(one).keys() & code_digests(other).keys()

@@ -339,8 +339,12 @@ def test_a_run_takes_what_agrees_from_another_and_says_what_does_not(tmp_path, c
     assert not second.stage_folder("reward").exists() and finished(second, "sft") == taken
     assert there(first) == {"sft", "reward"} and not (second.folder / ".taken").exists()
     assert take_over(second, "chat", ["sft"]) == []  # it has it by now
+    (again,) = take_over(second, "chat", ["sft", "reward"])  # as after a kill, with the same command
+    assert again.startswith("reward is run anew")
+    own = chat_recipe(tmp_path, checkpoint, "reward.max_steps=9", name="own", sft=FEW)
+    finish(own, "sft")
     with pytest.raises(RecipeError, match='nothing can be taken from the run "chat": reward is run anew'):
-        take_over(second, "chat", ["sft", "reward"])
+        take_over(own, "chat", ["sft", "reward"])
     copied = second.stage_folder("sft") / "policy" / "adapter_config.json"
     assert set(sealed_files(second.stage_folder("sft"))) == {"policy/adapter_config.json"}
     whole = copied.read_text()

@@ -1,6 +1,7 @@
 """Stages that are stopped, killed and gone on with, by the command line and from Python."""
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -276,6 +277,40 @@ def test_a_kill_before_the_next_checkpoint_leaves_a_finished_stage_finished(tmp_
             assert not [*run.rglob("was_finished.json")]
         else:
             assert open_run(recipe.run, runs_dir=recipe.runs_dir).values == recipe.values and files() == before
+
+
+def test_a_kernel_that_dies_leaves_a_finished_stage_finished(tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint, lr_scheduler_type="constant")
+    stages.run(recipe, "ppo")
+    result, kept = recipe.stage_folder("ppo") / "result.json", recipe.stage_folder("ppo") / "was_finished.json"
+    before = result.read_bytes()
+    longer = chat(tmp_path, checkpoint, lr_scheduler_type="constant", max_steps=4)
+    for trains in (False, True):
+        trainer = longer.ppo_trainer(resume=True)
+        assert not result.exists() and kept.exists()
+        if trains:
+            trainer.train(resume_from_checkpoint=True)
+        del trainer
+        gc.collect()
+        (recipe.folder / ".lock").unlink(missing_ok=True)  # whose process is alive here
+        if not trains:
+            assert (
+                open_run(recipe.run, runs_dir=recipe.runs_dir).values == recipe.values and result.read_bytes() == before
+            )
+    with pytest.raises(RecipeError, match="has not finished"):
+        open_run(recipe.run, runs_dir=recipe.runs_dir)
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("text", ['{"checkpoints": {}, "files": {"recipe.yaml": 1, "result.json": 2}}', "[]", "{"])
+def test_what_a_finished_stage_comes_back_by_may_be_damaged(text, tmp_path, checkpoint):
+    recipe = chat(tmp_path, checkpoint, lr_scheduler_type="constant")
+    finished(recipe, "ppo")
+    (recipe.stage_folder("ppo") / "was_finished.json").write_text(text)
+    there = {path: path.read_bytes() for path in recipe.folder.rglob("*") if path.is_file()}
+    with pytest.raises(ToolkitError, match="was_finished.json .*Delete it"):
+        stages.run(chat(tmp_path, checkpoint, lr_scheduler_type="constant", max_steps=4), "ppo", resume=True)
+    assert there == {path: path.read_bytes() for path in recipe.folder.rglob("*") if path.is_file()}
 
 
 def test_what_a_finished_stage_warned_of_is_as_before_too(tmp_path, checkpoint):

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
@@ -556,18 +557,38 @@ def test_the_trainer_of_a_recipe_in_a_script_of_several_processes(two, checkpoin
     assert steps[0] == steps[1] != []  # written by one of them
 
 
-def test_of_two_trainers_in_a_folder_the_later_one_alone_writes_there(tmp_path, checkpoint):
+def test_of_two_trainers_in_a_folder_the_later_one_alone_writes_there(tmp_path, checkpoint, monkeypatch):
     """As where a cell is run twice, or a run's name is forgotten."""
     first, other = (
         chat_recipe(tmp_path, checkpoint, f"ppo.kl_coef={kl}", name=name, reward=None).ppo_trainer(count)
         for kl, name in ((0.1, "chat"), (0.1, "apart"))
     )
     second = chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.5", reward=None).ppo_trainer(count)
-    for call in (first.train, lambda: first.log({"a": 1.0}), first.save_model, lambda: first.save_checkpoint()):
+    within = partial(first.save_model, str(tmp_path / "runs" / "chat" / "ppo" / "policy"))
+    calls = (
+        first.train,
+        first.evaluate,
+        first.save_model,
+        within,
+        first.save_checkpoint,
+        lambda: first.log({"a": 1.0}),
+    )
+    for call in calls:
         with pytest.raises(ToolkitError, match="a later trainer of this process has taken .*ppo.* name a run for each"):
             call()
-    second.log({"a": 1.0})
-    other.log({"a": 1.0})
+    first.save_model(str(tmp_path / "elsewhere"))
+    assert (tmp_path / "elsewhere" / "policy").is_dir()
+    for untouched in (second, other):
+        untouched.log({"a": 1.0})
+
+    def fails(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setitem(build.MAKERS, "ppo", fails)
+    with pytest.raises(MemoryError):
+        chat_recipe(tmp_path, checkpoint, "ppo.kl_coef=0.7", reward=None).ppo_trainer(count)
+    with pytest.raises(ToolkitError, match="a later trainer of this process"):
+        second.save_model()
 
 
 def count(rollout):

@@ -211,7 +211,7 @@ def _say_of_the_system(error: OSError, *, resumable: bool, inner: bool) -> int:
     fault of ours, and for a closed pipe, at which typer ends in silence."""
     if inner and isinstance(error, BrokenPipeError):
         return _output_closed()
-    full = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EIO), "standard output")
+    full = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "standard output")
     unnamed = full | {errno.ENOENT: "the current folder"}
     place = error.filename or unnamed.get(error.errno or 0)
     if isinstance(error, BrokenPipeError) and resumable:

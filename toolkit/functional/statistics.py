@@ -150,7 +150,7 @@ def pearson_correlation(first: Tensor, second: Tensor) -> float:
     """
     if first.shape != second.shape:
         raise ValueError(f"quantities of shapes {tuple(first.shape)} and {tuple(second.shape)} cannot be paired")
-    if any(bool((values == values[:1]).all()) for values in (first, second)):  # whose mean may be off by a rounding
+    if any(bool((values == values.flatten()[:1]).all()) for values in (first, second)):  # its mean may be rounded
         return 0.0
     a, b = first.double() - first.double().mean(), second.double() - second.double().mean()
     scale = float((a.square().sum() * b.square().sum()).sqrt())

@@ -173,7 +173,8 @@ def _loading(spec: ModelSpec) -> Iterator[None]:
     except ToolkitError:
         raise
     except (SafetensorError, FileNotFoundError) as error:  # a file that is cut, or that may not be read
-        for problem in weight_file_problems(Path(spec.model).expanduser()):
+        folder = Path(spec.model).expanduser()
+        for problem in weight_file_problems(folder) if folder.is_dir() else ():
             raise ModelError(problem, field="model") from error
         raise not_loaded(spec.model, error) from error
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:

@@ -209,9 +209,10 @@ def code_digests(reward: Any) -> dict[str, str]:
     texts = {
         str(path) if path.name in shared else path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files
     }
-    # Not of the object: what a user's has may be anything.
-    frozen = [part for part in parts if hasattr(type(part), "weights_digest")]
-    return texts | {f"the weights of {part.model.name_or_path}": part.weights_digest() for part in frozen}
+    for part in parts:
+        if hasattr(type(part), "digest_of_weights"):  # not of the object: what a user's has may be anything
+            texts |= part.digest_of_weights()
+    return texts
 
 
 def check_scores(scores: ScoreLike, rollout: Rollout) -> Scores:

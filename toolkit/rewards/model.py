@@ -68,9 +68,12 @@ class RewardModel(TextScorer):
     def portion(self) -> Portion:
         return Portion("the reward's batch size", self.batch_size)
 
-    def weights_digest(self) -> str:
-        """SHA-256 of the first numbers of each weight that is not quantised."""
-        return models.frozen_digest(self.model)
+    def digest_of_weights(self) -> dict[str, str]:
+        """SHA-256 of the first numbers of each weight that is not quantised, by the model's name and precision."""
+        kept = (p for p in self.model.parameters() if p.is_floating_point() and not hasattr(p, "quant_state"))
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        name = f"the weights of {self.model.name_or_path} in {dtype}"
+        return {name: models.tensors_digest(p.flatten()[:64] for p in kept)}
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout) -> Tensor:

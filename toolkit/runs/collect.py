@@ -118,7 +118,8 @@ def collect(recipe: Recipe, path: Path) -> dict[str, float]:
                     raise RunInterrupted(f"{after}; they are saved in {unfinished}.", asked)
         processes.by_main(lambda: _finish(unfinished, path))
     except OSError as error:
-        if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(path.parent):
+        named = error.filename
+        if isinstance(named, str | bytes) and not Path(os.fsdecode(named)).is_relative_to(path.parent):
             raise  # of what is read
         wrong = f"{path}: cannot be written ({error.strerror or error})."
         raise ToolkitError(wrong, remedy="Make room, then go on with $resume.") from error

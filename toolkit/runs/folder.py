@@ -282,12 +282,13 @@ def recover_to_read(run: Path) -> None:
 
 
 @contextmanager
-def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
+def result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True) -> Iterator[None]:
     """Inside, a stage may go on beyond its end. If that fails before its next checkpoint, it is finished as before:
-    but not with other weights, which it may have saved without one. After a kill the next command sees to it."""
+    but not with other weights, which it may have saved without one. After a kill the next command sees to it, and
+    where a notebook only makes the trainer here, and `trains` after it."""
     folder = recipe.stage_folder(stage)
     checkpoints = checkpoint_folders(folder)
-    if (folder / RESULT_FILE).is_file():
+    if (folder / RESULT_FILE).is_file() and (folder / MANIFEST).is_file():
         _write_down(recipe.folder, stage)
     try:
         yield
@@ -297,10 +298,17 @@ def result_comes_back(recipe: Recipe, stage: str) -> Iterator[None]:
         with suppress(OSError, ToolkitError):  # of a full disk, of which the error that is raised again says more
             _as_it_was(recipe.folder, stage)
         raise
-    (folder / WAS_FINISHED_FILE).unlink(missing_ok=True)
+    if trains:
+        (folder / WAS_FINISHED_FILE).unlink(missing_ok=True)
 
 
 _OF_A_RESULT = (MANIFEST, REPORT_FILE, METRICS_FILE, ROLLOUTS_FILE, WARNINGS_FILE)
+
+
+def _checkpoints(folder: Path) -> dict[str, str]:
+    """Checkpoints by name, each as its manifest has it: one of another course may have its name."""
+    found = {path.name: path / MANIFEST for path in checkpoint_folders(folder)}
+    return {name: path.read_text("utf-8", "replace") if path.is_file() else "" for name, path in found.items()}
 
 
 def _write_down(run: Path, stage: str) -> None:
@@ -308,9 +316,8 @@ def _write_down(run: Path, stage: str) -> None:
     folder = run / stage
     paths = {name: folder / name for name in (*_OF_A_RESULT, RESULT_FILE)} | {RECIPE_FILE: run / RECIPE_FILE}
     files = {name: path.read_text("utf-8", "replace") for name, path in paths.items() if path.is_file()}
-    kept = {"checkpoints": [path.name for path in checkpoint_folders(folder)], "files": files}
     with writing(folder):
-        write_whole(folder / WAS_FINISHED_FILE, json.dumps(kept))
+        write_whole(folder / WAS_FINISHED_FILE, json.dumps({"checkpoints": _checkpoints(folder), "files": files}))
 
 
 def _written_down(run: Path) -> Iterator[str]:
@@ -327,17 +334,18 @@ def _stages_as_they_were(run: Path) -> None:
 def _as_it_was(run: Path, stage: str) -> None:
     """Finish a stage again as it is written down, if it has neither another checkpoint nor other weights since."""
     folder = run / stage
-    path = folder / WAS_FINISHED_FILE
+    path, remedy = folder / WAS_FINISHED_FILE, "Delete it: the stage goes on with $resume."
     owned.refuse_link(folder)
-    remedy = "Delete it: the stage goes on with $resume."
     if (kept := read_object(path, remedy)) is None:
         return
-    files = kept.get("files")
-    if not isinstance(files, dict) or not {RECIPE_FILE, RESULT_FILE} <= files.keys() or "checkpoints" not in kept:
+    files: Any = kept.get("files")
+    whole = isinstance(files, dict) and all(isinstance(text, str) for text in files.values())
+    if not whole or not {RECIPE_FILE, RESULT_FILE, MANIFEST} <= files.keys() or "checkpoints" not in kept:
         raise ToolkitError(f"{path} is damaged: it lacks what the stage was.", remedy=remedy)
-    if [path.name for path in checkpoint_folders(folder)] == kept["checkpoints"]:
-        if MANIFEST in files:
-            write_whole(folder / MANIFEST, files[MANIFEST])
+    if _checkpoints(folder) != kept["checkpoints"]:
+        _drop_evaluation(folder)
+    else:
+        write_whole(folder / MANIFEST, files[MANIFEST])
         if damage(folder) is None:
             if WARNINGS_FILE not in files:
                 (folder / WARNINGS_FILE).unlink(missing_ok=True)

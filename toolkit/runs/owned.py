@@ -43,6 +43,8 @@ def _is_written(name: Path, listed: Collection[str]) -> bool:
     top = name.parts[0]
     if len(name.parts) == 1:
         return top in _FILES
+    if top in WEIGHTS and is_half_saved(name):
+        return True
     if listed and top in WEIGHTS:  # a finished stage: what it has written is listed
         return name.as_posix() in listed
     unfinished = top.startswith(CHECKPOINT) and top.endswith(ASIDE)

@@ -106,9 +106,9 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
         aside.settle(recipe.folder)  # what a finished stage has replaced goes
 
 
-def _result_comes_back(recipe: Recipe, stage: str, **way: bool) -> AbstractContextManager[None]:
+def _result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True, **way: bool) -> AbstractContextManager[None]:
     resumed = way.get("resume") and processes.is_main()
-    return result_comes_back(recipe, stage) if resumed else nullcontext()
+    return result_comes_back(recipe, stage, trains=trains) if resumed else nullcontext()
 
 
 def prepared(
@@ -142,8 +142,9 @@ def prepared(
             check_room(lengths, config.max_length, config.min_response_length)
         handed_over = {{"reward": "scorer"}.get(name, name) for name in given}
         _run_prerequisites(recipe, stage, from_run=from_run, handed_over=handed_over, **way)
-        with _result_comes_back(recipe, stage, **way):
+        with _result_comes_back(recipe, stage, trains=False, **way):
             processes.by_main(partial(claim, recipe, stage, wanted=stage, **way))
+            _take_from_earlier(recipe.stage_folder(stage))
             for sentence in about_precision(recipe, stage):
                 say(sentence)
             shown = Progress(f"{recipe.run} {stage}", quiet=not processes.is_main())
@@ -155,26 +156,34 @@ def prepared(
         processes.by_main(lambda: aside.train_by_hand(recipe.folder, getattr(trainer, "last_saved", ())))
         if processes.by_main(lambda: acquire(recipe.folder)) and processes.is_main():
             weakref.finalize(trainer, release, recipe.folder.resolve())
-        _take_from_earlier(trainer, recipe.stage_folder(stage).resolve())
+        _writers[recipe.stage_folder(stage).resolve()] = trainer
         return trainer
 
 
 _writers: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()  # by folder, of this process
 
 
-def _take_from_earlier(trainer: Any, folder: Path) -> None:
-    """Let the trainer alone write there: what an earlier one of this process, as of a cell that was run twice, wrote
-    from here on would be mixed with it."""
+def _take_from_earlier(folder: Path) -> None:
+    """Let no earlier trainer of this process write to a folder that is another's now, as where a cell is run twice: it
+    would be mixed with what that one writes."""
+    if (earlier := _writers.pop(folder.resolve(), None)) is None:
+        return
+    wrong = f"a later trainer of this process has taken {folder}, and what both write there would be mixed."
+    taken = ToolkitError(wrong, remedy="Use that one, or name a run for each ($run).")
+    saves = earlier.save_model
 
     def refused(*_: Any, **__: Any) -> None:
-        wrong = f"a later trainer of this process has taken {folder}, and what both write there would be mixed."
-        raise ToolkitError(wrong, remedy="Use that one, or name a run for each ($run).")
+        raise taken
 
-    if (earlier := _writers.get(folder)) is not None:
-        for name in ("train", "step", "log", "save_model", "save_checkpoint"):
-            if hasattr(earlier, name):
-                setattr(earlier, name, refused)
-    _writers[folder] = trainer
+    def saved(output_dir: Any = None, *arguments: Any, **named: Any) -> Any:  # of what it has learnt, elsewhere
+        if output_dir is None or Path(output_dir).resolve().is_relative_to(folder.resolve()):
+            raise taken
+        return saves(output_dir, *arguments, **named)
+
+    earlier.save_model = saved
+    for name in ("train", "step", "evaluate", "log", "save_checkpoint"):
+        if hasattr(earlier, name):
+            setattr(earlier, name, refused)
 
 
 def run(

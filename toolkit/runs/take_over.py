@@ -55,10 +55,16 @@ def take_over(recipe: Recipe, source: str, needs: list[str], *, wanted: str | No
             claim(recipe, stage, wanted=wanted, **way)
             _copy(other, recipe, stage)
             said.append(f"{stage} is taken from {other.stage_folder(stage)}.")
-    if missing and refused == len(missing):
+    taken = any(_taken_from(recipe, other, stage) for stage in needs if stage not in missing)  # by an earlier try
+    if missing and refused == len(missing) and not taken:
         wrong = f'nothing can be taken from the run "{source}": {" ".join(said)}'
         raise RecipeError(wrong, remedy="Leave $from_run out.")
     return said
+
+
+def _taken_from(recipe: Recipe, other: Recipe, stage: str) -> bool:
+    result = read_result(recipe.stage_folder(stage)) or {}
+    return bool(result.get("taken_from") == str(other.stage_folder(stage)))
 
 
 def _not_taken(recipe: Recipe, other: Recipe, stage: str) -> str | None:

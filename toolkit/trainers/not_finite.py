@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from toolkit import phases, processes
 from toolkit.data import Rollout
-from toolkit.disk import writing
+from toolkit.disk import as_the_umask_says, writing
 from toolkit.errors import SelfCheckError, ToolkitError
 from toolkit.reports import write_jsonl
 from toolkit.trainers.share import DividedSteps
@@ -92,14 +92,22 @@ def save_broken(folder: Path, *, rollout: Rollout | None = None, tensors: Mappin
             written.append(BROKEN_ROWS)
         if held:
             save_file(held, folder / BROKEN_TENSORS)
+            as_the_umask_says([folder / BROKEN_TENSORS])
             written.append(BROKEN_TENSORS)
     return " and ".join(str(folder / name) for name in written)
+
+
+def where_broken(folder: Path, **batch: Any) -> str:
+    """A sentence on where the main process has written a batch; a full disk is not what ended the run."""
+    try:
+        return f"The batch is in {processes.by_main(partial(save_broken, folder, **batch))}."
+    except ToolkitError as full:
+        return f"The batch could not be written: {full}"
 
 
 class GuardedSteps(DividedSteps):
     """A `Trainer` whose steps leave no number in the weights that is not finite."""
 
-    _in_hand: dict[str, Any]  # what is computed
     _of_step: Sequence[dict[str, Any]] = ()  # the micro-batches of the step
     _counted = "optimizer steps"  # what is too many in a row
 
@@ -120,27 +128,24 @@ class GuardedSteps(DividedSteps):
             )
         if self.skipped.add():
             several = len(self._of_step) > 1
-            self._in_hand = {
+            tensors = {
                 f"{number}.{name}" if several else name: tensor
                 for number, inputs in enumerate(self._of_step)
                 for name, tensor in inputs.items()
             }
-            self.stop_broken(why, tensors=self._in_hand)
+            self.stop_broken(why, tensors=tensors)
 
     def stop_broken(self, why: str, **batch: Any) -> None:
         """End a run in which too many in a row are not finite; the last batch is written beside its checkpoints.
 
         Raises: SelfCheckError.
         """
-        try:
-            saved = processes.by_main(partial(save_broken, Path(self.args.output_dir), **batch))
-        except ToolkitError as full:  # which is not what ended the run
-            saved = f"no file: {full}"
+        saved = where_broken(Path(self.args.output_dir), **batch)
         wrong = f"{why} at step {self.state.global_step + 1}, and {MOST_IN_A_ROW} {self._counted} in a row were not "
         wrong += "finite. None of that has reached the weights."
         remedy = "Begin a new run with a lower learning_rate, or with a base in float32 if that does not"
         with processes.agreed():  # told once
-            raise SelfCheckError(wrong, remedy=f"{remedy} help. The batch is in {saved}.")
+            raise SelfCheckError(wrong, remedy=f"{remedy} help. {saved}")
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """As in `Trainer`, with the number of steps that were passed over, if any were."""

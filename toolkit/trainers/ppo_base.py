@@ -187,4 +187,5 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         write_model_card(Path(self.args.output_dir), self.roles, base_name=self.base_name)
 
     def get_train_dataloader(self) -> DataLoader:
+        """A look at the prompts, pass after pass the same; for a loop of your own take `batches()`."""
         return self.dataloader.look()

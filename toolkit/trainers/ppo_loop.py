@@ -20,7 +20,7 @@ from toolkit.functional import Moments
 from toolkit.reports import ROLLOUTS_FILE, WARNINGS_FILE, append_jsonl, keep_until, write_jsonl
 from toolkit.rewards import Scores, check_scores, concatenate_scores, state_of, total_scores
 from toolkit.trainers.guards import Watch
-from toolkit.trainers.not_finite import MOST_IN_A_ROW, save_broken
+from toolkit.trainers.not_finite import MOST_IN_A_ROW, where_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
 from toolkit.trainers.same_run import check_frozen, frozen_digests, other_setting
 
@@ -40,7 +40,7 @@ class PPOLoop(SharedBaseTrainer):
         self.measured_before: tuple[Mapping[str, float], Sequence[str], Sequence[str]] | None = None
         """Metrics, responses and prompts of before the first update, of which a checkpoint may not know."""
         self._in_scoring: Rollout | None = None
-        self._in_hand = {}
+        self._in_hand: dict[str, Any] = {}
         self._drawn = 0
         """Prompts that the update in hand has drawn."""
         self._passed_over = 0
@@ -233,9 +233,9 @@ class PPOLoop(SharedBaseTrainer):
         if not self.skipped.add():
             return False
         folder = Path(self.args.output_dir)
-        saved = processes.by_main(partial(save_broken, folder, rollout=self._in_scoring, tensors=self._in_hand))
+        saved = where_broken(folder, rollout=self._in_scoring, tensors=self._in_hand)
         before = f"So were those of the {MOST_IN_A_ROW - 1} updates before, which were passed over."
-        error.add_remedy(f"{before} The last batch is in {saved}.")
+        error.add_remedy(f"{before} {saved}")
         return True
 
     def _without_update(self) -> dict[str, float]:

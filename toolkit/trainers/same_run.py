@@ -43,14 +43,14 @@ def identity(
 
 
 def _texts_of(reward: Any, judge: Any) -> dict[str, str]:
-    """Digests of a user's files that reward and judge are written in, by name."""
+    """Digests of a user's files that reward and judge are written in, and of models that they score by, by name."""
     return code_digests(reward) | {f"{name} (judge)": text for name, text in code_digests(judge).items()}
 
 
 def made_with(roles: SharedBase, reward: Any, judge: Any = None) -> dict[str, Any]:
     """What responses are made and scored with, beside what is trained: digests of the base but for what is quantised,
-    which are of its dtype, of the adapters that are not trained, by role, and of a user's files that reward and judge
-    are written in, by name."""
+    which are of its dtype, of the adapters that are not trained, by role, and of what reward and judge are made of, by
+    name."""
     dtype = str(roles.causal_lm.dtype).removeprefix("torch.")
     base = frozen_digest(roles.causal_lm)
     return {"dtype": dtype, "base": base, "adapters": frozen_digests(roles), "reward": _texts_of(reward, judge)}
