@@ -1,7 +1,9 @@
 import json
 import logging
+import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -589,3 +591,14 @@ def test_weights_that_may_not_be_read_say_so(tmp_path, monkeypatch):
     assert [*weight_file_problems(tmp_path)] == [f"{path} cannot be read (Permission denied). Check its permissions."]
     with pytest.raises(AdapterError, match=said):
         read_tensors(tmp_path, "model.safetensors")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, tmp_path):
+    save_llama(tmp_path, byte_tokenizer())
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    for load in (load_base, load_tokenizer, partial(load_base, device=META)):
+        with pytest.raises(ModelError, match=f"{name} is a folder, a pipe or a device"):
+            load(str(tmp_path))

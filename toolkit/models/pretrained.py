@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ _TOKENIZER_FILES = (
     "special_tokens*.json",
 )
 _POINTER = b"version https://git-lfs"
+_READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 
 
 def load_tokenizer(
@@ -85,7 +86,8 @@ def check_there(model: str, revision: str | None = None) -> None:
 
     transformers finds out within minutes, after many tries of each file.
 
-    Raises: ModelError: it is none of them, or a folder of which a revision is asked for.
+    Raises: ModelError: it is none of them, or a folder of which a revision is asked for, or in which a file would be
+    waited for without end.
     """
     if Path(model).expanduser().is_file():  # transformers takes a config.json for a checkpoint
         raise not_loaded(model, OSError())
@@ -93,6 +95,11 @@ def check_there(model: str, revision: str | None = None) -> None:
         if revision is not None:
             wrong = f'"{revision}" would have no effect: "{model}" is a folder, which has one state.'
             raise ModelError(wrong, field="revision", remedy="Remove it, or name a hub id.")
+        with suppress(OSError):  # of the folder, which is told of where it is read
+            for path in sorted(Path(model).expanduser().iterdir()):
+                if path.suffix in _READ and path.exists() and not path.is_file():
+                    wrong = f"{path} is a folder, a pipe or a device."
+                    raise ModelError(wrong, field="model", remedy="Download the checkpoint again.")
         return
     try:
         cached = isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
