@@ -10,6 +10,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from huggingface_hub import constants
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -44,7 +45,7 @@ from toolkit.models import (
 )
 from toolkit.models import load as load_module
 from toolkit.models.folders import read_tensors
-from toolkit.models.load import load_with_report, model_config
+from toolkit.models.load import _loading, load_with_report, model_config
 from toolkit.models.pretrained import weight_file_problems
 from toolkit.models.trials import tried
 
@@ -602,3 +603,11 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, tmp_path):
     for load in (load_base, load_tokenizer, partial(load_base, device=META)):
         with pytest.raises(ModelError, match=f"{name} is a folder, a pipe or a device"):
             load(str(tmp_path))
+
+
+def test_a_damaged_file_of_the_hub_s_cache_is_not_looked_for_here():
+    with (
+        pytest.raises(ModelError, match=r'from the folder or hub id "org/name" \(header too small\)'),
+        _loading(ModelSpec(model="org/name")),
+    ):
+        raise SafetensorError("header too small")

@@ -546,6 +546,17 @@ def test_sft_stops_after_too_many_of_them_with_the_batch_on_the_disk(tmp_path, m
     assert [written[f"{number}.input_ids"].shape[0] for number in range(2)] == [4, 4] and "2.input_ids" not in written
 
 
+def test_a_full_disk_does_not_hide_why_sft_stopped(tmp_path, monkeypatch):
+    ours = spoiled(supervised(tmp_path), monkeypatch, 2, 3, 4)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("toolkit.trainers.not_finite.save_file", full)
+    with pytest.raises(SelfCheckError, match=r"3 optimizer steps in a row.*could not be written: .*No space left"):
+        ours.train()
+
+
 def test_memory_that_runs_out_in_sft_halves_the_micro_batch_and_no_gradient(tmp_path, monkeypatch, caplog):
     whole = supervised(tmp_path / "a")
     whole.train()
