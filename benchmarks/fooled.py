@@ -9,10 +9,11 @@ Runs a form of a recipe, `smollm2_135m_lora` but for the last, for each seed, wi
 puts the policy beside that from before PPO, also by a third reward. `fooled` is the recipe as it was, without pairs
 that a program makes; its judge was taught whether a response belongs to its prompt or to another's, and what comes back
 at the end is what the judge likes best. `centred` is the same with a reward whose scores are held around 0, `relevant`
-with a judge that nobody taught, a sentence encoder. `made` is the recipe, whose judge has other pairs; `plain` is that
-without the made pairs, from the same sft adapters. `actor_critic` is that recipe as it is, beside the encoder.
-`--again` asks that encoder of the responses that the newest results of the other forms have. Stages that are finished
-are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
+with a judge that nobody taught, a sentence encoder; `ensemble` is that with three rewards, of which PPO is paid the
+mean less the standard deviation, and what comes back is the end. `made` is the recipe, whose judge has other pairs;
+`plain` is that without the made pairs, from the same sft adapters. `actor_critic` is that recipe as it is, beside the
+encoder. `--again` asks that encoder of the responses that the newest results of the other forms have. Stages that are
+finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
 `docs/fooled_rewards.md`.
 """
 
@@ -93,6 +94,7 @@ class Form:
         follows: whether what the judge likes best comes back at the end.
         begins_as: the form with whose sft adapters its seeds begin, where not with their own.
         recipe: of which it is a form; one without an sft stage begins with the base.
+        members: reward adapters that score together: their mean, less their spread.
     """
 
     judge: str
@@ -102,6 +104,7 @@ class Form:
     follows: bool = False
     begins_as: str = ""
     recipe: str = RECIPE
+    members: int = 1
 
 
 JUDGES = {
@@ -125,6 +128,7 @@ FORMS = {
     "fooled": Form("belongs", 15, AS_IT_WAS, (_PLAIN,), follows=True),
     "centred": Form("belongs", 15, AS_IT_WAS, (_PLAIN, _CENTRED), follows=True, begins_as="fooled"),
     "relevant": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), follows=True),
+    "ensemble": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), begins_as="fooled", members=3),
     "made": Form("judge", 10, {}),
     "plain": Form("judge", 10, {}, (_PLAIN,), begins_as="made"),
     "actor_critic": Form(RELEVANCE, 5, {}, recipe="actor_critic_lora"),
@@ -217,9 +221,16 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
     if "sft" in begun.values:
         run_stage("sft", form.recipe, f"{begins_as}-{seed}", runs, *settings, *FORMS[begins_as].settings)
         before["policy"] = str(runs / f"{begins_as}-{seed}" / "sft" / "policy")
-    run_stage("reward", form.recipe, begun.run, runs, *settings, *form.settings)
-    reward = str(runs / begun.run / "reward" / "reward")
+    members = [begun.run, *(f"{begun.run}-{number}" for number in range(1, form.members))]
+    for number, member in enumerate(members):
+        of_its_own = (f"seed={10 * number + seed}", *settings[1:])
+        run_stage("reward", form.recipe, member, runs, *of_its_own, *form.settings)
+    reward, *others = (str(runs / member / "reward" / "reward") for member in members)
     values = {key: value for key, value in begun.values.items() if key not in ("sft", "reward", "reward_head")}
+    if others:
+        named = {"own": {}, **{f"other-{number}": {"adapter": folder} for number, folder in enumerate(others, 1)}}
+        parts = {part: {"kind": "adapter", "weight": 1 / len(members), **given} for part, given in named.items()}
+        values["scorer"] = {"kind": "sum", "parts": parts, "spread_coef": 1.0}
     section, start = judge
     values |= {"start": {**before, "reward": reward, **start}, "judge": section}
     values["data"]["max_validation_rows"] = PROMPTS

@@ -8,6 +8,7 @@ import sys
 import threading
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -339,6 +340,34 @@ def test_a_weighted_sum_by_hand():
     served = RemoteReward("http://127.0.0.1:9/score", weight=0.0)
     assert WeightedSum({"a": ended, "b": served}).weights == {"a": 1.0, "b": 0.0}
     assert WeightedSum({"b": served}, {"b": 2}).weights == {"b": 2.0}
+
+
+def test_a_sum_less_the_spread_of_its_parts():
+    """Of parts that have a weight, without it, by NumPy's standard deviation."""
+    given = {"a": [1.0, 2.0, 3.0, 4.0], "b": [1.0, 4.0, -3.0, 4.5], "seen": [9.0, 9.0, 9.0, 9.0]}
+    parts = {name: lambda r, scores=scores: scores for name, scores in given.items()}
+    weights, spread = {"a": 0.25, "b": 0.75, "seen": 0}, np.std([given["a"], given["b"]], axis=0)
+    plain = 0.25 * np.array(given["a"]) + 0.75 * np.array(given["b"])
+    for coef in (1.5, 0.0):
+        both = WeightedSum(parts, weights, spread_coef=coef)
+        scores = score_with(both, rollout(RESPONSES))
+        torch.testing.assert_close(scores, torch.tensor(plain - coef * spread, dtype=torch.float32), **EXACT)
+        torch.testing.assert_close(both.last_parts["spread"], torch.tensor(spread, dtype=torch.float32), **EXACT)
+    without = WeightedSum(parts, weights)
+    assert score_with(without, rollout(RESPONSES)).tolist() == plain.tolist() and "spread" not in without.last_parts
+
+    tokens = DenseScores(tokens=[[0.5] * int(n) for n in LENGTHS])
+    dense = score_with(WeightedSum({"a": parts["a"], "tokens": lambda r: tokens}, spread_coef=2.0), rollout(RESPONSES))
+    spread = np.std([given["a"], [n / 2 for n in LENGTHS]], axis=0)
+    torch.testing.assert_close(
+        dense.scores, torch.tensor(np.array(given["a"]) - 2 * spread, dtype=torch.float32), **EXACT
+    )
+    assert [row.tolist() for row in dense.tokens] == [[0.5] * int(n) for n in LENGTHS]
+
+    with pytest.raises(RewardError, match="^spread_coef: would have no effect: a spread is of two parts or more"):
+        WeightedSum(parts, {"a": 0, "b": 0}, spread_coef=1.0)
+    with pytest.raises(RewardError, match='^spread_coef: logs the spread of the scores as "spread", which a part is'):
+        WeightedSum({"spread": parts["a"], "b": parts["b"]}, spread_coef=0.0)
 
 
 def test_a_part_without_a_weight_makes_no_sum_dense():

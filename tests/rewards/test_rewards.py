@@ -190,7 +190,7 @@ def test_scores_have_no_dropout_while_the_base_trains():
 def test_a_recipe_may_ask_for_the_logit_of_an_adapters_class():
     base, wanted = shared_base(labels=3), [0, 2, 1, 0]
     batch = replace(rollout(RESPONSES), columns={"style": wanted})
-    context = ScorerContext(roles=base, tokenizer=doubling.tokenizer(), prompts=lambda: ())
+    context = ScorerContext(roles=base, tokenizer=doubling.tokenizer(), prompts=lambda: (), pad_tokens={"reward": 0})
     values = {"kind": "adapter", "class_column": "style", "class_score": "logit"}
     scores = scorer_of(values).build(context)(batch)
     for row, number in enumerate(wanted):

@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.rewards.server import Server, lengths
 from tests.spec.test_load import load_changed
-from tests.tiny_models import lora, shared_base
-from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, texts
+from tests.tiny_models import lora, randomize, shared_base
+from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, command_here, texts
 from toolkit.data import Rollout
-from toolkit.errors import RecipeError, RewardError
+from toolkit.errors import CheckpointError, RecipeError, RewardError
 from toolkit.models import SharedBase, load_base, save_role
 from toolkit.rewards import (
     SCORERS,
@@ -41,6 +41,7 @@ from toolkit.spec.validate import check_recipe, check_scorer
 
 REMOTE = {"kind": "remote", "url": "http://127.0.0.1:1/"}
 RULE = {"kind": "function", "function": "statistics:fmean"}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,23 @@ RULE = {"kind": "function", "function": "statistics:fmean"}
         (
             {"kind": "sum", "parts": {"a b": RULE}},
             "scorer.parts — 'a b' cannot name a part: its mean is logged as score/",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": RULE, "b": {**RULE, "weight": 0}}, "spread_coef": 1.0},
+            "scorer.spread_coef — would have no effect: a spread is of two parts or more.",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": RULE, "spread": RULE}, "spread_coef": 0.0},
+            'scorer.spread_coef — logs the spread of the scores as "spread", which a part is called.',
+        ),
+        (
+            {"kind": "sum", "parts": {"a": RULE, "b": RULE}, "spread_coef": -1.0},
+            "scorer.spread_coef — must be 0 or more and finite or null, got -1",
+        ),
+        (
+            {"kind": "adapter", "adapter": "x"},
+            "scorer.adapter — is of the parts of a sum, which can name more than one. That of a scorer alone is "
+            "start.reward. Write start.reward in its place.",
         ),
         ({"kind": "sum", "parts": {"a": "x"}}, "scorer.parts.a — a section with keys is needed, got 'x'."),
         (
@@ -274,6 +292,13 @@ def test_parts_with_classes_of_an_adapter(checkpoint, tmp_path):
 # ---------------------------------------------------------------------- runs
 
 
+def save_reward(checkpoint, folder, seed):
+    base = SharedBase(load_base(str(checkpoint), dtype="float32"))
+    base.add_role("reward", lora(4))
+    randomize(base, "reward", seed=seed)
+    return save_role(base, "reward", folder, pad_token_id=2, base_name="tiny")
+
+
 def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_path, monkeypatch):
     """The reward stage is replaced by a saved adapter; one part of each kind, another model among them."""
     monkeypatch.chdir(tmp_path)
@@ -290,7 +315,7 @@ def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_p
         "rule": {"kind": "function", "function": "rule.py:rule", "weight": -0.5},
         "mood": {
             "kind": "model", "model": str(classifiers / "two"), "prompt_column": "plain", "class_column": "mood",
-            "dtype": "float32", "quantization": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            "dtype": "float32", "quantization": NF4,
         },
         "server": {"kind": "remote", "url": server.url, "batch_size": 3, "weight": 0.25},
     }  # fmt: skip
@@ -316,6 +341,71 @@ def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_p
     expected = 2 * parts["adapter"] - 0.5 * parts["rule"] + parts["mood"] + 0.25 * parts["server"]
     torch.testing.assert_close(again, expected)
     server.stop()
+
+
+def test_several_reward_adapters_on_one_base(checkpoint, tmp_path, monkeypatch):
+    """Each part of the sum, and each of the judge, scores as its folder does alone; two parts may share a role."""
+    folders = [save_reward(checkpoint, tmp_path / f"reward-{seed}", seed) for seed in range(3)]
+    own, first, second = ({"kind": "adapter"}, *({"kind": "adapter", "adapter": str(one)} for one in folders[1:]))
+    parts = {"own": own, "first": first, "second": {**second, "weight": 0.5}, "again": {**first, "weight": 0}}
+    scorer = {"kind": "sum", "parts": parts, "spread_coef": 0.5}
+    judge = {"kind": "sum", "parts": {"first": second, "second": first}}
+    start = {"reward": str(folders[0])}
+    base = {"base": {"model": str(checkpoint), "dtype": "float32", "quantization": NF4}}
+    recipe = chat_recipe(tmp_path, checkpoint, **base, reward=None, start=start, scorer=scorer, judge=judge)
+    assert recipe.plan.needs("ppo") == []
+    report = check(recipe)
+    roles = ["policy", "reward", "reward_1", "reward_2", "judge_1", "judge_2", "value", "reference"]
+    assert [one.role for one in report.roles] == roles and texts(report) == ()
+    trainer = recipe.ppo_trainer()
+    assert {*trainer.roles.roles} == {*roles} and {*trainer.roles.trained_roles} == {"policy", "value"}
+    evaluation = trainer.evaluate_rollout(recipe.task.prompts("validation"))
+    alone = []
+    for number, folder in enumerate(folders):
+        one = chat_recipe(
+            tmp_path, checkpoint, name=f"alone-{number}", **base, reward=None, start={"reward": str(folder)}
+        )
+        alone.append(one.ppo_trainer().reward(evaluation.rollout))
+    assert not torch.allclose(alone[0], alone[1]) and not torch.allclose(alone[1], alone[2])
+    spread = torch.stack(alone).std(dim=0, correction=0)
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(evaluation.scores, alone[0] + alone[1] + 0.5 * alone[2] - 0.5 * spread, **near)
+    torch.testing.assert_close(evaluation.judged, alone[1] + alone[2], **near)
+    expected = {"own": alone[0], "first": alone[1], "second": alone[2], "again": alone[1], "spread": spread}
+    logged = {f"score/{name}": scores.mean().item() for name, scores in expected.items()}
+    assert {name: evaluation.metrics[name] for name in logged} == pytest.approx(logged, rel=1e-3, abs=1e-4)
+
+    result = stages.run(recipe, "ppo", overwrite=True)
+    evaluated = command_here("eval", recipe.run, "--runs-dir", recipe.runs_dir)
+    assert evaluated.returncode == 0, evaluated.stderr
+    again = json.loads((recipe.folder / "eval" / "result.json").read_text(encoding="utf-8"))
+    for when in ("before", "after"):
+        same = {name: of for name, of in result[when].items() if name.startswith(("score", "judge"))}
+        assert {name: again[when][name] for name in same} == pytest.approx(same, rel=1e-3, abs=1e-4)
+    best = command_here("generate", recipe.run, "--runs-dir", recipe.runs_dir, "--num-samples", "2", "--number", "1")
+    assert best.returncode == 0 and "the best of 2" in best.stdout, best.stderr
+
+
+def test_an_adapter_of_a_sum_that_cannot_be_had(checkpoint, tmp_path):
+    """By the place where it is named first; and that of another run, under which a run cannot go on."""
+    folders = [save_reward(checkpoint, tmp_path / f"reward-{seed}", seed) for seed in range(2)]
+    named = [{"kind": "adapter", "adapter": str(one)} for one in (*folders, tmp_path / "none")]
+
+    def recipe(*parts, **given):
+        scorer = {"kind": "sum", "parts": dict(zip("abc", parts, strict=False))}
+        return chat_recipe(tmp_path, checkpoint, reward=None, scorer=scorer, **given)
+
+    wrong = f'scorer.parts.b.adapter — role "reward_2": there is no folder {tmp_path / "none"}.'
+    assert any(line.startswith(wrong) for line in texts(check(recipe(named[0], named[2], named[2]))))
+    with pytest.raises(RecipeError, match="needs a trained reward role, and the recipe has no section"):
+        recipe(named[0], {"kind": "adapter"}).plan.needs("ppo")
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    begun = recipe(*named[:2], ppo=saving)
+    assert "reward" not in [source.role for source in begun.plan.stages["ppo"].roles]
+    stages.run(begun, "ppo")
+    save_reward(checkpoint, folders[1], 7)
+    with pytest.raises(CheckpointError, match="the reward_2 adapter"):
+        stages.run(recipe(*named[:2], ppo={**saving, "max_steps": 3}), "ppo", resume=True)
 
 
 def test_another_model_from_a_recipe(checkpoint, classifiers, questions, tmp_path):

@@ -20,7 +20,7 @@ from toolkit.costs.outline import alike, truncated
 from toolkit.data import Rollout
 from toolkit.errors import ConfigError
 from toolkit.functional import inverse_cdf
-from toolkit.models import InRole, RecordedPass, SharedBase, planned_for_cpu, sequence_logits
+from toolkit.models import InRole, RecordedPass, SharedBase, planned_for_cpu, scores_for, sequence_logits
 from toolkit.trainers.common import precision
 from toolkit.trainers.objective import Experience
 from toolkit.trainers.ppo import PPOTrainer
@@ -241,7 +241,8 @@ class CountedUpdate:
             rows = min(args.per_device_train_batch_size, mini_batch)
             update = Phase(name, self._learning(rows, further=mini_batch > rows), args.num_ppo_epochs * batch / rows)
             return [update, Phase("optimizer", self._stepping(), args.num_ppo_epochs * steps)]
-        return [Phase(name, self._scoring(rows) if name == "score" else self._reading(rows), batch / rows)]
+        read = self._scoring(rows, "reward") if name == "score" else [self._reading(rows)]
+        return [Phase(name, costs, batch / rows) for costs in read]
 
     def _evaluation(self) -> Iterator[Costs]:
         """What an evaluation does: it responds, reads the responses and has them scored."""
@@ -249,8 +250,7 @@ class CountedUpdate:
         made = self._decoding(self.evaluated, self.args.per_device_eval_batch_size, graphs=False)
         learnt, self.lengths = self.lengths, self.evaluated.of_a_row
         try:
-            scoring = [self._scoring(rows, role=role) for role in ("reward", "judge") if role in self.roles.roles]
-            yield from (made.prefill, made.ends[1], self._reading(rows), *scoring)
+            yield from (made.prefill, made.ends[1], self._reading(rows), *self._scoring(rows, "reward", "judge"))
         finally:
             self.lengths = learnt
 
@@ -326,11 +326,14 @@ class CountedUpdate:
         inverse_cdf(logits[:, -1, :].to(torch.float32, copy=True), uniform, temperature=self.args.temperature)
 
     @torch.no_grad()
-    def _scoring(self, rows: int, role: str = "reward") -> Costs:
+    def _scoring(self, rows: int, *whose: str) -> Iterator[Costs]:
+        """Of each role on the base that scores for them; of none, where all that score are elsewhere."""
         ids = torch.ones(rows, self.lengths.prompt + self.lengths.response).long()
-        with self.counted.phase() as costs, self.autocast():
-            sequence_logits(self.roles, ids, torch.ones_like(ids), pad_token_id=self.tokenizer.pad_token_id, role=role)
-        return costs
+        read = {"attention_mask": torch.ones_like(ids), "pad_token_id": self.tokenizer.pad_token_id}
+        for role in (role for role in self.roles.roles if scores_for(role) in whose):
+            with self.counted.phase() as costs, self.autocast():
+                sequence_logits(self.roles, ids, role=role, **read)
+            yield costs
 
     def _reading(self, rows: int) -> Costs:
         args = self.args

@@ -14,7 +14,7 @@ from toolkit.checkpoints import step_of
 from toolkit.data import data_digest
 from toolkit.errors import ToolkitError, within
 from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
-from toolkit.models import base_digest, load_weights
+from toolkit.models import base_digest, load_weights, scores_for
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
 from toolkit.runs import build
@@ -134,8 +134,9 @@ def _evaluated(
     name, trained = ("q", recipe.stage_folder("q") / "q") if by_q else ("ppo", None)
     with phase("load"), processes.agreed():
         # The value role reads no response here; where a model of its own has fewer positions, responses end with them.
-        limits = {one.role for one in recipe.plan.stages[name].roles if isinstance(one, OwnBase)}
-        wanted = {"policy", "q", "reference", "reward", "judge", *limits}
+        planned = recipe.plan.stages[name].roles
+        read = {one.role for one in planned if isinstance(one, OwnBase) or scores_for(one.role)}
+        wanted = {"policy", "q", "reference", *read}
         roles, pad_tokens = build.placed_roles(recipe, name, trained=trained, wanted=wanted)
         rollouts = build.make_rollouts(recipe, roles, name)
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)

@@ -18,6 +18,7 @@ from toolkit.disk import write_output
 from toolkit.errors import ColumnError, DataError, RewardError, ToolkitError, printable
 from toolkit.functional import best_of_kl_bound, expected_best
 from toolkit.inference.saved_run import place_reference, policy_folder, trained_sampler
+from toolkit.models import scores_for
 from toolkit.reports import Output, texts_table
 from toolkit.runs import build
 from toolkit.runs.owned import check_output
@@ -134,7 +135,8 @@ def generate_best(
     processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
         prompts, asked = prompts_of(recipe, texts, file, number)
-        wanted = ("policy", "reward")
+        planned = recipe.plan.stages["ppo"].roles
+        wanted = {"policy", *(one.role for one in planned if scores_for(one.role) == "reward")}
         roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe), wanted=wanted)
         rollouts = build.make_rollouts(recipe, roles)
         reward = build.make_reward(recipe, roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)

@@ -80,7 +80,7 @@ from toolkit.models.q_values import (
     response_state_values,
     update_q_target,
 )
-from toolkit.models.roles import HEAD_ROLES, InRole, SharedBase
+from toolkit.models.roles import InRole, SharedBase, has_head, scores_for
 from toolkit.models.sequences import LENGTH_MULTIPLE, Sequences
 from toolkit.models.trials import tried
 from toolkit.models.value_model import ValueModel, load_value_model

@@ -27,7 +27,7 @@ from toolkit.errors import AdapterError, ToolkitError
 from toolkit.models.folders import State, adapter_state, load_whole, other_base, put_adapter, read_tensors
 from toolkit.models.heads import Q_BOUND_FILE, QBound
 from toolkit.models.lora import missing_modules
-from toolkit.models.roles import HEAD_ROLES, Q_ROLES, SharedBase
+from toolkit.models.roles import Q_ROLES, SharedBase, has_head
 
 ROLE_FILE = "role.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -45,7 +45,7 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {"role": role}
-    head = base.head(role) if role in HEAD_ROLES and role in base.heads else None
+    head = base.head(role) if has_head(role) and role in base.heads else None
     if head is not None:
         reads = "every response token" if role == "value" else "the last token that is not pad_token_id"
         about |= {"num_labels": head.out_features, "pad_token_id": pad_token_id, "head_reads": reads}
@@ -105,7 +105,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
         raise AdapterError(f'role "{role}": there is no folder {folder}.', remedy="Name a PEFT adapter folder.")
     about = _about(folder) or _about_of_others(folder)
     head: State | None
-    of_an_adapter = role not in HEAD_ROLES and (folder / CONFIG_NAME).is_file()  # LLaMA-Factory's has a head beside it
+    of_an_adapter = not has_head(role) and (folder / CONFIG_NAME).is_file()  # LLaMA-Factory's has a head beside it
     if (folder / SHARED_HEAD_FILE).is_file() and not of_an_adapter:
         if any(name.startswith("v_head.") for name in read_tensors(folder, SHARED_HEAD_FILE, device=base.device)):
             wrong = f"{folder} has a value head as TRL's AutoModelForCausalLMWithValueHead and LLaMA-Factory save it."
@@ -277,7 +277,7 @@ def _split_head(state: State, role: str, folder: Path) -> tuple[State, State | N
     """The adapter's tensors, and the head's by their own names; None for a role without a head."""
     heads = {key: tensor for key, tensor in state.items() if ".score." in key}
     adapter = {key: tensor for key, tensor in state.items() if key not in heads}
-    if role not in HEAD_ROLES:
+    if not has_head(role):
         return adapter, None
     named = {key.rpartition(".")[2]: tensor for key, tensor in heads.items()}
     if "weight" not in named or len(named) != len(heads):

@@ -1,5 +1,6 @@
 """One base model and the roles on it. Which role is active is switched here alone."""
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -32,8 +33,19 @@ from toolkit.models.trials import probe
 from toolkit.models.value_model import ValueModel
 
 ROLES = ("policy", "value", "reward", "judge", "reference", "q", "q_target")
-HEAD_ROLES = ("value", "reward", "judge")
+_SCORING = re.compile(r"(reward|judge)(?:_[1-9]\d*)?")
 Q_ROLES = ("q", "q_target")
+
+
+def scores_for(role: str) -> str | None:
+    """Whether a role scores for the "reward" or the "judge": that of this name, or one more, such as "reward_1"."""
+    found = _SCORING.fullmatch(role)
+    return found and found[1]
+
+
+def has_head(role: str) -> bool:
+    """Whether a role has a `ScoreHead`."""
+    return role == "value" or scores_for(role) is not None
 
 
 class SharedBase(FrozenLM):
@@ -41,7 +53,8 @@ class SharedBase(FrozenLM):
 
     Each role has a LoRA adapter on the one base, but for a reference without an adapter (then it is the base itself), a
     value role that shares the policy's adapter, and one with a base of its own. Value and reward have a `ScoreHead`,
-    and so has a judge, a second reward, which nothing is trained on.
+    and so has a judge, a second reward, which nothing is trained on. Further adapters by which either scores, too, are
+    the roles "reward_1", "judge_1" and so on.
 
     Outside `role` no adapter is active. Inside it, exactly one role is:
 
@@ -54,8 +67,9 @@ class SharedBase(FrozenLM):
 
     def __init__(self, causal_lm: PreTrainedModel, *, pack_rows: bool | None = None):
         super().__init__(causal_lm, pack_rows=pack_rows)
-        if taken := {name.rpartition(".")[2] for name, _ in causal_lm.named_modules()} & {*ROLES}:
-            wrong = f'a {type(causal_lm).__name__} has modules called "{taken.pop()}", as a role is: PEFT, which tells '
+        named = (name.rpartition(".")[2] for name, _ in causal_lm.named_modules())
+        if taken := next(filter(_is_role, named), None):
+            wrong = f'a {type(causal_lm).__name__} has modules called "{taken}", as a role is: PEFT, which tells '
             raise ModelError(f"{wrong}adapters by such names, would leave weights out where it saves them.")
         self.heads = nn.ModuleDict()
         self.value_model: ValueModel | None = None  # where the value role has a base of its own
@@ -70,7 +84,7 @@ class SharedBase(FrozenLM):
     # ------------------------------------------------------------------ roles
 
     def head(self, role: str) -> ScoreHead:
-        """The head of a role that has one, of `HEAD_ROLES`."""
+        """The head of a role that has one: see `has_head`."""
         head = dict(self.heads.named_children()).get(role)
         if not isinstance(head, ScoreHead):
             raise AdapterError(f'role "{role}" has no head on this base.')
@@ -162,7 +176,7 @@ class SharedBase(FrozenLM):
         Raises:
             AdapterError: an unknown or second role, or a configuration that would change the shared base.
         """
-        if role not in ROLES:
+        if not _is_role(role):
             raise AdapterError(f'unknown role "{role}"; the roles are {", ".join(ROLES)}.')
         self._check_free(role)
         if role == "value" and num_labels != 1:
@@ -182,7 +196,7 @@ class SharedBase(FrozenLM):
             self._adapter_of[role] = None if role == "reference" else self._adapter_of[self._known("policy")]
         else:
             raise AdapterError(f'role "{role}" needs an adapter.', remedy="Give it a LoRA configuration.")
-        if role in HEAD_ROLES:
+        if has_head(role):
             head = ScoreHead(self.lm_head.in_features, num_labels, init=head_init, bias=head_bias)
         if head is not None:
             self.heads[role] = head.to(self.device)
@@ -193,7 +207,7 @@ class SharedBase(FrozenLM):
                     if not self._states.is_meta:
                         self.fuse_layers()
                     check_adapter(self.causal_lm, self.hidden_states, self._states, self.role(role), to_train=not saved)
-                if role in HEAD_ROLES and role in getattr(self.lm_head, "scaling", ()):
+                if has_head(role) and role in getattr(self.lm_head, "scaling", ()):
                     wrong = f"the {role} role has a head of its own, so that an adapter on lm_head would do nothing."
                     raise AdapterError(wrong, field="target_modules", remedy="Leave that module out.")
             except AdapterError:
@@ -414,6 +428,10 @@ class SharedBase(FrozenLM):
         _checkpointing(self.causal_lm, "disable")
         if self.value_model is not None:
             _checkpointing(self.value_model.classifier, "disable")
+
+
+def _is_role(name: str) -> bool:
+    return name in ROLES or scores_for(name) is not None
 
 
 def _checkpointing(model: PreTrainedModel, switch: str, *arguments: Any, **options: Any) -> None:

@@ -17,6 +17,7 @@ from toolkit.models import LENGTH_MULTIPLE, SharedBase, sequence_logits
 from toolkit.portion import Portion, by_tokens
 from toolkit.rewards.base import Reward
 from toolkit.rewards.scorer import ClassScorer, ScorerContext, classes_of
+from toolkit.settings import setting
 
 
 def logits_of(
@@ -82,27 +83,33 @@ class AdapterScorer(ClassScorer):
     """The reward adapter on the shared base, which the reward stage trains; for a judge that of `start.judge`."""
 
     kind: ClassVar[str] = "adapter"
+    adapter: str | None = setting(None, "as a part of a sum, the PEFT folder of another adapter than that.")
+
+    def _role(self, context: ScorerContext) -> str:
+        return context.role if self.adapter is None else context.adapters[self.adapter]
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        outputs = None
-        if context.roles is not None and context.role in context.roles.roles:
-            outputs = context.roles.head(context.role).out_features
+        outputs, role = None, self._role(context)
+        if context.roles is not None and role in context.roles.roles:
+            outputs = context.roles.head(role).out_features
         classes = None if outputs is None else classes_of(outputs)
-        return self.check_head(context, outputs, classes, whose=f"the {context.role} head")
+        return self.check_head(context, outputs, classes, whose=f"the {role} head")
 
     def build(self, context: ScorerContext) -> Reward:
         assert context.roles is not None
         assert context.tokenizer is not None
-        reading: dict[str, Any] = {"pad_token_id": context.pad_token_id, "batch_size": context.batch_size}
+        role = self._role(context)
+        reading: dict[str, Any] = {"pad_token_id": context.pad_tokens[role], "batch_size": context.batch_size}
         reading["eos_token_id"] = int(context.tokenizer.eos_token_id)
-        if context.chats and context.roles.head(context.role).elsewhere:
+        if context.chats and context.roles.head(role).elsewhere:
             reading["closing"] = PromptEncoder(context.tokenizer).closing()
-        return RewardAdapter(context.roles, role=context.role, **reading | vars(self))
+        own = {name: value for name, value in vars(self).items() if name != "adapter"}
+        return RewardAdapter(context.roles, role=role, **reading | own)
 
 
 @dataclass(eq=False, repr=False)
-class RewardAdapter(AdapterScorer):
-    """Scores responses with the role "reward" of a shared base, or with its "judge".
+class RewardAdapter(ClassScorer):
+    """Scores responses with a role of a shared base that has a head: "reward", "judge", or a further one, "reward_1".
 
     `pad_token_id` and `eos_token_id` are those that the head was trained with, `batch_size` responses go through a
     forward pass. With `closing` responses that ended have these tokens in place of their end: `trl.RewardTrainer` reads

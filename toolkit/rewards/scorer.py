@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -47,9 +47,10 @@ class ScorerContext:
         prompts: gives those that it scores, to train on and held out; nothing in a check that has not read them.
         reads_rows: whether each row is held against the scorer, and not the names of the columns alone.
         chats: whether the text of the prompts has the chat template of the base around it.
-        pad_token_id: the one that the reward head was trained with.
-        batch_size: responses a forward pass of the reward adapter.
+        pad_tokens: by role the one that its head was trained with; nothing in a check.
+        batch_size: responses a forward pass of an adapter.
         role: the one on the shared base that an adapter is read in: "reward", or "judge" for a judge.
+        adapters: by the folders that parts name, the roles in which these are read.
         reward_outputs: of the model that the reward stage trains on a base of its own, for a check; None without one.
         reward_model: that model, trained, to build a scorer that reads it.
         high_score: of that model's scores of held-out responses, if it is known.
@@ -60,9 +61,10 @@ class ScorerContext:
     prompts: Callable[[], Sequence[Prompts]]
     reads_rows: bool = False
     chats: bool = False
-    pad_token_id: int = 0
+    pad_tokens: Mapping[str, int] = field(default_factory=dict)
     batch_size: int = 64
     role: str = "reward"
+    adapters: Mapping[str, str] = field(default_factory=dict)
     reward_outputs: int | None = None
     reward_model: PreTrainedModel | PeftModel | None = None
     high_score: float | None = None

@@ -1,10 +1,12 @@
 """A weighted sum of rewards as a reward callback."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,19 +15,36 @@ from toolkit.errors import Problem, RewardError, within
 from toolkit.rewards.base import Reward, RewardState, check_reward, check_scores, score_with, state_of
 from toolkit.rewards.dense import Scores, total_scores, weighted_scores
 from toolkit.rewards.scorer import Scorer, ScorerContext
+from toolkit.settings import Range, setting
 
 _PARTS = "by a name of yours, each a scorer with a `weight`: its share in the sum, 1 by default; 0 logs it alone."
 _NO_PARTS = "a sum needs at least one part."
+_SPREAD = "spread"
+
+
+def _no_spread(coef: float | None, weights: Mapping[str, float]) -> str:
+    """Why the parts of a sum have none that could be taken; "" where they have one, or nobody asks."""
+    if coef is None:
+        return ""
+    if _SPREAD in weights:
+        return f'logs the spread of the scores as "{_SPREAD}", which a part is called.'
+    return "" if sum(map(bool, weights.values())) > 1 else "would have no effect: a spread is of two parts or more."
 
 
 class WeightedSum:
-    """Scores with Σᵢ weightᵢ · scoreᵢ over its parts.
+    """Scores with Σᵢ weightᵢ · scoreᵢ over its parts, less `spread_coef` standard deviations of these scores.
 
     A weight that is not given is the part's own, where that is a scorer such as `RemoteReward`, and 1.0 of any other; 0
     logs a part and leaves it out. Where a part with a weight gives scores at
     tokens or spans, so does the sum. After each call `last_parts` holds the scores of every part by name, float32 (B,),
     before the weights: the PPO trainer logs their means as `score/<name>`. What parts have as a state is the sum's.
-    Raises: RewardError: no parts, or a weight for a part that is not there.
+
+    The standard deviation is that of an ensemble, without Bessel's correction, over the parts that have a weight: where
+    rewards that were trained alike differ, they have met little of the kind (the lower confidence bound of Zhai et al.
+    2023, arXiv 2401.00243, section 4; with the variance Coste et al. 2023, arXiv 2310.02743, equation 4). With a
+    `spread_coef` it is a part of its own in `last_parts`, "spread", which 0 logs alone. It is given at the last token.
+
+    Raises: RewardError: no parts, a weight for a part that is not there, or a spread of less than two.
 
     Example:
         >>> both = WeightedSum({"short": lambda r: [-n for n in r.lengths], "ended": lambda r: r.ended}, {"ended": 5.0})
@@ -33,7 +52,13 @@ class WeightedSum:
         [4.0, -2.0]
     """
 
-    def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float] | None = None):
+    def __init__(
+        self,
+        parts: Mapping[str, Reward],
+        weights: Mapping[str, float] | None = None,
+        *,
+        spread_coef: float | None = None,
+    ):
         self.parts: dict[str, Any] = dict(parts)
         weights = weights or {}
         if not parts:
@@ -45,6 +70,9 @@ class WeightedSum:
                 check_reward(part, f"parts.{name}")
         own = {name: part.weight if isinstance(part, Scorer) else 1.0 for name, part in parts.items()}
         self.weights = {name: float(weights.get(name, own[name])) for name in parts}
+        self.spread_coef = spread_coef
+        if wrong := _no_spread(spread_coef, self.weights):
+            raise RewardError(wrong, field="spread_coef")
         self.last_parts: dict[str, Tensor] = {}
 
     on_every_process = True
@@ -54,9 +82,13 @@ class WeightedSum:
         for name, part in self.parts.items():
             with within(f"parts.{name}"):
                 scores[name] = score_with(part, rollout)
-        self.last_parts = {name: total_scores(part) for name, part in scores.items()}
+        self.last_parts, weights = {name: total_scores(part) for name, part in scores.items()}, self.weights
+        if self.spread_coef is not None:
+            paid = [part for name, part in self.last_parts.items() if weights[name]]
+            self.last_parts[_SPREAD] = scores[_SPREAD] = torch.stack(paid).std(dim=0, correction=0)
+            weights = {**weights, _SPREAD: -self.spread_coef}
         with within("weights"):
-            return check_scores(weighted_scores(list(scores.values()), [*self.weights.values()]), rollout)
+            return check_scores(weighted_scores(list(scores.values()), [*weights.values()]), rollout)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: state.state_dict() for name, state in self._states().items()}
@@ -76,10 +108,18 @@ class SumScorer(Scorer):
 
     kind: ClassVar[str] = "sum"
     parts: dict[str, Any] = field(metadata={"help": _PARTS})
+    spread_coef: float | None = setting(
+        None,
+        "subtracts so many standard deviations of the parts' scores from the sum, over parts with a weight; "
+        "0 logs them alone.",
+        Range("0 or more and finite", lambda value: 0 <= value < math.inf),
+    )
 
     def conflicts(self) -> Iterator[Problem]:
         if not self.parts:
             yield Problem(_NO_PARTS, "parts")
+        elif wrong := _no_spread(self.spread_coef, {name: part.weight for name, part in self.parts.items()}):
+            yield Problem(wrong, "spread_coef")
         for name, part in self.parts.items():
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
                 wrong = f"{name!r} cannot name a part: its mean is logged as score/NAME."
@@ -99,4 +139,5 @@ class SumScorer(Scorer):
         for name, part in self.parts.items():
             with within(f"parts.{name}"):
                 rewards[name] = part.build(context)
-        return WeightedSum(rewards, {name: part.weight for name, part in self.parts.items()})
+        weights = {name: part.weight for name, part in self.parts.items()}
+        return WeightedSum(rewards, weights, spread_coef=self.spread_coef)

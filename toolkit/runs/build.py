@@ -12,10 +12,18 @@ from transformers.utils import is_torch_tf32_available
 from toolkit import phases, processes
 from toolkit.data import Kind, RatedResponses, Task
 from toolkit.errors import RecipeError, RewardError, within
-from toolkit.models import SharedBase, default_device, fast_precision, high_score, load_model, slow_here
+from toolkit.models import (
+    SharedBase,
+    default_device,
+    fast_precision,
+    high_score,
+    load_model,
+    scores_for,
+    slow_here,
+)
 from toolkit.reports import METRICS_FILE, SCORES_FILE, MetricsFile, of_responses, read_jsonl
 from toolkit.rewards import Prompts, Reward, ScorerContext
-from toolkit.spec.plan import at
+from toolkit.spec.plan import adapter_roles, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import Saved, Site
 from toolkit.trainers.common import made_by_trl, precision
@@ -152,7 +160,7 @@ PadTokens = dict[str, int]
 def placed_roles(
     recipe: Recipe, stage: str, *, trained: Path | None = None, wanted: Container[str] | None = None
 ) -> tuple[SharedBase, PadTokens]:
-    """The shared base with the roles of a stage, and the pad tokens of reward and judge.
+    """The shared base with the roles of a stage, and the pad tokens of those that score.
 
     With `trained`, the folder of what the stage has trained, in place of what it starts with; of all its roles those
     alone that are `wanted`, if that is given.
@@ -160,15 +168,15 @@ def placed_roles(
     with within("base"):
         base = load_model(recipe.base.model_spec(model=recipe.base_path)).requires_grad_(False)
         roles = SharedBase(base, pack_rows=recipe.base.pack_rows)
-    pad_tokens = dict.fromkeys(("reward", "judge"), int(recipe.tokenizer.pad_token_id))
+    own, pad_tokens = int(recipe.tokenizer.pad_token_id), PadTokens()
     for source in recipe.plan.stages[stage].roles:
         if source.role in ("policy", "q") and trained is not None:
             source = Saved(source.role, stage, str(trained))
         if wanted is None or source.role in wanted:
             with within(source.key):
                 placed = source.place(roles, site(recipe))
-            if source.role in pad_tokens:
-                pad_tokens[source.role] = _pad_token_of(placed.about, recipe, pad_tokens[source.role])
+            if scores_for(source.role):
+                pad_tokens[source.role] = _pad_token_of(placed.about, recipe, own)
     return roles, pad_tokens
 
 
@@ -194,9 +202,10 @@ def make_reward(
         tokenizer=recipe.tokenizer,
         prompts=lambda: scored_prompts(recipe, role),
         chats=recipe.task.chats,
-        pad_token_id=pad_tokens[role],
+        pad_tokens=pad_tokens,
         batch_size=batch_size,
         role=role,
+        adapters=adapter_roles(recipe.values, section),
         reward_model=None if own is None else own.trained_classifier(site(recipe)),
         high_score=None if own is None else high_score(_held_out_scores(recipe)),
     )

@@ -15,7 +15,7 @@ from toolkit.runs.check_data import DataCheck
 from toolkit.runs.check_report import Findings, Report
 from toolkit.runs.check_roles import RolesCheck
 from toolkit.runs.folder import conflict
-from toolkit.spec.plan import STAGES, at
+from toolkit.spec.plan import STAGES, adapter_roles, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.trainers.ppo_config import GREEDY_ROLLOUTS
@@ -79,10 +79,11 @@ def _check_scorers(
         prompts=lambda: scored_prompts(recipe, "reward") if data.prompts_read else (),
         reads_rows=not data.prompts_handed_over,
         chats=data.prompts_read and recipe.task.chats,
+        adapters=adapter_roles(recipe.values),
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
     )
     held_out = (lambda: scored_prompts(recipe, "judge")) if data.prompts_read else context.prompts
-    judge = replace(context, role="judge", prompts=held_out)
+    judge = replace(context, role="judge", prompts=held_out, adapters=adapter_roles(recipe.values, "judge"))
     named = {"scorer": (recipe.scorer, context), "judge": (recipe.judge, judge)}
     for section, (one, reads) in named.items():
         for problem in () if one is None or section in handed_over else one.check(reads):

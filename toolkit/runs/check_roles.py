@@ -47,6 +47,12 @@ _THINKS = Problem(
 _SHOWN_ROLES = ("policy", "reward", "judge", "value", "q", "q_target", "reference")  # in the order of the report
 
 
+def _shown_at(role: str) -> tuple[int, int]:
+    """Where a role stands in the report: further ones behind the one for which they score."""
+    further = role not in _SHOWN_ROLES
+    return _SHOWN_ROLES.index(models.scores_for(role) or role), int(role.rpartition("_")[2]) if further else 0
+
+
 def _thinks(tokenizer: PreTrainedTokenizerBase | None) -> bool:
     """Whether its chat template opens a response in another way where enable_thinking is false."""
     asked = [{"role": "user", "content": "?"}]
@@ -187,7 +193,7 @@ class RolesCheck:
 
     def _role_facts(self, roles: SharedBase) -> Iterator[RoleFacts]:
         stages = {plan.stage for plan in self.plans}
-        for role in sorted(self.starts.keys() & set(roles.roles), key=_SHOWN_ROLES.index):
+        for role in sorted(self.starts.keys() & set(roles.roles), key=_shown_at):
             trained_by = next((stage for stage in _TRAINED_BY.get(role, ()) if stage in stages), None)
             if role == "reference":
                 yield RoleFacts(role, self.starts[role])

@@ -16,7 +16,6 @@ import torch
 from toolkit.costs import (
     CARDS,
     GRAPH_KERNEL,
-    PHASES,
     SUPERVISED,
     Costs,
     Counted,
@@ -157,7 +156,7 @@ class _Planner:
 
     def report(self, *, notes: bool = True) -> PlanReport:
         with within("ppo"):
-            phases = self.update.phases(*(name for name in PHASES if name != "score" or "reward" in self.roles.roles))
+            phases = self.update.phases()
         needed = self.recipe.plan.stages["ppo"].needs  # another one of the recipe is not run for PPO
         stages = {stage: self.recipe.plan.stages[stage] for stage in SUPERVISED if stage in needed}
         supervised = {stage: self._supervised(stage) for stage, planned in stages.items() if planned.roles}

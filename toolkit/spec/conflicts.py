@@ -48,6 +48,10 @@ def _of_base(values: Values) -> Iterator[Problem]:
 def _of_scorer(values: Values) -> Iterator[Problem]:
     if section(values, "scorer").get("kind") == "sum" and by_trl(values):
         yield Problem("trl scores with the reward adapter alone, not with a sum.", "ppo.loop", "Use toolkit.")
+    for place, start in (("scorer", "start.reward"), ("judge", "start.judge")):
+        if at(values, f"{place}.adapter") is not None:
+            wrong = f"is of the parts of a sum, which can name more than one. That of a {place} alone is {start}."
+            yield Problem(wrong, f"{place}.adapter", f"Write {start} in its place.")
     for place, part in scorer_parts(values, "judge").items():
         if part.get("kind") == "model" and part.get("model") is None:
             yield Problem("is needed of a judge (a folder or hub id).", f"{place}.model")

@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.data import Kind
 from toolkit.errors import Problem, RecipeError
 from toolkit.models import Precision
+from toolkit.rewards import DEFAULT_KIND
 from toolkit.spec.sections import precision_of
 from toolkit.spec.sources import OwnBase, Source, Values
 
@@ -109,6 +110,14 @@ def section(values: Values, key: str) -> Values:
     """A section; empty where it is missing or none, which is a problem of its own."""
     there = at(values, key)
     return there if isinstance(there, dict) else {}
+
+
+def adapter_roles(values: Values, place: str = "scorer") -> dict[str, str]:
+    """By their folders the roles of the adapters that parts of the scorer or the judge name, beside that of it."""
+    adapters = (part for part in scorer_parts(values, place).values() if part.get("kind", DEFAULT_KIND) == "adapter")
+    folders = dict.fromkeys(str(part["adapter"]) for part in adapters if part.get("adapter"))
+    role = "judge" if place == "judge" else "reward"
+    return {folder: f"{role}_{number}" for number, folder in enumerate(folders, 1)}
 
 
 def scorer_parts(values: Values, place: str = "scorer") -> dict[str, Values]:

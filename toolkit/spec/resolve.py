@@ -7,7 +7,7 @@ from toolkit.data import Kind
 from toolkit.errors import Problem
 from toolkit.rewards import DEFAULT_KIND
 from toolkit.spec.conflicts import JUDGED, conflicts
-from toolkit.spec.plan import Plan, StagePlan, at, by_trl, scorer_parts, section
+from toolkit.spec.plan import Plan, StagePlan, adapter_roles, at, by_trl, scorer_parts, section
 from toolkit.spec.sections import precision_of
 from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained, Values
 from toolkit.spec.trial import NO_RE_ENTRY
@@ -25,6 +25,12 @@ def resolve(values: Values) -> Plan:
     return _Resolver(values).plan()
 
 
+def _reads_own_role(values: Values, place: str) -> bool:
+    """Whether the scorer or the judge, or a part of it, reads the role of its name."""
+    adapters = (part for part in scorer_parts(values, place).values() if part.get("kind", DEFAULT_KIND) == "adapter")
+    return any(not part.get("adapter") for part in adapters)
+
+
 class _Resolver:
     def __init__(self, values: Values):
         self.values = values
@@ -32,9 +38,9 @@ class _Resolver:
         self.problems: list[Problem] = []
         self.stages: dict[str, StagePlan] = {}
         self.random_base = at(values, "base.model") is None
-        kinds = [(part.get("kind", DEFAULT_KIND), part.get("model")) for part in scorer_parts(values).values()]
-        self.scores_by_role = any(kind == "adapter" for kind, _ in kinds)
-        self.scores_by_model = any(kind == "model" and model is None for kind, model in kinds)
+        self.scores_by_role = _reads_own_role(values, "scorer")
+        parts = [(part.get("kind"), part.get("model")) for part in scorer_parts(values).values()]
+        self.scores_by_model = any(kind == "model" and model is None for kind, model in parts)
 
     def key(self, key: str) -> Any:
         """What stands at a dotted key, which decides the stage that is being planned; None where there is nothing."""
@@ -160,8 +166,10 @@ class _Resolver:
         if stage == "ppo":
             value = self._value()
             sources += [] if value is None else [value]
+        # Those that come last leave the weights of fresh roles drawn as without them.
+        sources += self._further("scorer")
         if stage in JUDGED and self.key("judge") is not None:
-            sources += self._judge()  # the last, so that the weights of fresh roles are drawn as without it
+            sources += [*self._judge(), *self._further("judge")]
         needs += [source.stage for source in sources if source.stage is not None and source.stage in self.values]
         ordered = [name for name in ("sft", "reward") if name in needs]
         return StagePlan(stage, tuple(sources), needs=(*ordered, *then), missing=missing)
@@ -205,13 +213,20 @@ class _Resolver:
 
     def _judge(self) -> list[Source]:
         """The role that a judge of kind adapter is read in."""
-        if all(part.get("kind", DEFAULT_KIND) != "adapter" for part in scorer_parts(self.values, "judge").values()):
+        if not _reads_own_role(self.values, "judge"):
             return []
         folder = self.key("start.judge")
         if not folder:
             wrong = "is missing: a judge of kind adapter is one that this run's PPO is not trained against."
             self.problem("start.judge", wrong, "Name what another run has left, as runs/NAME/reward/reward.")
         return [Saved("judge", "start.judge", str(folder))] if folder else []
+
+    def _further(self, place: str) -> list[Source]:
+        """The roles of adapters that parts of a sum name themselves."""
+        roles = adapter_roles(self.values, place)
+        named = ((f"{key}.adapter", part.get("adapter")) for key, part in scorer_parts(self.values, place).items())
+        places = {str(folder): key for key, folder in reversed([*named])}
+        return [Saved(role, places[folder], folder) for folder, role in roles.items()]
 
     def _value(self) -> Source | None:
         if section(self.values, "ppo").get("value", "separate") == "shared":

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.errors import RecipeError
 from toolkit.models import (
-    HEAD_ROLES,
     ModelSpec,
     Precision,
     QBound,
     SharedBase,
     add_lora,
     add_q_roles,
+    has_head,
     head_in_float32,
     load_classifier_weights,
     load_model,
@@ -71,7 +71,7 @@ def _trained_as(folder: Path, role: str) -> str:
         base, task = config["base_model_name_or_path"], config.get("task_type")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
-    head = " as a classifier, whose head is left out" if task == "SEQ_CLS" and role not in HEAD_ROLES else ""
+    head = " as a classifier, whose head is left out" if task == "SEQ_CLS" and not has_head(role) else ""
     return f", trained{f' on {base}' if base else ''}{head}" if base or head else ""
 
 
