@@ -18,7 +18,7 @@ from tests.tiny_models import ARCHITECTURES, lora, shared_base, tiny_model
 from tests.tolerances import FP32
 from toolkit.data import pad_rows
 from toolkit.errors import AdapterError
-from toolkit.models import SharedBase, base_digest, load_role, load_weights, save_high_score, save_role, sequence_logits
+from toolkit.models import SharedBase, base_digest, load_role, load_weights, save_level, save_role, sequence_logits
 from toolkit.models import lora as module
 from toolkit.runs.build import _pad_token_of
 from toolkit.time_limit import time_limit
@@ -76,11 +76,12 @@ def test_a_value_role_of_another_form_takes_the_place_of_an_earlier_one(tmp_path
 
 def test_what_held_out_responses_scored_stays_with_the_adapter(tmp_path):
     folder = save_role(shared_base(), "reward", tmp_path / "reward", **SAVE)
-    save_high_score(folder, [9.0] * 99)  # too few
+    save_level(folder, [9.0] * 99)  # too few
     load_role(unknown := bare(), "reward", folder)
-    save_high_score(folder, [float(i) for i in range(101)])
+    save_level(folder, [float(i) for i in range(101)])
     about = load_role(known := bare(), "reward", folder)
-    assert (unknown.head("reward").high_score, known.head("reward").high_score) == (None, 99.0)
+    levels = [(head.mean_score, head.high_score) for head in (unknown.head("reward"), known.head("reward"))]
+    assert levels == [(9.0, None), (50.0, 99.0)]
     assert about["num_labels"] == 1 and about["role"] == "reward"
 
 
@@ -241,6 +242,7 @@ def test_bad_folders(tmp_path):
         "[]",
         '{"high_score": "x"}',
         '{"high_score": NaN}',
+        '{"mean_score": NaN}',
         '{"pad_token_id": "x"}',
         '{"pad_token_id": true}',
         f'{{"pad_token_id": {10**30}}}',

@@ -343,11 +343,21 @@ def test_a_weighted_sum_by_hand():
 
 
 def test_a_sum_less_the_spread_of_its_parts():
-    """Of parts that have a weight, without it, by NumPy's standard deviation."""
-    given = {"a": [1.0, 2.0, 3.0, 4.0], "b": [1.0, 4.0, -3.0, 4.5], "seen": [9.0, 9.0, 9.0, 9.0]}
-    parts = {name: lambda r, scores=scores: scores for name, scores in given.items()}
-    weights, spread = {"a": 0.25, "b": 0.75, "seen": 0}, np.std([given["a"], given["b"]], axis=0)
-    plain = 0.25 * np.array(given["a"]) + 0.75 * np.array(given["b"])
+    """Of parts that have a weight and a mean score, beyond this, by NumPy's standard deviation."""
+
+    class Rated:
+        def __init__(self, mean_score, scores):
+            self.mean_score, self.scores = mean_score, scores
+
+        def __call__(self, batch):
+            return self.scores
+
+    given = {"a": [1.0, 2.0, 3.0, 4.0], "b": [1.0, 4.0, -3.0, 4.5], "seen": [9.0] * 4, "rule": [50.0, -50.0, 0.0, 9.0]}
+    levels = {"a": 0.5, "b": -2.0, "seen": 1.0}
+    parts = {name: Rated(levels[name], given[name]) for name in levels} | {"rule": lambda r: given["rule"]}
+    weights = {"a": 0.25, "b": 0.75, "seen": 0}
+    spread = np.std([np.array(given[name]) - levels[name] for name in "ab"], axis=0)
+    plain = 0.25 * np.array(given["a"]) + 0.75 * np.array(given["b"]) + np.array(given["rule"])
     for coef in (1.5, 0.0):
         both = WeightedSum(parts, weights, spread_coef=coef)
         scores = score_with(both, rollout(RESPONSES))
@@ -357,15 +367,17 @@ def test_a_sum_less_the_spread_of_its_parts():
     assert score_with(without, rollout(RESPONSES)).tolist() == plain.tolist() and "spread" not in without.last_parts
 
     tokens = DenseScores(tokens=[[0.5] * int(n) for n in LENGTHS])
-    dense = score_with(WeightedSum({"a": parts["a"], "tokens": lambda r: tokens}, spread_coef=2.0), rollout(RESPONSES))
-    spread = np.std([given["a"], [n / 2 for n in LENGTHS]], axis=0)
-    torch.testing.assert_close(
-        dense.scores, torch.tensor(np.array(given["a"]) - 2 * spread, dtype=torch.float32), **EXACT
-    )
+    both = WeightedSum({"a": parts["a"], "tokens": Rated(1.0, tokens)}, spread_coef=2.0)
+    dense = score_with(both, rollout(RESPONSES))
+    spread = np.std([np.array(given["a"]) - 0.5, [n / 2 - 1 for n in LENGTHS]], axis=0)
+    expected = torch.tensor(np.array(given["a"]) - 2 * spread, dtype=torch.float32)
+    torch.testing.assert_close(dense.scores, expected, **EXACT)
     assert [row.tolist() for row in dense.tokens] == [[0.5] * int(n) for n in LENGTHS]
 
-    with pytest.raises(RewardError, match="^spread_coef: would have no effect: a spread is of two parts or more"):
-        WeightedSum(parts, {"a": 0, "b": 0}, spread_coef=1.0)
+    with pytest.raises(RewardError, match="^spread_coef: would have no effect: a spread is of two parts with a weight"):
+        WeightedSum({"a": parts["a"], "rule": parts["rule"]}, spread_coef=1.0)
+    with pytest.raises(RewardError, match="^parts.c: its mean score is not known"):
+        WeightedSum({"a": parts["a"], "c": Rated(None, given["b"])}, spread_coef=1.0)
     with pytest.raises(RewardError, match='^spread_coef: logs the spread of the scores as "spread", which a part is'):
         WeightedSum({"spread": parts["a"], "b": parts["b"]}, spread_coef=0.0)
 

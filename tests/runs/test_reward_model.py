@@ -239,10 +239,15 @@ def test_an_opt_of_its_own_under_a_projected_one(whole, opts, tmp_path):
     # Beyond what 99 in 100 held-out responses scored it judges what it has hardly met; of a few that is not known.
     pairs = recipe.stage_folder("reward") / "scores.jsonl"
     few = [json.loads(line) for line in pairs.read_text().splitlines()]
-    assert few and build.make_reward(recipe, None, {"reward": 0}, 8).high_score is None
+    given, made = (
+        [row[f"{side}_score"] for row in few for side in ("chosen", "rejected")],
+        build.make_reward(recipe, None, {"reward": 0}, 8),
+    )
+    assert few and made.high_score is None and made.mean_score == pytest.approx(sum(given) / len(given))
     many = [{**few[0], "chosen_score": float(i), "rejected_score": -1.0} for i in range(101)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in many))
-    assert build.make_reward(recipe, None, {"reward": 0}, 8).high_score == pytest.approx(97.99)
+    made = build.make_reward(recipe, None, {"reward": 0}, 8)
+    assert (made.high_score, made.mean_score) == pytest.approx((97.99, (50 - 1) / 2))
     # The critic begins as the reward: before it is trained, what it says after a response is the response's score.
     roles, _ = build.placed_roles(recipe, "ppo")
     after = value_after_response(roles, Sequences.from_ids([prompt], [response], pad_token_id=0))

@@ -21,7 +21,7 @@ from tests.tiny_models import lora, randomize, shared_base
 from tests.tiny_runs import REPOSITORY, byte_tokenizer, chat_recipe, command_here, texts
 from toolkit.data import Rollout
 from toolkit.errors import CheckpointError, RecipeError, RewardError
-from toolkit.models import SharedBase, load_base, save_role
+from toolkit.models import SharedBase, load_base, save_level, save_role
 from toolkit.rewards import (
     SCORERS,
     Prompts,
@@ -105,11 +105,19 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
             "scorer.parts — 'a b' cannot name a part: its mean is logged as score/",
         ),
         (
-            {"kind": "sum", "parts": {"a": RULE, "b": {**RULE, "weight": 0}}, "spread_coef": 1.0},
-            "scorer.spread_coef — would have no effect: a spread is of two parts or more.",
+            {"kind": "sum", "parts": {"a": {}, "b": RULE, "c": {"adapter": "x", "weight": 0}}, "spread_coef": 1.0},
+            "scorer.spread_coef — would have no effect: a spread is of two parts with a weight that were trained on",
         ),
         (
-            {"kind": "sum", "parts": {"a": RULE, "spread": RULE}, "spread_coef": 0.0},
+            {"kind": "sum", "parts": {"a": {}, "b": {"kind": "model", "model": "x"}}, "spread_coef": 1.0},
+            "scorer.parts.b — its mean score is not known, from which a spread is measured: rewards of pairs differ in",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": {}, "b": {"class_column": "c"}}, "spread_coef": 1.0},
+            "scorer.parts.b — its mean score is not known",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": {}, "spread": {}}, "spread_coef": 0.0},
             'scorer.spread_coef — logs the spread of the scores as "spread", which a part is called.',
         ),
         (
@@ -292,11 +300,13 @@ def test_parts_with_classes_of_an_adapter(checkpoint, tmp_path):
 # ---------------------------------------------------------------------- runs
 
 
-def save_reward(checkpoint, folder, seed):
+def save_reward(checkpoint, folder, seed, scores=()):
     base = SharedBase(load_base(str(checkpoint), dtype="float32"))
     base.add_role("reward", lora(4))
     randomize(base, "reward", seed=seed)
-    return save_role(base, "reward", folder, pad_token_id=2, base_name="tiny")
+    saved = save_role(base, "reward", folder, pad_token_id=2, base_name="tiny")
+    save_level(saved, scores)
+    return saved
 
 
 def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_path, monkeypatch):
@@ -345,7 +355,9 @@ def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_p
 
 def test_several_reward_adapters_on_one_base(checkpoint, tmp_path, monkeypatch):
     """Each part of the sum, and each of the judge, scores as its folder does alone; two parts may share a role."""
-    folders = [save_reward(checkpoint, tmp_path / f"reward-{seed}", seed) for seed in range(3)]
+    folders = [
+        save_reward(checkpoint, tmp_path / f"reward-{seed}", seed, [seed - 1.0, seed + 1.0]) for seed in range(3)
+    ]
     own, first, second = ({"kind": "adapter"}, *({"kind": "adapter", "adapter": str(one)} for one in folders[1:]))
     parts = {"own": own, "first": first, "second": {**second, "weight": 0.5}, "again": {**first, "weight": 0}}
     scorer = {"kind": "sum", "parts": parts, "spread_coef": 0.5}
@@ -367,7 +379,7 @@ def test_several_reward_adapters_on_one_base(checkpoint, tmp_path, monkeypatch):
         )
         alone.append(one.ppo_trainer().reward(evaluation.rollout))
     assert not torch.allclose(alone[0], alone[1]) and not torch.allclose(alone[1], alone[2])
-    spread = torch.stack(alone).std(dim=0, correction=0)
+    spread = torch.stack([scores - level for level, scores in enumerate(alone)]).std(dim=0, correction=0)
     near = {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(evaluation.scores, alone[0] + alone[1] + 0.5 * alone[2] - 0.5 * spread, **near)
     torch.testing.assert_close(evaluation.judged, alone[1] + alone[2], **near)
@@ -399,6 +411,9 @@ def test_an_adapter_of_a_sum_that_cannot_be_had(checkpoint, tmp_path):
     assert any(line.startswith(wrong) for line in texts(check(recipe(named[0], named[2], named[2]))))
     with pytest.raises(RecipeError, match="needs a trained reward role, and the recipe has no section"):
         recipe(named[0], {"kind": "adapter"}).plan.needs("ppo")
+    spread = {"scorer": {"kind": "sum", "spread_coef": 0.0, "parts": dict(zip("ab", named[:2], strict=True))}}
+    found = texts(check(chat_recipe(tmp_path, checkpoint, reward=None, **spread)))
+    assert [line.partition(" — ")[0] for line in found] == ["scorer.parts.a.adapter", "scorer.parts.b.adapter"]
     saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     begun = recipe(*named[:2], ppo=saving)
     assert "reward" not in [source.role for source in begun.plan.stages["ppo"].roles]
@@ -447,7 +462,9 @@ def test_the_recipes_of_the_page_are_right():
     for block in blocks:
         assert check_scorer(block["scorer"]) == []
         if block.keys() != {"scorer"}:
-            assert "reward_model" in block and check_recipe({**block, "data": {"task": "doubling"}}) == []
+            assert (
+                "reward_model" in block and check_recipe({**block, "data": {"task": "doubling"}}) == []
+            )
 
 
 def test_the_python_of_the_page_is_right():

@@ -13,11 +13,11 @@ is the loop over new tokens, whose passes `graphs` records on a card.
 from toolkit.models.adapters import (
     ROLE_FILE,
     base_named,
-    high_score,
+    level_of,
     load_role,
     load_weights,
     name_base,
-    save_high_score,
+    save_level,
     save_role,
 )
 from toolkit.models.attention import planned_for_cpu

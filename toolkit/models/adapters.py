@@ -34,6 +34,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 SHARED_HEAD_FILE = "value_head.safetensors"
 _LARGEST_RANK = 2**16  # of an adapter: what a damaged file asks for would fill all memory
 FEWEST_SCORES = 100
+_LEVEL = ("mean_score", "high_score")  # of a head
 
 
 def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: int, base_name: str) -> Path:
@@ -136,23 +137,27 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     if head is not None:
         # A folder without either has been copied in part, from here or from there.
         base.head(role).elsewhere = not (folder / ROLE_FILE).is_file() and (folder / _TOKENIZER_CONFIG).is_file()
-    if "high_score" in about and role in base.heads:
-        base.head(role).high_score = float(about["high_score"])
+    for name in _LEVEL:
+        if name in about and role in base.heads:
+            setattr(base.head(role), name, float(about[name]))
     return about
 
 
-def high_score(scores: Sequence[float]) -> float | None:
-    """What 99 in 100 of these scores, of held-out responses, are less than; None of fewer."""
-    return float(torch.tensor(scores).quantile(0.99)) if len(scores) >= FEWEST_SCORES else None
+def level_of(scores: Sequence[float]) -> dict[str, float]:
+    """Of scores of held-out responses their `mean_score`, and of 100 or more the `high_score`, which 99 in 100 are less
+    than."""
+    if not scores:
+        return {}
+    given = torch.tensor(scores)
+    high = {"high_score": float(given.quantile(0.99))} if len(scores) >= FEWEST_SCORES else {}
+    return {"mean_score": float(given.mean()), **high}
 
 
-def save_high_score(folder: Path, scores: Sequence[float]) -> None:
-    """Note beside a saved reward the `high_score` of what it gave, if there is one."""
-    if (high := high_score(scores)) is None:
-        return
+def save_level(folder: Path, scores: Sequence[float]) -> None:
+    """Note beside a saved reward the level of what it gave."""
     about = read_object(folder / ROLE_FILE) or {}
     with writing(folder):
-        write_whole(folder / ROLE_FILE, json.dumps({**about, "high_score": high}, indent=2) + "\n")
+        write_whole(folder / ROLE_FILE, json.dumps({**about, **level_of(scores)}, indent=2) + "\n")
 
 
 def load_weights(base: SharedBase, role: str, folder: str | Path) -> None:
@@ -202,9 +207,10 @@ def _about(folder: Path) -> dict[str, Any]:
     pad = about.get("pad_token_id", 0)
     if type(pad) is not int or not 0 <= pad < 2**31:
         raise AdapterError(f"{path}: pad_token_id is {pad!r}, and the id of a token is needed.", remedy=remedy)
-    high = about.get("high_score", 0.0)
-    if type(high) not in (int, float) or not isfinite(high):
-        raise AdapterError(f"{path}: high_score is {high!r}, and a finite number is needed.", remedy=remedy)
+    for name in _LEVEL:
+        score = about.get(name, 0.0)
+        if type(score) not in (int, float) or not isfinite(score):
+            raise AdapterError(f"{path}: {name} is {score!r}, and a finite number is needed.", remedy=remedy)
     return about
 
 

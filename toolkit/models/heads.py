@@ -28,8 +28,10 @@ class ScoreHead(nn.Linear):
         bias: whether there is one, which starts at 0.
     """
 
+    mean_score: float | None = None
+    """What held-out responses scored on average when it was trained on pairs; None where nobody has said."""
     high_score: float | None = None
-    """What 99 in 100 held-out responses scored less than when it was trained on pairs; None where nobody has said."""
+    """What 99 in 100 of them scored less than; None of fewer, too."""
     elsewhere: bool = False
     """Whether another tool trained it, which reads a conversation to the end of its chat template."""
 

@@ -134,6 +134,11 @@ class RewardAdapter(ClassScorer):
         return Portion("the reward's batch size", self.batch_size)
 
     @property
+    def mean_score(self) -> float | None:
+        """What it gives held-out responses on average."""
+        return self.base.head(self.role).mean_score
+
+    @property
     def high_score(self) -> float | None:
         """That of its head: beyond it the reward judges what it has hardly met."""
         return self.base.head(self.role).high_score

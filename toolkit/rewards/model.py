@@ -42,8 +42,10 @@ class RewardModel(TextScorer):
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     truncated: int = field(default=0, init=False)
+    mean_score: float | None = field(default=None, init=False)
+    """What it gives held-out responses on average; known of one that the reward stage has trained."""
     high_score: float | None = field(default=None, init=False)
-    """Beyond it the model judges what it has hardly met; known of one that the reward stage has trained."""
+    """Beyond it the model judges what it has hardly met; known likewise."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,7 +205,7 @@ class ModelScorer(TextScorer):
             return self.load()
         assert context.reward_model is not None and context.tokenizer is not None
         made = RewardModel(context.reward_model, context.tokenizer, **{**self._text_settings, "reads": "tokens"})
-        made.high_score = context.high_score
+        made.mean_score, made.high_score = (context.level.get(name) for name in ("mean_score", "high_score"))
         return made
 
     def load(self, device: torch.device | None = None) -> RewardModel:

@@ -53,7 +53,7 @@ class ScorerContext:
         adapters: by the folders that parts name, the roles in which these are read.
         reward_outputs: of the model that the reward stage trains on a base of its own, for a check; None without one.
         reward_model: that model, trained, to build a scorer that reads it.
-        high_score: of that model's scores of held-out responses, if it is known.
+        level: of that model's scores of held-out responses, as far as it is known: see `toolkit.models.level_of`.
     """
 
     roles: SharedBase | None
@@ -67,7 +67,7 @@ class ScorerContext:
     adapters: Mapping[str, str] = field(default_factory=dict)
     reward_outputs: int | None = None
     reward_model: PreTrainedModel | PeftModel | None = None
-    high_score: float | None = None
+    level: Mapping[str, float] = field(default_factory=dict)
 
     def problems_of_prompts(self, check: Callable[[Prompts], object]) -> list[Problem]:
         """What a check that raises says of the first prompts that have something wrong."""

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,39 +12,45 @@ from transformers import PreTrainedModel
 
 from toolkit.data import Rollout
 from toolkit.errors import Problem, RewardError, within
+from toolkit.rewards.adapter import AdapterScorer
 from toolkit.rewards.base import Reward, RewardState, check_reward, check_scores, score_with, state_of
 from toolkit.rewards.dense import Scores, total_scores, weighted_scores
-from toolkit.rewards.scorer import Scorer, ScorerContext
+from toolkit.rewards.scorer import ClassScorer, Scorer, ScorerContext
 from toolkit.settings import Range, setting
 
 _PARTS = "by a name of yours, each a scorer with a `weight`: its share in the sum, 1 by default; 0 logs it alone."
 _NO_PARTS = "a sum needs at least one part."
 _SPREAD = "spread"
+_NO_LEVEL = "its mean score is not known, from which a spread is measured: rewards of pairs differ in it by chance."
+_LEVEL_REMEDY = "Train it by the stage reward, with held-out pairs, or leave spread_coef out."
 
 
-def _no_spread(coef: float | None, weights: Mapping[str, float]) -> str:
-    """Why the parts of a sum have none that could be taken; "" where they have one, or nobody asks."""
-    if coef is None:
-        return ""
-    if _SPREAD in weights:
+def _no_spread(parts: Collection[str], members: Collection[str]) -> str:
+    """Why the parts of a sum have none that could be taken; "" where they have one."""
+    if _SPREAD in parts:
         return f'logs the spread of the scores as "{_SPREAD}", which a part is called.'
-    return "" if sum(map(bool, weights.values())) > 1 else "would have no effect: a spread is of two parts or more."
+    if len(members) < 2:
+        return "would have no effect: a spread is of two parts with a weight that were trained on pairs, or more."
+    return ""
 
 
 class WeightedSum:
-    """Scores with Σᵢ weightᵢ · scoreᵢ over its parts, less `spread_coef` standard deviations of these scores.
+    """Scores with Σᵢ weightᵢ · scoreᵢ over its parts, less `spread_coef` times the spread of an ensemble among them.
 
     A weight that is not given is the part's own, where that is a scorer such as `RemoteReward`, and 1.0 of any other; 0
     logs a part and leaves it out. Where a part with a weight gives scores at
     tokens or spans, so does the sum. After each call `last_parts` holds the scores of every part by name, float32 (B,),
     before the weights: the PPO trainer logs their means as `score/<name>`. What parts have as a state is the sum's.
 
-    The standard deviation is that of an ensemble, without Bessel's correction, over the parts that have a weight: where
-    rewards that were trained alike differ, they have met little of the kind (the lower confidence bound of Zhai et al.
-    2023, arXiv 2401.00243, section 4; with the variance Coste et al. 2023, arXiv 2310.02743, equation 4). With a
-    `spread_coef` it is a part of its own in `last_parts`, "spread", which 0 logs alone. It is given at the last token.
+    The ensemble are the parts with a weight that have a `mean_score`, as rewards trained on pairs have: what each gives
+    held-out responses on average, which pairs say nothing of. Its spread is the standard deviation, without Bessel's
+    correction, of what they give beyond that. Where rewards that were trained alike differ, they have met little of the
+    kind (Zhai et al. 2023, arXiv 2401.00243, for LoRA adapters on one base; Coste et al. 2023, arXiv 2310.02743, take
+    the variance). With a `spread_coef` it is a part of its own in `last_parts`, "spread", which 0 logs alone. It is
+    given at the last token.
 
-    Raises: RewardError: no parts, a weight for a part that is not there, or a spread of less than two.
+    Raises: RewardError: no parts, a weight for a part that is not there, an ensemble of less than two, or one of whose
+    parts the mean score is not known.
 
     Example:
         >>> both = WeightedSum({"short": lambda r: [-n for n in r.lengths], "ended": lambda r: r.ended}, {"ended": 5.0})
@@ -71,8 +77,16 @@ class WeightedSum:
         own = {name: part.weight if isinstance(part, Scorer) else 1.0 for name, part in parts.items()}
         self.weights = {name: float(weights.get(name, own[name])) for name in parts}
         self.spread_coef = spread_coef
-        if wrong := _no_spread(spread_coef, self.weights):
-            raise RewardError(wrong, field="spread_coef")
+        self._levels = dict[str, float]()  # of the ensemble
+        if spread_coef is not None:
+            members = [name for name, part in self.parts.items() if self.weights[name] and hasattr(part, "mean_score")]
+            if wrong := _no_spread(self.parts, members):
+                raise RewardError(wrong, field="spread_coef")
+            for name in members:
+                level = self.parts[name].mean_score
+                if level is None:
+                    raise RewardError(_NO_LEVEL, field=f"parts.{name}", remedy=_LEVEL_REMEDY)
+                self._levels[name] = float(level)
         self.last_parts: dict[str, Tensor] = {}
 
     on_every_process = True
@@ -84,8 +98,8 @@ class WeightedSum:
                 scores[name] = score_with(part, rollout)
         self.last_parts, weights = {name: total_scores(part) for name, part in scores.items()}, self.weights
         if self.spread_coef is not None:
-            paid = [part for name, part in self.last_parts.items() if weights[name]]
-            self.last_parts[_SPREAD] = scores[_SPREAD] = torch.stack(paid).std(dim=0, correction=0)
+            beyond = [self.last_parts[name] - level for name, level in self._levels.items()]
+            self.last_parts[_SPREAD] = scores[_SPREAD] = torch.stack(beyond).std(dim=0, correction=0)
             weights = {**weights, _SPREAD: -self.spread_coef}
         with within("weights"):
             return check_scores(weighted_scores(list(scores.values()), [*weights.values()]), rollout)
@@ -110,16 +124,21 @@ class SumScorer(Scorer):
     parts: dict[str, Any] = field(metadata={"help": _PARTS})
     spread_coef: float | None = setting(
         None,
-        "subtracts so many standard deviations of the parts' scores from the sum, over parts with a weight; "
-        "0 logs them alone.",
+        "takes so many standard deviations of the scores of an ensemble off the sum: of parts that were trained on "
+        "pairs, each less its mean score; 0 logs them alone.",
         Range("0 or more and finite", lambda value: 0 <= value < math.inf),
     )
 
     def conflicts(self) -> Iterator[Problem]:
         if not self.parts:
             yield Problem(_NO_PARTS, "parts")
-        elif wrong := _no_spread(self.spread_coef, {name: part.weight for name, part in self.parts.items()}):
-            yield Problem(wrong, "spread_coef")
+        if self.spread_coef is not None:
+            members = {name: part for name, part in self.parts.items() if part.weight and isinstance(part, ClassScorer)}
+            if wrong := _no_spread(self.parts, members):
+                yield Problem(wrong, "spread_coef")
+            for name, part in members.items():
+                if part.class_column is not None or getattr(part, "model", None) is not None:
+                    yield Problem(_NO_LEVEL, f"parts.{name}", _LEVEL_REMEDY)
         for name, part in self.parts.items():
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
                 wrong = f"{name!r} cannot name a part: its mean is logged as score/NAME."
@@ -128,7 +147,16 @@ class SumScorer(Scorer):
                 yield Problem("is a sum within a sum.", f"parts.{name}", "Give its parts to the outer one.")
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        return [p.within(f"parts.{name}") for name, part in self.parts.items() for p in part.check(context)]
+        problems = [p.within(f"parts.{name}") for name, part in self.parts.items() for p in part.check(context)]
+        roles = context.roles
+        if roles is None or self.spread_coef is None:
+            return problems
+        for name, part in self.parts.items():  # those that are saved: of the reward role its stage may come first
+            folder = part.adapter if isinstance(part, AdapterScorer) and part.weight else None
+            role = None if folder is None else context.adapters[folder]
+            if role in roles.roles and roles.head(role).mean_score is None:
+                problems.append(Problem(_NO_LEVEL, f"parts.{name}.adapter", _LEVEL_REMEDY))
+        return problems
 
     def outlines(self) -> Iterator[PreTrainedModel]:
         for part in self.parts.values():

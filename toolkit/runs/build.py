@@ -16,7 +16,7 @@ from toolkit.models import (
     SharedBase,
     default_device,
     fast_precision,
-    high_score,
+    level_of,
     load_model,
     scores_for,
     slow_here,
@@ -207,7 +207,7 @@ def make_reward(
         role=role,
         adapters=adapter_roles(recipe.values, section),
         reward_model=None if own is None else own.trained_classifier(site(recipe)),
-        high_score=None if own is None else high_score(_held_out_scores(recipe)),
+        level={} if own is None else level_of(_held_out_scores(recipe)),
     )
     with within(section):
         if problems := scorer.check(context):

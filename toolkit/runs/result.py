@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback
 
 from toolkit import processes, reports
 from toolkit.checkpoints import step_of
-from toolkit.models import save_high_score
+from toolkit.models import save_level
 from toolkit.reports import Progress, ScoredPair, write_jsonl
 from toolkit.runs.folder import finish
 from toolkit.runs.owned import SAMPLES_FILE
@@ -106,7 +106,7 @@ def write_up(
         write_jsonl(folder / reports.SCORES_FILE, judged)
         write_jsonl(folder / reports.ERRORS_FILE, reports.worst_errors(judged))
         if recipe.plan.stages["reward"].own is None:
-            save_high_score(folder / "reward", reports.of_responses(judged))
+            save_level(folder / "reward", reports.of_responses(judged))
     metrics = reports.read_jsonl(folder / reports.METRICS_FILE)
     reports.write_report(folder, result, metrics, samples, recipe.to_yaml(), judged)
     finish(folder, result)
