@@ -12,9 +12,9 @@ at the end is what the judge likes best. `centred` is the same with a reward who
 with a judge that nobody taught, a sentence encoder; `ensemble` is that with three rewards, of which PPO is paid the
 mean less the standard deviation, and what comes back is the end. `made` is the recipe, whose judge has other pairs;
 `plain` is that without the made pairs, from the same sft adapters. `actor_critic` is that recipe as it is, beside the
-encoder. `--again` asks that encoder of the responses that the newest results of the other forms have. Stages that are
-finished are not repeated. Writes `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in
-`docs/fooled_rewards.md`.
+encoder. `--again` asks that encoder of the responses that the newest results of the other forms have, or without one
+the judge of `made` of those that have not seen it. Stages that are finished are not repeated. Writes
+`benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in `docs/fooled_rewards.md`.
 """
 
 import json
@@ -51,9 +51,11 @@ from benchmarks.records import (
 from benchmarks.relevance import as_function, relevance, share_told
 from toolkit import recipes
 from toolkit.checkpoints import checkpoints_in
+from toolkit.data import Rollout
 from toolkit.functional import standard_error, wilson_interval
 from toolkit.reports import read_jsonl, write_jsonl
 from toolkit.sampling import Evaluation
+from toolkit.spec.recipe import Recipe
 
 RECIPE = "smollm2_135m_lora"
 SEEDS = (0, 1, 2)
@@ -437,16 +439,20 @@ def _samples(name: str, seeds: Mapping[str, Any]) -> str:
     return f"{markdown(['', 'A', 'B'], rows, texts=True)}\n\n{told}"
 
 
-def judged_again(results: Mapping[str, Mapping[str, Any]], judge: Callable[[Sequence[str]], Sequence[float]]) -> str:
-    """What another judge says of the responses of results, before PPO and after it, and of `made` beside `plain`.
+def judged_again(
+    results: Mapping[str, Mapping[str, Any]], judge: Callable[[Mapping[str, Any]], Sequence[float]], title: str
+) -> str:
+    """What another judge says of the responses of results, before PPO and after it, of what a judge has brought back
+    beside the end, and of `made` beside `plain`.
 
     Args:
         results: by form, of the same prompts and seeds.
-        judge: gives the scores of a response to each prompt.
+        judge: gives the scores of what a policy has `said` to each prompt.
+        title: of the table.
     """
     policies = {name: [one["policies"] for one in result["seeds"].values()] for name, result in results.items()}
     for of in (of for of_form in policies.values() for seed in of_form for of in seed.values()):
-        of.setdefault("each", {})[_AGAIN] = list(judge(of["said"]))
+        of.setdefault("each", {})[_AGAIN] = list(judge(of))
     rows: list[list[str]] = []
     for name, of_form in policies.items():
         ends = [(seed["before"], seed["after"]) for seed in of_form]
@@ -455,20 +461,60 @@ def judged_again(results: Mapping[str, Mapping[str, Any]], judge: Callable[[Sequ
         rows.append([f"`{name}`, gain, prompt by prompt", *_gains(ends, _AGAIN)])
         if all("ended" in of for pair in ends for of in pair):
             rows.append([f"`{name}`, gain where both end", *_where_both_end(ends, _AGAIN)])
+        if all("last" in seed for seed in of_form):
+            kept = [(seed["last"], seed["after"]) for seed in of_form]
+            last = [f"{sum(of['each'][_AGAIN]) / len(of['said']):.2f}" for of, _ in kept]
+            rows.append([f"`{name}`, at the end", *last, ""])
+            rows.append([f"`{name}`, what came back less the end", *_gains(kept, _AGAIN)])
     if {"made", "plain"} <= policies.keys():
         beside = [(a["after"], b["after"]) for a, b in zip(policies["plain"], policies["made"], strict=True)]
         rows.append(["`made` beside `plain`, after PPO, prompt by prompt", *_gains(beside, _AGAIN)])
     seeds = [f"seed {seed}" for seed in next(iter(results.values()))["seeds"]]
-    return markdown(["cosine of prompt and response", *seeds, "all (95 %)"], rows)
+    return markdown([title, *seeds, "all (95 %)"], rows)
 
 
-def show_again(train: Path, validation: Path, overrides: Sequence[str], encoder: str) -> None:
-    """Put what the encoder says of the newest results of other forms into the page."""
-    data = (f"data.train={train}", f"data.validation={validation}", f"data.max_validation_rows={PROMPTS}")
-    prompts = recipes.load(RECIPE, *data, *overrides).task.prompts("validation")["prompt"][:]
-    results = {name: result for name in ("fooled", "plain", "made") if (result := newest(name)) is not None}
-    table = judged_again(results, lambda said: relevance(prompts, said, encoder))
-    fill_file(DOCS / "fooled_rewards.md", "again: made by benchmarks.fooled", "end of again", table)
+def show_again(train: Path, validation: Path, folder: Path, overrides: Sequence[str], encoder: str) -> None:
+    """Put what the encoder says of the newest results of other forms into the page; without one what the reward says
+    that is the judge of `made`."""
+    held_out = f"data.max_validation_rows={PROMPTS}"
+    judge: Callable[[Mapping[str, Any]], Sequence[float]]
+    if encoder:
+        asked_of, place, title = ["fooled", "plain", "made"], _AGAIN, "cosine of prompt and response"
+        data = [f"data.train={train}", f"data.validation={validation}", held_out]
+        prompts = recipes.load(RECIPE, *data, *overrides).task.prompts("validation")["prompt"][:]
+        judge = _by_encoder(prompts, encoder)
+    else:
+        asked_of, place, title = ["fooled", "relevant", "ensemble"], f"{_AGAIN} by a reward", "by the judge of `made`"
+        runs = folder.resolve() / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        data = [*_divided(train, validation, runs.parent)["third"], *overrides]
+        run_stage("reward", RECIPE, "judge", runs, f"seed={JUDGES['judge'].seed}", *data)
+        judge = _by_reward(recipes.load(RECIPE, *data, held_out, run="judge", runs_dir=runs))
+    results = {name: result for name in asked_of if (result := newest(name)) is not None}
+    table = judged_again(results, judge, title)
+    fill_file(DOCS / "fooled_rewards.md", f"{place}: made by benchmarks.fooled", f"end of {place}", table)
+
+
+def _by_encoder(prompts: Sequence[str], encoder: str) -> Callable[[Mapping[str, Any]], list[float]]:
+    return lambda of: relevance(prompts, of["said"], encoder)
+
+
+def _by_reward(recipe: Recipe) -> Callable[[Mapping[str, Any]], list[float]]:
+    """Scores, by the reward of a run, of what policies said in at most as many tokens as `AS_IT_WAS` has."""
+    values = {key: value for key, value in recipe.values.items() if key not in ("sft", "reward")}
+    values["start"] = {"reward": str(recipe.stage_folder("reward") / "reward")}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = recipes.load(values, run="asked", runs_dir=folder).ppo_trainer()
+    tokenizer, prompts = recipe.tokenizer, trainer.eval_dataset
+
+    def judge(of: Mapping[str, Any]) -> list[float]:
+        ids = tokenizer(of["said"], add_special_tokens=False)["input_ids"]
+        # Results of before 2026-11-26 do not say which ended: the limit cuts a response, and nothing else.
+        ended = of.get("ended") or [len(row) < AS_IT_WAS["response_length"] for row in ids]
+        said = [[*row, tokenizer.eos_token_id] if end else row for row, end in zip(ids, ended, strict=True)]
+        return trainer.reward(Rollout(prompts["prompt"][:], of["said"], prompts["input_ids"][:], said, ended)).tolist()
+
+    return judge
 
 
 def show(name: str, path: Path) -> None:
@@ -492,17 +538,17 @@ def main(
     form: Annotated[str, typer.Option(help=" or ".join(FORMS))] = "fooled",
     encoder: Annotated[Path | None, typer.Option(help="Of `relevant`, the folder of a sentence encoder.")] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Ask the encoder of the newest results; runs nothing.")
+        bool, typer.Option("--again", help="Ask the encoder, or else a reward, of the newest results.")
     ] = False,
 ) -> None:
     """Run what is not finished yet, draw the figure and fill the tables."""
     if form not in FORMS:
         raise typer.BadParameter(f"{form!r} is none of {', '.join(FORMS)}.")
-    if (encoder is None) == (again or FORMS[form].judge == RELEVANCE):
-        raise typer.BadParameter("--encoder is of --again and of the form `relevant`, which need one.")
+    if not again and (encoder is None) == (FORMS[form].judge == RELEVANCE):
+        raise typer.BadParameter("--encoder is of --again, and of forms beside it as a judge, which need one.")
     folder_of_encoder = "" if encoder is None else str(encoder.resolve())
     if again:
-        return show_again(train, validation, overrides or (), folder_of_encoder)
+        return show_again(train, validation, folder, overrides or (), folder_of_encoder)
     show(form, run(form, train, validation, folder, overrides or (), seed or SEEDS, folder_of_encoder))
 
 

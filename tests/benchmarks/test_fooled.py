@@ -104,7 +104,9 @@ def test_another_judge_is_asked_of_what_was_said():
         "plain": form((["a", "bb", "c"], ["a", "b", "c"], all_end), (["a", "b", "c"], ["a", "b", "cccc"], one_ends)),
         "made": form((["a", "b", "c"], ["aaa", "bbb", "ccc"], all_end), (["a", "b", "c"], ["aa", "bb", "c"], one_ends)),
     }
-    rows = fooled.judged_again(results, lambda said: [float(len(text)) for text in said]).splitlines()[2:]
+    table = fooled.judged_again(results, lambda of: [float(len(text)) for text in of["said"]], "letters")
+    title, _, *rows = table.splitlines()
+    assert title.startswith("| letters | seed 0 | seed 1 |")
     cells = {row.strip("| ").split(" | ")[0]: row.strip("| ").split(" | ")[1:] for row in rows}
     # Means and standard errors by hand: -1/3 ± 1/3 of (0, -1, 0), 1 ± 1 of (0, 0, 3), 2/3 ± 1/3 of (1, 1, 0)
     assert cells["`plain`, before → after"][:2] == ["1.33 → 1.00", "1.00 → 2.00"]
@@ -114,3 +116,11 @@ def test_another_judge_is_asked_of_what_was_said():
     # Beside what `plain` says after PPO: (2, 2, 2) and (1, 1, -3)
     assert cells["`made` beside `plain`, after PPO, prompt by prompt"][:2] == ["+2.00 ± 0.00", "-0.33 ± 1.33"]
     assert cells["`made` beside `plain`, after PPO, prompt by prompt"][2].startswith("+0.83 (")
+    assert not any("at the end" in row for row in cells)
+    followed = form((["a", "b", "c"], ["aa", "b", "cccc"], all_end), (["a"] * 3, ["aaa"] * 3, all_end))
+    for seed in followed["seeds"].values():
+        seed["policies"]["last"] = {"said": ["aaa", "bbb", "ccc"], "ended": all_end}
+    rows = fooled.judged_again({"relevant": followed}, lambda of: [float(len(text)) for text in of["said"]], "letters")
+    assert "| `relevant`, at the end | 3.00 | 3.00 |" in rows
+    # (2, 1, 4) less 3: -2/3 ± 0.88; and nothing
+    assert "| `relevant`, what came back less the end | -0.67 ± 0.88 | +0.00 ± 0.00 | -0.33 (" in rows

@@ -82,6 +82,11 @@ def test_what_held_out_responses_scored_stays_with_the_adapter(tmp_path):
     about = load_role(known := bare(), "reward", folder)
     levels = [(head.mean_score, head.high_score) for head in (unknown.head("reward"), known.head("reward"))]
     assert levels == [(9.0, None), (50.0, 99.0)]
+    load_role(again := bare(), "reward", save_role(known, "reward", tmp_path / "again", **SAVE))
+    assert (again.head("reward").mean_score, again.head("reward").high_score) == (50.0, 99.0)
+    known.train_roles("reward")  # whose scores are others by then
+    load_role(later := bare(), "reward", save_role(known, "reward", tmp_path / "later", **SAVE))
+    assert (later.head("reward").mean_score, later.head("reward").high_score) == (None, None)
     assert about["num_labels"] == 1 and about["role"] == "reward"
 
 

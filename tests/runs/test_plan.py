@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from transformers import AttentionInterface, LlamaConfig, LlamaForSequenceClassification
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tests.runs.test_rewards import save_reward
 from tests.tiny_models import shared_base
 from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llama, texts
 from toolkit import recipes
@@ -223,6 +225,7 @@ def test_a_checkpoint_that_is_quantised_already_takes_what_one_does_that_loading
 
 
 CLASSIFIER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+WEIGHTS = "adapter_model.safetensors"
 ADAPTERS = {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}
 
 
@@ -242,6 +245,24 @@ def test_models_that_reward_and_judge_load_are_counted(checkpoint, tmp_path):
     alone = {"scorer": rule, "adapters": ADAPTERS}
     without = static(chat_recipe(tmp_path, checkpoint, reward=None, **alone))
     assert {name: size for name, size in found.items() if name != "reward models"} == without
+
+
+def test_each_adapter_of_a_sum_is_held_and_reads_the_responses(checkpoint, tmp_path):
+    folders = [save_reward(checkpoint, tmp_path / f"reward-{seed}", seed) for seed in (1, 2)]
+    parts = {f"part-{folder.name}": {"kind": "adapter", "adapter": str(folder)} for folder in folders}
+    both, one = {"kind": "sum", "parts": parts}, {"kind": "sum", "parts": dict([*parts.items()][:1])}
+
+    def asked(**sections):
+        recipe = chat_recipe(tmp_path, checkpoint, adapters=ADAPTERS, reward=None, **sections)
+        read = ("score", "evaluation")
+        return part_of_plan(recipe, lambda to: (to.static["adapters"], *(to.update.phases(name) for name in read)))
+
+    held, score, evaluation = asked(scorer=one)
+    more, scores, evaluations = asked(scorer=both, judge=both)
+    assert more - held == 3 * sum(4 * tensor.numel() for tensor in load_file(folders[0] / WEIGHTS).values())
+    assert len(score) == 1 and [phase.costs.kernels for phase in scores] == [score[0].costs.kernels] * 2
+    assert score[0].costs.kernels and {phase.times for phase in scores} == {score[0].times}
+    assert len(evaluations) == len(evaluation) + 3
 
 
 @pytest.mark.parametrize("this_machine_has_bfloat16", [True, False])

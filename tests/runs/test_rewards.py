@@ -30,6 +30,7 @@ from toolkit.rewards import (
     RewardModel,
     ScorerContext,
     WeightedSum,
+    code_digests,
     score_with,
     scorer_of,
 )
@@ -113,11 +114,19 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
             "scorer.parts.b — its mean score is not known, from which a spread is measured: rewards of pairs differ in",
         ),
         (
-            {"kind": "sum", "parts": {"a": {}, "b": {"class_column": "c"}}, "spread_coef": 1.0},
-            "scorer.parts.b — its mean score is not known",
+            {"kind": "sum", "parts": {"a": {}, "b": {"adapter": "x", "class_column": "c"}}, "spread_coef": 1.0},
+            "scorer.spread_coef — would have no effect: a spread is of two parts with a weight that were trained on",
         ),
         (
-            {"kind": "sum", "parts": {"a": {}, "spread": {}}, "spread_coef": 0.0},
+            {"kind": "sum", "parts": {"a": {}, "b": {"adapter": "x"}, "c": {"adapter": ""}}, "spread_coef": 1.0},
+            "scorer.parts.c — is the reward that scorer.parts.a is, so that the two have no spread. Name another.",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": {"adapter": "x/"}, "b": {"adapter": "./x"}}, "spread_coef": 0.0},
+            "scorer.parts.b — is the reward that scorer.parts.a is",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": {}, "spread": {"adapter": "x"}}, "spread_coef": 0.0},
             'scorer.spread_coef — logs the spread of the scores as "spread", which a part is called.',
         ),
         (
@@ -353,13 +362,18 @@ def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_p
     server.stop()
 
 
+def identity_of(recipe):
+    return code_digests(recipe.ppo_trainer(overwrite=True).reward)
+
+
 def test_several_reward_adapters_on_one_base(checkpoint, tmp_path, monkeypatch):
     """Each part of the sum, and each of the judge, scores as its folder does alone; two parts may share a role."""
     folders = [
         save_reward(checkpoint, tmp_path / f"reward-{seed}", seed, [seed - 1.0, seed + 1.0]) for seed in range(3)
     ]
     own, first, second = ({"kind": "adapter"}, *({"kind": "adapter", "adapter": str(one)} for one in folders[1:]))
-    parts = {"own": own, "first": first, "second": {**second, "weight": 0.5}, "again": {**first, "weight": 0}}
+    again = {"kind": "adapter", "adapter": f"{folders[1]}/", "weight": 0}
+    parts = {"own": own, "first": first, "second": {**second, "weight": 0.5}, "again": again}
     scorer = {"kind": "sum", "parts": parts, "spread_coef": 0.5}
     judge = {"kind": "sum", "parts": {"first": second, "second": first}}
     start = {"reward": str(folders[0])}
@@ -413,7 +427,17 @@ def test_an_adapter_of_a_sum_that_cannot_be_had(checkpoint, tmp_path):
         recipe(named[0], {"kind": "adapter"}).plan.needs("ppo")
     spread = {"scorer": {"kind": "sum", "spread_coef": 0.0, "parts": dict(zip("ab", named[:2], strict=True))}}
     found = texts(check(chat_recipe(tmp_path, checkpoint, reward=None, **spread)))
-    assert [line.partition(" — ")[0] for line in found] == ["scorer.parts.a.adapter", "scorer.parts.b.adapter"]
+    assert [line.partition(" — ")[0] for line in found] == ["scorer.parts.a", "scorer.parts.b"]
+    save_level(folders[1], [1.0])
+    parts = {"a": {"kind": "adapter"}, "b": named[1]}
+    spread = {"scorer": {"kind": "sum", "spread_coef": 0.0, "parts": parts}}
+    started = chat_recipe(tmp_path, checkpoint, reward=None, start={"reward": str(folders[0])}, **spread)
+    assert [line.partition(" — ")[0] for line in texts(check(started))] == ["scorer.parts.a"]
+    assert texts(check(chat_recipe(tmp_path, checkpoint, **spread))) == ()  # whose stage reward has yet to run
+    save_level(folders[0], [1.0])
+    before = identity_of(started)
+    save_level(folders[0], [2.0])
+    assert identity_of(started) != before
     saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     begun = recipe(*named[:2], ppo=saving)
     assert "reward" not in [source.role for source in begun.plan.stages["ppo"].roles]
@@ -462,9 +486,7 @@ def test_the_recipes_of_the_page_are_right():
     for block in blocks:
         assert check_scorer(block["scorer"]) == []
         if block.keys() != {"scorer"}:
-            assert (
-                "reward_model" in block and check_recipe({**block, "data": {"task": "doubling"}}) == []
-            )
+            assert "reward_model" in block and check_recipe({**block, "data": {"task": "doubling"}}) == []
 
 
 def test_the_python_of_the_page_is_right():

@@ -51,6 +51,8 @@ def save_role(base: SharedBase, role: str, folder: str | Path, *, pad_token_id: 
         reads = "every response token" if role == "value" else "the last token that is not pad_token_id"
         about |= {"num_labels": head.out_features, "pad_token_id": pad_token_id, "head_reads": reads}
         about |= {} if head.bias is None else {"head_bias": True}
+        if role not in base.trained_roles:  # whose scores are others by now
+            about |= {name: level for name in _LEVEL if (level := getattr(head, name)) is not None}
     written: tuple[str, ...] = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME)
     if head is not None and role == "value" and base.shares_value:
         written = (SHARED_HEAD_FILE,)

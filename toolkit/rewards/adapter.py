@@ -85,11 +85,12 @@ class AdapterScorer(ClassScorer):
     kind: ClassVar[str] = "adapter"
     adapter: str | None = setting(None, "as a part of a sum, the PEFT folder of another adapter than that.")
 
-    def _role(self, context: ScorerContext) -> str:
-        return context.role if self.adapter is None else context.adapters[self.adapter]
+    def role_in(self, context: ScorerContext) -> str:
+        """The role that it reads."""
+        return context.adapters[self.adapter] if self.adapter else context.role
 
     def check(self, context: ScorerContext) -> list[Problem]:
-        outputs, role = None, self._role(context)
+        outputs, role = None, self.role_in(context)
         if context.roles is not None and role in context.roles.roles:
             outputs = context.roles.head(role).out_features
         classes = None if outputs is None else classes_of(outputs)
@@ -98,7 +99,7 @@ class AdapterScorer(ClassScorer):
     def build(self, context: ScorerContext) -> Reward:
         assert context.roles is not None
         assert context.tokenizer is not None
-        role = self._role(context)
+        role = self.role_in(context)
         reading: dict[str, Any] = {"pad_token_id": context.pad_tokens[role], "batch_size": context.batch_size}
         reading["eos_token_id"] = int(context.tokenizer.eos_token_id)
         if context.chats and context.roles.head(role).elsewhere:

@@ -1,7 +1,7 @@
 """What a recipe says of its reward: the settings of one kind, which check themselves and build the reward callback."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -51,6 +51,7 @@ class ScorerContext:
         batch_size: responses a forward pass of an adapter.
         role: the one on the shared base that an adapter is read in: "reward", or "judge" for a judge.
         adapters: by the folders that parts name, the roles in which these are read.
+        untrained: roles that a stage has still to train, for a check.
         reward_outputs: of the model that the reward stage trains on a base of its own, for a check; None without one.
         reward_model: that model, trained, to build a scorer that reads it.
         level: of that model's scores of held-out responses, as far as it is known: see `toolkit.models.level_of`.
@@ -65,6 +66,7 @@ class ScorerContext:
     batch_size: int = 64
     role: str = "reward"
     adapters: Mapping[str, str] = field(default_factory=dict)
+    untrained: Collection[str] = ()
     reward_outputs: int | None = None
     reward_model: PreTrainedModel | PeftModel | None = None
     level: Mapping[str, float] = field(default_factory=dict)

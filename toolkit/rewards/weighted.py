@@ -1,5 +1,7 @@
 """A weighted sum of rewards as a reward callback."""
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -22,7 +24,7 @@ _PARTS = "by a name of yours, each a scorer with a `weight`: its share in the su
 _NO_PARTS = "a sum needs at least one part."
 _SPREAD = "spread"
 _NO_LEVEL = "its mean score is not known, from which a spread is measured: rewards of pairs differ in it by chance."
-_LEVEL_REMEDY = "Train it by the stage reward, with held-out pairs, or leave spread_coef out."
+_LEVEL_REMEDY = "The stage reward notes it in role.json: train it by that of this version, or leave spread_coef out."
 
 
 def _no_spread(parts: Collection[str], members: Collection[str]) -> str:
@@ -38,16 +40,16 @@ class WeightedSum:
     """Scores with Σᵢ weightᵢ · scoreᵢ over its parts, less `spread_coef` times the spread of an ensemble among them.
 
     A weight that is not given is the part's own, where that is a scorer such as `RemoteReward`, and 1.0 of any other; 0
-    logs a part and leaves it out. Where a part with a weight gives scores at
-    tokens or spans, so does the sum. After each call `last_parts` holds the scores of every part by name, float32 (B,),
-    before the weights: the PPO trainer logs their means as `score/<name>`. What parts have as a state is the sum's.
+    logs a part and leaves it out. Where a part with a weight gives scores at tokens or spans, so does the sum. After
+    each call `last_parts` holds the scores of every part by name, float32 (B,), before the weights: the PPO trainer
+    logs their means as `score/<name>`. What parts have as a state is the sum's.
 
-    The ensemble are the parts with a weight that have a `mean_score`, as rewards trained on pairs have: what each gives
-    held-out responses on average, which pairs say nothing of. Its spread is the standard deviation, without Bessel's
-    correction, of what they give beyond that. Where rewards that were trained alike differ, they have met little of the
-    kind (Zhai et al. 2023, arXiv 2401.00243, for LoRA adapters on one base; Coste et al. 2023, arXiv 2310.02743, take
-    the variance). With a `spread_coef` it is a part of its own in `last_parts`, "spread", which 0 logs alone. It is
-    given at the last token.
+    The ensemble are the parts with a weight that have a `mean_score` and score no classes, as rewards trained on pairs:
+    it is what each gives held-out responses on average, which pairs say nothing of. Its spread is the standard
+    deviation, without Bessel's correction, of what they give beyond that. Where rewards that were trained alike differ,
+    they have met little of the kind (Zhai et al. 2023, arXiv 2401.00243, for LoRA adapters on one base; Coste et al.
+    2023, arXiv 2310.02743, take the variance). With a `spread_coef` it is a part of its own in `last_parts`, "spread",
+    which 0 logs alone. It is given at the last token.
 
     Raises: RewardError: no parts, a weight for a part that is not there, an ensemble of less than two, or one of whose
     parts the mean score is not known.
@@ -79,7 +81,9 @@ class WeightedSum:
         self.spread_coef = spread_coef
         self._levels = dict[str, float]()  # of the ensemble
         if spread_coef is not None:
-            members = [name for name, part in self.parts.items() if self.weights[name] and hasattr(part, "mean_score")]
+            paid = {name: part for name, part in self.parts.items() if self.weights[name]}
+            of_classes = {name for name, part in paid.items() if getattr(part, "class_column", None) is not None}
+            members = [name for name in paid if hasattr(paid[name], "mean_score") and name not in of_classes]
             if wrong := _no_spread(self.parts, members):
                 raise RewardError(wrong, field="spread_coef")
             for name in members:
@@ -103,6 +107,11 @@ class WeightedSum:
             weights = {**weights, _SPREAD: -self.spread_coef}
         with within("weights"):
             return check_scores(weighted_scores(list(scores.values()), [*weights.values()]), rollout)
+
+    def digest_of_weights(self) -> dict[str, str]:
+        """SHA-256 of the mean scores from which a spread is measured; nothing without one."""
+        text = json.dumps(self._levels)
+        return {"mean_score of the parts": hashlib.sha256(text.encode()).hexdigest()} if self._levels else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: state.state_dict() for name, state in self._states().items()}
@@ -133,11 +142,11 @@ class SumScorer(Scorer):
         if not self.parts:
             yield Problem(_NO_PARTS, "parts")
         if self.spread_coef is not None:
-            members = {name: part for name, part in self.parts.items() if part.weight and isinstance(part, ClassScorer)}
+            members = self._members()
             if wrong := _no_spread(self.parts, members):
                 yield Problem(wrong, "spread_coef")
             for name, part in members.items():
-                if part.class_column is not None or getattr(part, "model", None) is not None:
+                if getattr(part, "model", None) is not None:
                     yield Problem(_NO_LEVEL, f"parts.{name}", _LEVEL_REMEDY)
         for name, part in self.parts.items():
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
@@ -151,12 +160,16 @@ class SumScorer(Scorer):
         roles = context.roles
         if roles is None or self.spread_coef is None:
             return problems
-        for name, part in self.parts.items():  # those that are saved: of the reward role its stage may come first
-            folder = part.adapter if isinstance(part, AdapterScorer) and part.weight else None
-            role = None if folder is None else context.adapters[folder]
-            if role in roles.roles and roles.head(role).mean_score is None:
-                problems.append(Problem(_NO_LEVEL, f"parts.{name}.adapter", _LEVEL_REMEDY))
+        for name, part in self._members().items():
+            role = part.role_in(context) if isinstance(part, AdapterScorer) else None
+            if role in {*roles.roles} - {*context.untrained} and roles.head(role).mean_score is None:
+                problems.append(Problem(_NO_LEVEL, f"parts.{name}", _LEVEL_REMEDY))
         return problems
+
+    def _members(self) -> dict[str, ClassScorer]:
+        """The ensemble: see `WeightedSum`."""
+        own = {name: part for name, part in self.parts.items() if part.weight and isinstance(part, ClassScorer)}
+        return {name: part for name, part in own.items() if part.class_column is None}
 
     def outlines(self) -> Iterator[PreTrainedModel]:
         for part in self.parts.values():

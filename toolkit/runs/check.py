@@ -80,6 +80,7 @@ def _check_scorers(
         reads_rows=not data.prompts_handed_over,
         chats=data.prompts_read and recipe.task.chats,
         adapters=adapter_roles(recipe.values),
+        untrained=roles.untrained,
         reward_outputs=None if trained is None or trained.own is None else trained.own.num_labels,
     )
     held_out = (lambda: scored_prompts(recipe, "judge")) if data.prompts_read else context.prompts

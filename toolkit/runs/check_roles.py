@@ -33,7 +33,7 @@ from toolkit.runs.folder import finished
 from toolkit.spec.plan import STAGES, StagePlan, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import ModelSection
-from toolkit.spec.sources import BaseItself, OwnBase, Site, lora_config
+from toolkit.spec.sources import BaseItself, Fresh, OwnBase, Site, lora_config
 from toolkit.time_limit import time_limit
 from toolkit.trainers.self_checks import check_tokenizer
 
@@ -74,6 +74,7 @@ class RolesCheck:
         self.base: BaseFacts | None = None
         self.roles: SharedBase | None = None
         self.starts: dict[str, str] = {}
+        self.untrained: set[str] = set()
         self.own_reward: Any = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._check_base()
@@ -171,6 +172,7 @@ class RolesCheck:
                     self._check_files(planned.base, planned.section)
                 with self.findings.at(source.key):
                     self.starts[role] = source.place(roles, site).start
+                    self.untrained |= {role} if isinstance(source, Fresh) else set()
                     if source is not planned and planned.stage != role:
                         self.starts[role] = f"fresh; the {planned.stage} stage comes first"
         if "q" in self.starts:

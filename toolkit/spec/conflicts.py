@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from toolkit.data import TASKS
 from toolkit.errors import Problem
 from toolkit.spec.keys import owner_fields
-from toolkit.spec.plan import StagePlan, at, by_trl, scorer_parts, section
+from toolkit.spec.plan import StagePlan, at, by_trl, same_rewards, scorer_parts, section
 from toolkit.spec.sections import MODEL_SECTIONS
 from toolkit.spec.sources import SharedWith, Values
 
@@ -52,6 +52,9 @@ def _of_scorer(values: Values) -> Iterator[Problem]:
         if at(values, f"{place}.adapter") is not None:
             wrong = f"is of the parts of a sum, which can name more than one. That of a {place} alone is {start}."
             yield Problem(wrong, f"{place}.adapter", f"Write {start} in its place.")
+        if at(values, f"{place}.spread_coef") is not None:
+            for one, other in same_rewards(values, place, start):
+                yield Problem(f"is the reward that {one} is, so that the two have no spread.", other, "Name another.")
     for place, part in scorer_parts(values, "judge").items():
         if part.get("kind") == "model" and part.get("model") is None:
             yield Problem("is needed of a judge (a folder or hub id).", f"{place}.model")

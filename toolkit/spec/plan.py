@@ -6,6 +6,7 @@ that its sources need, its outputs are outdated when a key changes that was look
 looked up, though it is there, would have no effect.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +116,27 @@ def section(values: Values, key: str) -> Values:
 def adapter_roles(values: Values, place: str = "scorer") -> dict[str, str]:
     """By their folders the roles of the adapters that parts of the scorer or the judge name, beside that of it."""
     adapters = (part for part in scorer_parts(values, place).values() if part.get("kind", DEFAULT_KIND) == "adapter")
-    folders = dict.fromkeys(str(part["adapter"]) for part in adapters if part.get("adapter"))
+    folders = {folder: _place(folder) for folder in (str(part["adapter"]) for part in adapters if part.get("adapter"))}
+    numbers = {folder: number for number, folder in enumerate(dict.fromkeys(folders.values()), 1)}
     role = "judge" if place == "judge" else "reward"
-    return {folder: f"{role}_{number}" for number, folder in enumerate(folders, 1)}
+    return {folder: f"{role}_{numbers[as_one]}" for folder, as_one in folders.items()}
+
+
+def same_rewards(values: Values, place: str, start: str) -> list[tuple[str, str]]:
+    """Pairs of parts with a weight, of the scorer or the judge, that read the same adapter; `start` names its own."""
+    found, seen = list[tuple[str, str]](), dict[str, str]()
+    for key, part in scorer_parts(values, place).items():
+        if part.get("kind", DEFAULT_KIND) != "adapter" or part.get("class_column") or part.get("weight") == 0:
+            continue
+        folder = part.get("adapter") or at(values, start)
+        reads = _place(str(folder)) if folder else ""
+        found += [(seen[reads], key)] if reads in seen else []
+        seen.setdefault(reads, key)
+    return found
+
+
+def _place(folder: str) -> str:
+    return os.path.normpath(os.path.expanduser(folder))
 
 
 def scorer_parts(values: Values, place: str = "scorer") -> dict[str, Values]:

@@ -225,8 +225,8 @@ class _Resolver:
         """The roles of adapters that parts of a sum name themselves."""
         roles = adapter_roles(self.values, place)
         named = ((f"{key}.adapter", part.get("adapter")) for key, part in scorer_parts(self.values, place).items())
-        places = {str(folder): key for key, folder in reversed([*named])}
-        return [Saved(role, places[folder], folder) for folder, role in roles.items()]
+        sources = {roles[str(folder)]: (key, str(folder)) for key, folder in reversed([*named]) if folder}
+        return [Saved(role, *sources[role]) for role in dict.fromkeys(roles.values())]
 
     def _value(self) -> Source | None:
         if section(self.values, "ppo").get("value", "separate") == "shared":
