@@ -354,7 +354,8 @@ def test_a_sum_less_the_spread_of_its_parts():
 
     given = {"a": [1.0, 2.0, 3.0, 4.0], "b": [1.0, 4.0, -3.0, 4.5], "seen": [9.0] * 4, "rule": [50.0, -50.0, 0.0, 9.0]}
     levels = {"a": 0.5, "b": -2.0, "seen": 1.0}
-    parts = {name: Rated(levels[name], given[name]) for name in levels} | {"rule": lambda r: given["rule"]}
+    parts = {name: Rated(levels[name], given[name]) for name in levels} | {"rule": Rated(None, given["rule"])}
+    parts["rule"].class_column = "mood"  # as rewards of classes have, whose level says nothing
     weights = {"a": 0.25, "b": 0.75, "seen": 0}
     spread = np.std([np.array(given[name]) - levels[name] for name in "ab"], axis=0)
     plain = 0.25 * np.array(given["a"]) + 0.75 * np.array(given["b"]) + np.array(given["rule"])

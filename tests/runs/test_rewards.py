@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from toolkit.data import Rollout
 from toolkit.errors import CheckpointError, RecipeError, RewardError
 from toolkit.models import SharedBase, load_base, save_level, save_role
 from toolkit.rewards import (
+    LEVELS,
     SCORERS,
     Prompts,
     RemoteReward,
@@ -39,6 +41,7 @@ from toolkit.runs import build, stages
 from toolkit.runs.check import check
 from toolkit.spec.load import with_reward_files
 from toolkit.spec.validate import check_recipe, check_scorer
+from toolkit.trainers import same_run
 
 REMOTE = {"kind": "remote", "url": "http://127.0.0.1:1/"}
 RULE = {"kind": "function", "function": "statistics:fmean"}
@@ -122,9 +125,18 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
             "scorer.parts.c — is the reward that scorer.parts.a is, so that the two have no spread. Name another.",
         ),
         (
-            {"kind": "sum", "parts": {"a": {"adapter": "x/"}, "b": {"adapter": "./x"}}, "spread_coef": 0.0},
+            {"kind": "sum", "parts": {"a": {"adapter": "x/"}, "b": {"adapter": f"{Path.cwd()}/x"}}, "spread_coef": 0.0},
             "scorer.parts.b — is the reward that scorer.parts.a is",
         ),
+        (
+            {"kind": "sum", "parts": {"a": {"kind": "adaptor", "adapter": "x"}, "b": {}}},
+            "scorer.parts.a.kind — 'adapter' or",
+        ),
+        (
+            {"kind": "sum", "parts": {"a": {**RULE, "adapter": "x"}}},
+            "scorer.parts.a.adapter — belongs to kind: adapter",
+        ),
+        ({**RULE, "adapter": "x"}, "scorer.adapter — belongs to kind: adapter"),
         (
             {"kind": "sum", "parts": {"a": {}, "spread": {"adapter": "x"}}, "spread_coef": 0.0},
             'scorer.spread_coef — logs the spread of the scores as "spread", which a part is called.',
@@ -362,6 +374,10 @@ def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_p
     server.stop()
 
 
+def made_with(trainer):
+    return same_run.made_with(trainer.roles, trainer.reward, trainer.judge)
+
+
 def identity_of(recipe):
     return code_digests(recipe.ppo_trainer(overwrite=True).reward)
 
@@ -384,6 +400,10 @@ def test_several_reward_adapters_on_one_base(checkpoint, tmp_path, monkeypatch):
     roles = ["policy", "reward", "reward_1", "reward_2", "judge_1", "judge_2", "value", "reference"]
     assert [one.role for one in report.roles] == roles and texts(report) == ()
     trainer = recipe.ppo_trainer()
+    turned = {**scorer, "parts": dict(reversed(parts.items()))}
+    otherwise = chat_recipe(tmp_path, checkpoint, **base, reward=None, start=start, scorer=turned, judge=judge)
+    frozen, levels = made_with(otherwise.ppo_trainer()), made_with(trainer)
+    assert frozen == levels and LEVELS in levels["reward"]
     assert {*trainer.roles.roles} == {*roles} and {*trainer.roles.trained_roles} == {"policy", "value"}
     evaluation = trainer.evaluate_rollout(recipe.task.prompts("validation"))
     alone = []
@@ -408,6 +428,11 @@ def test_several_reward_adapters_on_one_base(checkpoint, tmp_path, monkeypatch):
     for when in ("before", "after"):
         same = {name: of for name, of in result[when].items() if name.startswith(("score", "judge"))}
         assert {name: again[when][name] for name in same} == pytest.approx(same, rel=1e-3, abs=1e-4)
+    assert "not_as_trained" not in again
+    command_here("eval", recipe.run, f"judge.parts.second.adapter={folders[0]}", "--runs-dir", recipe.runs_dir)
+    again = json.loads((recipe.folder / "eval" / "result.json").read_text(encoding="utf-8"))
+    assert "judge.parts.second.adapter" in again["changed"] and "not_as_trained" not in again
+    assert again["before"]["judge/second"] != pytest.approx(result["before"]["judge/second"], rel=1e-3)
     best = command_here("generate", recipe.run, "--runs-dir", recipe.runs_dir, "--num-samples", "2", "--number", "1")
     assert best.returncode == 0 and "the best of 2" in best.stdout, best.stderr
 

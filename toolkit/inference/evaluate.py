@@ -17,6 +17,7 @@ from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
 from toolkit.models import base_digest, load_weights, scores_for
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
+from toolkit.rewards import LEVELS
 from toolkit.runs import build
 from toolkit.runs.differences import ABSENT, changes
 from toolkit.runs.folder import EVALUATION
@@ -56,6 +57,9 @@ def evaluate(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
+_LEVELS_OF = {"reward": LEVELS, "judge": f"{LEVELS} (judge)"}
+
+
 def as_trained(recipe: Recipe, evaluated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What `trained_on` finds, and what of the run's base, adapters, reward and judge is not what it was trained with,
     by the result of an evaluation; but for what was asked for in place of it."""
@@ -64,9 +68,13 @@ def as_trained(recipe: Recipe, evaluated: Mapping[str, Any]) -> tuple[dict[str, 
         then = (read_json(recipe.stage_folder(_by(recipe)) / BEFORE_FILE) or {}).get("made_with")
     except ToolkitError as error:
         return found, [*told, f"whether base, adapters and reward are those of then is not known: {error}"]
-    given = [key.removeprefix("start.") for key in evaluated.get("changed", {}) if key.startswith("start.")]
+    changed = evaluated.get("changed", {})
+    given = {source.role for source in recipe.plan.stages[_by(recipe)].roles if source.key in changed}
+    given |= {key.removeprefix("start.") for key in changed if key.startswith("start.")}
+    of_given = {f"{role} adapter" for role in given}
+    of_given |= {_LEVELS_OF[kind] for role in given if (kind := scores_for(role))}
     others = [] if then is None else other_than(then, evaluated["made_with"])
-    if others := [other for other in others if other not in [f"{role} adapter" for role in given]]:
+    if others := [other for other in others if other not in of_given]:
         found["not_as_trained"] = others
         told.append(f"{', '.join(others)}: not as when the run was trained. Before and after are of what is here now.")
     return found, told

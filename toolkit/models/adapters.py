@@ -11,6 +11,7 @@ adapter; what bounds its Q-values is beside it in `q_bound.safetensors`.
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Sequence
 from math import isfinite
@@ -103,7 +104,7 @@ def load_role(base: SharedBase, role: str, folder: str | Path) -> dict[str, Any]
     Raises:
         AdapterError: a file is missing or damaged, the adapter is another base's, or a value or reward has no head.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))  # where Path's own raises for a user that is not there
     if not folder.is_dir():
         raise AdapterError(f'role "{role}": there is no folder {folder}.', remedy="Name a PEFT adapter folder.")
     about = _about(folder) or _about_of_others(folder)

@@ -19,7 +19,7 @@ from toolkit.rewards.model import ModelScorer, RewardModel
 from toolkit.rewards.remote import RemoteReward, RemoteScorer
 from toolkit.rewards.rules import KeptRules, RulesScorer
 from toolkit.rewards.scorer import Prompts, Scorer, ScorerContext
-from toolkit.rewards.weighted import SumScorer, WeightedSum
+from toolkit.rewards.weighted import LEVELS, SumScorer, WeightedSum
 
 DEFAULT_KIND = AdapterScorer.kind
 SCORERS: dict[str, type[Scorer]] = {

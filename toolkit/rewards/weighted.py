@@ -23,6 +23,8 @@ from toolkit.settings import Range, setting
 _PARTS = "by a name of yours, each a scorer with a `weight`: its share in the sum, 1 by default; 0 logs it alone."
 _NO_PARTS = "a sum needs at least one part."
 _SPREAD = "spread"
+LEVELS = "mean_score of the parts"
+"""Of what the mean scores are known by where rewards are compared."""
 _NO_LEVEL = "its mean score is not known, from which a spread is measured: rewards of pairs differ in it by chance."
 _LEVEL_REMEDY = "The stage reward notes it in role.json: train it by that of this version, or leave spread_coef out."
 
@@ -110,8 +112,8 @@ class WeightedSum:
 
     def digest_of_weights(self) -> dict[str, str]:
         """SHA-256 of the mean scores from which a spread is measured; nothing without one."""
-        text = json.dumps(self._levels)
-        return {"mean_score of the parts": hashlib.sha256(text.encode()).hexdigest()} if self._levels else {}
+        text = json.dumps(self._levels, sort_keys=True)
+        return {LEVELS: hashlib.sha256(text.encode()).hexdigest()} if self._levels else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: state.state_dict() for name, state in self._states().items()}

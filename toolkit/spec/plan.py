@@ -115,7 +115,9 @@ def section(values: Values, key: str) -> Values:
 
 def adapter_roles(values: Values, place: str = "scorer") -> dict[str, str]:
     """By their folders the roles of the adapters that parts of the scorer or the judge name, beside that of it."""
-    adapters = (part for part in scorer_parts(values, place).values() if part.get("kind", DEFAULT_KIND) == "adapter")
+    # In the order of their names, by which a recipe whose parts stand otherwise has the same roles.
+    parts = (part for _, part in sorted(scorer_parts(values, place).items()))
+    adapters = (part for part in parts if part.get("kind", DEFAULT_KIND) == "adapter")
     folders = {folder: _place(folder) for folder in (str(part["adapter"]) for part in adapters if part.get("adapter"))}
     numbers = {folder: number for number, folder in enumerate(dict.fromkeys(folders.values()), 1)}
     role = "judge" if place == "judge" else "reward"
@@ -123,20 +125,22 @@ def adapter_roles(values: Values, place: str = "scorer") -> dict[str, str]:
 
 
 def same_rewards(values: Values, place: str, start: str) -> list[tuple[str, str]]:
-    """Pairs of parts with a weight, of the scorer or the judge, that read the same adapter; `start` names its own."""
+    """Pairs of parts with a weight, of the scorer or the judge, that read the same adapter, or the model that the run
+    trains; `start` names the adapter of a part that names none."""
     found, seen = list[tuple[str, str]](), dict[str, str]()
     for key, part in scorer_parts(values, place).items():
-        if part.get("kind", DEFAULT_KIND) != "adapter" or part.get("class_column") or part.get("weight") == 0:
+        kind = part.get("kind", DEFAULT_KIND)
+        if kind not in ("adapter", "model") or part.get("class_column") or part.get("weight") == 0:
             continue
-        folder = part.get("adapter") or at(values, start)
-        reads = _place(str(folder)) if folder else ""
+        folder = part.get("model") if kind == "model" else part.get("adapter") or at(values, start)
+        reads = kind + (_place(str(folder)) if folder else "")
         found += [(seen[reads], key)] if reads in seen else []
         seen.setdefault(reads, key)
     return found
 
 
 def _place(folder: str) -> str:
-    return os.path.normpath(os.path.expanduser(folder))
+    return os.path.realpath(os.path.expanduser(folder))
 
 
 def scorer_parts(values: Values, place: str = "scorer") -> dict[str, Values]:

@@ -225,7 +225,7 @@ class _Resolver:
         """The roles of adapters that parts of a sum name themselves."""
         roles = adapter_roles(self.values, place)
         named = ((f"{key}.adapter", part.get("adapter")) for key, part in scorer_parts(self.values, place).items())
-        sources = {roles[str(folder)]: (key, str(folder)) for key, folder in reversed([*named]) if folder}
+        sources = {roles[str(folder)]: (key, str(folder)) for key, folder in reversed([*named]) if str(folder) in roles}
         return [Saved(role, *sources[role]) for role in dict.fromkeys(roles.values())]
 
     def _value(self) -> Source | None:

@@ -106,7 +106,7 @@ _INSTEAD = {
 # What is measured and not plainly better the higher it is, as transformers takes all but losses to be.
 _EITHER_WAY = {
     *("kl", "length", "eos_share", "opening_share", "phrase_share", "length_correlation", "cut_gap", "entropy"),
-    *("num_tokens", "runtime", "min_reward", "mean_reward", "max_reward"),
+    *("num_tokens", "runtime", "min_reward", "mean_reward", "max_reward", "score/spread", "judge/spread"),
 }
 
 # Fields of TrainingArguments that have no effect on Q-learning.

@@ -216,6 +216,7 @@ def measured_names(values: dict[str, Any], stage: str) -> list[str]:
     means = [name for one in scored for name in (one, f"{one}_se")]
     sums = {name: place for name, place in scored.items() if section(values, place).get("kind") == "sum"}
     parts = [f"{name}/{part}" for name, place in sums.items() for part in section(values, f"{place}.parts")]
+    parts += [f"{name}/spread" for name, place in sums.items() if at(values, f"{place}.spread_coef") is not None]
     return [*means, "kl", "length", "eos_share", *parts, *SIGNS, *TASKS[values["data"]["task"]].metric_names]
 
 
