@@ -40,8 +40,8 @@ from toolkit.rewards.model import ModelScorer
 from toolkit.runs import build, stages
 from toolkit.runs.check import check
 from toolkit.spec.load import with_reward_files
+from toolkit.spec.plan import adapter_roles
 from toolkit.spec.validate import check_recipe, check_scorer
-from toolkit.trainers import same_run
 
 REMOTE = {"kind": "remote", "url": "http://127.0.0.1:1/"}
 RULE = {"kind": "function", "function": "statistics:fmean"}
@@ -374,10 +374,6 @@ def test_a_run_with_a_sum_of_all_kinds(checkpoint, classifiers, questions, tmp_p
     server.stop()
 
 
-def made_with(trainer):
-    return same_run.made_with(trainer.roles, trainer.reward, trainer.judge)
-
-
 def identity_of(recipe):
     return code_digests(recipe.ppo_trainer(overwrite=True).reward)
 
@@ -400,10 +396,17 @@ def test_several_reward_adapters_on_one_base(checkpoint, tmp_path, monkeypatch):
     roles = ["policy", "reward", "reward_1", "reward_2", "judge_1", "judge_2", "value", "reference"]
     assert [one.role for one in report.roles] == roles and texts(report) == ()
     trainer = recipe.ppo_trainer()
-    turned = {**scorer, "parts": dict(reversed(parts.items()))}
-    otherwise = chat_recipe(tmp_path, checkpoint, **base, reward=None, start=start, scorer=turned, judge=judge)
-    frozen, levels = made_with(otherwise.ppo_trainer()), made_with(trainer)
-    assert frozen == levels and LEVELS in levels["reward"]
+    turned = {**scorer, "parts": {name: parts[name] for name in ("second", "first", "own", "again")}}
+    assert adapter_roles({"scorer": turned}) == adapter_roles({"scorer": scorer})
+    assert LEVELS in code_digests(trainer.reward)
+    best = {"metric_for_best_model": "score/spread", "load_best_model_at_end": True, "eval_strategy": "steps",
+            "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+    watched = {**recipe.values, "ppo": {**recipe.values["ppo"], **best, "greater_is_better": False}}
+    assert check_recipe(watched) == []
+    undecided = {**watched, "ppo": {**recipe.values["ppo"], **best}}
+    assert [problem.field for problem in check_recipe(undecided)] == ["ppo.greater_is_better"]
+    watched["scorer"] = {**scorer, "spread_coef": None}
+    assert "metric_for_best_model" in check_recipe(watched)[0].field
     assert {*trainer.roles.roles} == {*roles} and {*trainer.roles.trained_roles} == {"policy", "value"}
     evaluation = trainer.evaluate_rollout(recipe.task.prompts("validation"))
     alone = []
