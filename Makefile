@@ -17,6 +17,7 @@
 # make smoke                                 a few tests with the packages of the newest set that differ, as CI runs them
 # make test-gpu                              what only a GPU can show: float16, CUDA graphs
 # make bench MODEL=/path/to/SmolLM2-135M-Instruct   this loop against stock TRL's, on a CPU (an hour and more)
+# make bench-apart MODEL=/path/to/SmolLM2-135M-Instruct   with prompts that begin with nothing in common
 # make bench-slice MODEL=/path/to/SmolLM2-135M-Instruct   on two layers of Llama-3.1-8B's width (15 GB)
 # make bench-growth MODEL=/path/to/SmolLM2-135M-Instruct  up to 1,024 new tokens, and 64 rollouts
 # make bench-agilerl MODEL=/path/to/SmolLM2-135M-Instruct AGILERL=/path/to/environment   beside AgileRL's LLMPPO
@@ -41,7 +42,7 @@ MERGE = 0
 stages = sft reward ppo collect q
 of_recipes = $(stages) show validate plan
 RECIPE_is_for = $(of_recipes) chat generate eval judge export
-MODEL_is_for = $(of_recipes) bench bench-slice bench-growth bench-agilerl
+MODEL_is_for = $(of_recipes) bench bench-apart bench-slice bench-growth bench-agilerl
 SET_is_for = $(of_recipes) eval judge
 RUN_is_for = $(of_recipes) chat generate eval judge export
 FROM_is_for = $(stages)
@@ -92,7 +93,7 @@ of_recipe = $(subst |,$(space),$(patsubst %.yml,%,$(patsubst %.yaml,%,$(notdir $
 run = "$(or $(RUN),$(of_recipe))"
 
 .PHONY: help env sft reward ppo collect q show validate plan chat generate eval judge export recipes test smoke test-gpu lint types check format docs wheel \
-        bench bench-slice bench-growth bench-agilerl bench-gpu clean
+        bench bench-apart bench-slice bench-growth bench-agilerl bench-gpu clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -169,7 +170,7 @@ docs: $(BIN)/.installed
 agilerl = $(if $(filter bench-agilerl,$@),--agilerl "$(or $(AGILERL),$(error make $@ needs an environment that has AgileRL: add AGILERL=/path/to/environment))")
 
 ## Without the card: its processes run on the CPU, and the precision is chosen before they start.
-bench bench-slice bench-growth bench-agilerl: $(BIN)/.installed
+bench bench-apart bench-slice bench-growth bench-agilerl: $(BIN)/.installed
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m benchmarks.run $(subst bench,cpu,$(@:bench-%=%)) --model "$(or $(MODEL),$(error make $@ needs a checkpoint: add MODEL=/path/to/SmolLM2-135M-Instruct))" $(agilerl)
 	$(BIN)/python -m benchmarks.table
 

@@ -64,6 +64,11 @@ class Benchmark:
 
 BENCHMARKS = {
     "cpu": Benchmark("a checkpoint as it is"),
+    "apart": Benchmark(
+        "the same with prompts that begin with nothing in common",
+        sizes=("apart",),
+        contenders=tuple(name for name in REWARDED if name != "stock-views"),
+    ),
     "slice": Benchmark(
         "two layers of Llama-3.1-8B's width, with a checkpoint's tokenizer",
         sizes=("few",),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = DOCS / "benchmarks.md"
-KINDS = ("cpu", "slice", "growth", "agilerl", "gpu")
+KINDS = ("cpu", "apart", "slice", "growth", "agilerl", "gpu")
 _COLUMNS = (
     "contender",
     *(f"{phase} s" for phase in PHASES),
@@ -220,6 +220,7 @@ def _gpu(result: Mapping[str, Any]) -> str:
 
 _SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "cpu": partial(_cpu, "cpu"),
+    "apart": partial(_cpu, "apart"),
     "slice": partial(_cpu, "slice"),
     "growth": _growth,
     "agilerl": _agilerl,

@@ -40,16 +40,19 @@ class Size:
         response_length: longest response, in tokens.
         micro_batch: rows of a forward and backward pass of the update; ours takes more of short ones.
         epochs: passes over the rollouts.
+        apart: whether prompts begin with nothing in common: two questions each, without the chat template.
     """
 
     rollouts: int
     response_length: int
     micro_batch: int = 4
     epochs: int = 2
+    apart: bool = False
 
 
 SIZES = {
     "base": Size(rollouts=16, response_length=48, micro_batch=8),
+    "apart": Size(rollouts=16, response_length=48, micro_batch=8, apart=True),
     "few": Size(rollouts=8, response_length=48),
     "many": Size(rollouts=64, response_length=48),
     "longer": Size(rollouts=8, response_length=256),
@@ -160,24 +163,23 @@ def uneven_lengths(rollouts: int, longest: int) -> list[int]:
 def sample_work(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: Size, *, prompts: Sequence[str], seed: int = 0
 ) -> Work:
-    """Chat prompts, and responses to them that the model samples at temperature 1.
+    """Prompts, and responses to them that the model samples at temperature 1.
 
     Args:
         model: the checkpoint, as it is.
         tokenizer: from `padding_tokenizer`, with a chat template.
         size: how much.
-        prompts: questions; the first `size.rollouts` are taken.
+        prompts: questions, of which the first `size.rollouts` are taken, and where they are apart the last ones, too.
         seed: of the sampling.
     """
-    prompt_ids = [
-        tokenizer.encode(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            ),
-            add_special_tokens=False,
-        )
-        for text in prompts[: size.rollouts]
-    ]
+    if size.apart:
+        texts = [
+            f"{first} {second}" for first, second in zip(prompts[: size.rollouts], reversed(prompts), strict=False)
+        ]
+    else:
+        turns = ([{"role": "user", "content": text}] for text in prompts[: size.rollouts])
+        texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    prompt_ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     ids, mask = pad_rows(prompt_ids, pad_token_id=tokenizer.pad_token_id, side="left")
     torch.manual_seed(seed)
     config = GenerationConfig(

@@ -10,10 +10,11 @@ from tests.test_versions import pins
 from tests.tiny_runs import REPOSITORY
 
 TARGETS = ("sft", "reward", "ppo", "collect", "q", "show", "validate", "plan", "chat", "generate", "eval", "judge")
-TARGETS += ("export", "recipes", "test", "smoke", "bench", "bench-agilerl", "bench-gpu")
+TARGETS += ("export", "recipes", "test", "smoke", "bench", "bench-apart", "bench-agilerl", "bench-gpu")
 NEEDED = {
     "export": ("OUTPUT=folder",),
     "bench": ("MODEL=model",),
+    "bench-apart": ("MODEL=model",),
     "bench-agilerl": ("MODEL=model", "AGILERL=environment"),
 }
 BECOMES = {"OVERWRITE": "--overwrite", "RESUME": "--resume", "MERGE": "--merge", "CPU": "ATEN_CPU_CAPABILITY"}

@@ -3,7 +3,7 @@ import torch
 from transformers import GenerationConfig
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.work import PROMPTS, SIZES, Work, given_responses, padding_tokenizer, uneven_lengths
+from benchmarks.work import PROMPTS, SIZES, Size, Work, given_responses, padding_tokenizer, sample_work, uneven_lengths
 from tests.benchmarks.examples import BY_HAND
 from tests.tiny_runs import byte_tokenizer, save_llama
 from toolkit.data import pad_rows
@@ -61,6 +61,13 @@ def test_generation_gives_the_responses_and_leaves_the_logits(checkpoint, work):
     work.check(found.sequences[:, ids.shape[1] :].tolist())
     assert torch.equal(torch.stack(found.scores), torch.stack(found.logits))
     assert torch.multinomial.__name__ == "multinomial"  # and torch is as it was
+
+
+def test_prompts_that_are_apart_are_two_questions_without_a_template(checkpoint):
+    tokenizer = padding_tokenizer(checkpoint)
+    size = Size(rollouts=2, response_length=3, micro_batch=1, apart=True)
+    work = sample_work(load_base(checkpoint), tokenizer, size, prompts=["One?", "Two?", "Three?"])
+    assert tokenizer.batch_decode(work.prompt_ids) == ["One? Three?", "Two? Two?"]
 
 
 def test_a_tokenizer_without_a_second_token_to_pad_with_is_refused(tmp_path):

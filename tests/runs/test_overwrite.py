@@ -270,6 +270,6 @@ def test_a_stage_that_is_repeated_names_what_stands_on_the_one_before(tmp_path, 
     recipe = recipe_of(tmp_path, checkpoint, reward={"max_steps": 1, "per_device_train_batch_size": 2})
     finished(recipe, "reward", "ppo")
     stages.run(recipe, "reward", overwrite=True)
-    said = "ppo of this run was trained on the reward before this one; OVERWRITE=1 repeats it."
+    said = "ppo of this run was trained on the reward that is now replaced; --overwrite repeats it (make: OVERWRITE=1)."
     assert said in " ".join(capsys.readouterr().out.split())
     assert (recipe.stage_folder("ppo") / "result.json").is_file()  # it stays

@@ -11,9 +11,9 @@ from toolkit.cli.command import Overrides, Processes, RunName, RunsDir, command,
 from toolkit.errors import RecipeError
 
 MaxNewTokens = Annotated[
-    int | None, typer.Option(help="Of an answer; the recipe's response_length if not given.", min=1)
+    int | None, typer.Option(help="Most tokens of an answer; the recipe's response_length if not given.", min=1)
 ]
-Seed = Annotated[int, typer.Option(help="Of sampling.", min=0, max=2**32 - 1)]
+Seed = Annotated[int, typer.Option(help="Seed of sampling.", min=0, max=2**32 - 1)]
 
 
 def _temperature(value: float | None) -> float | None:
@@ -30,13 +30,13 @@ def generate(
     run: RunName,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts as text.", metavar="[PROMPT]...")] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts in any format of the data section.")] = None,
-    number: Annotated[int, typer.Option(help="Held-out prompts, where none are given.", min=1)] = 5,
+    number: Annotated[int, typer.Option(help="How many held-out prompts to answer if none are given.", min=1)] = 5,
     compare: Compare = False,
     max_new_tokens: MaxNewTokens = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="Of sampling; 0 decodes greedily, the default but of Q, which decodes as the recipe does.",
+            help="Sampling temperature; 0 is greedy. Default: 0; for Q and with --num-samples as in the recipe.",
             min=0.0,
             callback=_temperature,
         ),
@@ -77,7 +77,7 @@ def chat(
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="Of sampling; 0 decodes greedily. 1 if not given; Q then decodes as the recipe does.",
+            help="Sampling temperature; 0 is greedy. Default: 1; for Q as in the recipe.",
             min=0.0,
             callback=_temperature,
         ),
@@ -124,7 +124,7 @@ def judge(
     ),
     checkpoints: Annotated[
         bool,
-        typer.Option("--checkpoints", help="Ask those that a run has kept, too, for a curve."),
+        typer.Option("--checkpoints", help="Also measure each run's saved checkpoints, for a curve."),
     ] = False,
     runs_dir: RunsDir = Path("runs"),
     processes: Processes = 1,

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _ROUNDED_UP = 16  # tokens: kernels of odd sizes take up to a third longer, and each new size costs a compiled one
 _QUERIES = 128  # that are multiplied with keys together, with none that comes after all of them
-_SHORT = 256  # tokens whose attention in bfloat16 would take longer than in float32 (docs/benchmarks.md)
+_SHORT = 256  # tokens whose attention in bfloat16 would take longer than in float32 (docs/what_was_tried.md)
 _TOGETHER = 64  # tokens of short rows that are one block
 _AT_ONCE = 2**19  # products of queries and keys of a batch: 2 MB
 _planned_for_cpu = ContextVar("planned_for_cpu", default=False)

@@ -17,8 +17,8 @@ def keep_freed_memory() -> ctypes.CDLL | None:
     """Let the C library keep what passes have freed, for those to come.
 
     glibc gives large tensors back to the system, which clears each page of memory when it is touched again: with
-    activations of one micro-batch after another that is a sixth of the time of a stage (docs/benchmarks.md). Whoever
-    has set glibc's thresholds is left alone. On a GPU PyTorch has a cache of its own.
+    activations of one micro-batch after another that is a sixth of the time of a stage (docs/what_was_tried.md).
+    Whoever has set glibc's thresholds is left alone. On a GPU PyTorch has a cache of its own.
 
     Returns:
         glibc; None where nothing was changed.
@@ -38,8 +38,8 @@ class FreedMemory:
     """Gives back what lies free after a step, once the process has grown by a quarter.
 
     What is kept lies in pieces between what is in use, and activations of other sizes do not fit into them: without
-    this a process grows with every step (docs/benchmarks.md). To give all back after each step would clear its pages
-    anew in the next.
+    this a process grows with every step (docs/what_was_tried.md). To give all back after each step would clear its
+    pages anew in the next.
     """
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ class AdapterScorer(ClassScorer):
     """The reward adapter on the shared base, which the reward stage trains; for a judge that of `start.judge`."""
 
     kind: ClassVar[str] = "adapter"
-    adapter: str | None = setting(None, "as a part of a sum, the PEFT folder of another adapter than that.")
+    adapter: str | None = setting(None, "in a part of a sum: PEFT folder of another adapter, used in its place.")
 
     def role_in(self, context: ScorerContext) -> str:
         """The role that it reads."""

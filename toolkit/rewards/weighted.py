@@ -135,8 +135,8 @@ class SumScorer(Scorer):
     parts: dict[str, Any] = field(metadata={"help": _PARTS})
     spread_coef: float | None = setting(
         None,
-        "takes so many standard deviations of the scores of an ensemble off the sum: of parts that were trained on "
-        "pairs, each less its mean score; 0 logs them alone.",
+        "lowers the sum by this times the standard deviation of an ensemble's scores. The ensemble is the parts that "
+        "were trained on pairs, each less its mean score; 0 only logs the deviation.",
         Range("0 or more and finite", lambda value: 0 <= value < math.inf),
     )
 

@@ -271,16 +271,17 @@ class _Planner:
         matmuls, bandwidth = device.reached
         thin = f"; {device.products / 1e9:.3g} in matmuls of few rows" if device.products else ""
         graphs = (
-            f" With graphs: {GRAPH_KERNEL * 1e6:.3g} µs in place of these, but for the draw of each token; merged: "
-            "16-bit weights with the adapter in them (ppo.generation)."
+            f" With CUDA graphs {GRAPH_KERNEL * 1e6:.3g} µs replace the Python time, except in drawing each token. "
+            "Merged means 16-bit weights with the adapter in them (ppo.generation)."
             if device.graphs
             else ""
         )
         return (
-            f"time: each operator by its operations ({rates} TFLOP/s, of which {matmuls:.0%} are reached) or its bytes "
-            f"({device.bandwidth / 1e9:.3g} GB/s, {bandwidth:.0%}{thin}), whichever take longer, and "
-            f"{device.operator * 1e6:.3g} µs of Python for each; all responses at full length; scoring by anything but "
-            f"the reward role left out, and evaluations of held-out prompts.{graphs}"
+            f"time: for each operator the longer of compute ({rates} TFLOP/s, of which {matmuls:.0%} are reached) and "
+            f"memory traffic ({device.bandwidth / 1e9:.3g} GB/s, {bandwidth:.0%}{thin}). Python takes "
+            f"{device.operator * 1e6:.3g} µs for each, {'at the same time' if device.graphs else 'in addition'}. "
+            "All responses have full length. Not counted: evaluations of held-out prompts, and scoring by anything but "
+            f"the reward role.{graphs}"
         )
 
     def _way_out(self, report: PlanReport) -> Problem:

@@ -209,7 +209,8 @@ def run(
     with _kept_whole(recipe, stage, **way) as wanted:
         done = None if overwrite else processes.by_main(lambda: finished(recipe, stage))
         if done is not None:
-            say(f"{stage} of this run is finished: {recipe.stage_folder(stage)}. OVERWRITE=1 repeats it.")
+            finished_in = f"{stage} of this run is finished: {recipe.stage_folder(stage)}."
+            say(f"{finished_in} --overwrite repeats it (make: OVERWRITE=1).")
             return done
         processes.by_main(lambda: _check_way(recipe, stage, resume=resume))
         _run_prerequisites(recipe, stage, from_run=from_run, **way)
@@ -217,7 +218,8 @@ def run(
             processes.by_main(lambda: claim(recipe, stage, wanted=wanted, **way))
             for later, planned in recipe.plan.stages.items() if overwrite else ():
                 if stage in planned.needs and processes.by_main(partial(finished, recipe, later)):
-                    say(f"{later} of this run was trained on the {stage} before this one; OVERWRITE=1 repeats it.")
+                    old = f"{later} of this run was trained on the {stage} that is now replaced;"
+                    say(f"{old} --overwrite repeats it (make: OVERWRITE=1).")
             goes_on = resume and stage != "collect"
             checkpoint = processes.by_main(lambda: _to_resume(recipe, stage)) if goes_on else None
             try:

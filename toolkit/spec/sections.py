@@ -47,9 +47,8 @@ class BaseSection(ModelSection):
 
     pack_rows: bool | None = setting(
         None,
-        "Whether the rows of a pass, and the prompts of a rollout, stand one after the other in a line, without "
-        "padding. null does so on a CPU, where the model, and `value_model`, can be read so; true is refused where one "
-        "cannot.",
+        "Whether the rows of a pass, and the prompts of a rollout, are packed end to end, without padding. null packs "
+        "them on a CPU if the base and `value_model` support it; true is refused if one of them does not.",
     )
 
 

@@ -87,8 +87,8 @@ GUARDS = (
         "scores_equal",
         methodcaller("get", "tied_share"),
         lambda share: share == 1.0,
-        "all scores of an update have been the same number {updates} times in a row: there is nothing to learn from, "
-        "or from penalties alone.",
+        "all scores of an update have been the same number {updates} times in a row: there is nothing to learn from "
+        "but penalties.",
         "See in rollouts.jsonl whether the reward tells good from bad; where all are as good as can be, stop here.",
         updates=3,
     ),
@@ -132,8 +132,8 @@ GUARDS = (
         "sampler_gap",
         methodcaller("get", "sampler_gap"),
         lambda gap: gap > 0.2,  # in bfloat16 it was 0.03 to 0.05, merged or not
-        "tokens are drawn with probabilities that are {value:.2f} nats from those of the update, in the mean.",
-        "Set importance_sampling_cap to 2, which weighs them by it; or take a base in float32, or generation eager.",
+        "the log-probabilities that tokens are sampled with are {value:.2f} nats off those of the update on average.",
+        "Set importance_sampling_cap to 2, which corrects for it; or set base.dtype to float32 or generation to eager.",
         updates=3,
     ),
     Guard(

@@ -46,7 +46,7 @@ _LEAST_WHITENED_BY_TRL = 8
 
 
 def _of_the_value_role(name: str, allowed: Range) -> Any:
-    return setting(None, f"Of the value role's own parameters; null for {name}.", allowed)
+    return setting(None, f"{name} of the value role's own parameters; null takes {name}.", allowed)
 
 
 WITHOUT_COPY = {"merged": "eager", "merged_graphs": "graphs"}
@@ -59,10 +59,10 @@ class PPOConfig(TRLPPOConfig):
 
     A batch is `per_device_train_batch_size × gradient_accumulation_steps` prompts, which are answered together. The
     rollout of one update is `rollouts_per_update` of them. It is divided into `num_mini_batches`, each of which is one
-    optimizer step in each of `num_ppo_epochs` passes; the forward passes of a step take as many
-    tokens at a time as `per_device_train_batch_size` of the longest rows have, so that of short rows they take more; of
-    those without gradient `local_rollout_forward_batch_size` says how many. (In TRL 1.12 a step is of
-    `gradient_accumulation_steps` micro-batches, whatever `num_mini_batches`: huggingface/trl#5645.)
+    optimizer step in each of `num_ppo_epochs` passes. A forward pass of a step takes as many tokens as
+    `per_device_train_batch_size` of the longest rows have, hence more rows where they are short. For forward passes
+    without gradient the number is `local_rollout_forward_batch_size`. (In TRL 1.12 a step has
+    `gradient_accumulation_steps` micro-batches, whatever `num_mini_batches` is: huggingface/trl#5645.)
 
     The number of updates is `max_steps`, or follows from `total_episodes` or `num_train_epochs`.
     """
@@ -78,23 +78,23 @@ class PPOConfig(TRLPPOConfig):
     )
     value_pooling: ValuePooling = setting(
         "none",
-        "Whether each response token has a value of its own, the mean over the whole response (which has then seen "
-        "all of it: a baseline of the response), or the mean up to itself.",
+        "none: each response token has a value of its own. response_mean: all have the mean over the response, which "
+        "has seen all of it. prefix_mean: each has the mean up to itself.",
     )
     eval_do_sample: bool = setting(
         False, "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily.", in_trl_loop=True
     )
     generation: Literal["eager", "graphs", "merged", "merged_graphs"] = setting(
         "eager",
-        "How responses are generated that are learnt from: eager by the layers as they are (on a CPU in float32 merged "
-        "where an eighth of the memory holds it), merged by a copy of the weights with the adapter in it, in the "
-        "precision of the passes, made each time; with graphs (of either) a card plays a pass over new tokens back "
-        "from a CUDA graph, which is recorded each time.",
+        "How the responses to learn from are generated. eager: with the layers as they are; on a CPU in float32 with a "
+        "merged copy, if it fits into an eighth of the memory. merged: with a copy of the weights that has the adapter "
+        "merged in, made for each rollout. graphs, merged_graphs: the same two on a GPU, with CUDA graphs, recorded "
+        "for each rollout.",
     )
     importance_sampling_cap: float | None = setting(
         None,
-        "Weigh each token's clipped loss by its probability at the start of the update over that with which it was "
-        "drawn, this at most; null for no weights.",
+        "Cap of the importance weight of a token's clipped loss: its probability at the start of the update, divided "
+        "by the one it was sampled with. null: no weights.",
         POSITIVE,
     )
     rollouts_per_update: int = setting(
@@ -143,11 +143,12 @@ class PPOConfig(TRLPPOConfig):
     )
     truncated_as: Literal["terminal", "bootstrap"] = setting(
         "terminal",
-        "Whether a response that the length limit cut is over, or goes on with what the value role says comes after.",
+        "How a response that the length limit cuts is valued: terminal, as if it were over; bootstrap, with the value "
+        "role's estimate of what would follow.",
     )
     use_score_scaling: bool = setting(False, "Divide scores by the standard deviation of all scores so far.")
     use_score_norm: bool = setting(
-        False, "First take the mean of all scores so far away.", only_with={"use_score_scaling": True}
+        False, "Before scaling, subtract the mean of all scores so far.", only_with={"use_score_scaling": True}
     )
     score_clip: float | None = setting(
         None, "Cut scores at plus and minus this, after scaling and before penalties.", POSITIVE
