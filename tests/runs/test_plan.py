@@ -65,9 +65,9 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
     assert report.seconds == sum(time.seconds for time in report.times)
     # 1.5 µs is what a kernel of a graph is planned with; and what is left out of the time is said.
-    assert re.search(r"left out, and evaluations .* With graphs: 1\.5 µs in place", report.notes[-2].text())
+    assert re.search(r"Not counted: evaluations .* With CUDA graphs 1\.5 µs replace", report.notes[-2].text())
     several = replace(report, updates=120, times=(PhaseTime("update", 301.0),))
-    assert dict(several.summary())["time"] == "an update about 301 s, 120 of them 10 h, by the model of toolkit plan"
+    assert dict(several.summary())["time"] == "an update about 301 s, all 120 of them 10 h, as toolkit plan estimates"
 
 
 def test_a_plan_does_not_depend_on_what_was_loaded_before_it(checkpoint, tmp_path):
@@ -434,7 +434,7 @@ def test_the_command_and_the_end_of_check(checkpoint, tmp_path):
     assert done.returncode == 0 and "with CUDA graphs" in done.stdout and "H100 SXM" in done.stdout
     checked = command_here("check", tmp_path / "chat.yaml", cwd=tmp_path).stdout.splitlines()
     assert checked[-2].startswith("memory     ") and checked[-1].startswith("time       an update about ")
-    assert re.search(r" m?s, 2 of them [\d.]+ s, by the model", checked[-1])
+    assert re.search(r" m?s, all 2 of them [\d.]+ s, as toolkit plan estimates", checked[-1])
     wrong = command_here("plan", tmp_path / "chat.yaml", "--gpu", "toaster", cwd=tmp_path)
     assert wrong.returncode == 1 and "Name one of T4" in wrong.stderr
 

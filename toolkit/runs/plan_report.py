@@ -73,8 +73,8 @@ class PlanReport:
         taken = f"{size_of(largest.total)} in {largest.phase}"
         yield "memory", f"{taken}; {verdict} {self.where} ({size_of(self.limit)})"
         if self.times:
-            whole = f", {self.updates} of them {seconds_of(self.updates * self.seconds)}" if self.updates else ""
-            yield "time", f"an update about {seconds_of(self.seconds)}{whole}, by the model of toolkit plan"
+            whole = f", all {self.updates} of them {seconds_of(self.updates * self.seconds)}" if self.updates else ""
+            yield "time", f"an update about {seconds_of(self.seconds)}{whole}, as toolkit plan estimates"
 
     def text(self, options: Mapping[str, str] = IN_PYTHON) -> str:
         """The report, for a notebook or with the options of the command line."""
