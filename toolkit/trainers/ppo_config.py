@@ -46,7 +46,7 @@ _LEAST_WHITENED_BY_TRL = 8
 
 
 def _of_the_value_role(name: str, allowed: Range) -> Any:
-    return setting(None, f"{name} of the value role's own parameters; null takes {name}.", allowed)
+    return setting(None, f"The value role's own {name}; null takes {name}.", allowed)
 
 
 WITHOUT_COPY = {"merged": "eager", "merged_graphs": "graphs"}
@@ -78,8 +78,8 @@ class PPOConfig(TRLPPOConfig):
     )
     value_pooling: ValuePooling = setting(
         "none",
-        "none: each response token has a value of its own. response_mean: all have the mean over the response, which "
-        "has seen all of it. prefix_mean: each has the mean up to itself.",
+        "By none each response token has a value of its own; by response_mean all have the mean over the response, which "
+        "has seen all of it; by prefix_mean each has the mean up to itself.",
     )
     eval_do_sample: bool = setting(
         False, "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily.", in_trl_loop=True
