@@ -78,8 +78,8 @@ class PPOConfig(TRLPPOConfig):
     )
     value_pooling: ValuePooling = setting(
         "none",
-        "By none each response token has a value of its own; by response_mean all have the mean over the response, which "
-        "has seen all of it; by prefix_mean each has the mean up to itself.",
+        "By none each response token has a value of its own; by response_mean all have the mean over the response, "
+        "which has seen all of it; by prefix_mean each has the mean up to itself.",
     )
     eval_do_sample: bool = setting(
         False, "Whether evaluation samples at `temperature`, with a fixed seed, or decodes greedily.", in_trl_loop=True
