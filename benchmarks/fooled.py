@@ -10,9 +10,10 @@ puts the policy beside that from before PPO, also by a third reward. `fooled` is
 that a program makes; its judge was taught whether a response belongs to its prompt or to another's, and what comes back
 at the end is what the judge likes best. `centred` is the same with a reward whose scores are held around 0, `relevant`
 with a judge that nobody taught, a sentence encoder; `ensemble` is that with three rewards, of which PPO is paid the
-mean less the standard deviation, and what comes back is the end. `made` is the recipe, whose judge has other pairs;
-`plain` is that without the made pairs, from the same sft adapters. `actor_critic` is that recipe as it is, beside the
-encoder. `--again` asks that encoder of the responses that the newest results of the other forms have, or without one
+mean less the standard deviation, and what comes back is the end; `own_reward` is that with one reward, a model of its
+own that trains whole, and a critic that begins as its copy. `made` is the recipe, whose judge has other pairs; `plain`
+is that without the made pairs, from the same sft adapters. `actor_critic` is that recipe as it is, beside the encoder.
+`--again` asks that encoder of the responses that the newest results of the other forms have, or without one
 the judge of `made` of those that have not seen it. Stages that are finished are not repeated. Writes
 `benchmarks/results/DATE_FORM.json`, `docs/figures/FORM.svg`, and the tables in `docs/fooled_rewards.md`.
 """
@@ -97,6 +98,7 @@ class Form:
         begins_as: the form with whose sft adapters its seeds begin, where not with their own.
         recipe: of which it is a form; one without an sft stage begins with the base.
         members: reward adapters that score together: their mean, less their spread.
+        own: whether reward and critic are models of their own, not adapters.
     """
 
     judge: str
@@ -107,6 +109,7 @@ class Form:
     begins_as: str = ""
     recipe: str = RECIPE
     members: int = 1
+    own: bool = False
 
 
 JUDGES = {
@@ -124,6 +127,9 @@ AS_IT_WAS = {
     "kl_coef": 0.05,
 }
 """PPO of the recipe before its reward had pairs that a program makes."""
+OWN_REWARD = {"learning_rate": 2e-5}
+OWN_PPO = {"value": "separate", "value_learning_rate": 2e-5, "vf_coef": 1.0}
+"""Where all weights of reward and critic train."""
 Beside: TypeAlias = tuple[Mapping[str, Any], Mapping[str, str]]
 """A reward that PPO does not see: the section `judge` of it, and the adapter that it has."""
 FORMS = {
@@ -131,6 +137,7 @@ FORMS = {
     "centred": Form("belongs", 15, AS_IT_WAS, (_PLAIN, _CENTRED), follows=True, begins_as="fooled"),
     "relevant": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), follows=True),
     "ensemble": Form(RELEVANCE, 10, AS_IT_WAS, (_PLAIN,), begins_as="fooled", members=3),
+    "own_reward": Form(RELEVANCE, 10, AS_IT_WAS | OWN_PPO, (_PLAIN,), begins_as="fooled", own=True),
     "made": Form("judge", 10, {}),
     "plain": Form("judge", 10, {}, (_PLAIN,), begins_as="made"),
     "actor_critic": Form(RELEVANCE, 5, {}, recipe="actor_critic_lora"),
@@ -223,18 +230,12 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
     if "sft" in begun.values:
         run_stage("sft", form.recipe, f"{begins_as}-{seed}", runs, *settings, *FORMS[begins_as].settings)
         before["policy"] = str(runs / f"{begins_as}-{seed}" / "sft" / "policy")
-    members = [begun.run, *(f"{begun.run}-{number}" for number in range(1, form.members))]
-    for number, member in enumerate(members):
-        of_its_own = (f"seed={10 * number + seed}", *settings[1:])
-        run_stage("reward", form.recipe, member, runs, *of_its_own, *form.settings)
-    reward, *others = (str(runs / member / "reward" / "reward") for member in members)
     values = {key: value for key, value in begun.values.items() if key not in ("sft", "reward", "reward_head")}
-    if others:
-        named = {"own": {}, **{f"other-{number}": {"adapter": folder} for number, folder in enumerate(others, 1)}}
-        parts = {part: {"kind": "adapter", "weight": 1 / len(members), **given} for part, given in named.items()}
-        values["scorer"] = {"kind": "sum", "parts": parts, "spread_coef": 1.0}
     section, start = judge
-    values |= {"start": {**before, "reward": reward, **start}, "judge": section}
+    scoring = _models_of_their_own if form.own else _adapters
+    values |= scoring(form, begun, runs, settings)
+    scored_by = values["start"]
+    values |= {"start": {**before, **scored_by, **start}, "judge": section}
     values["data"]["max_validation_rows"] = PROMPTS
     values["ppo"] |= {**form.ppo, "eval_strategy": "steps", "eval_steps": form.updates, "save_steps": form.updates}
     values["ppo"] |= {"per_device_eval_batch_size": PROMPTS}
@@ -254,7 +255,7 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
         folders["last"] = {"policy": str(checkpoints_in(ppo)[-1] / "policy")}
     for when, policy in folders.items():
         judged, by_third = (
-            asked({**recipe.values, "judge": section}, **policy, reward=reward, **start)
+            asked({**recipe.values, "judge": section}, **scored_by, **policy, **start)
             for section, start in (judge, third)
         )
         if judged.rollout.response_ids != by_third.rollout.response_ids:
@@ -275,6 +276,35 @@ def _of_seed(name: str, seed: int, runs: Path, settings: Sequence[str], judge: B
     warnings = result.get("warnings", [])
     accuracy = reward_figures(runs / begun.run)["accuracy"]
     return {"accuracy": accuracy, "curve": curve, "warnings": warnings, "policies": policies}
+
+
+def _adapters(form: Form, begun: Recipe, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """The sections of a reward adapter, or of several, which their reward stages train."""
+    members = [begun.run, *(f"{begun.run}-{number}" for number in range(1, form.members))]
+    for number, member in enumerate(members):
+        of_its_own = (f"seed={10 * number + begun.seed}", *settings[1:])
+        run_stage("reward", form.recipe, member, runs, *of_its_own, *form.settings)
+    reward, *others = (str(runs / member / "reward" / "reward") for member in members)
+    sections: dict[str, Any] = {"start": {"reward": reward}}
+    if others:
+        named = {"own": {}, **{f"other-{number}": {"adapter": folder} for number, folder in enumerate(others, 1)}}
+        parts = {part: {"kind": "adapter", "weight": 1 / len(members), **given} for part, given in named.items()}
+        sections["scorer"] = {"kind": "sum", "parts": parts, "spread_coef": 1.0}
+    return sections
+
+
+def _models_of_their_own(form: Form, begun: Recipe, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """The sections of a reward model that its stage trains whole, and of a critic that begins as its copy."""
+    section = (f"reward_model.model={begun.values['base']['model']}", "scorer.kind=model", "adapters.reward=null")
+    rate = f"reward.learning_rate={OWN_REWARD['learning_rate']}"
+    run_stage("reward", form.recipe, begun.run, runs, *settings, *form.settings, *section, rate)
+    trained = {"model": str(runs / begun.run / "reward" / "model"), "dtype": "float32"}
+    return {
+        "adapters": {"policy": begun.values["adapters"]["policy"]},
+        "scorer": {"kind": "model", "reads": "tokens", **trained},
+        "value_model": trained,
+        "start": {},
+    }
 
 
 def asked(values: Mapping[str, Any], **start: str) -> Evaluation:

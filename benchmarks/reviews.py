@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.demonstrations import GAIN, PAGE, cell_of, gain, measured, perplexity, run_stage, with_range
 from benchmarks.errors import BenchmarkError
-from benchmarks.fooled import asked, reward_figures, said
+from benchmarks.fooled import OWN_PPO, OWN_REWARD, asked, reward_figures, said
 from benchmarks.records import RESULTS, fill_file, markdown, new_result, save_figure, where, write_result
 from toolkit import recipes
 from toolkit.data import Rollout
@@ -60,9 +60,6 @@ SFT = {**_STAGE, "max_steps": 80, "warmup_steps": 4, "max_length": 96}
 REWARD = {**_STAGE, "num_train_epochs": 1, "warmup_steps": 10, "logging_steps": 10}
 PPO = {"max_steps": 40, "learning_rate": 2e-4, "kl_coef": 0.3, "response_length": 40, "missing_eos_penalty": 1.0}
 """What differs from the recipe's: its score has another range, and responses end."""
-OWN_REWARD = {"learning_rate": 2e-5}
-OWN_PPO = {"value": "separate", "value_learning_rate": 2e-5, "vf_coef": 1.0}
-"""Where all weights of reward and critic train."""
 OTHER_REWARD = {**REWARD, "num_train_epochs": 3, "learning_rate": 1e-4}
 """Of a model of another kind, and small: an epoch of 700 pairs is 88 steps."""
 _CURVE = ("score", "score_se", "judge", "judge_se", "kl")
