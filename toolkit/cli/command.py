@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,6 @@ from functools import wraps
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -106,37 +104,17 @@ def join(number: int) -> None:
         warnings.simplefilter("ignore")
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, where no training meets it: it ends a command as Ctrl-C does."""
-
-
-def _terminated_in(process: int) -> Callable[[int, FrameType | None], None]:
-    def terminate(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:  # but a copy of it, which a library ends in this way
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        signal.signal(number, signal.SIG_IGN)  # a second one would stop what puts a run back
-        raise _Terminated
-
-    return terminate
-
-
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Inside, Ctrl-C is a KeyboardInterrupt and SIGTERM a `_Terminated`, where they were to end the process: see
-    `toolkit.__main__`. Of several processes SIGTERM ends one at once: it may wait for another, and hear nothing."""
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {signal.SIGINT: signal.default_int_handler}
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        handlers[signal.SIGTERM] = _terminated_in(os.getpid())
-    of_main = threading.current_thread() is threading.main_thread()
-    ends = [number for number in handlers if of_main and signal.getsignal(number) is signal.SIG_DFL]
-    for number in ends:
-        signal.signal(number, handlers[number])
+    """Inside, Ctrl-C is a KeyboardInterrupt, where it was to end the process: see `toolkit.__main__`."""
+    ends = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if ends:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        for number in ends:
-            signal.signal(number, signal.SIG_DFL)
+        if ends:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
@@ -187,9 +165,8 @@ def _errors(debug: bool, *, resumable: bool, inner: bool, divided: bool, of_reci
             raise
         raise typer.Exit(_say_of_the_system(error, resumable=resumable, inner=inner)) from error
     except KeyboardInterrupt as error:
-        met = ("Terminated", signal.SIGTERM) if isinstance(error, _Terminated) else ("Interrupted", signal.SIGINT)
-        _say_once(f"{met[0]}.{_way_on(error) if resumable else ''}")
-        raise typer.Exit(128 + met[1]) from error
+        _say_once(f"Interrupted.{_way_on(error) if resumable else ''}")
+        raise typer.Exit(130) from error
 
 
 def _where_to_name_a_base(error: ToolkitError, of_recipe: bool) -> str:
