@@ -249,7 +249,7 @@ def test_a_disk_that_is_full_behind_standard_output():
     assert said.getvalue().startswith("ToolkitError: standard output: No space left on device.")
 
 
-@pytest.mark.parametrize("way", ["resume", "overwrite", ""])
+@pytest.mark.parametrize("way", ["resume", "overwrite", "", "finished"])
 def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(way, monkeypatch):
     def closed(*_, **__):
         error = BrokenPipeError(errno.EPIPE, "Broken pipe")
@@ -267,6 +267,7 @@ def test_a_closed_pipe_ends_a_stage_with_the_command_that_goes_on(way, monkeypat
         "overwrite": "It cannot go on from what it has saved. To begin again: toolkit sft doubling --overwrite (make: "
         "OVERWRITE=1)",
         "": "Nothing of it is saved. To begin again: toolkit sft doubling --overwrite",
+        "finished": "It had finished before: nothing of it is lost.",
     }
     assert said.getvalue() == f"Standard output was closed. {told[way]}\n"
     for debug in ([], ["--debug"]):

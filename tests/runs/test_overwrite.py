@@ -83,6 +83,28 @@ def test_a_finished_stage_comes_back_wherever_the_new_one_fails(step, tmp_path, 
     assert f"{recipe.folder} has its earlier ppo again." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("ended_by", [KeyboardInterrupt, BrokenPipeError, RuntimeError])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_what_has_finished_stays_whatever_ends_the_command_after_it(
+    replaces, ended_by, tmp_path, checkpoint, monkeypatch
+):
+    recipe = recipe_of(tmp_path, checkpoint)
+    if replaces:
+        finished(recipe, "ppo")
+
+    def shown(*_):
+        raise ended_by
+
+    monkeypatch.setattr(stage_module, "show_result", shown)
+    with pytest.raises(ended_by) as end:
+        stages.run(recipe, "ppo", overwrite=replaces)
+    assert getattr(end.value, "way_on", "finished") == "finished"
+    assert (kept := stages.finished(recipe, "ppo")) is not None and "mark" not in kept
+    assert damage(recipe.stage_folder("ppo")) is None
+    assert not any((recipe.folder / name).exists() for name in (REPLACED, UNFINISHED))
+    assert stages.run(recipe, "ppo") == kept
+
+
 def test_an_overwrite_that_was_stopped_goes_on_and_then_replaces(tmp_path, checkpoint):
     recipe = recipe_of(tmp_path, checkpoint)
     finished(recipe, "ppo")

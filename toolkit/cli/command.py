@@ -251,6 +251,8 @@ def _way_on(stop: BaseException) -> str:
     way = getattr(stop, "way_on", "" if untouched else "resume")
     by = _by_as_many(sys.argv[1:])
     again = shlex.join(["toolkit", *sys.argv[1:]])
+    if way == "finished":
+        return " It had finished before: nothing of it is lost."
     if not way:
         return f" Nothing of it is saved. To begin again{by}: {again}"
     if isinstance(stop, RunInterrupted) and not hasattr(stop, "way_on") and "--resume" not in sys.argv:

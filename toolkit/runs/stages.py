@@ -12,6 +12,7 @@ import torch
 
 from toolkit import phases, processes
 from toolkit.checkpoints import checkpoints_in, newest_whole
+from toolkit.disk import RESULT_FILE
 from toolkit.errors import CheckpointError, ConfigError, PeerError, RecipeError, RunInterrupted, ToolkitError
 from toolkit.reports import Progress
 from toolkit.runs import aside
@@ -89,21 +90,33 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
         if not ours:
             yield None
             return
+        result = recipe.stage_folder(stage) / RESULT_FILE
+        earlier = _of_file(result)
         try:
             yield stage
+            aside.settle(recipe.folder)  # what a finished stage has replaced goes
         except BaseException as error:
             sentence = ""
             with suppress(OSError, ToolkitError):  # a full disk may be what ended it; the next command puts back, too
-                sentence = restore(recipe.folder)
+                if aside.settle(recipe.folder):  # not what has finished, and was only to be shown
+                    sentence = restore(recipe.folder)
             if sentence and isinstance(error, ToolkitError):
                 error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
             if isinstance(error, KeyboardInterrupt | BrokenPipeError | RunInterrupted | PeerError):
-                error.way_on = way_on(recipe, stage)  # type: ignore[union-attr]  # for the command to say
+                ended = "finished" if _of_file(result) not in (None, earlier) else ""
+                error.way_on = way_on(recipe, stage) or ended  # type: ignore[union-attr]  # for the command to say
             if sentence:
                 with suppress(OSError):  # a closed pipe may be what ended it
                     say(sentence)
             raise
-        aside.settle(recipe.folder)  # what a finished stage has replaced goes
+
+
+def _of_file(path: Path) -> tuple[int, int] | None:
+    """What tells a file from the one that was there before, wherever that has been meanwhile."""
+    with suppress(FileNotFoundError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True, **way: bool) -> AbstractContextManager[None]:
