@@ -1,6 +1,9 @@
+import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 
 import pytest
 
@@ -39,3 +42,17 @@ def test_outside_the_main_thread_nothing_is_changed():
     thread.start()
     thread.join()
     assert seen == [(None, before)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows forks no process")
+def test_a_worker_that_was_forked_ends_by_the_signal_and_says_nothing(capfd):
+    with stop_requests(lambda: "step 3 is finished.") as request:
+        forked = multiprocessing.get_context("fork")
+        there = forked.Event()
+        worker = forked.Process(target=lambda: (there.set(), time.sleep(60)))
+        worker.start()
+        assert there.wait(30)  # Python forgets a signal that comes while it forks
+        worker.terminate()
+        worker.join(30)
+    assert (worker.exitcode, request.received) == (-signal.SIGTERM, None)
+    assert capfd.readouterr() == ("", "")

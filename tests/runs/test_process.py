@@ -126,6 +126,24 @@ def test_a_signal_is_passed_on(number):
     assert started.exitcode == 143
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes otherwise")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_they_are_started_reaches_all(number, monkeypatch):
+    started, sends = [], iter((number, None))
+
+    def starts(*arguments, **named):
+        if (signal_ := next(sends)) is not None:  # before there is a first one
+            os.kill(os.getpid(), signal_)
+        started.append(popen(*arguments, **named))
+        return started[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(process.subprocess, "Popen", starts)
+    with pytest.raises(RunInterrupted):
+        process.run_in_processes(script("time.sleep(60)"), 2)
+    assert [child.returncode for child in started] == [-signal.SIGTERM] * 2
+
+
 @pytest.mark.parametrize(("foreground", "passed_on"), [(5, False), (6, True)])
 def test_a_command_in_a_terminal_s_background_passes_sigint_on(foreground, passed_on, monkeypatch):
     """To which the terminal sends none."""

@@ -1,5 +1,6 @@
 """A request to stop, by Ctrl-C or SIGTERM, that training meets at the end of its step."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,10 +27,22 @@ class StopRequest:
 def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Inside, SIGINT and SIGTERM call a handler.
 
-    In a thread other than the main one, where Python lets nobody handle signals, nothing is changed.
+    In a thread other than the main one, where Python lets nobody handle signals, nothing is changed; nor in a process
+    that was forked here, as a worker that reads data, which a library ends by SIGTERM.
     """
+    ours = os.getpid()
+
+    def handled(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == ours:
+            handler(number, frame)
+        else:
+            signal.signal(number, before[signal.Signals(number)])
+            os.kill(os.getpid(), number)
+
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, handled)
     try:
         yield
     finally:

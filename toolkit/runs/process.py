@@ -54,7 +54,7 @@ def run_stage(command: list[str], stage: str, needed_by: str) -> None:
         BrokenPipeError: its standard output, which is that of this process, was closed.
         ToolkitError: it failed.
     """
-    (code,) = _ended([subprocess.Popen(command, env=_environment())])
+    (code,) = _ended(command, [_environment()])
     # By its exit code, or at its start or its end, where nothing meets them, by the signal itself.
     if (number := code - 128 if code > 0 else -code) in _STOPS:
         raise RunInterrupted(f'stage "{stage}", which "{needed_by}" needs, was stopped.', number)
@@ -80,11 +80,8 @@ def run_in_processes(command: list[str], number: int) -> int:
     shared = {"OMP_NUM_THREADS": str(max(1, cores // number)), **os.environ}
     shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a launcher of this one
     shared |= {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
-    children = []
-    for rank in range(number):
-        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": shared["WORLD_SIZE"]}
-        children.append(subprocess.Popen(command, env=environment))
-    codes = _ended(children)
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(number)} for rank in range(number))
+    codes = _ended(command, [shared | rank for rank in ranks])
     if stop := next((one for one in _STOPS if -one in codes), None):
         raise RunInterrupted(f"{number} processes were stopped.", stop)
     killed = [(rank, code) for rank, code in enumerate(codes) if code < 0]
@@ -131,8 +128,9 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Their exit codes, once all have ended. Where one has failed and others wait for it, they are ended, too.
+def _ended(command: list[str], environments: Sequence[dict[str, str]]) -> list[int]:
+    """Start a command in each of these environments; the exit codes, once all have ended. Where one has failed and
+    others wait for it, they are ended, too.
 
     A terminal sends Ctrl-C to all processes: this one waits while the others finish their step and save. SIGTERM, and
     SIGINT where no terminal sends it, may reach this one alone, and are passed on: as SIGTERM, of which a second one
@@ -140,26 +138,39 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     met that already, and would be ended while it puts a run back or reports.)
     """
 
+    children: list[subprocess.Popen[bytes]] = []
+    asked = False
+
     def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
         if number == signal.SIGTERM or not _of_a_terminal():
             for child in children:
                 child.terminate()
 
+    with signals_to(pass_on):
+        for environment in environments:
+            children.append(subprocess.Popen(command, env=environment))
+            if asked:  # it may have come before this one was there
+                children[-1].terminate()
+        return _waited_for(children)
+
+
+def _waited_for(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     codes: dict[int, int] = {}
     first_failed, overdue = 0.0, False
-    with signals_to(pass_on):
-        while len(codes) < len(children):
+    while len(codes) < len(children):
+        for i, child in enumerate(children):
+            if i not in codes and (code := child.poll()) is not None:
+                codes[i] = code
+        if failed := [code for code in codes.values() if code]:
+            stopped = all(code - 128 in _STOPS for code in failed)  # by the signal itself it has saved nothing
+            first_failed = first_failed or time.monotonic()
+            overdue = time.monotonic() > first_failed + (_GRACE_OF_A_STOP if stopped else GRACE)
+        if overdue:
             for i, child in enumerate(children):
-                if i not in codes and (code := child.poll()) is not None:
-                    codes[i] = code
-            if failed := [code for code in codes.values() if code]:
-                stopped = all(code - 128 in _STOPS for code in failed)  # by the signal itself it has saved nothing
-                first_failed = first_failed or time.monotonic()
-                overdue = time.monotonic() > first_failed + (_GRACE_OF_A_STOP if stopped else GRACE)
-            if overdue:
-                for i, child in enumerate(children):
-                    if i not in codes:
-                        _kill(child)
-                        codes[i] = 1
-            time.sleep(0.05)
+                if i not in codes:
+                    _kill(child)
+                    codes[i] = 1
+        time.sleep(0.05)
     return [codes[i] for i in range(len(children))]
