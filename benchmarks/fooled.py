@@ -22,7 +22,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -332,10 +332,15 @@ _BY = {"score": "the reward that PPO optimises", "judge": "the judge beside it",
 
 
 def _figure(seeds: Mapping[str, Any]) -> Figure:
-    """What reward and judge have gained, by KL and by update, a column for each seed."""
-    figure = Figure(figsize=(3.3 * len(seeds), 5.2), layout="constrained")
-    grid = figure.subplots(2, len(seeds), sharey=True, squeeze=False)
-    for column, (seed, one) in zip(grid.T, seeds.items(), strict=True):
+    """What reward and judge have gained, by KL and by update, a column for each seed, three side by side."""
+    columns = min(len(seeds), 3)
+    rows = 2 * math.ceil(len(seeds) / columns)
+    figure = Figure(figsize=(3.3 * columns, 2.6 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    pairs = [column for row in range(0, rows, 2) for column in zip(*grid[row : row + 2], strict=True)]
+    for axes in (axes for pair in pairs[len(seeds) :] for axes in pair):
+        axes.remove()
+    for column, (seed, one) in zip(pairs, seeds.items(), strict=False):
         points, first = one["curve"], one["curve"][0]
         for axes, along in zip(column, ("kl", "update"), strict=True):
             for key in ("score", "judge"):
@@ -346,7 +351,7 @@ def _figure(seeds: Mapping[str, Any]) -> Figure:
             axes.set_xlabel({"kl": "KL a response", "update": "updates"}[along], fontsize=9)
             axes.grid(alpha=0.3)
         column[0].set_title(f"seed {seed}", fontsize=10)
-    for axes, one in zip(grid[1], seeds.values(), strict=True):  # once all have their limits, which they share
+    for (_, axes), one in zip(pairs, seeds.values(), strict=False):  # once all have their limits, which they share
         written = -math.inf  # to where the names reach, a line of them over some two updates and a half
         for step, of_step in groupby(one["warnings"], key=lambda warning: warning["step"]):
             axes.axvline(step, color="C3", lw=0.8, linestyle=":")
@@ -476,31 +481,37 @@ def judged_again(
     beside the end, and of `made` beside `plain`.
 
     Args:
-        results: by form, of the same prompts and seeds.
+        results: by form, of the same prompts; a form may have more seeds than another.
         judge: gives the scores of what a policy has `said` to each prompt.
         title: of the table.
     """
     policies = {name: [one["policies"] for one in result["seeds"].values()] for name, result in results.items()}
     for of in (of for of_form in policies.values() for seed in of_form for of in seed.values()):
         of.setdefault("each", {})[_AGAIN] = list(judge(of))
+    columns = list(dict.fromkeys(seed for result in results.values() for seed in result["seeds"]))
     rows: list[list[str]] = []
+
+    def add(title: str, name: str, cells: Iterable[str]) -> None:
+        *of_seeds, of_all = cells
+        found = dict(zip(results[name]["seeds"], of_seeds, strict=True))
+        rows.append([title, *(found.get(seed, "") for seed in columns), of_all])
+
     for name, of_form in policies.items():
         ends = [(seed["before"], seed["after"]) for seed in of_form]
         means = [" → ".join(f"{sum(of['each'][_AGAIN]) / len(of['said']):.2f}" for of in pair) for pair in ends]
-        rows.append([f"`{name}`, before → after", *means, ""])
-        rows.append([f"`{name}`, gain, prompt by prompt", *_gains(ends, _AGAIN)])
+        add(f"`{name}`, before → after", name, [*means, ""])
+        add(f"`{name}`, gain, prompt by prompt", name, _gains(ends, _AGAIN))
         if all("ended" in of for pair in ends for of in pair):
-            rows.append([f"`{name}`, gain where both end", *_where_both_end(ends, _AGAIN)])
+            add(f"`{name}`, gain where both end", name, _where_both_end(ends, _AGAIN))
         if all("last" in seed for seed in of_form):
             kept = [(seed["last"], seed["after"]) for seed in of_form]
             last = [f"{sum(of['each'][_AGAIN]) / len(of['said']):.2f}" for of, _ in kept]
-            rows.append([f"`{name}`, at the end", *last, ""])
-            rows.append([f"`{name}`, what came back less the end", *_gains(kept, _AGAIN)])
+            add(f"`{name}`, at the end", name, [*last, ""])
+            add(f"`{name}`, what came back less the end", name, _gains(kept, _AGAIN))
     if {"made", "plain"} <= policies.keys():
         beside = [(a["after"], b["after"]) for a, b in zip(policies["plain"], policies["made"], strict=True)]
-        rows.append(["`made` beside `plain`, after PPO, prompt by prompt", *_gains(beside, _AGAIN)])
-    seeds = [f"seed {seed}" for seed in next(iter(results.values()))["seeds"]]
-    return markdown([title, *seeds, "all (95 %)"], rows)
+        add("`made` beside `plain`, after PPO, prompt by prompt", "made", _gains(beside, _AGAIN))
+    return markdown([title, *(f"seed {seed}" for seed in columns), "all (95 %)"], rows)
 
 
 def show_again(train: Path, validation: Path, folder: Path, overrides: Sequence[str], encoder: str) -> None:

@@ -118,9 +118,25 @@ def test_another_judge_is_asked_of_what_was_said():
     assert cells["`made` beside `plain`, after PPO, prompt by prompt"][2].startswith("+0.83 (")
     assert not any("at the end" in row for row in cells)
     followed = form((["a", "b", "c"], ["aa", "b", "cccc"], all_end), (["a"] * 3, ["aaa"] * 3, all_end))
-    for seed in followed["seeds"].values():
-        seed["policies"]["last"] = {"said": ["aaa", "bbb", "ccc"], "ended": all_end}
+    for one in followed["seeds"].values():
+        one["policies"]["last"] = {"said": ["aaa", "bbb", "ccc"], "ended": all_end}
     rows = fooled.judged_again({"relevant": followed}, lambda of: [float(len(text)) for text in of["said"]], "letters")
     assert "| `relevant`, at the end | 3.00 | 3.00 |" in rows
     # (2, 1, 4) less 3: -2/3 ± 0.88; and nothing
     assert "| `relevant`, what came back less the end | -0.67 ± 0.88 | +0.00 ± 0.00 | -0.33 (" in rows
+    fewer = {"relevant": followed, "plain": {"seeds": {"1": seed(["a"] * 3, ["aa"] * 3, all_end)}}}
+    rows = fooled.judged_again(fewer, lambda of: [float(len(text)) for text in of["said"]], "letters")
+    assert "| `plain`, before → after |  | 1.00 → 2.00 |  |" in rows
+    assert "| `plain`, gain, prompt by prompt |  | +1.00 ± 0.00 | +1.00 (+1.00 to +1.00) |" in rows
+
+
+def test_more_than_three_seeds_go_on_in_another_row():
+    point = {"score": 1.0, "score_se": 0.1, "judge": 2.0, "judge_se": 0.1, "kl": 0.0, "update": 0}
+    warning = {"step": 3, "name": "phrase", "text": ""}
+    seeds = {str(seed): {"curve": [point, {**point, "kl": 1.0, "update": 9}], "warnings": []} for seed in range(4)}
+    seeds["3"]["warnings"] = [warning]
+    figure = fooled._figure(seeds)
+    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == [f"seed {seed}" for seed in range(4)]
+    assert len(figure.axes) == 8
+    (named,) = [axes for axes in figure.axes if axes.texts]
+    assert named.texts[0].get_text() == "phrase" and named.get_subplotspec().rowspan.start == 3
