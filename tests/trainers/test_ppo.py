@@ -12,7 +12,7 @@ from tests.tiny_models import lora, shared_base, tiny_model
 from tests.tolerances import EXACT
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, concatenate, doubling
-from toolkit.errors import ConfigError, DataError
+from toolkit.errors import ConfigError, DataError, ToolkitError
 from toolkit.models import FreedMemory, Sequences, SharedBase, sequences
 from toolkit.reports import MetricsFile, read_jsonl
 from toolkit.rewards import DenseScores
@@ -403,6 +403,10 @@ def test_trl_methods_that_remain(tmp_path):
     looked = next(iter(ours.get_train_dataloader()))
     assert looked["prompt_ids"] == ours.dataloader.next_batch()["prompt_ids"]
     assert sum(len(b["prompt_ids"]) for b in ours.get_eval_dataloader()) == 4
+    with pytest.raises(ToolkitError, match=r'null_ref_context .* Take with trainer.roles.role\("reference"\)'):
+        ours.null_ref_context()
+    with pytest.raises(ToolkitError, match=r"generate_completions .* Take trainer.evaluate\(\)"):
+        ours.generate_completions(sampling=True)
 
 
 @pytest.mark.parametrize("value", ["separate", "shared"])

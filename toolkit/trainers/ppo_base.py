@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from toolkit import processes
 from toolkit.checkpoints import read_state
 from toolkit.data import PlacedDataLoader, PromptCollator
-from toolkit.errors import ConfigError, DataError
+from toolkit.errors import ConfigError, DataError, ToolkitError
 from toolkit.models import SharedBase
 from toolkit.rewards import Reward
 from toolkit.sampling import check_room
@@ -181,7 +181,15 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         self.load_progress(checkpoint)
         return state
 
-    # What remains of TRL's methods reads models that a shared base does not have.
+    # ------------------------------------------------------------------ what remains of TRL's methods
+
+    def null_ref_context(self) -> Any:
+        """TRL's, of models that a shared base does not have: refused."""
+        raise _of_models("null_ref_context", 'with trainer.roles.role("reference")')
+
+    def generate_completions(self, sampling: bool = False) -> Any:
+        """TRL's, of models that a shared base does not have: refused."""
+        raise _of_models("generate_completions", "trainer.evaluate(), which samples, scores and logs")
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
         write_model_card(Path(self.args.output_dir), self.roles, base_name=self.base_name)
@@ -189,3 +197,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """A look at the prompts, pass after pass the same; for a loop of your own take `batches()`."""
         return self.dataloader.look()
+
+
+def _of_models(name: str, instead: str) -> ToolkitError:
+    wrong = f"{name} of TRL's PPOTrainer reads models of their own, and here all roles are on one base."
+    return ToolkitError(wrong, remedy=f"Take {instead}.")
