@@ -171,3 +171,11 @@ def test_what_cannot_be_is_said(tokenizer):
     without.chat_template = "{% for m in messages %}{{ 'final:' if loop.index0 }}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match=r'^task: the chat template writes "final:" between its generation prompt and'):
         Instructions(without, train_size=3).demonstrations("train")
+
+
+def test_a_row_of_another_file_is_a_prompt_as_those_that_were_trained_on(tokenizer):
+    task = Instructions(tokenizer, train_size=3)
+    text, row = task.prompt_of("ask.jsonl, line 1", {"prompt": "Tell me of rain.", "rules": [{"rule": "no_comma"}]})
+    typed = task.typed("Tell me of rain.")
+    assert text == "Tell me of rain." and typed["messages"][-1]["content"] == text
+    assert row == {**typed, "rules": [{"rule": "no_comma"}]} and row["prompt"] == tokenizer.decode(row["input_ids"])

@@ -128,7 +128,7 @@ def answered(folder, output):
         recipe = open_run("chat", "ppo.temperature=1.3", *judge)
         rows = generate(recipe, number=6, compare=True, temperature=1.3, seed=5, output=output)
         best = generate_best(recipe, number=3, num_samples=3, seed=5)
-        assert [row["prompt"] for row in best] == prompts_of(recipe, (), None, 3)[0]
+        assert [row["prompt"] for row in best] == [one.text for one in prompts_of(recipe, (), None, 3)]
         return rows, best, evaluate(recipe)["after"]
 
 
@@ -183,20 +183,37 @@ def test_a_file_of_prompts_has_the_columns_of_the_recipe_s_data(trained, tmp_pat
     recipe = replace(recipe, values={**recipe.values, "data": asked})
     path = tmp_path / "ask.csv"
     path.write_text("question,topic\nCapital?,towns\n")
-    texts, rows = prompts_of(recipe, (), path, 5)
+    (asked,) = prompts_of(recipe, (), path, 5)
     ids = recipe.task.prompt_ids([{"role": "user", "content": "Capital?"}])
     read = {"prompt": recipe.tokenizer.decode(ids), "messages": [{"role": "user", "content": "Capital?"}]}
-    assert texts == ["Capital?"] and rows == [{"topic": "towns", "input_ids": list(ids), **read}]  # as in training
-    assert prompts_of(recipe, ["Capital?"], None, 5)[1] == [{"input_ids": list(ids), **read}]
+    assert asked.text == "Capital?" and asked.row == {
+        "topic": "towns",
+        "input_ids": list(ids),
+        **read,
+    }  # as in training
+    assert [one.row for one in prompts_of(recipe, ["Capital?"], None, 5)] == [{"input_ids": list(ids), **read}]
     other = tmp_path / "ask.jsonl"
     other.write_text('{"prompt": "a", "style": 1, "topic": "x"}\n{"prompt": "b", "style": 2}\n')
-    assert [(row["style"], "topic" in row) for row in prompts_of(recipe, (), other, 5)[1]] == [(1, False), (2, False)]
+    both = [one.row for one in prompts_of(recipe, (), other, 5)]
+    assert [(row["style"], row["topic"]) for row in both] == [(1, "x"), (2, None)]  # as in training
     path.write_text("question,topic\nCapital?,towns\n")
-    assert "topic" not in prompts_of(recipe, ["Hi"], path, 5)[1][1]  # which the first does not have
+    assert [one.row["topic"] for one in prompts_of(recipe, ["Hi"], path, 5)] == [None, "towns"]
     path.write_text("query,question\nRiver?,Capital?\n")
-    assert prompts_of(recipe, (), path, 5)[0] == ["Capital?"]  # and no other
+    assert [one.text for one in prompts_of(recipe, (), path, 5)] == ["Capital?"]  # and no other
     path.write_text("prompt,topic\nRiver?,towns\n")  # and those that every file may have
-    assert prompts_of(recipe, (), path, 5)[0] == ["River?"]
+    assert [one.text for one in prompts_of(recipe, (), path, 5)] == ["River?"]
+
+
+@pytest.mark.parametrize("respond_to", [generate, partial(generate_best, num_samples=2)], ids=["one", "the best"])
+def test_a_prompt_without_room_is_named_before_anything_is_answered(respond_to, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(trained[0])  # where its reward is found
+    monkeypatch.setattr(Sampler, "__call__", lambda *_, **__: pytest.fail("it was answered"))
+    path = tmp_path / "ask.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hi", "x" * 600)))
+    with pytest.raises(DataError, match=r"ask.jsonl, line 2: a prompt has \d+ tokens, and the base has positions for"):
+        respond_to(open_run("chat"), file=path)
+    with pytest.raises(DataError, match=r'the prompt "xxx.*": a prompt has \d+ tokens'):
+        respond_to(open_run("chat"), texts=["Hi", "x" * 600])
 
 
 def test_a_file_s_prompts_are_read_as_those_that_were_trained_on(trained, tmp_path):
@@ -206,12 +223,20 @@ def test_a_file_s_prompts_are_read_as_those_that_were_trained_on(trained, tmp_pa
     rows = [{"prompt": dialogue}, {"input_ids": [5, 6, 7]}, {"prompt": [{"role": "user", "content": "Hi"}]}]
     path = tmp_path / "ask.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts, asked = prompts_of(recipe, (), path, 5)
+    asked = prompts_of(recipe, (), path, 5)
     tokenizer, chat = recipe.tokenizer, [{"role": role, "content": text} for role, text in turns]
     written = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert asked[0]["input_ids"] == tokenizer.encode(written, add_special_tokens=False)
-    assert asked[1]["input_ids"] == [5, 6, 7]
-    assert texts == ["Another?", tokenizer.decode([5, 6, 7]), "Hi"]
+    assert asked[0].row["input_ids"] == tokenizer.encode(written, add_special_tokens=False)
+    assert asked[1].row["input_ids"] == [5, 6, 7]
+    assert [one.text for one in asked] == ["Another?", tokenizer.decode([5, 6, 7]), "Hi"]
+    pair = [{"chosen": f"{dialogue} The {river}.", "rejected": f"{dialogue} No."} for river in ("Elbe", "Ems")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in pair))
+    assert [(one.text, one.row) for one in prompts_of(recipe, (), path, 5)] == [
+        ("Another?", {"input_ids": asked[0].row["input_ids"], "prompt": written, "messages": chat})
+    ] * 2
+    path.write_text(json.dumps({"chosen": f"{dialogue} No.", "rejected": f"{dialogue} No."}) + "\n")
+    with pytest.raises(DataError, match=r"ask.jsonl, line 1: chosen and rejected are equal. Mend or remove the row."):
+        prompts_of(recipe, (), path, 5)
     path.write_text('{"prompt": ""}\n')
     with pytest.raises(DataError, match=r"ask.jsonl, line 1: an empty prompt. Mend or remove the row."):
         prompts_of(recipe, (), path, 5)
@@ -324,7 +349,9 @@ def test_typed_prompts_are_rows_as_of_a_file(trained, tmp_path):
         other = replace(recipe, values={**recipe.values, "data": data})
         for text in (dialogue, "Capital?"):
             path.write_text(json.dumps({"prompt": text}) + "\n")
-            (typed,), (read,) = (prompts_of(other, *given, 1)[1] for given in (([text], None), ((), path)))
+            (typed,), (read,) = (
+                [one.row for one in prompts_of(other, *given, 1)] for given in (([text], None), ((), path))
+            )
             if name == "pairs" and text != dialogue:  # a question is one of a conversation there
                 assert typed["messages"] == [{"role": "user", "content": text}]
                 assert typed["prompt"] == "\n\nHuman: Capital?\n\nAssistant:"
@@ -447,7 +474,8 @@ def test_what_a_command_is_told_is_what_is_asked_for(words, asked, monkeypatch):
 def test_a_policy_answers_greedily_where_nothing_is_said(trained, monkeypatch):
     asked, seeds = [], []
     monkeypatch.setattr("toolkit.inference.generate.set_seed", seeds.append)
-    monkeypatch.setattr("toolkit.inference.generate.trained_sampler", lambda _, **named: asked.append(named))
+    sampler = SimpleNamespace(limits=lambda prompts: None)
+    monkeypatch.setattr("toolkit.inference.generate.trained_sampler", lambda _, **named: asked.append(named) or sampler)
     monkeypatch.setattr("toolkit.inference.generate.respond", lambda _, rows: [""] * len(rows))
     generate(trained[1], number=1, seed=7)
     assert asked == [{"of_policy": 0.0, "max_new_tokens": None, "temperature": None, "compare": False}]

@@ -321,7 +321,8 @@ def test_a_run_is_used_where_what_training_needed_is_not(trained, tmp_path, monk
     path = tmp_path / "runs" / "chat" / "recipe.yaml"
     values = yaml.safe_load(path.read_text())
     values["ppo"] |= {"report_to": ["wandb"], "tf32": True, "optim": "schedule_free_adamw", "optim_args": "r=0.5"}
-    values["ppo"]["generation"] = "merged_graphs"
+    values["ppo"] |= {"generation": "merged_graphs", "fp16": True, "use_cpu": False}  # of a card, which is not here
+    values["base"]["dtype"] = "float16"
     followed = {"metric_for_best_model": "judge", "early_stopping_patience": 3, "load_best_model_at_end": True}
     values["ppo"] |= {**followed, "save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1}  # a judge's
     values["start"] = {"value": str(tmp_path / "critic")}  # which reads nothing that is measured

@@ -478,3 +478,20 @@ def test_a_base_that_is_not_there_is_named_by_its_key(tmp_path):
     with pytest.raises(ModelError) as error:
         plan(recipes.load("llama3_8b_lora", f"base.model={tmp_path}/gone", run="plan"), "T4")
     assert [problem.field for problem in error.value.problems] == ["base.model"]
+
+
+ABSENT = {
+    "adapters.policy.target_modules=[nope]": "adapters.policy.target_modules",
+    "start.policy=/nope": "start.policy",
+    "scorer={kind: model, model: /nope}": "scorer.model",
+    "scorer={kind: sum, parts: {one: {kind: model, model: /nope}}}": "scorer.parts.one.model",
+    "judge={kind: model, model: /nope}": "judge.model",
+    "value_model={model: /nope}": "value_model.model",
+}
+
+
+@pytest.mark.parametrize(("override", "key"), ABSENT.items(), ids=ABSENT)
+def test_what_is_not_there_is_named_by_its_key(override, key, checkpoint, tmp_path):
+    with pytest.raises(ToolkitError) as error:
+        plan(chat_recipe(tmp_path, checkpoint, override), "4090")
+    assert [problem.field for problem in error.value.problems] == [key]

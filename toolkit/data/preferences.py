@@ -138,6 +138,17 @@ class Preferences(SplitTask):
             raise DataError(wrong, field="columns.margin", remedy="Correct the name, or remove it.")
         return part
 
+    def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """As of every task; of a pair its prompt, as PPO has it."""
+        if not all((self.columns or {}).get(side, side) in row for side in ("chosen", "rejected")):
+            return super().prompt_of(place, row)
+        try:
+            pair = read_pair(place, renamed(place, row, self.columns, optional="margin"))
+            prompt = self._encoder.prompt(pair.prompt)
+        except Unusable as reason:
+            raise DataError(f"{place}: {reason}.", remedy="Mend or remove the row.") from reason
+        return prompt["messages"][-1]["content"] if "messages" in prompt else prompt["prompt"], prompt
+
     def _prompts_of(self, rows: Dataset) -> list[tuple[int, ...]]:
         return [tuple(row["chosen_ids"][: row["prompt_length"]]) for row in each_of(rows)]
 

@@ -94,7 +94,9 @@ class Task:
     def typed(self, text: str) -> dict[str, Any]:
         """A text that a person typed as the row of a prompt, as training has it: where prompts may be dialogues, as
         a turn of one. Raises DataError if it cannot be one."""
-        messages: Messages = [{"role": "user", "content": text}]
+        return self._asked([{"role": "user", "content": text}])
+
+    def _asked(self, messages: Messages) -> dict[str, Any]:
         ids = self.prompt_ids(messages)
         row = {"input_ids": ids, "prompt": str(self.tokenizer.decode(ids))}
         return row | ({"messages": messages} if self.chats else {})
@@ -103,7 +105,7 @@ class Task:
         """The prompt of a row of another file as text, and the row as a stage has it, with `input_ids`; raises
         DataError, with the place, if it has none."""
         messages = messages_of_row(place, row)
-        return messages[-1]["content"], {**row, "input_ids": self.prompt_ids(messages)}
+        return messages[-1]["content"], {**row, **self._asked(messages)}
 
     metric_names: ClassVar[tuple[str, ...]] = ()
     """Of what `metrics` gives."""

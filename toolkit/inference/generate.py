@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -13,6 +14,7 @@ from transformers import TextStreamer, set_seed
 
 from toolkit import processes
 from toolkit.data import read_rows
+from toolkit.data.files import shown
 from toolkit.data.messages import Messages
 from toolkit.disk import write_output
 from toolkit.errors import ColumnError, DataError, RewardError, ToolkitError, printable
@@ -37,24 +39,47 @@ def respond(sampler: Sampler, rows: Sequence[dict[str, Any]]) -> list[str]:
     return texts
 
 
-def prompts_of(
-    recipe: Recipe, texts: Sequence[str], file: Path | None, number: int
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Prompts as text and as rows: of the texts and the file, or the first held-out ones with all their columns."""
+class Asked(NamedTuple):
+    """A prompt: where it stands, as text, and as a row with all columns of all prompts; one that it lacks is None."""
+
+    place: str
+    text: str
+    row: dict[str, Any]
+
+
+def prompts_of(recipe: Recipe, texts: Sequence[str], file: Path | None, number: int) -> list[Asked]:
+    """The prompts of the texts and the file, or else the first held-out ones."""
     if isinstance(texts, str):
         raise DataError("texts is one text, and a list of them is needed.", field="texts", remedy="Put it into a list.")
     if not texts and file is None:
         held_out = recipe.task.prompts("test")
         rows = [held_out[i] for i in range(min(number, len(held_out)))]
-        return list(recipe.tokenizer.batch_decode([row["input_ids"] for row in rows])), rows
-    asked = [(text, recipe.task.typed(text)) for text in texts]
+        texts = recipe.tokenizer.batch_decode([row["input_ids"] for row in rows])
+        numbered = enumerate(zip(texts, rows, strict=True), 1)
+        return [Asked(f"held-out prompt {number}", text, row) for number, (text, row) in numbered]
+    asked = [Asked(f'the prompt "{shown(text)}"', text, recipe.task.typed(text)) for text in texts]
     if file is not None:
-        asked += [recipe.task.prompt_of(place, row) for place, row in read_rows(str(file), field="file")]
+        of_file = read_rows(str(file), field="file")
+        asked += [Asked(place, *recipe.task.prompt_of(place, row)) for place, row in of_file]
     if not asked:
         raise DataError(f"{file}: no prompts.", field="file", remedy="Give a file that has some.")
-    columns = [row for _, row in asked]
-    of_all = [name for name in columns[0] if all(name in row for row in columns)]  # a reward may read them
-    return [text for text, _ in asked], [{name: row[name] for name in of_all} for row in columns]
+    names = dict.fromkeys(chain.from_iterable(one.row for one in asked))  # a reward may read them, as in training
+    return [one._replace(row={name: one.row.get(name) for name in names}) for one in asked]
+
+
+def _rows(sampler: Sampler, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+    """Their rows; before the first of them is answered each is known to have room for a response.
+
+    Raises:
+        DataError: one has not.
+    """
+    for one in asked:
+        try:
+            sampler.limits([one.row["input_ids"]])
+        except DataError as error:
+            (problem,) = error.problems
+            raise DataError(f"{one.place}: {problem.wrong}", field=problem.field, remedy=problem.remedy) from error
+    return [one.row for one in asked]
 
 
 def _check_output(recipe: Recipe, output: Path | None, file: Path | None) -> None:
@@ -97,13 +122,14 @@ def generate(
     """
     processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
-        prompts, asked = prompts_of(recipe, texts, file, number)  # before the weights, which may take minutes
+        asked = prompts_of(recipe, texts, file, number)  # before the weights, which may take minutes
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "compare": compare}
         sampler = trained_sampler(recipe, of_policy=0.0, **settings)
         set_seed(seed)
-    columns = {"prompt": prompts, "policy": respond(sampler, asked)}
+        prompts = _rows(sampler, asked)
+    columns = {"prompt": [one.text for one in asked], "policy": respond(sampler, prompts)}
     if compare:
-        columns["reference"] = respond(sampler.reference, asked)
+        columns["reference"] = respond(sampler.reference, prompts)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if output is not None:  # before they are shown: a pager that is quit closes standard output
         processes.by_main(partial(_write, output, rows))
@@ -134,33 +160,34 @@ def generate_best(
     """
     processes.by_main(lambda: _check_output(recipe, output, file))
     with processes.agreed():
-        prompts, asked = prompts_of(recipe, texts, file, number)
+        asked = prompts_of(recipe, texts, file, number)
         planned = recipe.plan.stages["ppo"].roles
         wanted = {"policy", *(one.role for one in planned if scores_for(one.role) == "reward")}
         roles, pad_tokens = build.placed_roles(recipe, "ppo", trained=policy_folder(recipe), wanted=wanted)
         rollouts = build.make_rollouts(recipe, roles)
         reward = build.make_reward(recipe, roles, pad_tokens, rollouts.args.local_rollout_forward_batch_size)
         set_seed(seed)
+        sampler = replace(rollouts.sampler(), max_length=None)  # which is of training: see `generate`
+        prompts = _rows(sampler, asked)
     size = rollouts.args.per_device_eval_batch_size
-    sampler = replace(rollouts.sampler(), max_length=None)  # which is of training: see `generate`
     try:
-        sampled = best_of(asked, num_samples, sampler=sampler, reward=reward, batch_size=size)
+        sampled = best_of(prompts, num_samples, sampler=sampler, reward=reward, batch_size=size)
     except RewardError as error:
         error.within("scorer")
         if isinstance(error, ColumnError) and (texts or file is not None):
             error.add_remedy("Prompts need what the reward reads: name a .jsonl file with it, or no prompts.")
         raise
-    rows, shown, means = [], [], sampled.scores.mean(dim=1).tolist()
-    for i, (prompt, best) in enumerate(zip(prompts, sampled.best.responses, strict=True)):
+    rows, scored_rows, means = [], [], sampled.scores.mean(dim=1).tolist()
+    for i, (prompt, best) in enumerate(zip(asked, sampled.best.responses, strict=True)):
         responses = sampled.candidates.responses[i * num_samples : (i + 1) * num_samples]
         scores = sampled.scores[i].tolist()
         scored = [{"response": text, "score": score} for text, score in zip(responses, scores, strict=True)]
-        rows.append({"prompt": prompt, "policy": best, "score": max(scores), "candidates": scored})
-        shown.append({**rows[-1], "score: best, mean": f"{max(scores):.3f}, {means[i]:.3f}"})
+        rows.append({"prompt": prompt.text, "policy": best, "score": max(scores), "candidates": scored})
+        scored_rows.append({**rows[-1], "score: best, mean": f"{max(scores):.3f}, {means[i]:.3f}"})
     if output is not None:
         processes.by_main(partial(_write, output, rows))
     title = f"the best of {num_samples}"
-    Output().print(texts_table(shown, ("prompt", "policy"), title=title, figures="score: best, mean"))
+    Output().print(texts_table(scored_rows, ("prompt", "policy"), title=title, figures="score: best, mean"))
     growth = Table(title=f"mean score of the best of N, over {len(rows)} prompts")
     for name in ("N", "score", "KL at most"):
         growth.add_column(name, justify="right")

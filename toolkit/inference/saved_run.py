@@ -97,6 +97,8 @@ def not_here(folder: Path) -> dict[str, str]:
     for model in MODEL_SECTIONS:
         if not _attention_here(str(section(values, model).get("attn_implementation"))):
             found[f"{model}.attn_implementation"] = "null"
+        if section(values, model).get("dtype") == "float16" and not torch.cuda.is_available():
+            found[f"{model}.dtype"] = "auto"
     for stage in STAGE_CLASSES:
         given = section(values, stage)
         if "report_to" in given:
@@ -104,6 +106,10 @@ def not_here(folder: Path) -> dict[str, str]:
         others = _NOT_TRAINED | (_BY_THE_BEST if given.get("metric_for_best_model") is not None else {})
         others |= {"save_strategy": "'no'"} if given.get("save_strategy") == "best" else {}
         found |= {f"{stage}.{name}": other for name, other in others.items() if name in given}
+        if given.get("use_cpu") is not None and given["use_cpu"] == torch.cuda.is_available():
+            found[f"{stage}.use_cpu"] = "null"
+        if given.get("fp16") and not torch.cuda.is_available():
+            found[f"{stage}.fp16"] = "null"
         if given.get("use_liger_kernel") and not is_liger_kernel_available():
             found[f"{stage}.use_liger_kernel"] = "false"
         if given.get("tf32") and not is_torch_tf32_available():

@@ -174,8 +174,9 @@ class SumScorer(Scorer):
         return {name: part for name, part in own.items() if part.class_column is None}
 
     def outlines(self) -> Iterator[PreTrainedModel]:
-        for part in self.parts.values():
-            yield from part.outlines()
+        for name, part in self.parts.items():
+            with within(f"parts.{name}"):
+                yield from part.outlines()
 
     def build(self, context: ScorerContext) -> Reward:
         rewards = {}

@@ -94,7 +94,9 @@ def trainer_config(recipe: Recipe, stage: str) -> Any:
         raise RecipeError(wrong, field=f"{stage}.use_cpu", remedy=remedy)
     if config.fp16 and not torch.cuda.is_available():
         wrong = "float16 training needs a GPU, and none is here."
-        raise RecipeError(wrong, remedy="Set base.dtype to auto, bfloat16 or float32.")
+        asked = recipe.values[stage].get("fp16")
+        remedy = "Take it out." if asked else "Set base.dtype to auto, bfloat16 or float32."
+        raise RecipeError(wrong, field=f"{stage}.fp16" if asked else "", remedy=remedy)
     if stage == "ppo" and config.decoding["graphs"]:  # before earlier stages have run
         with within(stage):
             check_device_records(default_device())

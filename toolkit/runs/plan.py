@@ -93,7 +93,9 @@ def _without_numbers(recipe: Recipe, stage: str) -> SharedBase:
     nothing_yet = Site(recipe.tokenizer if own_base else None, lambda stage: None)
     with torch.device("meta"):
         for source in sources:
-            source.as_of(nothing_yet).place(roles, nothing_yet)
+            source = source.as_of(nothing_yet)
+            with within(source.key):
+                source.place(roles, nothing_yet)
     take_shape(roles)
     return roles
 
@@ -145,11 +147,13 @@ class _Planner:
     def _beside(self) -> dict[str, int]:
         """Bytes of the models that reward and judge load beside the base."""
         recipe = self.recipe
-        models = [
-            model for scorer in (recipe.scorer, recipe.judge) if scorer is not None for model in scorer.outlines()
-        ]
-        if recipe.plan.scored_by is not None:
-            models.append(recipe.plan.scored_by.classifier(Site(recipe.tokenizer, lambda stage: None), device=META))
+        models: list[Any] = []
+        for section, scorer in (("scorer", recipe.scorer), ("judge", recipe.judge)):
+            with within(section):
+                models += [] if scorer is None else scorer.outlines()
+        if (own := recipe.plan.scored_by) is not None:
+            with within(own.key):
+                models.append(own.classifier(Site(recipe.tokenizer, lambda stage: None), device=META))
         for model in models:
             pack(model)
         return {"reward models": sum(map(weight_bytes_of, models))} if models else {}
