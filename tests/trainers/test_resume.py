@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -43,8 +44,10 @@ from toolkit import processes
 from toolkit.checkpoints import checkpoint_folders, newest_whole, read_state
 from toolkit.errors import (
     CheckpointError,
+    ColumnError,
     ConfigError,
     DataError,
+    ModelError,
     RewardError,
     RewardStateError,
     RunInterrupted,
@@ -490,6 +493,57 @@ def test_time_that_was_spent_before_a_checkpoint_counts(tmp_path):
     assert read_state(tmp_path / "stage" / "checkpoint-1")["seconds"] > 1e6
 
 
+def test_a_run_whose_settings_a_callback_has_changed_goes_on(tmp_path):
+    class Anneals(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            args.kl_coef *= 0.9
+
+    whole, again = make(ppo, tmp_path / "whole", max_steps=3), make(ppo, tmp_path / "whole", max_steps=3)
+    whole.add_callback(Anneals())
+    whole.train()
+    again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
+    assert_same(weights(whole), weights(again))
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_the_best_is_by_the_held_out_rows_alone(by_hand, tmp_path):
+    """Others that a callback measures at the same step, or a loop of one's own, are in the log as well."""
+    scores = {"held out": [1.0, 0.5, 3.0], "others": [100.0] * 3}
+
+    def reward(rollout):
+        which = rollout.columns.get("which", ["train"] * len(rollout))[0]
+        return [scores[which][ours.state.global_step - 1] if which in scores else 0.0] * len(rollout)
+
+    class Measures(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            ours.evaluate(others)
+
+    def made():
+        options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3, "metric_for_best_model": "score"}
+        one = make(ppo, tmp_path, reward=reward, greater_is_better=True, load_best_model_at_end=not by_hand, **options)
+        one.eval_dataset, others = (
+            Dataset.from_dict({"input_ids": [[1, 20], [1, 30]], "which": [which] * 2}) for which in scores
+        )
+        one.add_callback(Measures())
+        return one, others
+
+    ours, others = made()
+    if by_hand:
+        batches = ours.batches()
+        for _ in range(3):
+            batch = next(batches)
+            responses = ours.generate(batch)
+            ours.step(batch, responses, ours.score(batch, responses))
+            ours.evaluate()
+            ours.evaluate(others)
+            ours.save_checkpoint()
+    else:
+        ours.train()
+        ours, others = made()
+        ours.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert Path(ours.state.best_model_checkpoint).name == "checkpoint-3"
+
+
 def test_a_checkpoint_that_is_refused_changes_nothing(tmp_path):
     make(ppo, tmp_path / "other", max_steps=2).train()
     ours = make(ppo, tmp_path / "ours", kl_coef=0.7)
@@ -685,6 +739,29 @@ def test_a_reward_that_fails_ends_a_run_that_can_go_on(rollouts, good_calls, tmp
         going_on.train(resume_from_checkpoint=True)
         assert_same(weights(whole), weights(going_on))
         assert going_on.reward.state_dict() == whole.reward.state_dict()
+
+
+class Mine(RewardError):
+    """Of a user's own."""
+
+
+@pytest.mark.parametrize("kind", [DataError, ModelError, ColumnError, Mine])
+def test_whatever_error_a_reward_raises_the_run_is_saved(kind, tmp_path):
+    calls = 0
+
+    def odd(rollout):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise kind("a row is wrong.", remedy="Mend the row.")
+        return [0.0] * len(rollout)
+
+    made = make(ppo, tmp_path, reward=odd, save_strategy="no", max_steps=4)
+    with pytest.raises(RewardError, match=r"^a row is wrong\. Mend the row\. .*All up to update 2 is saved") as error:
+        made.train()
+    placed = f"It was raised in {__file__}, line " in str(error.value)
+    assert placed == (not issubclass(kind, RewardError)) and (tmp_path / "checkpoint-2").is_dir()
+    assert type(error.value) is (kind if issubclass(kind, RewardError) else RewardError)
 
 
 def test_a_run_whose_evaluations_fail_goes_on_without_them(tmp_path):
@@ -1261,3 +1338,16 @@ def test_a_state_that_cannot_be_put_back_is_saved_nowhere(tmp_path):
     with pytest.raises(RewardStateError, match=r"load_state_dict of the reward raised ValueError: a slip") as raised:
         stuck.train()
     assert "is saved in" not in str(raised.value) and not [*tmp_path.glob("checkpoint-*")]
+
+
+@pytest.mark.parametrize("stage", [sft_policy, reward_pairs, q])
+def test_fewer_passes_than_are_behind_a_checkpoint_are_refused(stage, tmp_path):
+    lasts = {"max_steps": -1, "save_strategy": "epoch"}
+    made = make(stage, tmp_path, num_train_epochs=3, **lasts)
+    made.train()
+    newest = tmp_path / f"checkpoint-{made.state.global_step * 2 // 3}"
+    with pytest.raises(CheckpointError, match="^num_train_epochs: .* steps behind it, and the run is to have"):
+        make(stage, tmp_path, num_train_epochs=1, **lasts).train(resume_from_checkpoint=newest)
+    over = make(stage, tmp_path, num_train_epochs=2, **lasts)
+    over.train(resume_from_checkpoint=newest)
+    assert over.state.global_step == over.state.max_steps == made.state.global_step * 2 // 3

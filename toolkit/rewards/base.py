@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from toolkit import processes
 from toolkit.data import Rollout
-from toolkit.errors import RewardError, RewardStateError, ToolkitError, words_of
+from toolkit.errors import PeerError, RewardError, RewardStateError, ToolkitError, words_of
 from toolkit.rewards.dense import DenseScores, Scores
 from toolkit.rewards.kept import process_kept
 
@@ -141,8 +141,10 @@ def _scores(reward: Reward, rollout: Rollout) -> Scores:
         with torch.no_grad(), process_kept():
             returned = reward(deepcopy(rollout))
             scores: Any = wait_for(returned, loop="async rewards") if inspect.isawaitable(returned) else returned
-    except (ToolkitError, KeyboardInterrupt):
+    except (RewardError, PeerError, KeyboardInterrupt):
         raise
+    except ToolkitError as error:
+        raise _as_the_reward_s(error) from error
     except BaseException as error:
         if isinstance(error, torch.OutOfMemoryError) and all(map(of_a_library, _files_of(error))):
             wrong = "a card's memory ran out while responses were scored, with one row at a time."
@@ -154,6 +156,18 @@ def _scores(reward: Reward, rollout: Rollout) -> Scores:
         wrong = f"the reward has left torch's inference mode on, in which nothing is learnt ({_definition(reward)})."
         raise RewardError(wrong, remedy="Enter it by: with torch.inference_mode().")
     return check_scores(scores, rollout)
+
+
+def _as_the_reward_s(error: ToolkitError) -> RewardError:
+    """An error of another kind as one of the reward in which it was raised; with the place, where that is a user's."""
+    one = error.problems[0]
+    problems = error.problems if len(error.problems) > 1 else ()
+    wrong = f"{error.args[0]}" if problems else one.wrong
+    raised = RewardError(wrong, field=one.field, remedy=one.remedy, problems=problems)
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not of_a_library(frame.filename)]
+    if own:
+        raised.add_remedy(f"It was raised in {own[-1].filename}, line {own[-1].lineno}.")
+    return raised
 
 
 def _files_of(error: BaseException) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,18 @@ class BestOfSaved(GuardedSteps):
             wrong = f"{key.removeprefix('eval_')!r} is nothing that is measured here."
             known = ", ".join(sorted(name.removeprefix("eval_") for name in metrics))
             raise ConfigError(wrong, field="metric_for_best_model", remedy=f"Name one of {known}.")
-        best = super().is_best(metrics)
-        if key is not None:
+        self._note_metric(metrics)
+        return super().is_best(metrics)
+
+    def _note_metric(self, metrics: Mapping[str, float]) -> None:
+        """Keep what decides which checkpoint is the best, of an evaluation of the held-out rows as they are now."""
+        key = self._best_by
+        if key is not None and key in metrics:
             self._metrics_at[self.state.global_step] = float(metrics[key])
-        return best
 
     @cached_property
     def _metrics_at(self) -> dict[int, float]:
-        """By step what decides which checkpoint is the best, of this process's evaluations."""
+        """By step what decides which checkpoint is the best: the log has evaluations of other rows as well."""
         return {}
 
     @property

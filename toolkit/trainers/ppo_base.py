@@ -72,7 +72,8 @@ class SharedBaseTrainer(SamplingTrainer, TRLPPOTrainer):
         if args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
         self.score_shaper = ScoreShaper(args)
-        self.kl_coef = args.kl_coef  # changed by the adaptive controller, where kl_target asks for it
+        # Changed by the adaptive controller, where kl_target asks for it, or by a callback; the first is of the run.
+        self.kl_coef = self._kl_coef_begun_with = args.kl_coef
         self.state = _State(**vars(self.state))
         if args.gradient_checkpointing:
             roles.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit import phases, processes
 from toolkit.checkpoints import check_state, get_random_states, problem_of, set_random_states
 from toolkit.data import Rollout, concatenate
-from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, ToolkitError
+from toolkit.errors import CheckpointError, NotFiniteError, PeerError, RewardError, RewardStateError, ToolkitError
 from toolkit.functional import Moments
 from toolkit.reports import ROLLOUTS_FILE, WARNINGS_FILE, append_jsonl, keep_until, write_jsonl
 from toolkit.rewards import Scores, check_scores, concatenate_scores, state_of, total_scores
@@ -24,7 +24,6 @@ from toolkit.trainers.not_finite import MOST_IN_A_ROW, where_broken
 from toolkit.trainers.ppo_base import SharedBaseTrainer
 from toolkit.trainers.same_run import check_frozen, frozen_digests, other_setting
 
-_OF_REWARDS = (RewardError.__name__, NotFiniteError.__name__)
 _ROWS_SHOWN = 4  # of a rollout, at every logged step
 
 
@@ -172,7 +171,7 @@ class PPOLoop(SharedBaseTrainer):
         try:
             yield
         except (RewardError, PeerError) as error:
-            if self._kind(error) in _OF_REWARDS:
+            if self._kind(error):
                 self._save_before(error)
             raise
 
@@ -183,10 +182,10 @@ class PPOLoop(SharedBaseTrainer):
             metrics = self._timed_step()
         except (RewardError, PeerError) as error:
             kind = self._kind(error)
-            if kind not in _OF_REWARDS:
+            if kind is None:
                 raise
-            if kind == RewardError.__name__ or self._too_many(error):
-                if kind == NotFiniteError.__name__:  # this update will be taken again
+            if kind is RewardError or self._too_many(error):
+                if kind is NotFiniteError:  # this update will be taken again
                     self.skipped.total, self.skipped.in_a_row = self.skipped.total - 1, 0
                 set_random_states(random)
                 self._go_to(place)
@@ -200,9 +199,14 @@ class PPOLoop(SharedBaseTrainer):
         return {**metrics, "warnings": float(len(self.watch.given))} if self.watch.given else metrics
 
     @staticmethod
-    def _kind(error: ToolkitError) -> str:
-        """Name of an error's class, of several processes in that where it was raised."""
-        return error.of if isinstance(error, PeerError) else type(error).__name__
+    def _kind(error: ToolkitError) -> type[RewardError] | None:
+        """What an error is, of several processes in that where it was raised: one that a reward raised, or one of
+        numbers that are not finite; None for others, and those of a reward's state, which cannot be saved."""
+        name = error.of if isinstance(error, PeerError) else type(error).__name__
+        found = next((kind for kind in _kinds(RewardError) if kind.__name__ == name), None)
+        if found is None or issubclass(found, RewardStateError):
+            return None
+        return NotFiniteError if issubclass(found, NotFiniteError) else RewardError
 
     def evaluated(
         self,
@@ -335,7 +339,7 @@ class PPOLoop(SharedBaseTrainer):
         return {
             **self._place(),
             "kl_coef": self.kl_coef,
-            "kl_coef_begun_with": self.args.kl_coef,
+            "kl_coef_begun_with": self._kl_coef_begun_with,
             "evaluation_due": self._evaluation_due,
             "end_due": self._end_due,
             "passed_over": self._passed_over,
@@ -353,8 +357,8 @@ class PPOLoop(SharedBaseTrainer):
         own = state["own"]
         with processes.agreed():  # an error of all is told once
             check_frozen(own["frozen"], frozen_digests(self.roles))
-            if (begun_with := own["kl_coef_begun_with"]) != self.args.kl_coef:
-                raise other_setting(checkpoint, "kl_coef", begun_with, self.args.kl_coef)
+            if (begun_with := own["kl_coef_begun_with"]) != self._kl_coef_begun_with:
+                raise other_setting(checkpoint, "kl_coef", begun_with, self._kl_coef_begun_with)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         self.kl_coef, self._evaluation_due = state["kl_coef"], state["evaluation_due"]
@@ -367,3 +371,10 @@ class PPOLoop(SharedBaseTrainer):
         self.watch = Watch(**state["watch"])
         if self.measured_before is not None:
             self.watch.measured(0, *self.measured_before)
+
+
+def _kinds(kind: type[RewardError]) -> Iterator[type[RewardError]]:
+    """A class of errors and all that inherit it, a user's among them."""
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _kinds(one)

@@ -123,12 +123,13 @@ class ResumableTrainer(BestOfSaved):
             checkpoints.set_random_states(self._restoring["random"])
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             self._noted_best = state.best_model_checkpoint
-            self._check_not_past(checkpoint, state.global_step, self.args.max_steps)
-            over = not self._asks_for_more(state)
+            length, field = self._length(state), "max_steps" if self.args.max_steps > 0 else "num_train_epochs"
+            self._check_not_past(checkpoint, state.global_step, length, field=field)
+            over = length <= state.global_step
             if over or self._restoring["stopped_early"]:  # transformers would train a step more
                 self.state = state
-                if over and self.args.max_steps > 0:  # the checkpoint's run may have been longer
-                    state.max_steps = self.args.max_steps
+                if over:  # the checkpoint's run may have been longer
+                    state.max_steps = length
                 with processes.agreed():
                     check_same_run(checkpoint, self._restoring, self._identity)
                 self.load_callbacks()
@@ -149,20 +150,20 @@ class ResumableTrainer(BestOfSaved):
             self.args.eval_on_start = evaluates_first
             self.remove_callback(guard)
 
-    def _check_not_past(self, checkpoint: Path, step: int, max_steps: int) -> None:
-        if 0 < max_steps < step:
-            wrong = f"{checkpoint} has {step} steps behind it, and the run is to have {max_steps}."
+    def _check_not_past(self, checkpoint: Path, step: int, length: int, *, field: str = "max_steps") -> None:
+        if length < step:
+            wrong = f"{checkpoint} has {step} steps behind it, and the run is to have {length}."
             remedy = "Take an earlier checkpoint, or make the run longer."
-            raise CheckpointError(wrong, field="max_steps", remedy=remedy)
+            raise CheckpointError(wrong, field=field, remedy=remedy)
 
-    def _asks_for_more(self, state: TrainerState) -> bool:
-        """Whether there are steps left, of the checkpoint's run or of a longer one that the settings are of."""
-        args, rows = self.args, len(self.train_dataset)
-        if args.max_steps > 0:  # it may be fewer than the checkpoint's run was to have
-            return bool(args.max_steps > state.global_step)
-        if state.global_step < state.max_steps:
-            return True
-        return math.ceil(args.num_train_epochs * steps_of_a_pass(args, rows)) > state.global_step
+    def _length(self, state: TrainerState) -> int:
+        """Steps of the run: those of the checkpoint's, or of a longer or a shorter one that the settings are of."""
+        args = self.args
+        if args.max_steps > 0:
+            return int(args.max_steps)
+        passes = math.ceil(args.num_train_epochs * steps_of_a_pass(args, len(self.train_dataset)))
+        shorter = math.ceil(args.num_train_epochs) < state.num_train_epochs
+        return passes if shorter else max(passes, state.max_steps)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
@@ -300,6 +301,7 @@ class ResumableTrainer(BestOfSaved):
             "seconds": self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began),
             "resumed_at": self.resumed_at,
             "skipped": vars(self.skipped),
+            "metrics_at": self._metrics_at,
         }
 
     @property
@@ -400,5 +402,7 @@ class ResumableTrainer(BestOfSaved):
             one.earlier = 0
         self.load_own_state(self._restoring["own"])
         vars(self.skipped).update(self._restoring["skipped"])
+        self._metrics_at.clear()
+        self._metrics_at.update(self._restoring.get("metrics_at", {}))  # which those of before 2026-11-29 lack
         checkpoints.set_random_states(self._restoring["random"])
         self._restoring = {}
