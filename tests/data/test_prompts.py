@@ -118,6 +118,14 @@ def test_text_as_it_is_has_the_special_tokens_of_the_tokenizer(tmp_path):
     (row,) = task_of(tmp_path, tokenizer, [{"query": " ab"}], chat=False).prompts("train")
     vocabulary = tokenizer.get_vocab()
     assert row == {"input_ids": [1, vocabulary["Ġ"], vocabulary["a"], vocabulary["b"]], "prompt": " ab"}
+    # But a prompt does not end before its response.
+    ends = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    task = task_of(tmp_path, tokenizer, [{"query": "ab"}, {"query": "ab</s>"}], chat=False)
+    own = [1, vocabulary["a"], vocabulary["b"]]
+    assert task.prompts("train")["input_ids"][:] == [own, [*own, 2]] and task.typed("ab")["input_ids"] == own
+    assert task.prompt_ids([user("ab")]) == own
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     # In a chat template stand all that are wanted.
     tokenizer.chat_template = "{{ messages[0].content }}"
     (row,) = task_of(tmp_path, tokenizer, [{"query": "ab"}]).prompts("train")
@@ -316,6 +324,14 @@ def test_what_a_template_passes_over_is_not_lost_in_silence(tmp_path, chat_token
     talks = [[user("1"), one, user("3")] for one in (said, {**said, "tool_calls": [{"id": "1"}]})]
     task = task_of(tmp_path, chat_tokenizer, [{"prompt": talk} for talk in talks])
     assert task.prompts("train")["prompt"][:] == ["123"] and task.left_out["train"] == {reasons[1]: 1}
+    # A call may be all that a message has.
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "4"}}]}
+    calls = "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+    for shown, kept in ((calls, ["143"]), ("", [])):
+        chat_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + shown + "{% endfor %}"
+        task = task_of(tmp_path, chat_tokenizer, [{"prompt": [user("1"), call, user("3")]}, {"prompt": [user("1")]}])
+        assert task.prompts("train")["prompt"][:] == [*kept, "1"]
+        assert task.left_out["train"] == ({} if kept else {"the chat template leaves out a tool call": 1})
 
 
 def test_a_second_try_after_an_error_counts_anew(tmp_path, chat_tokenizer):

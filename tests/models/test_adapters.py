@@ -394,6 +394,19 @@ def test_an_adapter_of_pefts_on_the_head_comes_with_a_copy_of_the_base(tmp_path)
         load_role(bare(), "policy", tmp_path)
 
 
+@pytest.mark.parametrize("other", ["values", "rows"])
+def test_embeddings_that_peft_was_asked_to_save_are_the_base_s_or_refused(other, tmp_path):
+    made = get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    made.save_pretrained(tmp_path, save_embedding_layers=True)
+    path, name = tmp_path / "adapter_model.safetensors", "base_model.model.model.embed_tokens.weight"
+    state = load_file(path)
+    load_role(bare(), "policy", tmp_path)
+    others = {"values": state[name] + 1, "rows": torch.cat([state[name], state[name][:1]])}
+    save_file({**state, name: others[other]}, path, metadata={"format": "pt"})
+    with pytest.raises(AdapterError, match="brings base_model.model.model.embed_tokens of its own, .* merge it into"):
+        load_role(bare(), "policy", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("begun", "why"),
     [("eva", "starts from activations that PEFT collects"), ("mica", "trains the factor A alone, and a role trains")],

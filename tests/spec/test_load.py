@@ -179,6 +179,14 @@ def test_three_mistakes_one_error(tmp_path):
         ),
         ({"base": {"config": {"model_type": "gpt2"}}}, "sft — this section is missing: a base with random weights"),
         (
+            {"base": {"config": {"model_type": "gpt2"}, "dtype": "bfloat16"}},
+            "base.dtype — float32 is needed where all weights are trained, got bfloat16: small steps would round to",
+        ),
+        (
+            {"base": {"config": {"model_type": "gpt2"}, "revision": "main"}},
+            "base.revision — would have no effect: random weights come from no repository. Remove it.",
+        ),
+        (
             {"base": {"config": {"model_type": "gpt2"}}, "sft": {}, "data": {"task": "prompts", "train": "x.txt"}},
             "base.config — data.task prompts needs a checkpoint's tokenizer, and random weights have none.",
         ),

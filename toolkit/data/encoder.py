@@ -20,6 +20,7 @@ from toolkit.time_limit import time_limit
 
 _LARGEST_TEMPLATE = 2**20  # characters around what is said
 _MARK = "qzxvw"  # in no template and in no conversation
+_MARKED_CALL = {"id": "call", "type": "function", "function": {"name": _MARK, "arguments": {}}}
 PROMPT_COLUMNS = {name: name for name in ("input_ids", "messages", "prompt", "query")}
 
 
@@ -163,7 +164,7 @@ class PromptEncoder:
             why = "a prompt that goes on after an end, as if it were in a chat template already"
             raise Unusable(f"{why} (chat: false takes it so)")
         text = str(prompt) if messages is None else self._written(messages)
-        ids = self.ids(text, special=not self.chat)
+        ids = self.ids(text) if self.chat else self._waiting(text)
         if not ids:
             raise Unusable("an empty prompt")
         kept = within_limit(ids, "prompt", limit, self.on_long)
@@ -181,6 +182,8 @@ class PromptEncoder:
         for place, message in enumerate(messages):
             if message["content"].strip() and not self._shows(messages, place):
                 raise Unusable(f"the chat template leaves out a message of the {message['role']}")
+            if message.get("tool_calls") and not self._shows(messages, place, call=True):
+                raise Unusable("the chat template leaves out a tool call")
         return text
 
     def _with_system(self, messages: Messages) -> Messages:
@@ -188,14 +191,15 @@ class PromptEncoder:
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
-    def _shows(self, messages: Messages, place: int) -> bool:
-        """Whether the chat template writes what the message at a place says; one like an earlier one that it wrote is
-        not tried. By a mark, since templates may change a content."""
+    def _shows(self, messages: Messages, place: int, *, call: bool = False) -> bool:
+        """Whether the chat template writes what the message at a place says, or which tool it calls; one like an
+        earlier one that it wrote is not tried. By a mark, since templates may change a content."""
         message = messages[place]
         # Some leave out the content of a first message alone, or beside tool calls.
-        like = (message["role"], place == 0, *message)
+        like = (message["role"], place == 0, call, *message)
         if like not in self._known:
-            marked = [*messages[:place], {**message, "content": _MARK}, *messages[place + 1 :]]
+            other = {"tool_calls": [_MARKED_CALL]} if call else {"content": _MARK}
+            marked = [*messages[:place], {**message, **other}, *messages[place + 1 :]]
             with suppress(Unusable):  # it may ask more of a content
                 if _MARK not in self._rendered(marked):
                     return False
@@ -233,6 +237,14 @@ class PromptEncoder:
         except Exception as error:  # of tokenizers, which has no other class
             raise Unusable(f"the tokenizer refuses it: {error}") from error
 
+    def _waiting(self, text: str) -> list[int]:
+        """The ids of a text that waits for its response, with the special tokens that the tokenizer adds, but for an
+        end of sequence behind it."""
+        ids = self.ids(text, special=True)
+        if ids[-1:] == [self.tokenizer.eos_token_id] and (own := self.ids(text)) and ids[:-1][-len(own) :] == own:
+            return ids[:-1]
+        return ids
+
     def without_space_after_end(self, text: str) -> str:
         """A text without the white space behind its end, where chat templates write a line break."""
         end = self.tokenizer.eos_token
@@ -244,7 +256,7 @@ class PromptEncoder:
         try:
             if not messages[-1]["content"].strip():
                 raise Unusable("an empty prompt")
-            return self.ids(messages[-1]["content"], special=True) if plain else self.prompt(messages)["input_ids"]
+            return self._waiting(messages[-1]["content"]) if plain else self.prompt(messages)["input_ids"]
         except Unusable as reason:
             wrong = f'the prompt "{shown(messages[-1]["content"])}": {reason}.'
             raise DataError(wrong, remedy="Ask in another way.") from reason

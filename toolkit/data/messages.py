@@ -129,9 +129,14 @@ def _refuse_written(value: Messages | str) -> None:
         raise Unusable("messages that are written as text: keep them in a .jsonl or .parquet file")
 
 
+def has_tools(row: dict[str, Any]) -> bool:
+    """Whether a row has tools, which no chat template would be told of."""
+    return bool(row.get("tools")) and _holds(row["tools"])
+
+
 def refuse_tools(row: dict[str, Any]) -> None:
-    """Raises `Unusable` for a row with tools, which no chat template would be told of."""
-    if row.get("tools") and _holds(row["tools"]):
+    """Raises `Unusable` for a row that has tools."""
+    if has_tools(row):
         raise Unusable("tools, which are not read")
 
 

@@ -14,6 +14,7 @@ from toolkit.data.messages import (
     PARTS,
     Messages,
     checked_messages,
+    has_tools,
     part_beside,
     refuse_parts,
     refuse_tools,
@@ -79,14 +80,16 @@ class Prompts(SplitTask):
 
     def _beside(self, rows: Dataset) -> Iterator[str]:
         """The columns that hold what other tools take for a part of the prompt. A reward may read them."""
-        known = [name for name in rows.column_names if name.lower() in (*PARTS, *BESIDE_AN_INSTRUCTION)]
+        known = [name for name in rows.column_names if name.lower() in (*PARTS, *BESIDE_AN_INSTRUCTION, "tools")]
         asked = [name for name in ("messages", "prompt") if name in rows.column_names]
         for row in each_of(rows.select_columns([*known, *asked])) if known else ():
             for name in known:
                 value = row[name]
                 if value and not (isinstance(value, dict) and not any(value.values())):
                     prompt = row.get("messages") or row["prompt"]
-                    if part_beside({name: value}, prompt, self.system, BESIDE_AN_INSTRUCTION):
+                    if has_tools({name: value}) or part_beside(
+                        {name: value}, prompt, self.system, BESIDE_AN_INSTRUCTION
+                    ):
                         yield name
 
     def prompts(self, split: str) -> Dataset:

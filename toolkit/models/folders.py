@@ -68,19 +68,24 @@ def put_adapter(model: PeftModel, adapter: str, state: State, folder: Path) -> N
 
 
 def _without_embeddings_of_the_base(model: PeftModel, own: State, state: State, folder: Path) -> State:
-    """An adapter's tensors without the base's own embeddings or `lm_head`, which PEFT saves beside an adapter on them.
+    """An adapter's tensors without the base's own embeddings or `lm_head`, which PEFT saves beside an adapter on them,
+    and where it is asked to (`save_embedding_layers`).
 
     Raises: AdapterError: they are others than the base's.
     """
     of_base = dict(model.named_parameters(remove_duplicate=False))  # lm_head may be tied
     kept = {}
     for name, tensor in state.items():
-        theirs = of_base.get(name) if name not in own and ".base_layer." in name else None
-        if theirs is None or theirs.shape != tensor.shape:
+        theirs, copied = of_base.get(name) if name not in own else None, ".base_layer." in name
+        if theirs is None or (copied and theirs.shape != tensor.shape):
             kept[name] = tensor
-        elif theirs.device.type != "meta" and not torch.equal(theirs, tensor.to(theirs)):
-            wrong = f"{folder} brings {name.rpartition('.base_layer.')[0]} of its own, which all roles would share."
-            raise AdapterError(wrong, remedy="Train it without, or on this base.")
+        elif theirs.shape != tensor.shape or (
+            theirs.device.type != "meta" and not torch.equal(theirs, tensor.to(theirs))
+        ):
+            layer = name.rpartition(".base_layer." if copied else ".")[0]
+            wrong = f"{folder} brings {layer} of its own, which all roles would share."
+            merged = "merge it into its base, and name that as base.model"
+            raise AdapterError(wrong, remedy=f"Train it without, or on this base; or {merged}.")
     return kept
 
 
