@@ -85,6 +85,8 @@ def test_an_override_without_a_value_is_refused(override):
         recipes.load("doubling", override)
     with pytest.raises(RecipeError, match='ppo.kl_coef: override "ppo.kl_coef=[?]{3}" has no value. Give one.'):
         recipes.load("doubling", "ppo.kl_coef=???")
+    with pytest.raises(RecipeError, match="has no value"):
+        recipes.load("doubling", "about='???'")
     with pytest.raises(RecipeError) as refused:
         recipes.load("doubling", "data.system=")  # as the shell leaves data.system=''
     assert """an empty text is "data.system=''" on the command line""" in str(refused.value)

@@ -119,6 +119,8 @@ LIMITS = [
 @pytest.mark.parametrize(("name", "sign", "none"), LIMITS)
 def test_a_sign_begins_where_the_pages_say(name, sign, none):
     (guard,) = [guard for guard in (*GUARDS, *EVALUATION_GUARDS) if guard.name == name]
+    if name == "all_dropped":  # float16's scaler may pass over the steps of those that were left
+        assert guard.number({**BROKEN[name][0], "score": 1.0}) is None and guard.number(BROKEN[name][0]) == 4.0
     assert (guard.out_of_bounds(sign), guard.out_of_bounds(none)) == (True, False)
     assert {limit[0] for limit in LIMITS} == BROKEN.keys() | FOOLED.keys()
 

@@ -34,7 +34,8 @@ def only_keys(values: Any, whose: str) -> DictConfig:
 
 
 def _no_plain_value(text: str, place: str) -> Problem:
-    return Problem(f"{text!r}: only plain values of the recipe itself can be inserted, as ${{seed}}.", place)
+    wrong = f"{text!r}: only plain values of the recipe itself can be inserted, as ${{seed}}."
+    return Problem(wrong, place, "Name one, or write the text without ${.")
 
 
 def with_insertions(values: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

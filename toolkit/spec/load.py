@@ -166,7 +166,7 @@ def _overridden(values: DictConfig, override: str) -> DictConfig:
     key, equals, value = override.strip().partition("=")
     if not equals or not all(part.strip("[]{} ") for part in key.split(".")) or key.count(".") > _DEEPEST:
         raise RecipeError(f'override "{override}" is not of the form section.key=value.')
-    if value.strip() == "???":  # which OmegaConf passes over
+    if value.strip().strip("'\"") == "???":  # which OmegaConf passes over
         raise RecipeError(f'override "{override}" has no value.', field=key, remedy="Give one.")
     if not value.strip():  # YAML's null, as where a variable of the shell is not set
         wrong = f'override "{override}" has no value.'

@@ -58,7 +58,8 @@ def _distinct_of_certain(metrics: Metrics) -> float | None:
 
 def _all_dropped(metrics: Metrics) -> float | None:
     """How many responses an update has dropped that had no others."""
-    return metrics.get("dropped_responses") if metrics.get("optimizer_steps") == 0 else None
+    nothing_left = metrics.get("optimizer_steps") == 0 and "score" not in metrics  # float16 may pass over all steps
+    return metrics.get("dropped_responses") if nothing_left else None
 
 
 def _ending(metrics: Metrics) -> float | None:
