@@ -52,6 +52,9 @@ def test_a_worker_that_was_forked_ends_by_the_signal_and_says_nothing(capfd):
         worker = forked.Process(target=lambda: (there.set(), time.sleep(60)))
         worker.start()
         assert there.wait(30)  # Python forgets a signal that comes while it forks
+        os.kill(worker.pid, signal.SIGINT)  # as a terminal's Ctrl-C: the one that has forked it needs it to go on
+        worker.join(0.5)
+        assert worker.is_alive()
         worker.terminate()
         worker.join(30)
     assert (worker.exitcode, request.received) == (-signal.SIGTERM, None)

@@ -234,6 +234,14 @@ def test_a_file_s_prompts_are_read_as_those_that_were_trained_on(trained, tmp_pa
     assert [(one.text, one.row) for one in prompts_of(recipe, (), path, 5)] == [
         ("Another?", {"input_ids": asked[0].row["input_ids"], "prompt": written, "messages": chat})
     ] * 2
+    # What has a prompt of its own is asked that, whatever the responses beside it are.
+    beside = {"chosen": "Yes.", "rejected": "Yes.", "answer": 3}
+    path.write_text(json.dumps({"prompt": dialogue, **beside}) + "\n")
+    (own,) = prompts_of(recipe, (), path, 5)
+    assert own.row == {**asked[0].row, **beside}
+    path.write_text(json.dumps({"system": "Be brief.", **pair[0]}) + "\n")
+    with pytest.raises(DataError, match=r"ask.jsonl, line 1: .*system"):  # which training leaves out, too
+        prompts_of(recipe, (), path, 5)
     path.write_text(json.dumps({"chosen": f"{dialogue} No.", "rejected": f"{dialogue} No."}) + "\n")
     with pytest.raises(DataError, match=r"ask.jsonl, line 1: chosen and rejected are equal. Mend or remove the row."):
         prompts_of(recipe, (), path, 5)

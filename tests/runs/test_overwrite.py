@@ -103,6 +103,10 @@ def test_what_has_finished_stays_whatever_ends_the_command_after_it(
     assert damage(recipe.stage_folder("ppo")) is None
     assert not any((recipe.folder / name).exists() for name in (REPLACED, UNFINISHED))
     assert stages.run(recipe, "ppo") == kept
+    monkeypatch.setattr(stages, "say", shown)  # that it is finished
+    with pytest.raises(ended_by) as end:
+        stages.run(recipe, "ppo")
+    assert getattr(end.value, "way_on", "finished") == "finished"
 
 
 def test_an_overwrite_that_was_stopped_goes_on_and_then_replaces(tmp_path, checkpoint):

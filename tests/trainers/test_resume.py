@@ -544,6 +544,29 @@ def test_the_best_is_by_the_held_out_rows_alone(by_hand, tmp_path):
     assert Path(ours.state.best_model_checkpoint).name == "checkpoint-3"
 
 
+def test_what_was_measured_of_other_rows_alone_decides_nothing(tmp_path):
+    class Measures(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                ours.evaluate(others)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def reward(rollout):
+        return [100.0 if rollout.columns.get("other", [False])[0] else 1.0] * len(rollout)
+
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 4, "greater_is_better": True}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "score"}
+    ours = make(ppo, tmp_path, reward=reward, **options)
+    ours.eval_dataset, others = (
+        Dataset.from_dict({"input_ids": [[1, 20], [1, 30]], "other": [other] * 2}) for other in (False, True)
+    )
+    ours.add_callback(Measures())
+    with pytest.raises(RunInterrupted):
+        ours.train()
+    assert (tmp_path / "checkpoint-3").is_dir()
+    assert Path(ours.state.best_model_checkpoint).name == "checkpoint-2"
+
+
 def test_a_checkpoint_that_is_refused_changes_nothing(tmp_path):
     make(ppo, tmp_path / "other", max_steps=2).train()
     ours = make(ppo, tmp_path / "ours", kl_coef=0.7)
@@ -1348,6 +1371,9 @@ def test_fewer_passes_than_are_behind_a_checkpoint_are_refused(stage, tmp_path):
     newest = tmp_path / f"checkpoint-{made.state.global_step * 2 // 3}"
     with pytest.raises(CheckpointError, match="^num_train_epochs: .* steps behind it, and the run is to have"):
         make(stage, tmp_path, num_train_epochs=1, **lasts).train(resume_from_checkpoint=newest)
+    with pytest.raises(CheckpointError, match="^num_train_epochs: "):
+        odd = tmp_path / f"checkpoint-{made.state.global_step}"
+        make(stage, tmp_path, num_train_epochs=2.3, **lasts).train(resume_from_checkpoint=odd)
     over = make(stage, tmp_path, num_train_epochs=2, **lasts)
     over.train(resume_from_checkpoint=newest)
     assert over.state.global_step == over.state.max_steps == made.state.global_step * 2 // 3

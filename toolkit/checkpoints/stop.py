@@ -27,15 +27,16 @@ class StopRequest:
 def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Inside, SIGINT and SIGTERM call a handler.
 
-    In a thread other than the main one, where Python lets nobody handle signals, nothing is changed; nor in a process
-    that was forked here, as a worker that reads data, which a library ends by SIGTERM.
+    In a thread other than the main one, where Python lets nobody handle signals, nothing is changed. A process that was
+    forked here, as a worker that reads data, ends by SIGTERM as a library has it end, and lets this one decide about
+    Ctrl-C, which a terminal sends to both.
     """
     ours = os.getpid()
 
     def handled(number: int, frame: FrameType | None) -> None:
         if os.getpid() == ours:
             handler(number, frame)
-        else:
+        elif number == signal.SIGTERM:
             signal.signal(number, before[signal.Signals(number)])
             os.kill(os.getpid(), number)
 

@@ -20,7 +20,8 @@ from toolkit.time_limit import time_limit
 
 _LARGEST_TEMPLATE = 2**20  # characters around what is said
 _MARK = "qzxvw"  # in no template and in no conversation
-_MARKED_CALL = {"id": "call", "type": "function", "function": {"name": _MARK, "arguments": {}}}
+_NAMED = {"name": _MARK, "arguments": {"key": "value"}}  # a call, as some templates have it and as others do
+_MARKED_CALL = {"id": "call", "type": "function", "function": _NAMED, **_NAMED}
 PROMPT_COLUMNS = {name: name for name in ("input_ids", "messages", "prompt", "query")}
 
 
@@ -196,7 +197,7 @@ class PromptEncoder:
         earlier one that it wrote is not tried. By a mark, since templates may change a content."""
         message = messages[place]
         # Some leave out the content of a first message alone, or beside tool calls.
-        like = (message["role"], place == 0, call, *message)
+        like = (message["role"], place == 0, call, bool(message["content"].strip()), *message)
         if like not in self._known:
             other = {"tool_calls": [_MARKED_CALL]} if call else {"content": _MARK}
             marked = [*messages[:place], {**message, **other}, *messages[place + 1 :]]

@@ -107,11 +107,7 @@ class Preferences(SplitTask):
 
     def _encode(self, place: str, row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
         """The encoded pair: both sides with the prompt, the prompt itself, and the margin where the row has one."""
-        named = renamed(place, row, self.columns, optional="margin")
-        pair = read_pair(place, named)
-        mapped = (self.columns or {}).get("prompt", "prompt") != "prompt"
-        refuse_parts(named, pair.prompt, self.system, BESIDE_AN_INSTRUCTION if mapped else ())
-        prompt = self._encoder.prompt(pair.prompt, self.max_prompt_length)
+        pair, prompt = self._pair_of(place, row, self.max_prompt_length)
         chosen, rejected = (self._encoder.response(text, prompt) for text in (pair.chosen, pair.rejected))
         if chosen == rejected:
             raise Unusable("chosen and rejected are equal")
@@ -126,6 +122,14 @@ class Preferences(SplitTask):
         told = {name: value for name, value in prompt.items() if name != "input_ids"}
         return {**sides, **margin, "asked": pickle.dumps(told)}
 
+    def _pair_of(self, place: str, row: dict[str, Any], limit: int | None) -> tuple["Pair", dict[str, Any]]:
+        """The pair of a row, and its prompt encoded."""
+        named = renamed(place, row, self.columns, optional="margin")
+        pair = read_pair(place, named)
+        mapped = (self.columns or {}).get("prompt", "prompt") != "prompt"
+        refuse_parts(named, pair.prompt, self.system, BESIDE_AN_INSTRUCTION if mapped else ())
+        return pair, self._encoder.prompt(pair.prompt, limit)
+
     @property
     def _margin_column(self) -> str:
         return (self.columns or {}).get("margin", "margin")
@@ -139,12 +143,12 @@ class Preferences(SplitTask):
         return part
 
     def prompt_of(self, place: str, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """As of every task; of a pair its prompt, as PPO has it."""
-        if not all((self.columns or {}).get(side, side) in row for side in ("chosen", "rejected")):
+        """As of every task; of a pair that has its prompt in its sides, that, as PPO has it."""
+        sides = all((self.columns or {}).get(side, side) in row for side in ("chosen", "rejected"))
+        if not sides or any(column in row for column in self._prompt_columns_in(row).values()):
             return super().prompt_of(place, row)
         try:
-            pair = read_pair(place, renamed(place, row, self.columns, optional="margin"))
-            prompt = self._encoder.prompt(pair.prompt)
+            _, prompt = self._pair_of(place, row, None)
         except Unusable as reason:
             raise DataError(f"{place}: {reason}.", remedy="Mend or remove the row.") from reason
         return prompt["messages"][-1]["content"] if "messages" in prompt else prompt["prompt"], prompt

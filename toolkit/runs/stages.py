@@ -103,7 +103,10 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
             if sentence and isinstance(error, ToolkitError):
                 error.moved(recipe.stage_folder(stage), recipe.folder / aside.UNFINISHED / stage)
             if isinstance(error, KeyboardInterrupt | BrokenPipeError | RunInterrupted | PeerError):
-                ended = "finished" if _of_file(result) not in (None, earlier) else ""
+                done = _of_file(result) not in (None, earlier) or not (
+                    way.get("overwrite") or not finished(recipe, stage)
+                )
+                ended = "finished" if done else ""
                 error.way_on = way_on(recipe, stage) or ended  # type: ignore[union-attr]  # for the command to say
             if sentence:
                 with suppress(OSError):  # a closed pipe may be what ended it
@@ -113,7 +116,7 @@ def _kept_whole(recipe: Recipe, stage: str, **way: bool) -> Iterator[str | None]
 
 def _of_file(path: Path) -> tuple[int, int] | None:
     """What tells a file from the one that was there before, wherever that has been meanwhile."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         found = path.stat()
         return found.st_ino, found.st_mtime_ns
     return None

@@ -19,6 +19,7 @@ class BestOfSaved(GuardedSteps):
     """A `Trainer` that knows its best checkpoint: of the best evaluation of those at whose step one was saved."""
 
     state: Any  # set by transformers' Trainer
+    _best_put_at: int | None = None  # the step at whose end the best weights were put in place of its own
     _noted_best: str | None = None  # the best checkpoint as the one from which it went on has it, wherever that was
 
     def is_best(self, metrics: dict[str, float]) -> bool:
@@ -62,18 +63,17 @@ class BestOfSaved(GuardedSteps):
     def _note_best(self) -> None:
         """Whether what is saved now is the best so far; what transformers compares with may lie between two saves."""
         state, best = self.state, self._best()
-        metric = self._evaluated_at(state.global_step)
+        metric = self._metrics_at.get(state.global_step)
         if metric is None or math.isnan(metric):
             return
-        before = None if best is None else self._evaluated_at(checkpoints.step_of(best))
+        before = None if best is None else self._metrics_at.get(checkpoints.step_of(best))
         if before is None or (metric > before if self.args.greater_is_better else metric < before):
             state.best_model_checkpoint = str(self._folder_of(state.global_step))
 
-    def _evaluated_at(self, step: int) -> float | None:
-        """What decides which checkpoint is the best, as of a step."""
-        rows = (row for row in reversed(self.state.log_history) if row["step"] == step and self._best_by in row)
-        logged = next((float(row[self._best_by]) for row in rows), None)
-        return self._metrics_at.get(step, logged)
+    def _metrics_logged(self) -> dict[int, float]:
+        """As `_metrics_at`, by the log of a checkpoint that does not say."""
+        key = self._best_by
+        return {row["step"]: float(row[key]) for row in self.state.log_history if key in row} if key else {}
 
     def _find_best(self) -> None:
         """The best checkpoint where this run now is, of one that goes on."""

@@ -237,7 +237,7 @@ class SamplingTrainer(RoleTrainer):
             self.last_evaluation = self.state.global_step, evaluation
             self.evaluated(evaluation.metrics, evaluation.rollout.responses, evaluation.rollout.prompts)
         named = {f"{metric_key_prefix}_{key}": value for key, value in evaluation.metrics.items()}
-        if eval_dataset is None and (self.is_in_train or not self.args.load_best_model_at_end):  # not of the best
+        if eval_dataset is None and self._best_put_at != self.state.global_step:
             self._note_metric(named)
         self.log(dict(named))
         stoppers = [one for one in self.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]

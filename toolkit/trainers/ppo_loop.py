@@ -53,7 +53,6 @@ class PPOLoop(SharedBaseTrainer):
         self._shown: list[dict[str, Any]] = []  # a few rows of the last rollout
         self._last_logged = 0
         self._state_checked = False  # the reward's, once it has one
-        self._best_put_at: int | None = None  # the update at whose end the best weights were put in place of its own
         self._evaluation_due = False  # one that failed: a resumed run makes up for it
         self._end_due = False  # that of the pass; a run that was saved after its last update makes up for it
 

@@ -158,12 +158,13 @@ class ResumableTrainer(BestOfSaved):
 
     def _length(self, state: TrainerState) -> int:
         """Steps of the run: those of the checkpoint's, or of a longer or a shorter one that the settings are of."""
-        args = self.args
+        args, before = self.args, state.num_train_epochs  # rounded up
         if args.max_steps > 0:
             return int(args.max_steps)
-        passes = math.ceil(args.num_train_epochs * steps_of_a_pass(args, len(self.train_dataset)))
-        shorter = math.ceil(args.num_train_epochs) < state.num_train_epochs
-        return passes if shorter else max(passes, state.max_steps)
+        steps = steps_of_a_pass(args, len(self.train_dataset))
+        known = steps * (before - 1) < state.max_steps <= steps * before  # not of data loaders of a user's own
+        passes = math.ceil(args.num_train_epochs * steps)
+        return passes if known or math.ceil(args.num_train_epochs) < before else max(passes, state.max_steps)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **arguments: Any) -> Any:
         """Train, from the beginning or from a checkpoint, with further arguments as in TRL and transformers.
@@ -234,7 +235,10 @@ class ResumableTrainer(BestOfSaved):
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """As in `Trainer`; training draws the same random numbers whether it was called or not."""
         with checkpoints.kept_random_states(), phases.phase("evaluation"):
-            return super().evaluate(*arguments, **named)
+            measured = super().evaluate(*arguments, **named)
+        if not arguments and named.get("eval_dataset") is None:
+            self._note_metric(measured)
+        return measured
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """As of every trainer; and whatever the strategy "best" says, whoever asked to stop gets a checkpoint."""
@@ -403,6 +407,6 @@ class ResumableTrainer(BestOfSaved):
         self.load_own_state(self._restoring["own"])
         vars(self.skipped).update(self._restoring["skipped"])
         self._metrics_at.clear()
-        self._metrics_at.update(self._restoring.get("metrics_at", {}))  # which those of before 2026-11-29 lack
+        self._metrics_at.update(self._restoring.get("metrics_at", self._metrics_logged()))  # as of before 2026-11-29
         checkpoints.set_random_states(self._restoring["random"])
         self._restoring = {}
