@@ -6,7 +6,7 @@ from toolkit.data import TASKS
 from toolkit.errors import Problem
 from toolkit.spec.keys import owner_fields
 from toolkit.spec.plan import StagePlan, at, by_trl, same_rewards, scorer_parts, section
-from toolkit.spec.sections import MODEL_SECTIONS, precision_of
+from toolkit.spec.sections import MODEL_SECTIONS, not_whole
 from toolkit.spec.sources import SharedWith, Values
 
 # The stage that alone can read a section: without the stage it would have no effect.
@@ -42,8 +42,7 @@ def _of_base(values: Values) -> Iterator[Problem]:
                     yield Problem(wrong, f"{name}.{key}", "Remove it.")
     base = section(values, "base")
     if base.get("model") is None and base.get("config") is not None:
-        if (dtype := precision_of(base, whole=True).dtype) in ("bfloat16", "float16"):
-            wrong = f"float32 is needed where all weights are trained, got {dtype}: small steps would round to nothing."
+        if wrong := not_whole(base):
             yield Problem(wrong, "base.dtype", "Remove it. A stage's own bf16: true computes in 16 bits.")
         if "sft" not in values:
             yield Problem("this section is missing: a base with random weights needs pretraining.", "sft")

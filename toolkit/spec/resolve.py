@@ -8,7 +8,7 @@ from toolkit.errors import Problem
 from toolkit.rewards import DEFAULT_KIND
 from toolkit.spec.conflicts import JUDGED, conflicts
 from toolkit.spec.plan import Plan, StagePlan, adapter_roles, at, by_trl, scorer_parts, section
-from toolkit.spec.sections import precision_of
+from toolkit.spec.sections import not_whole
 from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained, Values
 from toolkit.spec.trial import NO_RE_ENTRY
 from toolkit.trainers.q_config import QConfig
@@ -290,8 +290,7 @@ class _Resolver:
         quantized, random = own.get("quantization") is not None, own.get("config") is not None
         if lora is None and quantized:
             self.problem(f"adapters.{role}", "is missing: 4-bit weights have no gradients, and so need an adapter.")
-        elif lora is None and (dtype := precision_of(own, whole=True).dtype) != "float32":
-            wrong = f"float32 is needed where all weights are trained, got {dtype}: small steps would round to nothing."
+        elif lora is None and (wrong := not_whole(own)):
             self.problem(f"{name}.dtype", wrong, f"Or give adapters.{role}.")
         elif lora is not None and random:
             self.problem(f"adapters.{role}", f"would leave random weights ({name}.config) as they are.", "Remove it.")

@@ -60,6 +60,13 @@ def precision_of(values: dict[str, Any], *, whole: bool) -> Precision:
     return Precision("float32", "all its weights train") if whole else fast_precision()
 
 
+def not_whole(values: dict[str, Any]) -> str:
+    """Why all weights of a section's model cannot train in its dtype; nothing where they can."""
+    if (dtype := precision_of(values, whole=True).dtype) == "float32":
+        return ""
+    return f"float32 is needed where all weights are trained, got {dtype}: small steps would round to nothing."
+
+
 @dataclass(frozen=True)
 class RewardModelSection(ModelSection):
     """Section `reward_model`: a base of its own for the reward, of the same tokens as the policy's.

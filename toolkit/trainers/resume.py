@@ -407,6 +407,7 @@ class ResumableTrainer(BestOfSaved):
         self.load_own_state(self._restoring["own"])
         vars(self.skipped).update(self._restoring["skipped"])
         self._metrics_at.clear()
-        self._metrics_at.update(self._restoring.get("metrics_at", self._metrics_logged()))  # as of before 2026-11-29
+        # Some were written without them.
+        self._metrics_at.update(self._restoring.get("metrics_at", self._metrics_logged()))
         checkpoints.set_random_states(self._restoring["random"])
         self._restoring = {}
