@@ -490,10 +490,9 @@ def _recipe_figure(demonstration: Demonstration, found: Mapping[str, Any]) -> Fi
             if shares:
                 ends = [[one[when]["kl"], one[when]["score"]] for when in ("before", "after")]
                 yield ends, {"color": f"C{number}", "marker": "s", "linestyle": "--", "linewidth": 0.6}
-            if "best_of" in one:
-                yield [[kl, score] for _, kl, score in one["best_of"]], {"color": f"C{number}", "linestyle": ":"}
+            yield [[kl, score] for _, kl, score in one["best_of"]], {"color": f"C{number}", "linestyle": ":"}
 
-    most = max(len(one.get("best_of", ())) for _, one in runs)
+    most = max(len(one["best_of"]) for _, one in runs)
     panels = {
         "held out: all rules kept" if shares else "held out: score": () if shares else held_out(),
         f"score of the rollouts, means of {_MEAN_OF}": of_rollouts("score"),
@@ -554,8 +553,7 @@ def _recipe_table(demonstration: Demonstration, found: Mapping[str, Any]) -> str
     if rules := sorted({rule for one in runs for rule in one["asked"]}):
         lines = [[f"`{rule}`", *(by_rule(rule, when) for when in whens)] for rule in rules]
         tables.append(markdown(["prompts that ask for it: kept", *columns], lines))
-    if all("of_these" in one for one in runs):
-        tables.append(_best_of_table(found["recipe"]))
+    tables.append(_best_of_table(found["recipe"]))
     shown = [[cell_of(row[key]) for key in ("prompt", *whens)] for row in runs[0]["language"]["samples"]]
     tables.append(markdown(["prompt", *columns], shown, texts=True))
     return "\n\n".join([*tables, f"{len(runs)} seed(s) of {each} prompts"])

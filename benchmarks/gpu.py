@@ -87,12 +87,12 @@ def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
     return Settings(LLAMA_8B, size, prompt_length=256, updates=updates, device=torch.device("cuda", 0))
 
 
-def random_work(values: dict[str, Any], size: Size, prompt_length: int, *, uneven: bool = False, seed: int = 0) -> Work:
+def random_work(values: dict[str, Any], size: Size, prompt_length: int, *, uneven: bool = False) -> Work:
     """Random prompts and responses of one length each; no id is a special token, so that nothing ends early.
 
     `uneven` spreads the lengths of both, each in an order of its own, from an eighth of the longest to it.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
     ordinary = range(min(values["bos_token_id"], values["eos_token_id"]))
 
     def lengths(longest: int) -> list[int]:

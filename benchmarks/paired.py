@@ -39,9 +39,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * tail / 2**number)
 
 
-def bootstrap(
-    differences: Tensor, *, kept: Tensor | None = None, seed: int = 0, draws: int = _DRAWS
-) -> tuple[float, float]:
+def bootstrap(differences: Tensor, *, kept: Tensor | None = None) -> tuple[float, float]:
     """95 % percentile interval of the mean of `differences` (S, N), where seeds and pairs are both drawn anew.
 
     Both are drawn: the question is what another seed on other pairs would give.
@@ -49,17 +47,15 @@ def bootstrap(
     Args:
         differences: one row a seed, one column a pair.
         kept: bool (S, N), which of them count; None for all. A draw in which none does counts for nothing.
-        seed: of the draws.
-        draws: number of resamples.
 
     Returns:
         Lower and upper end.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     seeds, pairs = differences.shape
     counted = torch.ones_like(differences) if kept is None else kept.to(differences.dtype)
-    means = torch.empty(draws, dtype=torch.float64)
-    for draw in range(draws):
+    means = torch.empty(_DRAWS, dtype=torch.float64)
+    for draw in range(_DRAWS):
         rows = torch.randint(seeds, (seeds,), generator=generator)
         columns = torch.randint(pairs, (pairs,), generator=generator)
         total, number = ((of * counted)[rows].sum(dim=0)[columns].sum() for of in (differences, counted))

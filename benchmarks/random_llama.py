@@ -89,15 +89,14 @@ def outline(config: LlamaConfig) -> LlamaForCausalLM:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def random_llama(values: dict[str, Any], device: torch.device, *, seed: int = 0) -> LlamaForCausalLM:
+def random_llama(values: dict[str, Any], device: torch.device) -> LlamaForCausalLM:
     """The model, frozen, in the form that `load_base` gives: linear layers in NF4, all else in bfloat16.
 
     Args:
         values: arguments of `LlamaConfig`.
         device: where it is built.
-        seed: of the weights.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(**values)
     model = outline(config)
     quantize_outline(model, nf4())
@@ -118,17 +117,16 @@ def random_llama(values: dict[str, Any], device: torch.device, *, seed: int = 0)
     return model.requires_grad_(False)
 
 
-def save_slice(folder: Path, tokenizer: PreTrainedTokenizerBase, values: dict[str, Any], *, layers: int = 2) -> None:
-    """Write a checkpoint in bfloat16 with so many layers, random weights, and a tokenizer of a smaller vocabulary.
+def save_slice(folder: Path, tokenizer: PreTrainedTokenizerBase, values: dict[str, Any]) -> None:
+    """Write a checkpoint in bfloat16 with two layers, random weights, and a tokenizer of a smaller vocabulary.
 
     Args:
         folder: where to.
         tokenizer: of the prompts; its special tokens are the model's.
-        values: arguments of `LlamaConfig`.
-        layers: in place of the configuration's own number.
+        values: arguments of `LlamaConfig`, but for the number of layers.
     """
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(**{**values, **special, "num_hidden_layers": layers})
+    config = LlamaConfig(**{**values, **special, "num_hidden_layers": 2})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

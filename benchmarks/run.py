@@ -46,7 +46,6 @@ class Benchmark:
     Args:
         about: for whoever chooses.
         sizes: names of `SIZES`.
-        rounds: of all contenders at each size.
         contenders: names of `CONTENDERS`.
         dtype: in which its contenders run: one of `PRECISIONS`, or "auto", what this machine computes faster.
         of_a_slice: on two layers of Llama-3.1-8B's shape with random weights in place of the checkpoint's model.
@@ -55,7 +54,6 @@ class Benchmark:
 
     about: str
     sizes: tuple[str, ...] = ("base",)
-    rounds: int = 5
     contenders: tuple[str, ...] = REWARDED
     dtype: str = AUTO
     of_a_slice: bool = False
@@ -72,7 +70,6 @@ BENCHMARKS = {
     "slice": Benchmark(
         "two layers of Llama-3.1-8B's width, with a checkpoint's tokenizer",
         sizes=("few",),
-        rounds=3,
         # Whole value and reward models, with the optimizer of one, take more than 24 GB there; float32 would take twice
         # the 15 of three PEFT models.
         dtype="bfloat16",
@@ -81,7 +78,6 @@ BENCHMARKS = {
     ),
     "agilerl": Benchmark(
         "AgileRL, ours without a reward role, which it has not, and both loops with one",
-        rounds=3,
         contenders=(
             *(name for name in CONTENDERS if name not in REWARDED),
             *("ours-separate", "ours-shared", "stock-full", "stock-peft"),
@@ -90,7 +86,6 @@ BENCHMARKS = {
     "growth": Benchmark(
         "a checkpoint over longer responses and more rollouts",
         sizes=("few", "base", "many", "longer", "longest"),
-        rounds=1,
         contenders=("ours-separate", "ours-shared", "stock-full"),
         leaves_out=True,
     ),
@@ -302,7 +297,7 @@ def main() -> int:
     parser.add_argument("kind", choices=BENCHMARKS, help=kinds)
     parser.add_argument("--model", required=True, help="folder of a chat checkpoint, such as SmolLM2-135M-Instruct")
     parser.add_argument("--agilerl", help="an environment that has AgileRL, by its folder or its Python: of that kind")
-    parser.add_argument("--rounds", type=int, help="of all contenders at each size")
+    parser.add_argument("--rounds", type=int, default=5, help="of all contenders at each size")
     parser.add_argument("--updates", type=int, default=1, help="measured updates of a contender in a round")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
@@ -320,7 +315,7 @@ def main() -> int:
             result = run(
                 str(model),
                 args.kind,
-                rounds=args.rounds or benchmark.rounds,
+                rounds=args.rounds,
                 updates=args.updates,
                 console=progress,
                 save=lambda found: write_result(found, args.output),

@@ -201,7 +201,7 @@ def _figure(arms: Mapping[str, Any]) -> Figure:
                 ends.plot(one["after"]["kl"], gain, linestyle="", marker="o", **style)
     instructions = newest("demonstration_instructions")
     if instructions is not None:
-        seeds = [one["best_of"] for one in instructions["arms"]["recipe"].values() if "best_of" in one]
+        seeds = [one["best_of"] for one in instructions["arms"]["recipe"].values()]
         gains = [statistics.mean(best[n][2] - best[0][2] for best in seeds) for n in range(len(seeds[0]))]
         label = f"the best of 1 to {len(gains)} (the demonstration's, {len(seeds)} seed(s))"
         ends.plot([kl for _, kl, _ in seeds[0]], gains, "k:", label=label)

@@ -161,7 +161,7 @@ def uneven_lengths(rollouts: int, longest: int) -> list[int]:
 
 @torch.no_grad()
 def sample_work(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: Size, *, prompts: Sequence[str], seed: int = 0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: Size, *, prompts: Sequence[str]
 ) -> Work:
     """Prompts, and responses to them that the model samples at temperature 1.
 
@@ -170,7 +170,6 @@ def sample_work(
         tokenizer: from `padding_tokenizer`, with a chat template.
         size: how much.
         prompts: questions, of which the first `size.rollouts` are taken, and where they are apart the last ones, too.
-        seed: of the sampling.
     """
     if size.apart:
         texts = [
@@ -181,7 +180,7 @@ def sample_work(
         texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
     prompt_ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     ids, mask = pad_rows(prompt_ids, pad_token_id=tokenizer.pad_token_id, side="left")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = GenerationConfig(
         max_new_tokens=size.response_length,
         do_sample=True,

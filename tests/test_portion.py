@@ -3,10 +3,11 @@
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.portion import by_tokens
+from toolkit.portion import Portion, by_tokens
 
 
 def width(lengths, part, packed):
@@ -45,3 +46,27 @@ def test_rows_that_are_all_long_go_by_as_many_as_were_asked_for():
 def test_some_rows_are_held_to_the_longest_of_all():
     assert by_tokens([2, 2, 8, 2, 2], [0, 1, 3, 4], 1) == [[0, 1, 3, 4]]
     assert by_tokens([2, 2, 8], [], 1) == []
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("CUDA error: out of memory\nfurther lines"),  # of a kernel that is loaded
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+])  # fmt: skip
+def test_rows_are_halved_whatever_of_a_card_s_memory_runs_out(error):
+    tried = []
+
+    def attempt(rows):
+        tried.append(rows)
+        if rows > limit:
+            raise error
+        return rows
+
+    limit = 2
+    assert Portion("rows", 8)(attempt, most=8) == 2 and tried == [8, 4, 2]
+    limit = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        Portion("rows", 2)(attempt, most=8)
+    error = RuntimeError("another one")
+    with pytest.raises(RuntimeError, match="another one"):
+        Portion("rows", 2)(attempt, most=8)

@@ -6,8 +6,8 @@
     trainer.train()
 
 The tree, from the bottom: `functional` (maths), `models`, `data` and `checkpoints`, `rewards` and `reports`,
-`sampling`, `trainers`, `spec` (what a recipe says), `runs` (what a run does), `inference` (what a trained run is used
-for), `recipes`, `cli`. A package imports only from those before it.
+`sampling`, `trainers`, `spec` (what a recipe says) and `costs` (what an update costs), `runs` (what a run does),
+`inference` (what a trained run is used for), `recipes`, `cli`. A package imports only from those before it.
 """
 
 import logging

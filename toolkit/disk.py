@@ -69,16 +69,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, text: str, *, mode_of: Path | None = None) -> Path:
+def write_whole(path: Path, text: str, *, keep_mode: bool = False) -> Path:
     """Write a file that is the old one or the new one at any moment: aside first, and on the disk before its name.
 
-    Who may read and write it is as with `mode_of`, where that is given and there.
+    Who may read and write it stays as it was, where `keep_mode` says so and it is there.
     """
     aside = path.with_name(f".toolkit-{secrets.token_hex(8)}{ASIDE}")  # no other file's
     try:
         with aside.open("x", encoding="utf-8") as file:
-            if mode_of is not None and mode_of.exists():
-                shutil.copymode(mode_of, aside)
+            if keep_mode and path.exists():
+                shutil.copymode(path, aside)
             file.write(text)
         sync(aside)
         aside.replace(path)
@@ -99,7 +99,7 @@ def write_output(path: Path, text: str) -> None:
     with writing(path):
         target = path.resolve()  # what a link leads to
         try:
-            write_whole(target, text, mode_of=target)
+            write_whole(target, text, keep_mode=True)
         except OSError as error:
             if error.errno not in _KEPT_SHUT or not target.is_file():
                 raise
@@ -195,7 +195,8 @@ def sealed_files(folder: Path) -> dict[str, Any] | None:
     Raises:
         ToolkitError: the manifest is damaged.
     """
-    found = read_object(folder / MANIFEST, "Move that folder away, or put the file back as it was.")
+    remedy = "Move that folder away, or put the file back as it was."
+    found = read_object(folder / MANIFEST, remedy)
     if found is None:
         return None
     entries, others = found.get("files"), found.get("others", [])
@@ -203,7 +204,6 @@ def sealed_files(folder: Path) -> dict[str, Any] | None:
         isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in entries.values()
     )
     if not (whole and isinstance(others, list)):
-        remedy = "Move that folder away, or put the file back as it was."
         raise ToolkitError(f"{folder / MANIFEST} is damaged: it lists no files.", remedy=remedy)
     return entries
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from toolkit import phases
+from toolkit import phases, processes
 from toolkit.errors import PeerError
 
 T = TypeVar("T")
@@ -43,6 +43,17 @@ def by_tokens(lengths: Sequence[int], rows: Sequence[int], size: int, *, packed:
     return passes(limits[bisect_left(limits, True, key=lambda most: len(passes(most)) <= fewest)]) if order else []
 
 
+_OF_THE_CARD = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # what a kernel or a library takes itself
+
+
+def _ran_out(error: RuntimeError) -> bool:
+    """Whether it is memory of PyTorch's that ran out; or the card's own, which several processes tell each other by
+    another name, and end."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return processes.count() == 1 and any(said in str(error) for said in _OF_THE_CARD)
+
+
 class Portion:
     """Rows that a forward pass takes at a time: a matter of memory alone, since all results are sums over rows.
 
@@ -76,12 +87,14 @@ class Portion:
             size = max(1, min(self.rows, most))
             try:
                 return attempt(size)
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise
             except PeerError as error:
                 if size == 1 or error.of != torch.OutOfMemoryError.__name__:
                     raise
+            except RuntimeError as error:
+                if not _ran_out(error):
+                    raise
+                if size == 1:
+                    raise torch.OutOfMemoryError(str(error)) from error
             # Out of the handler: its traceback holds the tensors.
             self.lower(size // 2)
             if torch.cuda.is_available():

@@ -37,7 +37,7 @@ from toolkit.costs import (
 from toolkit.costs import counted as counted_module
 from toolkit.costs.counted import as_on_a_card
 from toolkit.costs.devices import here, this_cpu
-from toolkit.costs.outline import alike
+from toolkit.costs.outline import alike, truncated
 from toolkit.data import doubling
 from toolkit.errors import ModelError, ToolkitError
 from toolkit.models import SharedBase, copies, quantize_outline
@@ -516,3 +516,10 @@ def test_an_update_s_memory_depends_on_the_vocabulary_by_a_chunk_however_long_re
     short, long = (most(large, response) - most(small, response) for response in (32, 256))
     # In float32 three times what 32 positions have of logits, while up to 8 x 256 positions are learnt from.
     assert 0 < long <= short <= 3 * 32 * (large - small) * 4
+
+
+def test_a_base_that_is_cut_has_as_many_kinds_of_layers_as_layers():
+    base = SharedBase(AutoModelForCausalLM.from_config(tiny_config("qwen2", num_hidden_layers=5)).requires_grad_(False))
+    with truncated(base, 3):
+        assert len(base.config.layer_types) == base.config.num_hidden_layers == 3
+    assert len(base.config.layer_types) == base.config.num_hidden_layers == 5

@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.data.test_sources import file, read
 from tests.tiny_runs import byte_tokenizer
-from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, data_digest, encoder, sources
+from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, chat_template, data_digest, sources
 from toolkit.data.rows import as_dataset
 from toolkit.data.sources import has_splits, is_hub_id
 from toolkit.errors import DataError
@@ -384,7 +384,7 @@ def test_what_was_left_out_is_said_where_too_few_are_left(tmp_path):
     ids=["loops", "multiplies", "multiplies to gigabytes", "writes gigabytes"],
 )
 def test_a_template_that_loops_or_multiplies_ends_the_reading(template, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoder, "time_limit", partial(time_limit, 0.2 if "0 s" in said else 10, 64))
+    monkeypatch.setattr(chat_template, "time_limit", partial(time_limit, 0.2 if "0 s" in said else 10, 64))
     if "64 MB" in said and sys.platform != "linux":
         pytest.skip("the limit of memory is Linux's")
     made = byte_tokenizer()

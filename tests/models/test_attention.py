@@ -203,3 +203,42 @@ def test_a_plan_leaves_nothing_behind_that_has_no_numbers():
     given = heads(1, sum(lengths))
     found, _ = attention_by_rows(MODULE, *given, None, row_lengths=lengths)
     assert_exact_to_the_last_bit(found, given, within_rows(lengths))
+
+
+def test_where_a_card_has_no_flash_attention_each_head_has_its_own_keys(monkeypatch):
+    """torch's other kernels of a card know no heads that share keys: it would take the one that keeps all products."""
+    given = [part.detach().float() for part in heads(2, 45)]
+    expected, _ = sdpa_attention_forward(MODULE, *given, None)
+    seen = []
+
+    def noted(module, query, key, value, *arguments, **named):
+        seen.append((key.shape[1], value.shape[1]))
+        return sdpa_attention_forward(module, query, key, value, *arguments, **named)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", noted)
+    monkeypatch.setattr(attention, "_is_without_flash", lambda query: True)
+    found, _ = attention_by_rows(MODULE, *given, None)
+    torch.testing.assert_close(found, expected)
+    mask = torch.ones(45, 45, dtype=torch.bool).tril()[None, None]
+    torch.testing.assert_close(attention_by_rows(MODULE, *given, mask)[0], expected)
+    attention_by_rows(MODULE, *given, None, row_lengths=None, cache=object())
+    assert seen == [(4, 4), (2, 2), (2, 2)]  # with a mask transformers does so itself
+
+
+@pytest.mark.parametrize(("dtype", "autocast", "capability", "without"), [
+    (torch.float32, None, (9, 0), True),
+    (torch.float32, torch.bfloat16, (9, 0), False),
+    (torch.bfloat16, None, (8, 0), False),
+    (torch.float16, None, (7, 5), True),
+])  # fmt: skip
+def test_flash_attention_is_of_16_bits_and_newer_cards(dtype, autocast, capability, without, monkeypatch):
+    attention._has_flash.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card: capability)
+    monkeypatch.setattr(attention, "computed_in", lambda query: autocast or query.dtype)  # a card's, which is not here
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 8, 16, dtype=dtype, device="cuda")
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "Tensor", type(query))  # as real ones are
+            assert attention._is_without_flash(query) is without
+    assert not attention._is_without_flash(torch.empty(1, 4, 8, 16, dtype=dtype))
+    attention._has_flash.cache_clear()

@@ -18,7 +18,7 @@ from tests.tiny_models import shared_base
 from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llama, texts
 from toolkit import recipes
 from toolkit.costs import CARDS, Lengths, named
-from toolkit.errors import ModelError, RecipeError, ToolkitError
+from toolkit.errors import ConfigError, ModelError, RecipeError, ToolkitError
 from toolkit.runs.check import check
 from toolkit.runs.plan import _Planner, plan
 from toolkit.runs.plan_report import PhaseTime
@@ -63,6 +63,9 @@ def test_a_plan_has_memory_and_time_by_phase(checkpoint, tmp_path):
     tokens = report.lengths.prompt + report.lengths.response - 1
     assert found["rollout"].parts["KV cache"] == pytest.approx(2 * 2 * 32 * 2 * 4 * tokens, rel=0.15)
     assert report.fits and "fits RTX 4090 in bfloat16" in str(report)
+    needed = report.largest.total
+    for limit, verdict in ((needed / 0.89, "fits"), (needed / 0.91, "barely fits"), (needed - 1, "does not fit")):
+        assert f"; {verdict} RTX 4090" in str(replace(report, limit=int(limit)))
     assert report.seconds == sum(time.seconds for time in report.times)
     # 1.5 µs is what a kernel of a graph is planned with; and what is left out of the time is said.
     assert re.search(r"Not counted: evaluations .* With CUDA graphs 1\.5 µs replace", report.notes[-2].text())
@@ -322,14 +325,15 @@ def test_rows_of_other_stages_have_all_positions_of_the_base(checkpoint, tmp_pat
     assert "reward has 2 pairs of 2 × 48 tokens" in str(report) and report.lengths.both == 32
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "mixtral", "openai-gpt"])
+@pytest.mark.parametrize("kind", ["lfm2", "mixtral", "openai-gpt", "qwen2"])
 def test_any_architecture_is_planned(kind, tmp_path):
-    """Layers without keys, experts in float32, and no gradient checkpointing."""
+    """Layers without keys, experts in float32, no gradient checkpointing, and kinds of layers by which caches are."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
     own = {
         "lfm2": {**sizes, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
         "mixtral": {**sizes, "num_key_value_heads": 2, "num_local_experts": 4},
         "openai-gpt": {"n_embd": 64, "n_head": 4, "n_layer": 2},
+        "qwen2": {**sizes, "num_key_value_heads": 2, "num_hidden_layers": 5},
     }[kind]
     stage = {"max_steps": 2, "gradient_checkpointing": False}
     values = recipes.load("doubling").values | {"base": {"config": {"model_type": kind, **own}, "dtype": "float32"}}
@@ -338,7 +342,8 @@ def test_any_architecture_is_planned(kind, tmp_path):
     values |= {"adapters": {role: {"r": 4, "target_modules": "all-linear"} for role in ("policy", "value")}}
     values |= {"ppo": {**stage, "response_length": 8}}
     recipe = recipes.load(values, run="planned", runs_dir=tmp_path)
-    report = plan(recipe)
+    report = plan(recipe, "4090" if kind == "qwen2" else None)
+    assert any(time.graphs for time in report.times) is (kind == "qwen2")
     if kind == "openai-gpt":  # which has a table of them: no more than what a prompt and its response take
         prompt = report.lengths.prompt
         values["ppo"]["response_length"] = 16 - prompt % 8  # rows are read in eights
@@ -346,6 +351,11 @@ def test_any_architecture_is_planned(kind, tmp_path):
         report = plan(recipes.load(values, run="planned", runs_dir=tmp_path))
     assert all(phase.total > 0 for phase in report.memory) and len(report.times) == 5
     assert any("gradient checkpointing" in str(note) for note in report.notes) is (kind != "openai-gpt")
+
+
+def test_graphs_are_not_planned_for_a_cpu(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"ppo\.generation: graphs are of CUDA devices, and the base is on the CPU"):
+        plan(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs"))
 
 
 def test_a_card_that_is_not_known_is_planned_by_its_memory(checkpoint, tmp_path, monkeypatch):
@@ -373,16 +383,16 @@ def test_where_it_does_not_fit_what_would_is_named(checkpointing, checkpoint, tm
     keys = ("ppo.response_length=64", "data.max_prompt_length=64", f"ppo.gradient_checkpointing={checkpointing}")
     planner = _Planner(chat_recipe(tmp_path, checkpoint, *keys), 10**9)
     report = planner.report(notes=False)
-    whole, planner.limit = report.largest, report.largest.total - 1000
+    whole, planner.limit = report.largest, int(report.largest.total / 0.9) - 1000  # so that it barely fits
     report = replace(report, limit=planner.limit)
     (said,) = [note.text() for note in planner._notes(report) if "takes" in note.text()]
-    assert not report.fits and report.times == () and "(FSDP) is not supported" in said
+    assert report.verdict == "barely fits" and report.times == () and "(FSDP) is not supported" in said
     changes = re.findall(r"\w+\.\w+=\w+", said)
     stage = "reward" if whole.phase.startswith("reward") else "ppo"
     assert all(change.startswith(f"{stage}.") for change in changes)
     assert changes and said.startswith(f"{whole.phase} takes")
     changed = _Planner(chat_recipe(tmp_path, checkpoint, *keys, *changes), planner.limit)
-    assert changed._with({}, whole.phase).total < planner.limit  # as promised
+    assert changed._with({}, whole.phase).total < 0.9 * planner.limit  # as promised
 
 
 @pytest.mark.parametrize(

@@ -193,16 +193,17 @@ def _stand_alone(made: list[Tensor], inputs: list[Tensor]) -> bool:
 @contextmanager
 def as_on_a_card() -> Iterator[None]:
     """Inside, what is counted on the CPU is what a card does, where it does otherwise: dropout keeps truth values and
-    no factors, and under autocast the norms of layers are taken in float32."""
+    no factors, under autocast the norms of layers are taken in float32, and PEFT, which asks whether a card has
+    autocast, is told of the CPU's."""
     # Replaced as functions: a mode of torch's does not reach what checkpointing computes again.
-    before = {name: getattr(F, name) for name in _OF_A_CARD}
-    for name, function in _OF_A_CARD.items():
-        setattr(F, name, function)
+    before = [(place, name, getattr(place, name)) for place, name, _ in _OF_A_CARD]
+    for place, name, function in _OF_A_CARD:
+        setattr(place, name, function)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(F, name, function)
+        for place, name, function in before:
+            setattr(place, name, function)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -215,7 +216,18 @@ def _layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, ep
     return torch.layer_norm(input, shape, weight, bias, eps)
 
 
-_OF_A_CARD: dict[str, Callable[..., Tensor]] = {"dropout": _dropout, "layer_norm": _layer_norm}
+_has_autocast = torch.is_autocast_enabled
+
+
+def _has_autocast_by_default(device: str = "cpu") -> bool:
+    return _has_autocast(device)
+
+
+_OF_A_CARD: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (F, "dropout", _dropout),
+    (F, "layer_norm", _layer_norm),
+    (torch, "is_autocast_enabled", _has_autocast_by_default),
+)
 
 
 class Counted(TorchDispatchMode):

@@ -14,6 +14,7 @@ from toolkit.costs.counted import Weightless
 from toolkit.models import SharedBase, tried
 
 _OF_SCALES = 256  # scales that share a scale of theirs, where quantisation is double
+_OF_EACH_LAYER = ("layer_types", "mlp_layer_types")
 
 
 class Params4bit(Weightless):
@@ -96,14 +97,17 @@ def truncated(roles: SharedBase, number: int) -> Iterator[None]:
     found, config = _layers(roles), roles.config.get_text_config()
     assert found is not None
     (module, name), before = found, config.num_hidden_layers
-    layers = getattr(module, name)
+    layers, told = getattr(module, name), vars(config)
+    kinds = {key: told[key] for key in _OF_EACH_LAYER if isinstance(told.get(key), list)}  # by which a cache is made
     setattr(module, name, layers[:number])
     config.num_hidden_layers = number
+    told.update({key: of_each[:number] for key, of_each in kinds.items()})
     try:
         yield
     finally:
         setattr(module, name, layers)
         config.num_hidden_layers = before
+        told.update(kinds)
 
 
 def weight_bytes_of(module: nn.Module) -> int:

@@ -55,7 +55,8 @@ def counted_step(
         # Nothing is written, rows need no cutting, and autocast is given: accelerate has none in float16 on a CPU.
         changes: dict[str, Any] = {"output_dir": folder, "report_to": "none", "use_cpu": True, "bf16": False}
         # And activations are counted, wherever they are kept between the passes, which a build without CUDA cannot do.
-        changes |= {"push_to_hub": False, "activation_offloading": False}
+        # Liger's kernels read what has no numbers.
+        changes |= {"push_to_hub": False, "activation_offloading": False, "use_liger_kernel": False}
         changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False} if sft else {}
         make: Any = sft_trainer if sft else reward_trainer
         given = replace(args, fp16=False, **changes), _tokenizer(), roles

@@ -13,7 +13,7 @@ from toolkit import processes
 from toolkit.checkpoints import step_of
 from toolkit.data import data_digest
 from toolkit.errors import ToolkitError, within
-from toolkit.inference.saved_run import not_here, policy_folder, responds_by_q
+from toolkit.inference.saved_run import last_stage, not_here, policy_folder
 from toolkit.models import base_digest, load_weights, scores_for
 from toolkit.phases import phase
 from toolkit.reports import Progress, Responses, read_json, sample_rows, write_jsonl, write_result
@@ -63,13 +63,13 @@ _LEVELS_OF = {"reward": LEVELS, "judge": f"{LEVELS} (judge)"}
 def as_trained(recipe: Recipe, evaluated: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What `trained_on` finds, and what of the run's base, adapters, reward and judge is not what it was trained with,
     by the result of an evaluation; but for what was asked for in place of it."""
-    found, told = trained_on(recipe)
+    (found, told), stage = trained_on(recipe), last_stage(recipe.folder)
     try:
-        then = (read_json(recipe.stage_folder(_by(recipe)) / BEFORE_FILE) or {}).get("made_with")
+        then = (read_json(recipe.stage_folder(stage) / BEFORE_FILE) or {}).get("made_with")
     except ToolkitError as error:
         return found, [*told, f"whether base, adapters and reward are those of then is not known: {error}"]
     changed = evaluated.get("changed", {})
-    given = {source.role for source in recipe.plan.stages[_by(recipe)].roles if source.key in changed}
+    given = {source.role for source in recipe.plan.stages[stage].roles if source.key in changed}
     given |= {key.removeprefix("start.") for key in changed if key.startswith("start.")}
     of_given = {f"{role} adapter" for role in given}
     of_given |= {_LEVELS_OF[kind] for role in given if (kind := scores_for(role))}
@@ -80,15 +80,11 @@ def as_trained(recipe: Recipe, evaluated: Mapping[str, Any]) -> tuple[dict[str, 
     return found, told
 
 
-def _by(recipe: Recipe) -> str:
-    return "q" if responds_by_q(recipe.folder) else "ppo"
-
-
 def trained_on(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """How many prompts of changed data the run was trained on, by PPO or by Q-learning, for `result.json` and in words:
     a larger split reaches into what the run did not hold out. Nothing where the data are those of the run."""
     beyond = [f"{key}={value}" for key, value in not_here(recipe.folder).items()]
-    by = _by(recipe)
+    by = last_stage(recipe.folder)
     try:
         run = load(recipe.folder / RECIPE_FILE, *beyond, run=recipe.run, runs_dir=recipe.runs_dir)
         if run.values["data"] == recipe.values["data"]:
@@ -138,15 +134,16 @@ def _evaluated(
 ) -> tuple[list[Evaluation], dict[str, Any]]:
     """Where the policy starts, its checkpoints, and what was trained; of Q-values the reference, and what Q makes of
     it. And what they are `made_with`."""
-    by_q = responds_by_q(recipe.folder)
-    name, trained = ("q", recipe.stage_folder("q") / "q") if by_q else ("ppo", None)
+    stage = last_stage(recipe.folder)
+    by_q = stage == "q"
     with phase("load"), processes.agreed():
         # The value role reads no response here; where a model of its own has fewer positions, responses end with them.
-        planned = recipe.plan.stages[name].roles
+        planned = recipe.plan.stages[stage].roles
         read = {one.role for one in planned if isinstance(one, OwnBase) or scores_for(one.role)}
         wanted = {"policy", "q", "reference", *read}
-        roles, pad_tokens = build.placed_roles(recipe, name, trained=trained, wanted=wanted)
-        rollouts = build.make_rollouts(recipe, roles, name)
+        trained = recipe.stage_folder("q") / "q" if by_q else None
+        roles, pad_tokens = build.placed_roles(recipe, stage, trained=trained, wanted=wanted)
+        rollouts = build.make_rollouts(recipe, roles, stage)
         measures = build.measures(recipe, roles, pad_tokens, rollouts.portion.rows)
     check_alike({"base": base_digest(roles)}, roles)
     used = made_with(roles, measures["reward"], measures["judge"])

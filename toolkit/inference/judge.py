@@ -16,7 +16,7 @@ from toolkit.checkpoints import checkpoints_in, problem_of
 from toolkit.disk import write_output
 from toolkit.errors import CheckpointError, PeerError, RecipeError, ToolkitError, printable
 from toolkit.inference.evaluate import as_trained, measured
-from toolkit.inference.saved_run import open_run, policy_folder, responds_by_q
+from toolkit.inference.saved_run import last_stage, open_run, policy_folder
 from toolkit.reports import ComparedRun, Output, comparison_page, read_result
 from toolkit.runs.comparison import differing, labels_of
 from toolkit.runs.owned import check_output
@@ -101,7 +101,7 @@ def _told_of(label: str, *, several: bool) -> Iterator[None]:
 def _judged(label: str, recipe: Recipe, checkpoints: Sequence[Path]) -> tuple[ComparedRun, dict[str, Any], list[str]]:
     """A run for the page, its figures for the file, and what there is to say of its prompts."""
     result, samples = measured(recipe, checkpoints)
-    trained = read_result(recipe.stage_folder("q" if responds_by_q(recipe.folder) else "ppo")) or {}
+    trained = read_result(recipe.stage_folder(last_stage(recipe.folder))) or {}
     sides = {side: result[side] for side in ("before", "after")}
     between = result.get("checkpoints", {})
     rows = [{"step": step} | {f"eval_{key}": value for key, value in of.items()} for step, of in between.items()]
@@ -116,7 +116,7 @@ def _judged(label: str, recipe: Recipe, checkpoints: Sequence[Path]) -> tuple[Co
 
 def _checkpoints(recipe: Recipe) -> list[Path]:
     """Those of the ppo stage whose policy is another than the one at the end."""
-    if responds_by_q(recipe.folder):
+    if last_stage(recipe.folder) == "q":
         raise RecipeError(f'the run "{recipe.run}" has Q-values, whose checkpoints are not judged.')
     last, found = policy_folder(recipe) / SAFETENSORS_WEIGHTS_NAME, []
     for folder in checkpoints_in(recipe.stage_folder("ppo")):

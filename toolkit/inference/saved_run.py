@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -65,7 +66,7 @@ def open_run(run: str, *overrides: str, runs_dir: str | Path = "runs", by_q: boo
         folder = processes.by_main(lambda: find_run(os.path.expanduser(run), runs))
         processes.by_main(lambda: recover(folder))
         beyond = [f"{key}={value}" for key, value in not_here(folder).items()]
-        last = "q" if responds_by_q(folder) else "ppo"
+        last = last_stage(folder)
         if last == "q" and not by_q:  # before the overrides, of a section that such a run may not have
             wrong = f'the run "{folder.name}" has Q-values and no policy of its own, which this needs.'
             raise RecipeError(wrong, remedy="Its responses are shown by generate and chat, and measured by eval.")
@@ -125,9 +126,9 @@ def _attention_here(implementation: str) -> bool:
     return torch.cuda.is_available() and (packaged() or is_kernels_available())
 
 
-def responds_by_q(run: Path) -> bool:
-    """Whether what the run in a folder has trained are Q-values, and no policy."""
-    return [stage for stage in ("ppo", "q") if read_result(run / stage) is not None] == ["q"]
+def last_stage(run: Path) -> Literal["ppo", "q"]:
+    """The stage by which the run in a folder responds: q where it has trained Q-values, and no policy."""
+    return "q" if [stage for stage in ("ppo", "q") if read_result(run / stage) is not None] == ["q"] else "ppo"
 
 
 def policy_folder(recipe: Recipe) -> Path:
@@ -153,7 +154,8 @@ def trained_sampler(
         of_policy: the temperature where it is None, and a policy responds.
         compare: whether the reference is wanted. Without it what a policy was held to need not be here; Q reads it.
     """
-    stage, role = ("q", "q") if responds_by_q(recipe.folder) else ("ppo", "policy")
+    stage = last_stage(recipe.folder)
+    role = "q" if stage == "q" else "policy"
     wanted = (role, "reference") if compare or role == "q" else (role,)
     roles, _ = build.placed_roles(recipe, stage, trained=recipe.stage_folder(stage) / role, wanted=wanted)
     config = recipe.stage_config(stage)

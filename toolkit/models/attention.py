@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from toolkit.models.fused_lora import computed_in
 
 _ROUNDED_UP = 16  # tokens: kernels of odd sizes take up to a third longer, and each new size costs a compiled one
 _QUERIES = 128  # that are multiplied with keys together, with none that comes after all of them
@@ -62,8 +64,10 @@ def attention_by_rows(
     if row_lengths is not None and attention_mask is not None and attention_mask.dtype is not torch.bool:
         raise NotImplementedError("rows in a line are kept apart under a mask of True and False alone")
     given = (query, key, value)
-    if named.get("cache") is not None or not _whole_in_bfloat16(query, key):
+    if named.get("cache") is not None:
         attend = sdpa_attention_forward
+    elif not _whole_in_bfloat16(query, key):
+        attend = _by_torch
     elif attention_mask is None and _is_plain_causal(module, named):
         return _causal(*given, row_lengths or (query.shape[2],), common_length, named.get("scaling")), None
     else:
@@ -80,6 +84,30 @@ def attention_by_rows(
         mask = None if attention_mask is None else attention_mask[..., :length, :length]
         parts.append(attend(module, *row, mask, **named)[0][:, before:])
     return torch.cat(parts, dim=1), None
+
+
+def _by_torch(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> tuple[Tensor, None]:
+    """As transformers', which lets heads share keys where there is no mask: of a card's kernels flash attention can,
+    and where there is none torch takes one that keeps all products, in float32. There each head gets its own."""
+    shared = attention_mask is None and key.shape[1] < query.shape[1] and key.shape[-1] == value.shape[-1] <= 256
+    if shared and _is_without_flash(query):
+        key, value = (repeat_kv(of_heads, query.shape[1] // key.shape[1]) for of_heads in (key, value))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+
+
+def _is_without_flash(query: Tensor) -> bool:
+    """Whether it is of a card, or planned for one, that has no flash attention for its precision."""
+    planned = type(query) is not Tensor and not _planned_for_cpu.get()
+    if query.device.type != "cuda" and not planned:
+        return False
+    return computed_in(query) is torch.float32 or not (planned or _has_flash(query.device))
+
+
+@lru_cache(maxsize=8)
+def _has_flash(card: torch.device) -> bool:
+    return torch.cuda.get_device_capability(card) >= (8, 0)
 
 
 def _whole_in_bfloat16(query: Tensor, key: Tensor) -> bool:

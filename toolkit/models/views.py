@@ -16,7 +16,7 @@ from toolkit.models.roles import SharedBase
 class PolicyView(nn.Module):
     """The role "policy" or "reference" as a causal language model, for the unmodified `trl` PPOTrainer."""
 
-    def __init__(self, base: SharedBase, role: str = "policy"):
+    def __init__(self, base: SharedBase, role: str):
         super().__init__()
         self.base, self.role = base, role
         self.config = base.config

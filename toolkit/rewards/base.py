@@ -146,7 +146,7 @@ def _scores(reward: Reward, rollout: Rollout) -> Scores:
     except ToolkitError as error:
         raise _as_the_reward_s(error) from error
     except BaseException as error:
-        if isinstance(error, torch.OutOfMemoryError) and all(map(of_a_library, _files_of(error))):
+        if isinstance(error, torch.OutOfMemoryError) and not _own_frames(error):
             wrong = "a card's memory ran out while responses were scored, with one row at a time."
             remedy = "Load the model that scores in 4 bits (its quantization), or a smaller one, or shorten responses."
             raise RewardError(wrong, remedy=remedy) from error
@@ -164,24 +164,23 @@ def _as_the_reward_s(error: ToolkitError) -> RewardError:
     problems = error.problems if len(error.problems) > 1 else ()
     wrong = f"{error.args[0]}" if problems else one.wrong
     raised = RewardError(wrong, field=one.field, remedy=one.remedy, problems=problems)
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not of_a_library(frame.filename)]
-    if own:
+    if own := _own_frames(error):
         raised.add_remedy(f"It was raised in {own[-1].filename}, line {own[-1].lineno}.")
     return raised
 
 
-def _files_of(error: BaseException) -> list[str]:
-    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Those of an error that are a user's."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not of_a_library(frame.filename)]
 
 
 def place_of(error: BaseException, called: Any = None) -> str:
     """The file and line that an error comes from: the last of the user's own, above those of libraries; where it has
     none, as of a function that is not to be called so, where what was called is defined."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not of_a_library(frame.filename)]
+    own = _own_frames(error)
     if not own and (place := _definition(called)):
         return place
-    frame = (own or frames)[-1]
+    frame = (own or traceback.extract_tb(error.__traceback__))[-1]
     return f"{frame.filename}, line {frame.lineno}"
 
 

@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from toolkit.data.encoder import fixed_day
+from toolkit.data.chat_template import render
 from toolkit.data.messages import without_empty
 from toolkit.errors import ColumnError, Problem, RewardError
 from toolkit.models import positions_of
 from toolkit.rewards.scorer import ClassScorer, Prompts, ScorerContext, at_row
 from toolkit.settings import AT_LEAST_1, setting
-from toolkit.time_limit import time_limit
 
 Reads = Literal["conversation", "text", "pair", "response", "tokens"]
 # The prompt itself: `rollout.prompts` has the policy's special tokens and template in it.
@@ -136,8 +135,7 @@ def conversation(tokenizer: PreTrainedTokenizerBase, prompt: Any, response: str)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         answered = [*map(without_empty, messages), {"role": "assistant", "content": response}]
-        with time_limit(), fixed_day(tokenizer):
-            return str(tokenizer.apply_chat_template(answered, tokenize=False))
+        return render(tokenizer, answered)
     except Exception as error:  # of jinja2, of a limit, and of whatever a template does in Python
         wrong = f"the model's chat template refuses a conversation ({error}): {messages!r}."
         raise RewardError(wrong, field="reads", remedy="Mend the row, or use pair or text.") from error

@@ -88,7 +88,7 @@ class DataCheck:
         stages: Sequence[str],
         findings: Findings,
         roles: RolesCheck,
-        handed_over: Collection[str] = (),
+        handed_over: Collection[str],
     ):
         self.recipe, self.stages, self.findings, self.roles = recipe, stages, findings, roles
         self.prompts_handed_over = "train_dataset" in handed_over  # and looked at, where they were

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit import models
 from toolkit.costs import pack, weight_bytes_of
-from toolkit.data.encoder import fixed_day
+from toolkit.data.chat_template import render
 from toolkit.errors import Problem
 from toolkit.models import (
     META,
@@ -34,7 +34,6 @@ from toolkit.spec.plan import STAGES, StagePlan, at
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import ModelSection
 from toolkit.spec.sources import BaseItself, Fresh, OwnBase, Site, lora_config
-from toolkit.time_limit import time_limit
 from toolkit.trainers.self_checks import check_tokenizer
 
 _TRAINED_BY = {"policy": ("ppo", "sft"), "value": ("ppo",), "reward": ("reward",), "q": ("q",)}
@@ -55,13 +54,11 @@ def _shown_at(role: str) -> tuple[int, int]:
 
 def _thinks(tokenizer: PreTrainedTokenizerBase | None) -> bool:
     """Whether its chat template opens a response in another way where enable_thinking is false."""
-    asked = [{"role": "user", "content": "?"}]
     if tokenizer is None or tokenizer.chat_template is None:
         return False
     try:
-        render = partial(tokenizer.apply_chat_template, asked, tokenize=False, add_generation_prompt=True)
-        with time_limit(), fixed_day(tokenizer):
-            return render() != render(enable_thinking=False)
+        asks = partial(render, tokenizer, [{"role": "user", "content": "?"}], add_generation_prompt=True)
+        return asks() != asks(enable_thinking=False)
     except Exception:  # of a template, whatever it raises: the data will say
         return False
 

@@ -44,12 +44,12 @@ from toolkit.models import (
 )
 from toolkit.runs.build import stage_dataset
 from toolkit.runs.check_data import longest_row
-from toolkit.runs.plan_report import PhaseMemory, PhaseTime, PlanReport, seconds_of, size_of
+from toolkit.runs.plan_report import ROOM, PhaseMemory, PhaseTime, PlanReport, seconds_of, size_of
 from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase, Site
 from toolkit.trainers.ppo_config import WITHOUT_COPY
-from toolkit.trainers.self_checks import check_can_merge
+from toolkit.trainers.self_checks import check_can_merge, check_device_records
 
 # Settings that say how many rows a phase without gradients has at a time.
 _AT_ONCE = "local_rollout_forward_batch_size"
@@ -119,6 +119,8 @@ class _Planner:
             self.other_bits = about_other_bits(self.roles.causal_lm)
         with within("ppo"):
             check_can_merge(self.roles, self.args)
+            if self._on_cpu and self.args.decoding["graphs"]:
+                check_device_records(torch.device("cpu"))
         self.lengths, self.evaluated = self._lengths("train"), self._lengths("validation", "test")
         self.counted = Counted(self.roles.config.get_text_config().vocab_size)
         self.update = self._update(self.args)
@@ -158,7 +160,7 @@ class _Planner:
             pack(model)
         return {"reward models": sum(map(weight_bytes_of, models))} if models else {}
 
-    def report(self, *, notes: bool = True) -> PlanReport:
+    def report(self, *, notes: bool) -> PlanReport:
         with within("ppo"):
             phases = self.update.phases()
         needed = self.recipe.plan.stages["ppo"].needs  # another one of the recipe is not run for PPO
@@ -253,7 +255,7 @@ class _Planner:
             other = self._with({"gradient_checkpointing": not args.gradient_checkpointing}, "update")
             said = "without" if args.gradient_checkpointing else "with"
             yield Problem(f"the update {said} gradient checkpointing: {size_of(other.total)}.")
-        if not report.fits:
+        if report.verdict != "fits":
             yield self._way_out(report)
         if self.other_bits:
             yield Problem(self.other_bits, "base.model")
@@ -297,14 +299,14 @@ class _Planner:
             bits = self.recipe.quantization() or own_quantization(self.roles.causal_lm.config)
             fewer = "" if bits else "base.quantization in 4 bits, a smaller base, or "
             wrong = f"weights and optimizer alone take {size_of(needed)} of {size_of(self.limit)}."
-            cards = [card.name for card in CARDS.values() if card.memory > largest.total]
+            cards = [card.name for card in CARDS.values() if ROOM * card.memory > largest.total]
             another = f"a card as {cards[0]}" if cards else "fewer parameters"
             return Problem(wrong, "base", f"Take {fewer}{another}. {no_sharding}")
         takes = f"{largest.phase} takes {size_of(largest.total)} of {size_of(self.limit)}"
         stage = _stage_of(largest.phase)
         for changes in self._changes(largest.phase):
             memory = self._with(changes, largest.phase)
-            if memory.total <= self.limit:
+            if memory.total <= ROOM * self.limit:
                 keys = " ".join(f"{stage}.{key}={str(value).lower()}" for key, value in changes.items())
                 return Problem(f"{takes}.", remedy=f"Set {keys}: {size_of(memory.total)}. {no_sharding}")
         remedy = f"Shorten the rows, or take another card. {no_sharding}"

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from toolkit.costs import Lengths
 from toolkit.errors import IN_PYTHON, Problem, printable
 
+ROOM = 0.9
+"""Of the memory there is; the rest is for what a plan does not count."""
+
 
 @dataclass(frozen=True)
 class PhaseMemory:
@@ -62,6 +65,13 @@ class PlanReport:
         return self.largest.total <= self.limit
 
     @property
+    def verdict(self) -> str:
+        """Whether it fits, in words: "barely" where it leaves less free than a tenth."""
+        if not self.fits:
+            return "does not fit"
+        return "fits" if self.largest.total <= ROOM * self.limit else "barely fits"
+
+    @property
     def seconds(self) -> float:
         """Of an update, as it runs now."""
         return sum(time.seconds for time in self.times)
@@ -69,9 +79,8 @@ class PlanReport:
     def summary(self) -> Iterator[tuple[str, str]]:
         """The two lines with which `toolkit check` ends."""
         largest = self.largest
-        verdict = "fits" if self.fits else "does not fit"
         taken = f"{size_of(largest.total)} in {largest.phase}"
-        yield "memory", f"{taken}; {verdict} {self.where} ({size_of(self.limit)})"
+        yield "memory", f"{taken}; {self.verdict} {self.where} ({size_of(self.limit)})"
         if self.times:
             whole = f", all {self.updates} of them {seconds_of(self.updates * self.seconds)}" if self.updates else ""
             yield "time", f"an update about {seconds_of(self.seconds)}{whole}, as toolkit plan estimates"

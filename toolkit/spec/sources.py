@@ -279,5 +279,5 @@ class OwnBase(Source):
         return model
 
     def _loaded(self, spec: ModelSpec, site: Site, **settings: Any) -> PreTrainedModel:
-        kind: Any = "sequence_classifier"
-        return load_model(spec, kind, tokenizer=site.tokenizer, num_labels=self.num_labels, **settings)
+        settings |= {"tokenizer": site.tokenizer, "num_labels": self.num_labels}
+        return load_model(spec, "sequence_classifier", **settings)

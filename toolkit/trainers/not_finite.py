@@ -116,8 +116,8 @@ class GuardedSteps(DividedSteps):
         """Optimizer steps that were passed over, since something in them was not finite."""
         return Skipped()
 
-    def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list[dict[str, Any]], Any]:
-        self._of_step, number = super().get_batch_samples(*arguments, **named)
+    def get_batch_samples(self, *arguments: Any) -> tuple[list[dict[str, Any]], Any]:
+        self._of_step, number = super().get_batch_samples(*arguments)
         return self._of_step, number
 
     def skip(self, why: str) -> None:

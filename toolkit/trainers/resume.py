@@ -24,7 +24,7 @@ from toolkit.models import FreedMemory, keep_freed_memory, tensors_digest
 from toolkit.reports import MetricsFile, Progress
 from toolkit.trainers.best import BestOfSaved
 from toolkit.trainers.not_finite import SkipNotFinite, loss_scale
-from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, identity
+from toolkit.trainers.same_run import check_alike, check_same_optimizer, check_same_run, identity, other_setting
 from toolkit.trainers.trainer_internals import take_rates_of_schedule
 
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -291,6 +291,7 @@ class ResumableTrainer(BestOfSaved):
     def _whole_state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler
         return {
+            "optim": str(self.args.optim.value),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -362,6 +363,9 @@ class ResumableTrainer(BestOfSaved):
         groups, now = state["optimizer"]["param_groups"], self.optimizer.param_groups
         with processes.agreed():  # an error of all is told once
             check_same_run(checkpoint, state, self._identity)
+            kind = self.args.optim.value
+            if (before := state.get("optim", kind)) != kind:  # some were written without it
+                raise other_setting(checkpoint, "setting optim", before, kind)
             if len(groups) != len(now):
                 wrong = f"{checkpoint} was written with another weight decay."
                 raise CheckpointError(wrong, remedy="Give that setting back, or start anew.")
