@@ -30,8 +30,8 @@ from toolkit.costs import (
     counted_step,
     named,
     optimizer_bytes,
+    passes,
     take_shape,
-    update,
     weight_bytes_of,
 )
 from toolkit.costs import counted as counted_module
@@ -378,7 +378,7 @@ def test_every_second_layer_is_counted_as_it_is_kept(monkeypatch):
         return counted_step("pairs", roles, args, 24, 24)[0].costs.peak
 
     every, moved, second = peak(None), peak({"offload": True}), peak({"every_n_layers": 2})
-    monkeypatch.setattr(update, "alike", lambda roles: None)
+    monkeypatch.setattr(passes, "alike", lambda roles: None)
     assert (every, second) == (peak(None), peak({"every_n_layers": 2})) and every == moved < second
 
 
@@ -392,7 +392,7 @@ def test_where_adapters_are_large_their_gradients_at_the_end_are_the_most(tmp_pa
     update = CountedUpdate(Counted(20000), roles, args, Lengths(16, 8))
     told = update.phases("update")[0]
     with monkeypatch.context() as patch:
-        patch.setattr("toolkit.costs.update.alike", lambda roles: None)
+        patch.setattr("toolkit.costs.passes.alike", lambda roles: None)
         whole = update.phases("update")[0]
     assert told.costs.of_peak["gradients"] == sum(p.nbytes for p in roles.trained_parameters)
     assert whole.costs.of_peak["gradients"] > 0.9 * whole.costs.peak
@@ -440,7 +440,7 @@ def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, m
     update = CountedUpdate(counted, roles, args, Lengths(16, 8))
     of = ("read", "update") if checkpointing else ()  # no other phase reads that setting
     told = update.phases(*of)
-    monkeypatch.setattr("toolkit.costs.update.alike", lambda roles: None)
+    monkeypatch.setattr("toolkit.costs.passes.alike", lambda roles: None)
     whole = update.phases(*of)
     assert [phase.name for phase in told] == [phase.name for phase in whole]
     for ours, theirs in zip(told, whole, strict=True):

@@ -71,3 +71,12 @@ def test_what_is_drawn_afterwards_is_as_if_nothing_had_been_counted():
     roles, before = without_numbers(), torch.get_rng_state()
     step("pairs", roles=roles)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_packed_rows_of_sft_stand_in_one_line():
+    """Each token is multiplied with all of the line, which leaves those of other rows out by a mask."""
+    settings = {"max_length": 64, "length": 64, "gradient_checkpointing": False}
+    packed, apart = (step("demonstrations", rows=4, packing=on, **settings) for on in (True, False))
+    alone = step("demonstrations", rows=1, **settings | {"max_length": 256, "length": 256})
+    assert matmuls(apart) < matmuls(alone) < matmuls(packed)  # which no kernel of causal attention halves
+    assert packed.costs.peak > alone.costs.peak > 0.9 * apart.costs.peak

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_runs import byte_tokenizer
 from toolkit.data import Demonstrations, Preferences, Prompts, RatedResponses, doubling
-from toolkit.data.preferences import Pair, read_pair
+from toolkit.data.pairs import Pair, read_pair
 from toolkit.data.rows import Unusable, draw_parts
 from toolkit.errors import DataError
 

@@ -15,8 +15,9 @@ from toolkit.disk import sealed_files
 from toolkit.errors import RecipeError, ToolkitError
 from toolkit.runs import owned, stages
 from toolkit.runs.differences import _MAY_CHANGE, _ROWS_OF_A_STEP, _SHOWN_BY, may_change
-from toolkit.runs.folder import check_outputs, claim, conflict, finished, result_comes_back
+from toolkit.runs.folder import check_outputs, claim, conflict, finished
 from toolkit.runs.folder import finish as finish_stage
+from toolkit.runs.longer import result_comes_back
 from toolkit.runs.owned import begin
 from toolkit.runs.take_over import take_over
 from toolkit.spec.plan import STAGES

@@ -20,9 +20,9 @@ from toolkit.errors import CheckpointError, RecipeError, RewardError, RunInterru
 from toolkit.inference.saved_run import open_run
 from toolkit.reports import read_jsonl
 from toolkit.runs import aside, stages
-from toolkit.runs.folder import result_comes_back
 from toolkit.runs.listing import state_of
 from toolkit.runs.lock import acquire, owner_of
+from toolkit.runs.longer import result_comes_back
 from toolkit.runs.memory import out_of_memory
 from toolkit.runs.owned import BEFORE_FILE, begin
 from toolkit.sampling import Evaluator
@@ -355,7 +355,7 @@ def test_a_full_disk_does_not_hide_what_it_has_ended(tmp_path, checkpoint, monke
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the first error"):  # noqa: SIM117
         with result_comes_back(recipe, "ppo"):
-            patch.setattr("toolkit.runs.folder.write_whole", full)
+            patch.setattr("toolkit.runs.longer.write_whole", full)
             raise CheckpointError("the first error")
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from toolkit.checkpoints import kept_random_states
 from toolkit.costs.counted import Counted, as_on_a_card
-from toolkit.costs.update import _TOKEN, Phase, learning, of_all_layers, unpacked
+from toolkit.costs.passes import TOKEN, Phase, learning, of_all_layers, unpacked
 from toolkit.data import Kind
 from toolkit.errors import within
 from toolkit.models import SharedBase, planned_for_cpu
@@ -40,7 +40,7 @@ def counted_step(
     stage = "sft" if sft else "reward"
 
     def rows_of(number: int, tokens: int) -> list[dict[str, Any]]:
-        ids = [_TOKEN] * tokens
+        ids = [TOKEN] * tokens
         forms: dict[str, dict[str, Any]] = {
             "demonstrations": {"input_ids": ids, "labels": ids},
             "pairs": {"chosen_ids": ids, "rejected_ids": ids},
@@ -57,7 +57,10 @@ def counted_step(
         # And activations are counted, wherever they are kept between the passes, which a build without CUDA cannot do.
         # Liger's kernels read what has no numbers.
         changes |= {"push_to_hub": False, "activation_offloading": False, "use_liger_kernel": False}
-        changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False} if sft else {}
+        if sft:
+            changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False}
+            if args.packing and args.packing_strategy != "wrapped":  # rows are full, and stand in one line
+                changes |= {"padding_free": True, "max_length": None}
         make: Any = sft_trainer if sft else reward_trainer
         given = replace(args, fp16=False, **changes), _tokenizer(), roles
         with within(stage), made_by_trl():
@@ -84,5 +87,5 @@ def counted_step(
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """One for ids that nobody reads, so that a plan needs no file of a tokenizer."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<any>": _TOKEN, "<end>": 2}, unk_token="<any>"))
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<any>": TOKEN, "<end>": 2}, unk_token="<any>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")

@@ -20,7 +20,7 @@ from toolkit.data.messages import (
     refuse_tools,
     text_or_messages,
 )
-from toolkit.data.preferences import read_sides
+from toolkit.data.pairs import read_sides
 from toolkit.data.rows import SHOWN, Split, Unusable, as_dataset, each_of, in_one_piece, packed, present
 from toolkit.data.source_task import SplitTask
 from toolkit.data.sources import Source, names_of

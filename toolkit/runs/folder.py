@@ -5,27 +5,26 @@ nor a stage before it reads one of them. What has taken hours is replaced by tho
 finished.
 """
 
-import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import checkpoint_folders, checkpoints_in, step_of
-from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, damage, read_object, write_whole, writing
+from toolkit.disk import ASIDE, MANIFEST, RESULT_FILE, damage, write_whole, writing
 from toolkit.errors import Problem, RecipeError, ToolkitError
-from toolkit.reports import METRICS_FILE, REPORT_FILE, ROLLOUTS_FILE, WARNINGS_FILE, read_result, write_result
+from toolkit.reports import REPORT_FILE, read_result, write_result
 from toolkit.runs import aside, owned
 from toolkit.runs.collect import partial_file
 from toolkit.runs.differences import Changes, changes, described, may_change, recorded
 from toolkit.runs.lock import at_work, owner_of
-from toolkit.runs.owned import RECIPE_FILE, WAS_FINISHED_FILE, has_begun
+from toolkit.runs.longer import drop_evaluation, stages_as_they_were, written_down
+from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE, has_begun
 from toolkit.spec.load import is_run_name
 from toolkit.spec.plan import STAGES, by_trl
 from toolkit.spec.recipe import Recipe
 
 SAFETENSORS = "*model*.safetensors"  # of a PEFT folder, and of a checkpoint
-EVALUATION = "eval"  # folder of what was measured of a trained policy
 
 
 def run_folder(name: str, runs_dir: Path) -> Path | None:
@@ -183,7 +182,7 @@ def claim(
 
 def finish(folder: Path, result: dict[str, Any]) -> None:
     """Mark a stage as finished, with the SHA-256 of the weights that it leaves."""
-    _drop_evaluation(folder)
+    drop_evaluation(folder)
     owned.seal_weights(folder)
     (folder / WAS_FINISHED_FILE).unlink(missing_ok=True)  # it is finished otherwise now
     write_result(folder, result)
@@ -211,7 +210,7 @@ def settle(recipe: Recipe, stage: str, *, overwrite: bool = False, resume: bool 
     Those that were replaced come back, unless the run goes on with what was begun in their place.
     """
     run = recipe.folder
-    _stages_as_they_were(run)
+    stages_as_they_were(run)
     open_ = aside.settle(run)
     goes_on = resume and any(work_of(run / name) for name in aside.changing(run, aside.REPLACED))
     if open_ and goes_on:
@@ -265,9 +264,9 @@ def way_on(recipe: Recipe, stage: str) -> str:
 
 def recover(run: Path) -> None:
     """As `settle`, for those who read a run, and while nobody is at work in it."""
-    if (aside.is_open(run) or any(_written_down(run))) and owner_of(run) is None:
+    if (aside.is_open(run) or any(written_down(run))) and owner_of(run) is None:
         with at_work(run):
-            _stages_as_they_were(run)
+            stages_as_they_were(run)
             if aside.settle(run):
                 restore(run)
 
@@ -276,88 +275,3 @@ def recover_to_read(run: Path) -> None:
     """As `recover`; a folder that cannot be written is read as it is, and one that cannot be entered left alone."""
     with suppress(ToolkitError, OSError):
         recover(run)
-
-
-# ---------------------------------------------------------------------- a finished stage that is made longer
-
-
-@contextmanager
-def result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True) -> Iterator[None]:
-    """Inside, a stage may go on beyond its end. If that fails before its next checkpoint, it is finished as before:
-    but not with other weights, which it may have saved without one. After a kill the next command sees to it, and
-    where a notebook only makes the trainer here, and `trains` after it."""
-    folder = recipe.stage_folder(stage)
-    checkpoints = checkpoint_folders(folder)
-    if (folder / RESULT_FILE).is_file() and (folder / MANIFEST).is_file():
-        _write_down(recipe.folder, stage)
-    try:
-        yield
-    except BaseException:
-        if checkpoint_folders(folder) != checkpoints:
-            _drop_evaluation(folder)
-        with suppress(OSError, ToolkitError):  # of a full disk, of which the error that is raised again says more
-            _as_it_was(recipe.folder, stage)
-        raise
-    if trains:
-        (folder / WAS_FINISHED_FILE).unlink(missing_ok=True)
-
-
-_OF_A_RESULT = (MANIFEST, REPORT_FILE, METRICS_FILE, ROLLOUTS_FILE, WARNINGS_FILE)
-
-
-def _checkpoints(folder: Path) -> dict[str, str]:
-    """Checkpoints by name, each as its manifest has it: one of another course may have its name."""
-    found = {path.name: path / MANIFEST for path in checkpoint_folders(folder)}
-    return {name: path.read_text("utf-8", "replace") if path.is_file() else "" for name, path in found.items()}
-
-
-def _write_down(run: Path, stage: str) -> None:
-    """Keep in a finished stage's folder, in one file, what is written anew when it goes on."""
-    folder = run / stage
-    paths = {name: folder / name for name in (*_OF_A_RESULT, RESULT_FILE)} | {RECIPE_FILE: run / RECIPE_FILE}
-    files = {name: path.read_text("utf-8", "replace") for name, path in paths.items() if path.is_file()}
-    with writing(folder):
-        write_whole(folder / WAS_FINISHED_FILE, json.dumps({"checkpoints": _checkpoints(folder), "files": files}))
-
-
-def _written_down(run: Path) -> Iterator[str]:
-    """Stages that were finished, and were going on when a kill came."""
-    if (run / RECIPE_FILE).is_file():
-        yield from (stage for stage in STAGES if (run / stage / WAS_FINISHED_FILE).is_file())
-
-
-def _stages_as_they_were(run: Path) -> None:
-    for stage in _written_down(run):
-        _as_it_was(run, stage)
-
-
-def _as_it_was(run: Path, stage: str) -> None:
-    """Finish a stage again as it is written down, if it has neither another checkpoint nor other weights since."""
-    folder = run / stage
-    path, remedy = folder / WAS_FINISHED_FILE, "Delete it: the stage goes on with $resume."
-    owned.refuse_link(folder)
-    if (kept := read_object(path, remedy)) is None:
-        return
-    files: Any = kept.get("files")
-    whole = isinstance(files, dict) and all(isinstance(text, str) for text in files.values())
-    if not whole or not {RECIPE_FILE, RESULT_FILE, MANIFEST} <= files.keys() or "checkpoints" not in kept:
-        raise ToolkitError(f"{path} is damaged: it lacks what the stage was.", remedy=remedy)
-    if _checkpoints(folder) != kept["checkpoints"]:
-        _drop_evaluation(folder)
-    else:
-        write_whole(folder / MANIFEST, files[MANIFEST])
-        if damage(folder) is None:
-            if WARNINGS_FILE not in files:
-                (folder / WARNINGS_FILE).unlink(missing_ok=True)
-            for name in _OF_A_RESULT[1:]:
-                if name in files:
-                    write_whole(folder / name, files[name])
-            write_whole(run / RECIPE_FILE, files[RECIPE_FILE])
-            write_whole(folder / RESULT_FILE, files[RESULT_FILE])  # the last: by it the stage is finished
-    path.unlink()
-
-
-def _drop_evaluation(folder: Path) -> None:
-    """What `eval` measured of a stage that is another now."""
-    if folder.name in ("ppo", "q"):
-        owned.delete(folder.parent / EVALUATION)

@@ -25,6 +25,7 @@ from toolkit.disk import (
 from toolkit.errors import RecipeError, ToolkitError
 
 RECIPE_FILE, BEFORE_FILE, SAMPLES_FILE = "recipe.yaml", "before.json", "samples.jsonl"
+EVALUATION = "eval"  # folder of what was measured of a trained policy
 WAS_FINISHED_FILE = "was_finished.json"  # what a finished stage that is made longer comes back by
 
 # What a stage or an evaluation writes into its folder, and the folders for weights in it with what is in them.

@@ -24,11 +24,11 @@ from toolkit.runs.folder import (
     finished,
     no_such_run,
     restore,
-    result_comes_back,
     settle,
     way_on,
 )
 from toolkit.runs.lock import acquire, at_work, release
+from toolkit.runs.longer import result_comes_back
 from toolkit.runs.memory import out_of_memory
 from toolkit.runs.owned import RECIPE_FILE, has_begun
 from toolkit.runs.process import run_stage, this_toolkit

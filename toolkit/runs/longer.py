@@ -1,0 +1,98 @@
+"""A finished stage that is made longer: what it was is kept until the next checkpoint, and comes back without one."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints import checkpoint_folders
+from toolkit.disk import MANIFEST, RESULT_FILE, damage, read_object, write_whole, writing
+from toolkit.errors import ToolkitError
+from toolkit.reports import METRICS_FILE, REPORT_FILE, ROLLOUTS_FILE, WARNINGS_FILE
+from toolkit.runs import owned
+from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE
+from toolkit.spec.plan import STAGES
+from toolkit.spec.recipe import Recipe
+
+
+@contextmanager
+def result_comes_back(recipe: Recipe, stage: str, *, trains: bool = True) -> Iterator[None]:
+    """Inside, a stage may go on beyond its end. If that fails before its next checkpoint, it is finished as before:
+    but not with other weights, which it may have saved without one. After a kill the next command sees to it, and
+    where a notebook only makes the trainer here, and `trains` after it."""
+    folder = recipe.stage_folder(stage)
+    checkpoints = checkpoint_folders(folder)
+    if (folder / RESULT_FILE).is_file() and (folder / MANIFEST).is_file():
+        _write_down(recipe.folder, stage)
+    try:
+        yield
+    except BaseException:
+        if checkpoint_folders(folder) != checkpoints:
+            drop_evaluation(folder)
+        with suppress(OSError, ToolkitError):  # of a full disk, of which the error that is raised again says more
+            _as_it_was(recipe.folder, stage)
+        raise
+    if trains:
+        (folder / WAS_FINISHED_FILE).unlink(missing_ok=True)
+
+
+_OF_A_RESULT = (MANIFEST, REPORT_FILE, METRICS_FILE, ROLLOUTS_FILE, WARNINGS_FILE)
+
+
+def _checkpoints(folder: Path) -> dict[str, str]:
+    """Checkpoints by name, each as its manifest has it: one of another course may have its name."""
+    found = {path.name: path / MANIFEST for path in checkpoint_folders(folder)}
+    return {name: path.read_text("utf-8", "replace") if path.is_file() else "" for name, path in found.items()}
+
+
+def _write_down(run: Path, stage: str) -> None:
+    """Keep in a finished stage's folder, in one file, what is written anew when it goes on."""
+    folder = run / stage
+    paths = {name: folder / name for name in (*_OF_A_RESULT, RESULT_FILE)} | {RECIPE_FILE: run / RECIPE_FILE}
+    files = {name: path.read_text("utf-8", "replace") for name, path in paths.items() if path.is_file()}
+    with writing(folder):
+        write_whole(folder / WAS_FINISHED_FILE, json.dumps({"checkpoints": _checkpoints(folder), "files": files}))
+
+
+def written_down(run: Path) -> Iterator[str]:
+    """Stages that were finished, and were going on when a kill came."""
+    if (run / RECIPE_FILE).is_file():
+        yield from (stage for stage in STAGES if (run / stage / WAS_FINISHED_FILE).is_file())
+
+
+def stages_as_they_were(run: Path) -> None:
+    for stage in written_down(run):
+        _as_it_was(run, stage)
+
+
+def _as_it_was(run: Path, stage: str) -> None:
+    """Finish a stage again as it is written down, if it has neither another checkpoint nor other weights since."""
+    folder = run / stage
+    path, remedy = folder / WAS_FINISHED_FILE, "Delete it: the stage goes on with $resume."
+    owned.refuse_link(folder)
+    if (kept := read_object(path, remedy)) is None:
+        return
+    files: Any = kept.get("files")
+    whole = isinstance(files, dict) and all(isinstance(text, str) for text in files.values())
+    if not whole or not {RECIPE_FILE, RESULT_FILE, MANIFEST} <= files.keys() or "checkpoints" not in kept:
+        raise ToolkitError(f"{path} is damaged: it lacks what the stage was.", remedy=remedy)
+    if _checkpoints(folder) != kept["checkpoints"]:
+        drop_evaluation(folder)
+    else:
+        write_whole(folder / MANIFEST, files[MANIFEST])
+        if damage(folder) is None:
+            if WARNINGS_FILE not in files:
+                (folder / WARNINGS_FILE).unlink(missing_ok=True)
+            for name in _OF_A_RESULT[1:]:
+                if name in files:
+                    write_whole(folder / name, files[name])
+            write_whole(run / RECIPE_FILE, files[RECIPE_FILE])
+            write_whole(folder / RESULT_FILE, files[RESULT_FILE])  # the last: by it the stage is finished
+    path.unlink()
+
+
+def drop_evaluation(folder: Path) -> None:
+    """What `eval` measured of a stage that is another now."""
+    if folder.name in ("ppo", "q"):
+        owned.delete(folder.parent / EVALUATION)
