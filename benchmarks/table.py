@@ -119,7 +119,7 @@ def _agilerl(result: Mapping[str, Any]) -> str:
 def _growth_cells(size: str, found: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     work, summary = found["work"], found["summary"]
     tokens = work["tokens"]["score"]
-    cells = [size, f"{work['rollouts']} × {work['response_length']}", str(tokens)]
+    cells = [size, f"{work['rollouts']} × {work['response_length']}", str(tokens), str(len(found["rounds"]))]
     for name in names:
         if (figures := summary["contenders"].get(name)) is None:
             cells += ["out of memory", ""]
@@ -134,13 +134,13 @@ def _growth_cells(size: str, found: Mapping[str, Any], names: Iterable[str]) -> 
 def _growth(result: Mapping[str, Any]) -> str:
     sizes, dtype = result["sizes"], result["arguments"]["dtype"]
     names = next(iter(sizes.values()))["summary"]["contenders"]
-    columns = ["", "rollouts × longest response", "tokens"]
+    columns = ["", "rollouts × longest response", "tokens", "rounds"]
     for name in names:
         columns += [f"{CONTENDERS[name].label(dtype)}: s (ms a token)", "peak GB"]
         columns += ["speed"] if CONTENDERS[name].kind == "ours" else []
     rows = [_growth_cells(size, found, names) for size, found in sizes.items()]
-    of_rounds = f"Of an update; {_rounds(next(iter(sizes.values())))}; speed is held to the fastest stock form."
-    return "\n\n".join([_about(result), of_rounds, markdown(columns, rows)])
+    about = f"{_about(result)} Medians of the rounds; speed is held to the fastest stock form."
+    return "\n\n".join([about, markdown(columns, rows)])
 
 
 def growth_figure(result: Mapping[str, Any]) -> "Figure":

@@ -219,8 +219,8 @@ def _layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, ep
 _has_autocast = torch.is_autocast_enabled
 
 
-def _has_autocast_by_default(device: str = "cpu") -> bool:
-    return _has_autocast(device)
+def _has_autocast_by_default(device_type: str = "cpu") -> bool:
+    return _has_autocast(device_type)
 
 
 _OF_A_CARD: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
