@@ -165,7 +165,8 @@ def measure(
             # No room to merge, a base without graphs, or a check that holds two computations against each other.
             if isinstance(error, ConfigError | SelfCheckError):
                 return {**row, "refused": str(error), "recording_failed": error.__cause__ is not None}
-            if not isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError):  # in the reward, or outside
+            # In the reward, or outside.
+            if not any(isinstance(one, torch.cuda.OutOfMemoryError) for one in (error, error.__cause__)):
                 raise
             return {**row, "out_of_memory": clock.phase or "building"}
         finally:

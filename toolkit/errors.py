@@ -25,6 +25,7 @@ IN_PYTHON = {
     "overwrite": "overwrite=True",
     "resume": "resume=True",
     "from_run": 'from_run="name"',
+    "gpu": 'gpu="4090"',
 }
 """How the options that a remedy may name as `$run`, `$runs_dir` and so on are written in Python."""
 

@@ -75,8 +75,11 @@ def test_what_is_drawn_afterwards_is_as_if_nothing_had_been_counted():
 
 def test_packed_rows_of_sft_stand_in_one_line():
     """Each token is multiplied with all of the line, which leaves those of other rows out by a mask."""
-    settings = {"max_length": 64, "length": 64, "gradient_checkpointing": False}
-    packed, apart = (step("demonstrations", rows=4, packing=on, **settings) for on in (True, False))
-    alone = step("demonstrations", rows=1, **settings | {"max_length": 256, "length": 256})
-    assert matmuls(apart) < matmuls(alone) < matmuls(packed)  # which no kernel of causal attention halves
-    assert packed.costs.peak > alone.costs.peak > 0.9 * apart.costs.peak
+    for rows in (4, 1):  # of which each is of several, too
+        settings = {"max_length": 64, "length": 64, "gradient_checkpointing": False}
+        packed, apart = (step("demonstrations", rows=rows, packing=on, **settings) for on in (True, False))
+        alone = step("demonstrations", rows=1, **settings | {"max_length": 64 * rows, "length": 64 * rows})
+        assert matmuls(apart) <= matmuls(alone) < matmuls(packed)  # which no kernel of causal attention halves
+        assert packed.costs.peak > alone.costs.peak > 0.9 * apart.costs.peak
+    wrapped = {"packing": True, "packing_strategy": "wrapped", "max_length": 64, "length": 64}
+    assert matmuls(step("demonstrations", padding_free=True, **wrapped)) > matmuls(step("demonstrations", **wrapped))

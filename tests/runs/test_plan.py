@@ -354,7 +354,7 @@ def test_any_architecture_is_planned(kind, tmp_path):
 
 
 def test_graphs_are_not_planned_for_a_cpu(checkpoint, tmp_path):
-    with pytest.raises(ConfigError, match=r"ppo\.generation: graphs are of CUDA devices, and the base is on the CPU"):
+    with pytest.raises(ConfigError, match=r"ppo\.generation: graphs are of CUDA .* Name a card \(gpu="):
         plan(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs"))
 
 
@@ -393,6 +393,22 @@ def test_where_it_does_not_fit_what_would_is_named(checkpointing, checkpoint, tm
     assert changes and said.startswith(f"{whole.phase} takes")
     changed = _Planner(chat_recipe(tmp_path, checkpoint, *keys, *changes), planner.limit)
     assert changed._with({}, whole.phase).total < 0.9 * planner.limit  # as promised
+
+
+def test_what_would_barely_fit_is_better_than_nothing(checkpoint, tmp_path):
+    keys = ("ppo.response_length=64", "data.max_prompt_length=64", "ppo.gradient_checkpointing=false")
+    planner = _Planner(chat_recipe(tmp_path, checkpoint, *keys), 10**9)
+    report = planner.report(notes=False)
+    largest = report.largest
+    least = min(planner._with(change, largest.phase).total for change in planner._changes(largest.phase))
+    assert least < largest.total - 2
+    for limit, told in ((least + 1, "which barely fits."), (least - 1, "Shorten the rows")):
+        planner.limit = limit
+        said = planner._way_out(replace(report, limit=limit)).text()
+        assert told in said
+    planner.limit = int(largest.total / 0.95)
+    report = replace(report, limit=planner.limit)
+    assert report.verdict == "barely fits" and "weights and optimizer alone take" in planner._way_out(report).text()
 
 
 @pytest.mark.parametrize(

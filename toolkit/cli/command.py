@@ -30,6 +30,7 @@ IN_SHELL = {
     "overwrite": "OVERWRITE=1 (--overwrite)",
     "resume": "RESUME=1 (--resume)",
     "from_run": "FROM=run, --from-run run",
+    "gpu": "GPU=4090, --gpu 4090",
 }
 
 _DEBUG = "TOOLKIT_DEBUG"

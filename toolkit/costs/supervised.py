@@ -48,8 +48,12 @@ def counted_step(
         }
         return [forms[kind]] * number
 
-    rows, steps = rows_of(args.per_device_train_batch_size, length), args.gradient_accumulation_steps
-    evaluated = rows_of(args.per_device_eval_batch_size, held_out)
+    # Packed rows of several are full, and stand in one line with rows beside them.
+    in_line = sft and args.packing and (args.padding_free or args.packing_strategy != "wrapped")
+    parts = 2 if in_line else 1
+    rows = rows_of(parts * args.per_device_train_batch_size, max(1, length // parts))
+    evaluated = rows_of(parts * args.per_device_eval_batch_size, max(1, held_out // parts))
+    steps = args.gradient_accumulation_steps
     counted = Counted(roles.config.get_text_config().vocab_size)
     with trainers_kept(), kept_random_states(), TemporaryDirectory() as folder:
         # Nothing is written, rows need no cutting, and autocast is given: accelerate has none in float16 on a CPU.
@@ -57,10 +61,8 @@ def counted_step(
         # And activations are counted, wherever they are kept between the passes, which a build without CUDA cannot do.
         # Liger's kernels read what has no numbers.
         changes |= {"push_to_hub": False, "activation_offloading": False, "use_liger_kernel": False}
-        if sft:
-            changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False}
-            if args.packing and args.packing_strategy != "wrapped":  # rows are full, and stand in one line
-                changes |= {"padding_free": True, "max_length": None}
+        changes |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False} if sft else {}
+        changes |= {"padding_free": True, "max_length": None} if in_line else {}
         make: Any = sft_trainer if sft else reward_trainer
         given = replace(args, fp16=False, **changes), _tokenizer(), roles
         with within(stage), made_by_trl():

@@ -98,7 +98,7 @@ def _by_torch(
 
 
 def _is_without_flash(query: Tensor) -> bool:
-    """Whether it is of a card, or planned for one, that has no flash attention for its precision."""
+    """Whether it is of a card that has no flash attention for its precision, or planned for a card in float32."""
     planned = type(query) is not Tensor and not _planned_for_cpu.get()
     if query.device.type != "cuda" and not planned:
         return False

@@ -31,7 +31,7 @@ from toolkit.costs import (
     take_shape,
     weight_bytes_of,
 )
-from toolkit.errors import Problem, RecipeError, within
+from toolkit.errors import ConfigError, Problem, RecipeError, within
 from toolkit.models import (
     META,
     Precision,
@@ -49,7 +49,7 @@ from toolkit.spec.plan import by_trl
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sources import OwnBase, Site
 from toolkit.trainers.ppo_config import WITHOUT_COPY
-from toolkit.trainers.self_checks import check_can_merge, check_device_records
+from toolkit.trainers.self_checks import check_can_merge
 
 # Settings that say how many rows a phase without gradients has at a time.
 _AT_ONCE = "local_rollout_forward_batch_size"
@@ -66,7 +66,7 @@ def plan(recipe: Recipe, gpu: str | None = None, *, notes: bool = True) -> PlanR
 
     Raises:
         RecipeError: there is no ppo stage, or it is TRL's own loop.
-        ToolkitError: the card is not known, or the base, an adapter or the data cannot be read.
+        ToolkitError: the card is not known, a CPU is to have graphs, or base, adapters or data cannot be read.
     """
     if "ppo" not in recipe.plan.stages:
         raise RecipeError('the recipe has no section "ppo", and an update of that is what is planned.')
@@ -119,8 +119,9 @@ class _Planner:
             self.other_bits = about_other_bits(self.roles.causal_lm)
         with within("ppo"):
             check_can_merge(self.roles, self.args)
-            if self._on_cpu and self.args.decoding["graphs"]:
-                check_device_records(torch.device("cpu"))
+        if self._on_cpu and self.args.decoding["graphs"]:
+            wrong = "graphs are of CUDA devices, and this is a plan for a CPU."
+            raise ConfigError(wrong, field="ppo.generation", remedy="Name a card ($gpu), or take eager or merged.")
         self.lengths, self.evaluated = self._lengths("train"), self._lengths("validation", "test")
         self.counted = Counted(self.roles.config.get_text_config().vocab_size)
         self.update = self._update(self.args)
@@ -295,7 +296,7 @@ class _Planner:
         no_sharding = "One base over several cards (FSDP) is not supported."
         largest = report.largest
         needed = sum(largest.parts.get(kind, 0) for kind in (*self.static, "context"))
-        if needed > self.limit:
+        if needed > (ROOM if report.fits else 1.0) * self.limit:
             bits = self.recipe.quantization() or own_quantization(self.roles.causal_lm.config)
             fewer = "" if bits else "base.quantization in 4 bits, a smaller base, or "
             wrong = f"weights and optimizer alone take {size_of(needed)} of {size_of(self.limit)}."
@@ -303,14 +304,18 @@ class _Planner:
             another = f"a card as {cards[0]}" if cards else "fewer parameters"
             return Problem(wrong, "base", f"Take {fewer}{another}. {no_sharding}")
         takes = f"{largest.phase} takes {size_of(largest.total)} of {size_of(self.limit)}"
-        stage = _stage_of(largest.phase)
+        barely, total = "", largest.total
         for changes in self._changes(largest.phase):
-            memory = self._with(changes, largest.phase)
-            if memory.total <= ROOM * self.limit:
-                keys = " ".join(f"{stage}.{key}={str(value).lower()}" for key, value in changes.items())
-                return Problem(f"{takes}.", remedy=f"Set {keys}: {size_of(memory.total)}. {no_sharding}")
-        remedy = f"Shorten the rows, or take another card. {no_sharding}"
-        return Problem(f"{takes}, a row at a time too.", remedy=remedy)
+            total = self._with(changes, largest.phase).total
+            keys = " ".join(f"{_stage_of(largest.phase)}.{key}={str(value).lower()}" for key, value in changes.items())
+            if total <= ROOM * self.limit:
+                return Problem(f"{takes}.", remedy=f"Set {keys}: {size_of(total)}. {no_sharding}")
+            if total <= self.limit < largest.total and not barely:
+                barely = f"Set {keys}: {size_of(total)}, which barely fits. {no_sharding}"
+        if barely:
+            return Problem(f"{takes}.", remedy=barely)
+        shorter = f"Shorten the rows, or take another card. {no_sharding}"
+        return Problem(f"{takes}, and a row at a time {size_of(total)}.", remedy=shorter)
 
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
         """What takes less memory in a phase and changes no gradient, the cheapest first."""
