@@ -523,3 +523,14 @@ def test_a_base_that_is_cut_has_as_many_kinds_of_layers_as_layers():
     with truncated(base, 3):
         assert len(base.config.layer_types) == base.config.num_hidden_layers == 3
     assert len(base.config.layer_types) == base.config.num_hidden_layers == 5
+
+
+def test_whoever_asks_for_a_card_s_autocast_is_told_of_the_one_that_is_counted():
+    """PEFT asks so before it drops out: without autocast its 4-bit layers compute in float32."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.is_autocast_enabled()
+        with as_on_a_card():
+            assert torch.is_autocast_enabled() and not torch.is_autocast_enabled("cuda")
+        assert not torch.is_autocast_enabled()
+    with as_on_a_card():
+        assert not torch.is_autocast_enabled()
