@@ -13,7 +13,7 @@ from toolkit.costs.outline import alike, truncated
 from toolkit.models import SharedBase
 
 TOKEN = 1
-"""Any."""
+"""The id of each token that is counted, on which nothing depends."""
 _FEW = 2  # layers from which those of a deep model are told
 
 
