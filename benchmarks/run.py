@@ -212,16 +212,32 @@ def run_round(
 
 
 def run_size(
-    step: Step, name: str, kind: str, *, model: str, dtype: str, updates: int, repeats: int, console: Console
+    step: Step,
+    name: str,
+    kind: str,
+    *,
+    model: str,
+    dtype: str,
+    updates: int,
+    repeats: int,
+    console: Console,
+    earlier: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The benchmark at one size: comparison, then rounds; gives what there is after each round."""
+    """The benchmark at one size: comparison, then rounds, after those of an earlier run of the same work; gives what
+    there is after each round."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "work.json"
         step("sample", model=model, work=path, size=name)
         work = Work.read(path)
+        about = {
+            **vars(work.size),
+            "prompt_tokens": [len(ids) for ids in work.prompt_ids],
+            "response_tokens": work.lengths,
+            "tokens": work.tokens,
+        }
         comparison = compare_all(step, kind, model=model, work=path, dtype=dtype, console=console)
-        rounds: list[dict[str, Any]] = []
-        for number in range(1, repeats + 1):
+        rounds = list(earlier["rounds"]) if earlier and earlier["work"] == about else []
+        for number in range(len(rounds) + 1, repeats + 1):
             title = f"{name}, round {number}/{repeats},"
             found = run_round(
                 step,
@@ -237,12 +253,7 @@ def run_size(
             rounds.append(found)
             summary = summarise(rounds, tokens=work.tokens, rollouts=work.size.rollouts)
             yield {
-                "work": {
-                    **vars(work.size),
-                    "prompt_tokens": [len(ids) for ids in work.prompt_ids],
-                    "response_tokens": work.lengths,
-                    "tokens": work.tokens,
-                },
+                "work": about,
                 "comparison": comparison,
                 "rounds": rounds,
                 "summary": summary,
@@ -265,30 +276,43 @@ def run(
     """Run a benchmark: so many rounds of each size. Returns the result, which is also saved after each round.
 
     `others` are versions of what another environment holds. `before` gives what stands where a result is to be saved: a
-    run that was broken off on the same day goes on with its next size.
+    run that was broken off on the same day, or made fewer rounds, goes on with its next round.
     """
     dtype = resolved(BENCHMARKS[kind].dtype)
     arguments = {"updates": updates, "rounds": rounds, "dtype": dtype}
     result = new_result(f"{kind}_{dtype}", cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
     result["versions"] |= others or {}
-    result["sizes"] = _whole_sizes(before(result), result)
-    for name in (size for size in BENCHMARKS[kind].sizes if size not in result["sizes"]):
+    result["sizes"] = dict(_unfinished(before(result), result))
+    for name in BENCHMARKS[kind].sizes:
+        earlier = result["sizes"].get(name)
+        if earlier and len(earlier["rounds"]) >= rounds:
+            continue
         for found in run_size(
-            step, name, kind, model=model, dtype=dtype, updates=updates, repeats=rounds, console=console
+            step,
+            name,
+            kind,
+            model=model,
+            dtype=dtype,
+            updates=updates,
+            repeats=rounds,
+            console=console,
+            earlier=earlier,
         ):
             result["sizes"][name] = found
             save(result)
     return result
 
 
-def _whole_sizes(before: Mapping[str, Any] | None, result: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that an earlier run of the same has finished; none of one that has finished all."""
-    if before is None or any(before[key] != result[key] for key in ("machine", "versions", "model", "arguments")):
+def _unfinished(before: Mapping[str, Any] | None, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of an earlier run of the same that lacks rounds; none of one that has them all."""
+    if before is None or any(before[key] != result[key] for key in ("machine", "versions", "model")):
         return {}
     rounds = result["arguments"]["rounds"]
-    whole = {name: found for name, found in before["sizes"].items() if len(found["rounds"]) == rounds}
-    kind = result["kind"].split("_")[0]
-    return {} if set(whole) == set(BENCHMARKS[kind].sizes) else whole
+    if before["arguments"] | {"rounds": rounds} != result["arguments"]:
+        return {}
+    of_each = [len(found["rounds"]) for found in before["sizes"].values()]
+    whole = len(of_each) == len(BENCHMARKS[result["kind"].split("_")[0]].sizes) and min(of_each) >= rounds
+    return {} if whole else before["sizes"]
 
 
 def main() -> int:

@@ -43,40 +43,51 @@ def test_contenders_that_compute_something_else_are_not_timed(checkpoint, monkey
 def test_growth_leaves_out_whom_memory_does_not_hold_and_goes_on_where_it_was_broken_off(checkpoint):
     figures = {"score": 0.0, "kl": 0.0, "entropy": 9.0, "policy_loss": 0.0, "value_loss": 1.0, "policy_gradient": 1.0,
                "value_head_gradient": 1.0}  # fmt: skip
-    sizes, saved, stop_at = [], [], "many"
+    sizes, saved, stop_at = [], [], ("many", 2)
+    floors = []
 
     def step(name, *, contender=None, size=None, work=None, **_):
         if name == "sample":
-            if size == stop_at:
-                raise KeyboardInterrupt
             sizes.append(size)
+            floors.clear()
             BY_HAND.write(work)
             return {}
+        if name == "floor":
+            floors.append(sizes[-1])
+            if (sizes[-1], len(floors)) == stop_at:
+                raise KeyboardInterrupt
         if contender == "stock-full" and (name, sizes[-1]) in (("time", "longest"), ("compare", "longer")):
             raise KilledError("it was killed")
         one = one_round()
         return {"compare": figures, "floor": one["floor"], "time": one["contenders"].get(contender)}[name]
 
-    def run(before):
+    def run(before, rounds=2):
         console = Console(file=io.StringIO())
         named = {"save": lambda found: saved.append(copy.deepcopy(found)), "before": lambda result: before}
-        return driver.run(checkpoint, "growth", rounds=1, updates=1, console=console, step=step, **named)
+        return driver.run(checkpoint, "growth", rounds=rounds, updates=1, console=console, step=step, **named)
 
     with pytest.raises(KeyboardInterrupt):
         run(None)
     first, sizes[:], stop_at = saved[-1], [], None
-    assert set(first["sizes"]) == {"few", "base"}
+    assert {name: len(size["rounds"]) for name, size in first["sizes"].items()} == {"few": 2, "base": 2, "many": 1}
     found = run(first)
     assert sizes == ["many", "longer", "longest"] and set(found["sizes"]) == set(driver.BENCHMARKS["growth"].sizes)
+    assert {len(size["rounds"]) for size in found["sizes"].values()} == {2}
     assert found["sizes"]["base"] == first["sizes"]["base"]
+    assert found["sizes"]["many"]["rounds"][:1] == first["sizes"]["many"]["rounds"]
     text = section("growth", found)
     assert text.splitlines()[-1].endswith("| out of memory |  |") and text.count("out of memory") == 2
     sizes.clear()
     run(found)  # one that is whole is taken anew, as is one of other versions
     assert len(sizes) == 5
     sizes.clear()
-    run({**first, "versions": {"torch": "0.1"}})
-    assert len(sizes) == 5
+    for key, other in {"versions": {"torch": "0.1"}, "arguments": {**first["arguments"], "updates": 2}}.items():
+        run({**first, key: other})
+    assert len(sizes) == 10
+    sizes.clear()
+    run(found, rounds=3)  # more rounds are added to those that there are
+    assert sizes == list(driver.BENCHMARKS["growth"].sizes)
+    assert {len(size["rounds"]) for size in saved[-1]["sizes"].values()} == {3} and floors == ["longest"]
 
 
 def test_what_is_run_can_be_run():
