@@ -307,12 +307,21 @@ def _unfinished(before: Mapping[str, Any] | None, result: Mapping[str, Any]) -> 
     """The sizes of an earlier run of the same that lacks rounds; none of one that has them all."""
     if before is None or any(before[key] != result[key] for key in ("machine", "versions", "model")):
         return {}
+    if not _as_fast(before["cpu"], result["cpu"]):
+        return {}
     rounds = result["arguments"]["rounds"]
     if before["arguments"] | {"rounds": rounds} != result["arguments"]:
         return {}
     of_each = [len(found["rounds"]) for found in before["sizes"].values()]
     whole = len(of_each) == len(BENCHMARKS[result["kind"].split("_")[0]].sizes) and min(of_each) >= rounds
     return {} if whole else before["sizes"]
+
+
+def _as_fast(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two CPUs, as `about_cpu` has them, may be one: those of one name can differ twofold in one precision."""
+    rates, others = one["gigaoperations_per_second"], other["gigaoperations_per_second"]
+    near = all(rates[dtype] < 1.5 * others[dtype] and others[dtype] < 1.5 * rates[dtype] for dtype in rates)
+    return one["capability"] == other["capability"] and near
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -462,7 +463,7 @@ def test_room_for_copies_on_a_cpu_is_asked_for_all_layers(left, tmp_path, monkey
     monkeypatch.setattr(copies, "lays_out", lambda: True)
     roles = deep(lora(), torch.bfloat16, vocab_size=77, hidden_size=32, num_hidden_layers=6)
     weights = 2 * (6 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 77)
-    monkeypatch.setattr(copies.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * weights - left, total=0))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * weights - left, total=0))
     args = PPOConfig(str(tmp_path), use_cpu=True, bf16=True, response_length=8, gradient_checkpointing=False)
     update = CountedUpdate(Counted(77), roles, args, Lengths(16, 8), on_cpu=True)
     held = [phase.costs.of_peak.get("copied weights", 0) for phase in update.phases("rollout")]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import psutil
 import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.costs.counted import Costs, Kernel
 from toolkit.errors import ToolkitError
+from toolkit.memory import memory
 
 _GB = 10**9
 _TRIED_SECONDS = 0.05  # of each measurement on a CPU
@@ -219,7 +219,7 @@ def this_cpu() -> Device:
     thin = moved / _seconds(lambda: [linear(rows, weight) for weight in weights])
     products = thin if thin < bandwidth else None
     name = f"this CPU ({torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()})"
-    return Device(name, psutil.virtual_memory().total, bandwidth, peak, _operator(), products=products)
+    return Device(name, memory().total, bandwidth, peak, _operator(), products=products)
 
 
 class _Operators(TorchDispatchMode):

@@ -32,7 +32,7 @@ from toolkit.runs.folder import check_outputs, find_run, has_weights, recover
 from toolkit.runs.owned import RECIPE_FILE
 from toolkit.sampling import Sampler
 from toolkit.spec.load import load
-from toolkit.spec.plan import section
+from toolkit.spec.plan import RESPONDING, section
 from toolkit.spec.recipe import Recipe
 from toolkit.spec.sections import MODEL_SECTIONS, STAGE_CLASSES
 
@@ -128,7 +128,7 @@ def _attention_here(implementation: str) -> bool:
 
 def last_stage(run: Path) -> Literal["ppo", "q"]:
     """The stage by which the run in a folder responds: q where it has trained Q-values, and no policy."""
-    return "q" if [stage for stage in ("ppo", "q") if read_result(run / stage) is not None] == ["q"] else "ppo"
+    return "q" if [stage for stage in RESPONDING if read_result(run / stage) is not None] == ["q"] else "ppo"
 
 
 def policy_folder(recipe: Recipe) -> Path:

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-import psutil
 import torch
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from toolkit import processes
+from toolkit.memory import memory
 from toolkit.models.fused_lora import Fused, active_adapters, computed_in, in_autocast, is_plain, weight_of
 
 _ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
@@ -39,7 +39,7 @@ def _copied_to(layer: Any) -> torch.dtype:
 def have_room(layers: Iterable[Any]) -> bool:
     """Whether half of the free memory beside a CPU holds such copies of all processes of this run here, each of which
     looks before the others have theirs."""
-    return psutil.virtual_memory().available >= 2 * processes.count_here() * bytes_of(layers)
+    return memory().available >= 2 * processes.count_here() * bytes_of(layers)
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def to_merge(layers: Iterable[Any], adapter: str, *, asked: bool, on_cpu: bool) 
         return known
     exact = on_cpu and not torch.is_autocast_enabled("cpu")
     known = [layer for layer in known if exact and _in_float32(layer, adapter)]
-    return known if bytes_of(known) <= _SHARE * psutil.virtual_memory().total else []
+    return known if bytes_of(known) <= _SHARE * memory().total else []
 
 
 def _in_float32(layer: Any, adapter: str) -> bool:

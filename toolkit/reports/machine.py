@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 
+from toolkit.memory import memory
 from toolkit.reports.files import versions
 
 
@@ -28,7 +29,7 @@ def machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": psutil.cpu_count(logical=False),
         "threads": torch.get_num_threads(),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "memory_gb": round(memory().total / 1e9, 1),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if torch.cuda.is_available():

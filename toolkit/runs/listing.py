@@ -16,7 +16,7 @@ from toolkit.runs.differences import recorded
 from toolkit.runs.folder import has_weights, leads_nowhere, recover_to_read
 from toolkit.runs.lock import owner_of
 from toolkit.runs.owned import RECIPE_FILE, has_begun
-from toolkit.spec.plan import STAGES
+from toolkit.spec.plan import RESPONDING, STAGES
 
 FINISHED, AT_WORK, STOPPED, DAMAGED = "finished", "at work", "stopped", "damaged"
 _PROCESSES = re.compile(r'\["processes", (\d+)\]')  # an entry of a state, as `write_state` has it
@@ -107,7 +107,7 @@ def _command(run: Path, states: tuple[StageState, ...], at_work: bool) -> tuple[
     aims = [stage for stage in ("ppo", "q", "collect", "reward", "sft") if stage in recipe]
     aims.sort(key=lambda stage: stage not in wanted or stage in ("reward", "sft"))
     elsewhere = () if run.parent == Path("runs") else ("--runs-dir", str(run.parent))
-    if {"ppo", "q"} & done and not (aims and aims[0] in wanted - done):
+    if done.intersection(RESPONDING) and not (aims and aims[0] in wanted - done):
         return ("toolkit", "chat", run.name, *elsewhere)
     if not aims or aims[0] in done:
         return ()

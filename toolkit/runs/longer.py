@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError
 from toolkit.reports import METRICS_FILE, REPORT_FILE, ROLLOUTS_FILE, WARNINGS_FILE
 from toolkit.runs import owned
 from toolkit.runs.owned import EVALUATION, RECIPE_FILE, WAS_FINISHED_FILE
-from toolkit.spec.plan import STAGES
+from toolkit.spec.plan import RESPONDING, STAGES
 from toolkit.spec.recipe import Recipe
 
 
@@ -94,5 +94,5 @@ def _as_it_was(run: Path, stage: str) -> None:
 
 def drop_evaluation(folder: Path) -> None:
     """What `eval` measured of a stage that is another now."""
-    if folder.name in ("ppo", "q"):
+    if folder.name in RESPONDING:
         owned.delete(folder.parent / EVALUATION)

@@ -11,6 +11,7 @@ from toolkit import processes, reports
 from toolkit.data import data_digest
 from toolkit.reports import APART, Progress
 from toolkit.runs.result import figures, of_training
+from toolkit.spec.plan import RESPONDING
 from toolkit.spec.recipe import Recipe
 
 
@@ -77,6 +78,6 @@ class ReportAtEvaluations(TrainerCallback):
 
 def evaluated_apart(recipe: Recipe, stage: str, trainer: Any) -> bool:
     """Whether evaluations on the way are of other prompts than those before and after: not to be held against them."""
-    if stage not in ("ppo", "q") or trainer.eval_dataset is None or recipe.values[stage].get("loop") == "trl":
+    if stage not in RESPONDING or trainer.eval_dataset is None or recipe.values[stage].get("loop") == "trl":
         return False  # TRL's loop evaluates nothing
     return data_digest(recipe.task.prompts("test")) != data_digest(trainer.eval_dataset)

@@ -32,6 +32,7 @@ from toolkit.runs.report_on_the_way import ReportAtEvaluations, evaluated_apart
 from toolkit.runs.result import figures, how_it_ended, of_training, rows_read, step_of_weights, write_up
 from toolkit.runs.said import banner, say, say_shares, show_result
 from toolkit.sampling import Evaluation
+from toolkit.spec.plan import RESPONDING
 from toolkit.spec.recipe import Recipe
 from toolkit.trainers.common import SamplingTrainer
 from toolkit.trainers.ppo import PPOTrainer
@@ -115,7 +116,7 @@ def _trained(
             ended = how_it_ended(trainer)
         last = isinstance(trainer, PPOTrainer) and not trainer.args.load_best_model_at_end
         kept = trainer.saved_if_the_reward_fails() if last else nullcontext()
-        with phases.phase("answers after" if stage in ("ppo", "q") else "measure after"), kept:
+        with phases.phase("answers after" if stage in RESPONDING else "measure after"), kept:
             after, responses_after = _measure(recipe, stage, trainer)
         _tell_after(trainer, after, responses_after)
         result = figures(recipe, stage, started, before, after) | of_training(trainer, progress) | ended
@@ -156,12 +157,12 @@ def _save_model(trainer: Any, folder: Path) -> None:
 def _before(recipe: Recipe, stage: str, trainer: Any) -> tuple[dict[str, Any], Responses | None]:
     """What was measured first, by this process or by one that began the stage."""
     path = recipe.stage_folder(stage) / BEFORE_FILE
-    rows = recipe.task.prompts("test") if stage in ("ppo", "q") else trainer.eval_dataset
+    rows = recipe.task.prompts("test") if stage in RESPONDING else trainer.eval_dataset
     held_out = None if rows is None else data_digest(rows)
     check_alike({"held-out rows": held_out}, getattr(trainer, "roles", None))
     kept = processes.by_main(lambda: reports.read_json(path))
     if kept is None:  # also where a notebook, which measures nothing, began the run: no checkpoint is read yet
-        with phases.phase("answers before" if stage in ("ppo", "q") else "measure before"):
+        with phases.phase("answers before" if stage in RESPONDING else "measure before"):
             measured, responses = _measure(recipe, stage, trainer)
         kept = {"metrics": measured, "answers": asdict(responses) if responses else None, "held_out": held_out}
         kept[APART] = evaluated_apart(recipe, stage, trainer)

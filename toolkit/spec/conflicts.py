@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from toolkit.data import TASKS
 from toolkit.errors import Problem
 from toolkit.spec.keys import owner_fields
-from toolkit.spec.plan import StagePlan, at, by_trl, same_rewards, scorer_parts, section
+from toolkit.spec.plan import RESPONDING, StagePlan, at, by_trl, same_rewards, scorer_parts, section
 from toolkit.spec.sections import MODEL_SECTIONS, not_whole
 from toolkit.spec.sources import SharedWith, Values
 
@@ -14,7 +14,6 @@ _READ_BY = {
     "sft_data": "sft", "reward_data": "reward", "q_data": "q", "value_model": "ppo", "reward_model": "reward",
     "adapters.q": "q", "value_head": "ppo", "reward_head": "reward",
 }  # fmt: skip
-JUDGED = ("ppo", "q")  # stages that measure held-out responses
 _OF_VALUE = ("adapters.value", "start.value", "value_head", "value_model")
 
 
@@ -78,7 +77,7 @@ def _without_effect(values: Values, stages: Mapping[str, StagePlan]) -> Iterator
         if at(values, key) is not None and stage not in values:
             remedy = "One that is trained already is named by scorer.model." if key == "reward_model" else ""
             yield Problem(f"would have no effect: there is no section {stage}.", key, remedy)
-    if "judge" in values and not {*JUDGED} & stages.keys():
+    if "judge" in values and not {*RESPONDING} & stages.keys():
         yield Problem("would have no effect: there is no section ppo or q.", "judge")
     if at(values, "start.judge") is not None and not any(plan.reads_key("start.judge") for plan in stages.values()):
         remedy = "Take it away: start.judge=null." if "judge" in values else "Add judge.kind=adapter."

@@ -18,6 +18,7 @@ from toolkit.spec.sections import precision_of
 from toolkit.spec.sources import OwnBase, Source, Values
 
 STAGES = ("sft", "reward", "ppo", "q", "collect")
+RESPONDING = ("ppo", "q")  # those that measure responses to held-out prompts, and by one of which a run responds
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 from toolkit.data import Kind
 from toolkit.errors import Problem
 from toolkit.rewards import DEFAULT_KIND
-from toolkit.spec.conflicts import JUDGED, conflicts
-from toolkit.spec.plan import Plan, StagePlan, adapter_roles, at, by_trl, scorer_parts, section
+from toolkit.spec.conflicts import conflicts
+from toolkit.spec.plan import RESPONDING, Plan, StagePlan, adapter_roles, at, by_trl, scorer_parts, section
 from toolkit.spec.sections import not_whole
 from toolkit.spec.sources import BaseItself, CopyOf, Fresh, FreshQ, OwnBase, Saved, SharedWith, Source, Trained, Values
 from toolkit.spec.trial import NO_RE_ENTRY
@@ -168,7 +168,7 @@ class _Resolver:
             sources += [] if value is None else [value]
         # Those that come last leave the weights of fresh roles drawn as without them.
         sources += self._further("scorer")
-        if stage in JUDGED and self.key("judge") is not None:
+        if stage in RESPONDING and self.key("judge") is not None:
             sources += [*self._judge(), *self._further("judge")]
         needs += [source.stage for source in sources if source.stage is not None and source.stage in self.values]
         ordered = [name for name in ("sft", "reward") if name in needs]

@@ -15,6 +15,7 @@ from toolkit.errors import ConfigError, Problem
 from toolkit.models import Precision
 from toolkit.settings import declared
 from toolkit.spec.keys import check_keys, suggestion
+from toolkit.spec.plan import RESPONDING
 from toolkit.spec.sections import STAGE_CLASSES
 from toolkit.spec.trial import check_training
 from toolkit.trainers.ppo_config import PPOConfig
@@ -239,7 +240,7 @@ def _check_metric(stage: str, best: str, measured: Sequence[str] | None, greater
     name = best.removeprefix("eval_")
     if measured is not None and name not in measured:
         remedy = suggestion(best, measured) or f"There are {', '.join(measured)}."
-        if stage in ("ppo", "q") and name in ("judge", "judge_se"):
+        if stage in RESPONDING and name in ("judge", "judge_se"):
             remedy = "Name one in the section judge, which one that Python gives then takes the place of."
         raise ConfigError(f"{best!r} is nothing that is measured.", field="metric_for_best_model", remedy=remedy)
     if greater_is_better is None and (name.endswith("_se") or name in _EITHER_WAY):

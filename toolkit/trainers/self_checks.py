@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
-import psutil
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -17,6 +16,7 @@ from transformers import (
 
 from toolkit import processes
 from toolkit.errors import ConfigError, DataError, SelfCheckError
+from toolkit.memory import memory
 from toolkit.models import LENGTH_MULTIPLE, SharedBase, check_records, embeddings_needed
 from toolkit.trainers.ppo_config import PPOConfig
 
@@ -155,7 +155,7 @@ def check_room_to_merge(base: SharedBase) -> None:
     """The policy's adapter can be merged, and there is memory for the copy of the weights that it is merged into."""
     if not (needed := base.merged_bytes):
         raise _nothing_to_merge()
-    free, each = psutil.virtual_memory().available, ""
+    free, each = memory().available, ""
     if base.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(base.device)
         free += torch.cuda.memory_reserved(base.device) - torch.cuda.memory_allocated(base.device)
