@@ -1,4 +1,5 @@
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import peft
@@ -13,7 +14,7 @@ from tests.tolerances import EXACT
 from tests.trainers.helpers import PROMPTS, config, count_reward, dataset, rollout, trainer
 from toolkit.data import PromptCollator, concatenate, doubling
 from toolkit.errors import ConfigError, DataError, ToolkitError
-from toolkit.models import FreedMemory, Sequences, SharedBase, sequences
+from toolkit.models import FreedMemory, Sequences, SharedBase, fused_lora, sequences
 from toolkit.reports import MetricsFile, read_jsonl
 from toolkit.rewards import DenseScores
 from toolkit.sampling import SIGNS
@@ -519,3 +520,25 @@ def test_a_score_of_ones_own_may_be_all_that_step_takes(tmp_path):
         ours.scores_of = lambda responses, kind=kind: kind([float(n) for n in range(len(responses))])
         found.append(ours.train()["score"])
     assert found == pytest.approx([1.5, 1.5, 1.5])
+
+
+def test_adapters_are_converted_once_for_each_optimizer_step(tmp_path, monkeypatch):
+    def weights():
+        set_seed(0)
+        ours = trainer(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, num_ppo_epochs=2)
+        ours._prepare_training()
+        rows, scores = rollout([[5, 2], [6, 2], [7, 7, 2], [8]]), torch.tensor([1.0, -1.0, 0.5, 2.0])
+        experience = ours._make_experience(rows, scores)
+        converted.clear()
+        ours._update(experience)
+        assert all(group.kept is None for group in ours.roles._fused)
+        return len(converted) / len(ours.roles._fused), snapshot(ours.roles)
+
+    converted, own = [], fused_lora._adapters
+    monkeypatch.setattr(fused_lora, "_adapters", lambda *given: converted.append(given) or own(*given))
+    times, kept = weights()
+    assert times == 2 * 2  # epochs, policy and value
+    monkeypatch.setattr(SharedBase, "weights_kept", nullcontext)
+    times, anew = weights()
+    assert times == 2 * 2 * 4  # micro-batches
+    assert kept.keys() == anew.keys() and all(torch.equal(kept[name], anew[name]) for name in kept)

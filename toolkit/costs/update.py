@@ -277,11 +277,14 @@ class CountedUpdate:
         mask, read, rest = torch.ones_like(per_token, dtype=torch.bool), (per_token,) * 3, (per_token,) * 4
         experience = Experience(self._rollout(rows), mask, *read, per_row, per_row, *rest)
         step = partial(trainer._backward_micro_batch, experience, list(range(rows)), 1.0)
-        with (
-            unpacked(self.counted, roles, on_cpu=self.on_cpu),
-            learning(self.counted, roles, args, further=further) as costs,
-        ):
-            step()
+        with unpacked(self.counted, roles, on_cpu=self.on_cpu), roles.weights_kept():
+            if further:  # the first one has left the adapters in the precision of the passes
+                with self.counted.phase(), torch.no_grad(), self.autocast():
+                    for role in roles.trained_roles:
+                        with roles.role(role):
+                            roles.hidden_states(torch.tensor([[TOKEN]]), None)
+            with learning(self.counted, roles, args, further=further) as costs:
+                step()
         return costs
 
     def _stepping(self) -> Costs:

@@ -283,7 +283,7 @@ class PPOTrainer(PPOLoop):
         def attempt(size: int) -> dict[str, float]:
             own: dict[str, float] = defaultdict(float)
             self.optimizer.zero_grad()
-            with processes.agreed(), own_randomness(self.state.global_step, rows):
+            with processes.agreed(), own_randomness(self.state.global_step, rows), self.roles.weights_kept():
                 share = own_rows(experience.rollout, rows)
                 for part in self.rollouts.passes(experience.rollout, share, size):
                     for name, value in self._backward_micro_batch(experience, part, count).items():
