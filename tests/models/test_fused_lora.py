@@ -396,3 +396,46 @@ def test_layers_of_4_bits_that_give_float32_under_autocast_have_their_adapters(t
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         without = base.hidden_states(IDS, MASK).float()
     assert (ours - theirs).norm() < 0.1 * (theirs - without).norm()
+
+
+def test_what_is_found_once_while_weights_are_kept_knows_of_dropout_and_precision():
+    base = SharedBase(tiny_model())
+    base.add_role("policy", lora(lora_dropout=0.5))
+    base.add_role("value", lora())
+    randomize(base, "policy", "value")
+    layer, x = base.causal_lm.model.layers[0].self_attn.o_proj, torch.randn(2, 3, 32)
+
+    def given():
+        torch.manual_seed(5)
+        return layer(x)
+
+    def peft_s():
+        torch.manual_seed(5)
+        return type(layer).forward(layer, x)
+
+    base.train()
+    with torch.no_grad(), base.weights_kept():
+        found = {}
+        for _ in range(2):  # what the first finds, the second may take
+            for role in ("value", "policy"):
+                with base.role(role):
+                    torch.testing.assert_close(given(), peft_s(), **FP32)
+                    with base.without_dropout():
+                        torch.testing.assert_close(found.setdefault(role, given()), peft_s(), **FP32)
+                        with torch.autocast("cpu", dtype=torch.bfloat16):
+                            assert given().dtype is torch.bfloat16
+        assert not torch.equal(found["policy"], found["value"])
+        with base.role("policy"):
+            assert not torch.equal(given(), found["policy"])
+
+
+def test_outside_autocast_a_layer_of_two_precisions_stays_peft_s_while_weights_are_kept():
+    base = SharedBase(tiny_model().to(torch.bfloat16))
+    base.add_role("policy", lora())
+    randomize(base, "policy")
+    layer, x = base.causal_lm.model.layers[0].self_attn.o_proj, torch.randn(2, 3, 32, dtype=torch.bfloat16)
+    assert {p.dtype for p in base.parameters_of("policy")} == {torch.float32}
+    with torch.no_grad(), base.role("policy"), base.weights_kept():
+        with base.autocast():
+            layer(x)
+        assert torch.equal(layer(x), type(layer).forward(layer, x))

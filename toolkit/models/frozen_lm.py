@@ -16,7 +16,7 @@ from toolkit.models.base_checks import check_base
 from toolkit.models.copies import copied, have_room, unpackable
 from toolkit.models.decoding import decode
 from toolkit.models.freed_memory import keep_freed_memory
-from toolkit.models.fused_lora import Fused
+from toolkit.models.fused_lora import Fused, Kept
 from toolkit.models.logit_changes import as_they_are
 
 
@@ -161,7 +161,7 @@ class FrozenLM(nn.Module):
     def weights_kept(self) -> Iterator[None]:
         """Inside, where no weight may change, each adapter is converted to the precision of the passes once."""
         for group in self._fused:
-            group.kept = {}
+            group.kept = Kept()
         try:
             yield
         finally:

@@ -118,7 +118,7 @@ class Fused:
 
     def __init__(self, layers: list[Any], waiting: _Waiting):
         self.layers = layers
-        self.kept: dict[Any, _Adapters] | None = None
+        self.kept: Kept | None = None
         self.joint: Joint | None = None
         self._waiting = waiting
 
@@ -127,7 +127,7 @@ class Fused:
             return result
         layers = self.layers if place == 0 else [self.layers[place]]
         of_layers = [active_adapters(layer) for layer in layers]
-        if args or kwargs or not all(_is_known(layer, its, x) for layer, its in zip(layers, of_layers, strict=True)):
+        if args or kwargs or not self._are_known(place, layers, of_layers, x):
             layer = self.layers[place]
             return type(layer).forward(layer, x, *args, **kwargs)
         first, *further = self._compute(x, layers, [next(iter(its), None) for its in of_layers], place)
@@ -135,6 +135,16 @@ class Fused:
             results = enumerate(zip(of_layers[1:], further, strict=True), 1)
             self._waiting.put(self, x, torch.is_grad_enabled(), results=results)
         return first
+
+    def _are_known(self, place: int, layers: list[Any], of_layers: list[tuple[str, ...]], x: Tensor) -> bool:
+        """Whether a pass over these layers with these adapters is the plain one, without dropout at work."""
+        known = (Kept() if self.kept is None else self.kept).known
+        key = (place, *of_layers, x.dtype, autocast := in_autocast(x))
+        if key not in known:
+            plain = all(_is_known(layer, its, x, autocast) for layer, its in zip(layers, of_layers, strict=True))
+            known[key] = [*_dropouts(layers, of_layers)] if plain else None
+        dropouts = known[key]
+        return dropouts is not None and not any(dropout.training for dropout in dropouts)
 
     def _compute(self, x: Tensor, layers: list[Any], names: list[str | None], place: int) -> Sequence[Tensor]:
         """The results of layers that are known, with the adapters of these names, for one input (..., I)."""
@@ -152,30 +162,29 @@ class Fused:
 
     def _jointly(self, x: Tensor, joint: "Joint", names: list[str | None]) -> Sequence[Tensor]:
         """The same by one product for all layers, and one for what the adapters add."""
-        sizes = [layer.base_layer.out_features for layer in self.layers]
         product = joint.product(x)
         rows = product.view(-1, product.shape[-1])
-        whole = rows[:, : sum(sizes)]
+        whole = rows[:, : joint.width]
         if any(names):
             adapters = self._adapters("joint", self.layers, names, joint.dtype)
             up = adapters.up[0]
             assert up is not None
             if names == joint.names:
-                low = rows[:, sum(sizes) :].to(joint.dtype)
+                low = rows[:, joint.width :].to(joint.dtype)
             else:
                 low = torch.nn.functional.linear(x.to(joint.dtype), adapters.down).view(len(rows), -1)
             if whole.dtype is joint.dtype:
                 whole.addmm_(low, up.t())
             else:
                 whole += torch.nn.functional.linear(low, up)
-        return whole.view(*x.shape[:-1], -1).split(sizes, dim=-1)
+        return whole.view(*x.shape[:-1], -1).split_with_sizes(joint.sizes, dim=-1)
 
     def _adapters(
         self, place: int | str, layers: list[Any], names: list[str | None], dtype: torch.dtype
     ) -> "_Adapters":
         """Those of layers in the precision of a pass, made once while weights are kept."""
         key = (place, *names, dtype)
-        kept: dict[Any, _Adapters] = {} if self.kept is None else self.kept
+        kept = (Kept() if self.kept is None else self.kept).adapters
         if key not in kept:
             of_layers = _adapters(layers, names, dtype)
             kept[key] = of_layers if place != "joint" else of_layers.as_one(layers)
@@ -190,7 +199,9 @@ class Fused:
         """
         names = [next(iter(active_adapters(layer)), None) for layer in self.layers]
         down = [layer.lora_A[name].weight for layer, name in zip(self.layers, names, strict=True) if name is not None]
-        self.joint = Joint(copied(*(layer.base_layer for layer in self.layers), further=down), names, dtype)
+        bases = [layer.base_layer for layer in self.layers]
+        sizes = [base.out_features for base in bases]
+        self.joint = Joint(copied(*bases, further=down), names, dtype, sizes, sum(sizes))
 
 
 class Joint(NamedTuple):
@@ -199,11 +210,30 @@ class Joint(NamedTuple):
     product: Callable[[Tensor], Tensor]  # (..., I) to (..., sum of the O, and R)
     names: list[str | None]  # by layer the adapter whose A is among the weights
     dtype: torch.dtype
+    sizes: list[int]  # O of each layer
+    width: int  # their sum
+
+
+@dataclass
+class Kept:
+    """What a group finds once while no weight changes.
+
+    Args:
+        adapters: in the precision of a pass.
+        known: by the adapters and the precision of a pass the dropouts that must not be at work in a plain one; None
+            where it is none.
+    """
+
+    adapters: "dict[Any, _Adapters]" = field(default_factory=dict)
+    known: dict[Any, list[nn.Module] | None] = field(default_factory=dict)
 
 
 def active_adapters(layer: Any) -> tuple[str, ...]:
     """The adapters that add something to a layer's result."""
-    return () if layer._disable_adapters else tuple(name for name in layer._active_adapter if name in layer.lora_A)
+    if layer._disable_adapters:
+        return ()
+    held = layer._modules["lora_A"]._modules  # asked at each token of each layer, and far faster than layer.lora_A
+    return tuple([name for name in layer._active_adapter if name in held])
 
 
 def weight_of(base: Any) -> Tensor:
@@ -223,17 +253,17 @@ def computed_in(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if in_autocast(x) else x.dtype
 
 
-def _is_known(layer: Any, active: tuple[str, ...], x: Tensor) -> bool:
-    """Whether a pass over a layer is the plain one: one adapter or none, neither merged nor with dropout at work."""
+def _is_known(layer: Any, active: tuple[str, ...], x: Tensor, autocast: bool) -> bool:
+    """Whether a pass over a layer is the plain one but for dropout: one adapter or none, and not merged."""
     if layer.merged_adapters or len(active) > 1 or layer.base_layer.weight.requires_grad:
         return False
-    for name in active:
-        dropout = layer.lora_dropout[name]
-        if dropout.training and getattr(dropout, "p", 0.0) > 0:
-            return False
-        if layer.lora_A[name].weight.dtype != x.dtype and not in_autocast(x):
-            return False
-    return True
+    return autocast or all(layer.lora_A[name].weight.dtype == x.dtype for name in active)
+
+
+def _dropouts(layers: Sequence[Any], of_layers: Sequence[tuple[str, ...]]) -> Iterator[nn.Module]:
+    """Those that leave something out where they train."""
+    dropouts = (layer.lora_dropout[name] for layer, its in zip(layers, of_layers, strict=True) for name in its)
+    return (dropout for dropout in dropouts if getattr(dropout, "p", 0.0) > 0)
 
 
 class _Adapters(NamedTuple):
@@ -270,7 +300,7 @@ def _forward(x: Tensor, bases: Sequence[nn.Module], adapters: _Adapters) -> tupl
     read = x.to(adapters.down.dtype)
     low = torch.nn.functional.linear(read, adapters.down)
     results = []
-    for base, up, part in zip(bases, adapters.up, low.split(adapters.ranks, dim=-1), strict=True):
+    for base, up, part in zip(bases, adapters.up, low.split_with_sizes(adapters.ranks, dim=-1), strict=True):
         result = base(x)
         if up is not None and result.dtype == up.dtype:
             result.view(-1, len(up)).addmm_(part.reshape(-1, part.shape[-1]), up.t())
