@@ -322,9 +322,7 @@ def main() -> int:
             worst = max(worst, *map(abs, errors(ours, theirs).values()))
             print(" | ".join(rows[-1]), flush=True)
         if args.page is not None:
-            made = markdown(table.columns, rows)
-            if table.limit is None:  # what it shows is this machine's
-                made += f"\n\n{where(new_result(name))}"
+            made = f"{markdown(table.columns, rows)}\n\n{where(new_result(name))}"
             fill_file(args.page, name, f"end of {name}", made)
         print(f"{name}: largest error {worst:.1%}")
         good = good and (table.limit is None or worst <= table.limit)
