@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
@@ -20,9 +19,10 @@ from benchmarks.clock import WARM_UP, PhaseClock
 from benchmarks.contenders import CONTENDERS
 from benchmarks.loops import run
 from benchmarks.records import DOCS, RESULTS, fill_file, markdown, new_result, where, write_result
+from benchmarks.run import about_cpu
+from benchmarks.table import cpu_in_words
 from benchmarks.work import PHASES, SIZES, Work
 from benchmarks.worker import contender_job, sample
-from toolkit.costs.devices import this_cpu
 from toolkit.models import fast_precision
 
 # A kind by what the name of an operator has, or of one that called it: the first of these that fits.
@@ -93,8 +93,7 @@ def table(result: Mapping[str, Any]) -> str:
         for name, found in result["contenders"].items()
         for phase in PHASES
     ]
-    rate = result["gigaoperations_per_second"]
-    about = f"{where(result)} A square product reaches {rate:.0f} GFLOP/s in {result['dtype']}."
+    about = f"{where(result)} {cpu_in_words(result['cpu'])}"
     return f"{markdown(['s', 'as it is', 'profiled', *kinds], rows)}\n\n{about}"
 
 
@@ -112,8 +111,7 @@ def main(
     for name in contender:
         found[name] = break_down(model, work, name, dtype)
         Console(stderr=True).print(f"{name}: {found[name]}", highlight=False, soft_wrap=True)
-    rate = this_cpu().peak[getattr(torch, dtype)] / 1e9
-    result = new_result("breakdown", dtype=dtype, contenders=found, gigaoperations_per_second=rate)
+    result = new_result("breakdown", dtype=dtype, contenders=found, cpu=about_cpu())
     write_result(result, RESULTS)
     fill_file(DOCS / "benchmarks.md", "breakdown: made by benchmarks.breakdown", "end of breakdown", table(result))
 

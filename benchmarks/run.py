@@ -23,7 +23,7 @@ from rich.console import Console
 
 from benchmarks.compare import check_equal
 from benchmarks.contenders import CONTENDERS
-from benchmarks.errors import KilledError
+from benchmarks.errors import BenchmarkError, KilledError
 from benchmarks.processes import python_of, run_module
 from benchmarks.random_llama import LLAMA_8B, save_slice
 from benchmarks.records import RESULTS, new_result, read_result, result_path, write_result
@@ -33,7 +33,7 @@ from benchmarks.work import Work
 from toolkit.costs.devices import this_cpu
 from toolkit.errors import ToolkitError
 from toolkit.models import META, ModelSpec, load_model, load_tokenizer
-from toolkit.models.precision import AUTO, resolved
+from toolkit.models.precision import AUTO, resolved, slow_here
 
 Step = Callable[..., dict[str, Any]]
 REWARDED = tuple(name for name, contender in CONTENDERS.items() if contender.rewarded)
@@ -261,6 +261,18 @@ def run_size(
             }
 
 
+def precision_of(kind: str) -> str:
+    """The dtype of a kind of benchmark on this machine.
+
+    Raises:
+        BenchmarkError: it is one in which this CPU is slow.
+    """
+    dtype = resolved(BENCHMARKS[kind].dtype)
+    if slow := slow_here(dtype):
+        raise BenchmarkError(f"{kind} is of {dtype} alone, and {slow} Take another machine.")
+    return dtype
+
+
 def run(
     model: str,
     kind: str,
@@ -278,7 +290,7 @@ def run(
     `others` are versions of what another environment holds. `before` gives what stands where a result is to be saved: a
     run that was broken off on the same day, or made fewer rounds, goes on with its next round.
     """
-    dtype = resolved(BENCHMARKS[kind].dtype)
+    dtype = precision_of(kind)
     arguments = {"updates": updates, "rounds": rounds, "dtype": dtype}
     result = new_result(f"{kind}_{dtype}", cpu=about_cpu(), model=about_model(model), arguments=arguments, sizes={})
     result["versions"] |= others or {}
@@ -342,6 +354,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             agilerl = python_of(args.agilerl) if args.agilerl else None
+            precision_of(args.kind)  # before a slice is written
             if benchmark.of_a_slice:
                 save_slice(Path(folder), load_tokenizer(str(model)), LLAMA_8B)
                 model = Path(folder)

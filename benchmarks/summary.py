@@ -117,16 +117,23 @@ def bars(summary: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
     return found
 
 
-def bars_in_words(bars: Iterable[Mapping[str, Any]], kind: str, dtype: str) -> str:
-    """The bars and where they are missed, in a paragraph."""
+def bars_in_words(bars: Mapping[str, Iterable[Mapping[str, Any]]], kind: str, dtype: str) -> str:
+    """The bars and where they are missed, in a paragraph; by the sizes where there are several."""
     asked = (
         f"Asked of ours: speed of {SPEED_BAR['separate']:g} with a separate value and {SPEED_BAR['shared']:g} with a "
         f"shared one, memory of {MEMORY_BAR:g}, {FLOOR_BAR[kind]:g} × floor."
     )
+    missed = {size: text for size, of_size in bars.items() if (text := _missed(of_size, dtype))}
+    if not missed:
+        return f"{asked} All are met."
+    where = (f"{f' at {size}' * (len(bars) > 1)} by {text}" for size, text in missed.items())
+    return f"{asked} Missed{';'.join(where)}."
+
+
+def _missed(bars: Iterable[Mapping[str, Any]], dtype: str) -> str:
     missed: dict[str, list[str]] = {}
     for bar in bars:
         if not bar["met"]:
             of_contender = missed.setdefault(CONTENDERS[bar["contender"]].label(dtype), [])
             of_contender.append(f"{_WORDS[bar['bar']]} {bar['reached']:.2f}")
-    parts = "; ".join(f"{label}: {', '.join(figures)}" for label, figures in missed.items())
-    return f"{asked} Missed by {parts}." if missed else f"{asked} All are met."
+    return "; ".join(f"{label}: {', '.join(figures)}" for label, figures in missed.items())

@@ -82,14 +82,19 @@ def _rounds(found: Mapping[str, Any]) -> str:
 
 def _about(result: Mapping[str, Any]) -> str:
     model, updates = result["model"], result["arguments"]["updates"]
-    of_precision = result["cpu"]["gigaoperations_per_second"].items()
-    rates = " and ".join(f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in of_precision)
     return (
         f"{where(result)} Model: {model['architecture']} of {model['parameters'] / 1e6:.1f} million parameters, "
         f"{model['layers']} layers of width {model['hidden_size']}. "
         f"{updates} measured update{'s' * (updates > 1)} of each contender in a round. "
-        f"{result['cpu']['capability']}; a square product reaches {rates}."
+        f"{cpu_in_words(result['cpu'])}"
     )
+
+
+def cpu_in_words(cpu: Mapping[str, Any]) -> str:
+    """What `run.about_cpu` has found: instructions, and the rate of a product in each precision."""
+    of_precision = cpu["gigaoperations_per_second"].items()
+    rates = " and ".join(f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in of_precision)
+    return f"{cpu['capability']}; a square product reaches {rates}."
 
 
 def _cpu(kind: str, result: Mapping[str, Any]) -> str:
@@ -98,7 +103,7 @@ def _cpu(kind: str, result: Mapping[str, Any]) -> str:
         fastest = CONTENDERS[found["summary"]["fastest_stock"]].label(dtype)
         title = f"**{_size_title(size, found['work'])}; {_rounds(found)}**"
         parts += [title, markdown(_COLUMNS, _rows(found, dtype))]
-        parts += [f"The fastest stock form: {fastest}. {bars_in_words(found['bars'], kind, dtype)}"]
+        parts += [f"The fastest stock form: {fastest}. {bars_in_words({size: found['bars']}, kind, dtype)}"]
     return "\n\n".join(parts)
 
 
@@ -116,10 +121,17 @@ def _agilerl(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+_OF_OURS = {"speed": "speed", "× floor": "over_floor"}
+
+
+def _growth_size(found: Mapping[str, Any]) -> str:
+    return f"{found['work']['rollouts']} × {found['work']['response_length']}"
+
+
 def _growth_cells(size: str, found: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     work, summary = found["work"], found["summary"]
     tokens = work["tokens"]["score"]
-    cells = [size, f"{work['rollouts']} × {work['response_length']}", str(tokens), str(len(found["rounds"]))]
+    cells = [size, _growth_size(found), str(tokens), str(len(found["rounds"]))]
     for name in names:
         if (figures := summary["contenders"].get(name)) is None:
             cells += ["out of memory", ""]
@@ -127,7 +139,7 @@ def _growth_cells(size: str, found: Mapping[str, Any], names: Iterable[str]) -> 
             seconds = figures["seconds"]["total"]
             cells += [f"{seconds:.1f} ({1e3 * seconds / tokens:.1f})", f"{figures['memory_gb']:.2f}"]
         if CONTENDERS[name].kind == "ours":
-            cells.append(_spread(figures["speed"]) if figures and "speed" in figures else "")
+            cells += [_spread(figures[ratio]) if figures and ratio in figures else "" for ratio in _OF_OURS.values()]
     return cells
 
 
@@ -137,10 +149,11 @@ def _growth(result: Mapping[str, Any]) -> str:
     columns = ["", "rollouts × longest response", "tokens", "rounds"]
     for name in names:
         columns += [f"{CONTENDERS[name].label(dtype)}: s (ms a token)", "peak GB"]
-        columns += ["speed"] if CONTENDERS[name].kind == "ours" else []
+        columns += _OF_OURS if CONTENDERS[name].kind == "ours" else []
     rows = [_growth_cells(size, found, names) for size, found in sizes.items()]
     about = f"{_about(result)} Medians of the rounds; speed is held to the fastest stock form."
-    return "\n\n".join([about, markdown(columns, rows)])
+    by_size = {_growth_size(found): found["bars"] for found in sizes.values()}
+    return "\n\n".join([about, markdown(columns, rows), bars_in_words(by_size, "growth", dtype)])
 
 
 def growth_figure(result: Mapping[str, Any]) -> "Figure":

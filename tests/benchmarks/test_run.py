@@ -14,7 +14,7 @@ from benchmarks.summary import FLOOR_BAR
 from benchmarks.table import KINDS, section
 from benchmarks.work import SIZES
 from tests.benchmarks.examples import BY_HAND, one_round
-from toolkit.models import Precision, on_another_machine
+from toolkit.models import Precision, on_another_machine, precision
 
 
 def test_losses_first_and_then_all_contenders_in_turn_in_each_round(result):
@@ -38,6 +38,13 @@ def test_contenders_that_compute_something_else_are_not_timed(checkpoint, monkey
     with pytest.raises(BenchmarkError, match="value_loss: 2 in stock-views, 1 in ours-separate$"):
         console = Console(file=io.StringIO())
         driver.run(checkpoint, "cpu", rounds=1, updates=1, console=console, save=pytest.fail, step=step)
+
+
+def test_a_cpu_that_is_slow_in_the_kind_s_precision_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(precision, "slower_than_float32", lambda dtype: 79.0)
+    told = "slice is of bfloat16 alone, and .* takes 79 times as long here as in float32"
+    with on_another_machine(Precision("float32", "it is an old one")), pytest.raises(BenchmarkError, match=told):
+        driver.run("/nowhere", "slice", rounds=1, updates=1, console=Console(file=io.StringIO()), save=pytest.fail)
 
 
 def test_growth_leaves_out_whom_memory_does_not_hold_and_goes_on_where_it_was_broken_off(checkpoint):
@@ -76,7 +83,8 @@ def test_growth_leaves_out_whom_memory_does_not_hold_and_goes_on_where_it_was_br
     assert found["sizes"]["base"] == first["sizes"]["base"]
     assert found["sizes"]["many"]["rounds"][:1] == first["sizes"]["many"]["rounds"]
     text = section("growth", found)
-    assert text.splitlines()[-1].endswith("| out of memory |  |") and text.count("out of memory") == 2
+    (longest,) = (line for line in text.splitlines() if line.startswith("| longest"))
+    assert longest.endswith("| out of memory |  |") and text.count("out of memory") == 2
     sizes.clear()
     run(found)  # one that is whole is taken anew, as is one of other versions
     assert len(sizes) == 5

@@ -42,7 +42,13 @@ def test_bars_by_hand():
 
 def test_bars_in_words():
     asked = "Asked of ours: speed of 2 with a separate value and 2.5 with a shared one, memory of 0.45, 2 × floor."
-    words = bars_in_words(bars(_summary(), "cpu"), "cpu", "bfloat16")
+    words = bars_in_words({"base": bars(_summary(), "cpu")}, "cpu", "bfloat16")
     assert words.startswith(f"{asked} Missed by ours, separate value, bf16: speed 1.00, memory 0.55, × floor 4.00; ")
     assert words.endswith("; ours, shared value, NF4: speed 1.33, memory 0.62, × floor 5.00.")
-    assert bars_in_words([], "cpu", "bfloat16") == f"{asked} All are met."
+    assert bars_in_words({"base": []}, "cpu", "bfloat16") == f"{asked} All are met."
+    missed = {"contender": "ours-separate", "bar": "speed", "needed": 2.0, "reached": 1.961, "met": False}
+    met, other = {**missed, "met": True}, {**missed, "contender": "ours-shared", "bar": "over_floor", "reached": 2.1}
+    of_sizes = {"8 × 48": [missed, other], "16 × 48": [met], "8 × 256": [other]}
+    separate, shared = "ours, separate value, bf16: speed 1.96", "ours, shared value, bf16: × floor 2.10"
+    words = f"{asked} Missed at 8 × 48 by {separate}; {shared}; at 8 × 256 by {shared}."
+    assert bars_in_words(of_sizes, "growth", "bfloat16") == words

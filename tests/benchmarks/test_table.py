@@ -43,8 +43,9 @@ def test_growth_is_seconds_and_memory_by_tokens(result):
     grown = {**base, "work": {**base["work"], "rollouts": 4, "tokens": {**base["work"]["tokens"], "score": 28}}}
     growth = {**found, "kind": "growth", "sizes": {"few": base, "many": grown}}
     text = table.section("growth", growth)
-    assert "| few | 2 × 4 | 14 | 2 | 20.0 (1428.6) | 2.20 | 1.00 | 20.0 (1428.6) | 4.00 |" in text
-    assert "| many | 4 × 4 | 28 | 2 | 20.0 (714.3) | 2.20 | 1.00 | 20.0 (714.3) | 4.00 |" in text
+    assert "| few | 2 × 4 | 14 | 2 | 20.0 (1428.6) | 2.20 | 1.00 | 4.00 | 20.0 (1428.6) | 4.00 |" in text
+    assert "| many | 4 × 4 | 28 | 2 | 20.0 (714.3) | 2.20 | 1.00 | 4.00 | 20.0 (714.3) | 4.00 |" in text
+    assert "Missed at 2 × 4 by ours, separate value, bf16: speed 1.00, memory 0.55, × floor 4.00; " in text
     seconds, memory = table.growth_figure(growth).axes
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in memory.get_lines()}
     assert len(lines) == 4

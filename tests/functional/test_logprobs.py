@@ -1,4 +1,5 @@
 import math
+import weakref
 
 import pytest
 import torch
@@ -50,6 +51,23 @@ def test_no_logits_of_more_than_a_chunk_exist_and_none_are_kept():
     assert max(kept, default=0) < 5 * 50  # less than one chunk of logits
     out.sum().backward()
     assert len(sizes) == 10  # each chunk once more, in the backward pass
+
+
+def test_of_a_frozen_head_logits_are_made_once_and_none_are_kept():
+    hidden, head, tokens = case()
+    alive, sizes = [], []
+    head.requires_grad_(False)
+
+    def counting_head(x):
+        sizes.append(x.shape[0])
+        logits = head(x)
+        alive.append(weakref.ref(logits.untyped_storage()))
+        return logits
+
+    out = token_logprobs(hidden, counting_head, tokens, chunk_size=5, frozen_head=True)
+    assert [logits() for logits in alive] == [None] * 5
+    out.sum().backward()
+    assert sizes == [5, 5, 5, 5, 1]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

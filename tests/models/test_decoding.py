@@ -1,5 +1,6 @@
 """The loop over new tokens, against that of transformers; and rows that leave it once they have ended."""
 
+import gc
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -390,3 +391,20 @@ def test_responses_have_no_dropout_while_a_trainer_trains():
         quiet = base.eval().generate(IDS, MASK, config)
         base.train()
         assert all(torch.equal(base.generate(IDS, MASK, config), quiet) for _ in range(3)) and base.training
+
+
+@pytest.mark.parametrize("temperature", [0.7, None])
+def test_logits_of_a_token_are_gone_when_the_next_one_s_are_made(temperature):
+    base, alive = shared_base(), []
+
+    def count(*_):
+        whole = (found for found in gc.get_objects() if isinstance(found, torch.Tensor))
+        alive.append(sum(found.numel() for found in whole if found.shape[-1:] == (VOCABULARY,) and found.dim() > 1))
+
+    hook = base.causal_lm.get_output_embeddings().register_forward_pre_hook(count)
+    base.stop_token_ids = lambda tokenizer: [2]
+    made = Sampler(base, doubling.tokenizer(), response_length=12, temperature=temperature)
+    rollout = made(made.collator([{"input_ids": ids} for ids in PROMPTS]), keys=torch.arange(6))
+    hook.remove()
+    assert len(alive) == max(rollout.lengths) > 4
+    assert max(alive[1:]) <= 2 * len(PROMPTS) * VOCABULARY  # of the token before: logits, and what it was drawn from
