@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ def python_of(environment: str) -> Path:
     return found
 
 
-def run_module(module: str, *words: object, what: str, python: Path | None = None) -> dict[str, Any]:
+def run_module(
+    module: str,
+    *words: object,
+    what: str,
+    python: Path | None = None,
+    variables: Mapping[str, str] = {},
+) -> dict[str, Any]:
     """Run a module of the benchmarks on the CPU, offline, in the repository's folder.
 
     Args:
@@ -37,6 +44,7 @@ def run_module(module: str, *words: object, what: str, python: Path | None = Non
         words: its further arguments.
         what: how messages call it.
         python: of another environment than this one.
+        variables: of its environment, where they are not set already.
 
     Returns:
         What it wrote; {} for nothing.
@@ -51,7 +59,13 @@ def run_module(module: str, *words: object, what: str, python: Path | None = Non
             [str(python or sys.executable), "-m", module, *map(str, words), "--output", str(output)],
             cwd=_ROOT,
             # A machine's GPU stays out of it, and no step asks the hub for anything.
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env={
+                **variables,
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
             capture_output=True,
             text=True,
             check=False,

@@ -92,6 +92,10 @@ BENCHMARKS = {
 }
 
 
+# glibc's, by which a process keeps freed memory, as ours does by itself: in float32 stock TRL is faster so.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+
+
 def step_in_process(
     step: str, *, model: str, work: Path, agilerl: Path | None = None, **options: Any
 ) -> dict[str, Any]:
@@ -112,12 +116,13 @@ def step_in_process(
     """
     name = options.get("contender")
     module, python, who = "benchmarks.worker", None, f" of {name}" if name else ""
+    variables = KEEP_FREED_MEMORY if name and CONTENDERS[name].kind in ("stock", "agilerl") else {}
     if name and CONTENDERS[name].kind == "agilerl":
         module, python = "benchmarks.agile", agilerl
         options["base"] = "nf4" if CONTENDERS[options.pop("contender")].quantised else "plain"
     given = {"model": model, "work": work, **options}
     words = [word for key, value in given.items() for word in (f"--{key}", value)]
-    return run_module(module, step, *words, what=f'the step "{step}"{who}', python=python)
+    return run_module(module, step, *words, what=f'the step "{step}"{who}', python=python, variables=variables)
 
 
 def agilerl_versions(python: Path) -> str:
