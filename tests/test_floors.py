@@ -11,6 +11,7 @@ FLOORS = {
     "settings": 0,
     "processes": 0,
     "disk": 0,
+    "memory": 0,
     "phases": 0,
     "hub": 0,
     "portion": 0,
@@ -32,7 +33,7 @@ FLOORS = {
     "__main__": 10,
     "__init__": 0,
 }
-KNOWN_TO_ALL = {"errors", "settings", "processes", "disk", "phases", "hub", "portion", "time_limit"}
+KNOWN_TO_ALL = {"errors", "settings", "processes", "disk", "phases", "hub", "portion", "memory", "time_limit"}
 
 
 def imports(path: Path) -> set[str]:
