@@ -75,7 +75,7 @@ def measure_rollout(model: str, work: Work, name: str, *, dtype: str, rounds: in
     with tempfile.TemporaryDirectory() as folder:
         built = CONTENDERS[name].build(contender_job(model, work, folder, updates=1, dtype=dtype))
         as_they_are, rows_stay, apart = (
-            replaced(copies, "lays_out", lambda: False),
+            replaced(copies, "lays_out", lambda dtype: False),
             replaced(built.trainer.roles, "_rows_leave", False),
             replaced(copies, "_SHARE", 0),
         )

@@ -457,14 +457,19 @@ def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, m
     assert step.times == 1 and kernel.bytes == 4 * trained * (1 + 2 + 1 + 2 + 2 * 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("left", [0, 1])
-def test_room_for_copies_on_a_cpu_is_asked_for_all_layers(left, tmp_path, monkeypatch):
-    """Three layers of a deep model would fit where it does not."""
-    monkeypatch.setattr(copies, "lays_out", lambda: True)
-    roles = deep(lora(), torch.bfloat16, vocab_size=77, hidden_size=32, num_hidden_layers=6)
-    weights = 2 * (6 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 77)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * weights - left, total=0))
-    args = PPOConfig(str(tmp_path), use_cpu=True, bf16=True, response_length=8, gradient_checkpointing=False)
+def test_room_for_copies_on_a_cpu_is_asked_for_all_layers(left, dtype, tmp_path, monkeypatch):
+    """Three layers of a deep model would fit where it does not: in half of what is free, or in float32, with the
+    policy's adapter in them, in an eighth of all."""
+    monkeypatch.setattr(copies, "lays_out", lambda dtype: True)
+    monkeypatch.setattr(copies, "_LARGE", 0)
+    roles = deep(lora(), dtype, vocab_size=77, hidden_size=32, num_hidden_layers=6)
+    weights = dtype.itemsize * (6 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 77)
+    in_16_bits = dtype is torch.bfloat16
+    memory = (2 * weights - left, 0) if in_16_bits else (0, 8 * weights - left)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory[0], total=memory[1]))
+    args = PPOConfig(str(tmp_path), use_cpu=True, bf16=in_16_bits, response_length=8, gradient_checkpointing=False)
     update = CountedUpdate(Counted(77), roles, args, Lengths(16, 8), on_cpu=True)
     held = [phase.costs.of_peak.get("copied weights", 0) for phase in update.phases("rollout")]
     assert all(copied >= weights for copied in held) if left == 0 else not any(held), (held, weights)

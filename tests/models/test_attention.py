@@ -129,6 +129,35 @@ def test_so_are_those_of_tokens_that_see_all_others(told_by):
     assert_exact_to_the_last_bit(found, given, torch.ones(45, 45, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_new_token_a_row_attends_to_the_cache_without_a_copy_of_it(masked, dtype, monkeypatch):
+    given = [part.detach().to(dtype) for part in heads(3, 45, of_value=24)]
+    given[0] = given[0][:, :, -1:]
+    allowed = torch.ones(3, 1, 1, 45, dtype=torch.bool)
+    allowed[1, ..., :7] = not masked
+    asked, own = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *of_heads, **named: asked.append((of_heads, named)) or own(*of_heads, **named),
+    )
+    for mask in (allowed, torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)):
+        found, _ = attention_by_rows(MODULE, *given, mask if masked else None, scaling=0.5)
+        _, expected = by_definition(given, allowed, 0.5)
+        torch.testing.assert_close(found.double(), expected, rtol=0.02 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
+    for (_, key, value), named in asked:
+        assert key is given[1] and value is given[2] and not named.get("enable_gqa")
+
+
+def test_one_new_token_under_a_mask_of_each_head_is_transformers_own():
+    given = [part.detach() for part in heads(2, 45)]
+    given[0] = given[0][:, :, -1:]
+    mask = torch.rand(2, 4, 1, 45, generator=torch.Generator().manual_seed(1)) > 0.5
+    found, _ = attention_by_rows(MODULE, *given, mask)
+    torch.testing.assert_close(found.double(), by_definition(given, mask, 0.25)[1], rtol=0.02, atol=1e-3)
+
+
 def test_a_scale_of_the_model_s_own():
     given = heads(1, 45)
     found, _ = attention_by_rows(MODULE, *given, None, scaling=0.5)

@@ -1,6 +1,7 @@
 """The loop over new tokens, against that of transformers; and rows that leave it once they have ended."""
 
 import gc
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -192,6 +193,10 @@ def test_rows_stay_where_something_is_held_of_them_beside_the_cache(monkeypatch)
     assert not shared_base()._rows_leave
 
 
+def needs_layout(dtype):
+    return pytest.mark.skipif(not copies.lays_out(dtype), reason="this CPU has no kernel for weights that are laid out")
+
+
 def in_float32(tmp_path, quantized):
     tiny_model(size=64).save_pretrained(tmp_path)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if quantized else None
@@ -206,15 +211,19 @@ def own_forwards(base):
     return [module.forward for module in base.causal_lm.modules() if "forward" in vars(module)]
 
 
+@pytest.mark.parametrize("laid_out", [False, pytest.param(True, marks=needs_layout(torch.float32))])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_the_policy_s_adapter_is_merged_for_its_responses_in_float32(tmp_path, quantized):
+def test_the_policy_s_adapter_is_merged_for_its_responses_in_float32(tmp_path, quantized, laid_out, monkeypatch):
+    monkeypatch.setattr(copies, "_LARGE", 0 if laid_out else math.inf)
     base = in_float32(tmp_path, quantized)
     before = own_forwards(base)
     with base.role("policy"):
         apart, of_apart = greedy(base.causal_lm, by=decode)
         with base.unpacked():
             merged = [forward for forward in own_forwards(base) if "merged" in getattr(forward, "__qualname__", "")]
-            assert len(merged) == 14  # seven a block
+            assert len(merged) == 14 + laid_out  # seven a block, and lm_head
+            weights = [cell.cell_contents for forward in merged for cell in forward.__closure__]
+            assert [w.is_mkldnn for w in weights if type(w) is torch.Tensor] == [laid_out] * len(merged)
             tokens, logits = greedy(base.causal_lm, by=decode)
             with base.role("reward"):
                 of_reward = base.logits(base.hidden_states(IDS, MASK))
@@ -280,16 +289,18 @@ def test_merged_in_16_bits_it_is_a_model_with_these_weights(tmp_path, quantized)
     with base.role("reward"), base.autocast(), torch.no_grad():
         assert torch.equal(base.hidden_states(IDS, MASK), of_reward)
     assert base.merged_bytes == 2 * sum(layer.in_features * layer.out_features for layer in with_adapter) + (
-        0 if not copies.lays_out() else 2 * 64 * VOCABULARY  # lm_head's, for the CPU
+        0 if not copies.lays_out(torch.bfloat16) else 2 * 64 * VOCABULARY  # lm_head's, for the CPU
     )
 
 
-def test_what_a_merged_copy_takes_is_counted_in_the_precision_of_the_passes(tmp_path):
+def test_what_a_merged_copy_takes_is_counted_in_the_precision_of_the_passes(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "_LARGE", 0)
     base = in_float32(tmp_path, False)
-    assert base.merged_bytes == 4 * 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 64)
+    of_head = 4 * 64 * VOCABULARY if copies.lays_out(torch.float32) else 0
+    assert base.merged_bytes == 4 * 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 64) + of_head
     in_float32_only = base.merged_bytes
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert base.merged_bytes * 2 == in_float32_only
+        assert base.merged_bytes * 2 == in_float32_only - of_head
         with base.role("policy"), base.unpacked(merged=True):
             weights = [forward.__closure__ for forward in own_forwards(base) if "merged" in forward.__qualname__]
             held = {
@@ -320,10 +331,7 @@ def test_what_tokens_were_drawn_with_is_what_a_pass_over_them_says(tmp_path):
     assert not greedy_too(made.collator([{"input_ids": PROMPTS[0]}])).sampler_logprobs
 
 
-needs_layout = pytest.mark.skipif(not copies.lays_out(), reason="this CPU has no kernel for weights that are laid out")
-
-
-@needs_layout
+@needs_layout(torch.bfloat16)
 @pytest.mark.parametrize("quantized", [False, True])
 def test_weights_that_are_laid_out_give_the_same_bits(tmp_path, quantized):
     tiny_model(size=64).save_pretrained(tmp_path)
@@ -344,7 +352,7 @@ def test_weights_that_are_laid_out_give_the_same_bits(tmp_path, quantized):
     assert not any(group.joint for group in base._fused)
 
 
-@needs_layout
+@needs_layout(torch.bfloat16)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_layers_with_one_copy_of_their_weights_give_the_same_bits_in_every_role(kind):
     base = shared_base(architecture=kind)

@@ -66,6 +66,8 @@ def attention_by_rows(
     given = (query, key, value)
     if named.get("cache") is not None:
         attend = sdpa_attention_forward
+    elif query.shape[2] == 1 and row_lengths is None and _is_by_row(attention_mask, named):
+        return _of_one_token(*given, attention_mask, **named), None
     elif not _whole_in_bfloat16(query, key):
         attend = _by_torch
     elif attention_mask is None and _is_plain_causal(module, named):
@@ -95,6 +97,34 @@ def _by_torch(
     if shared and _is_without_flash(query):
         key, value = (repeat_kv(of_heads, query.shape[1] // key.shape[1]) for of_heads in (key, value))
     return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+
+
+def _is_by_row(attention_mask: Tensor | None, named: Mapping[str, Any]) -> bool:
+    """Whether the heads of a row attend by one mask, and by nothing but their products."""
+    shared = attention_mask is None or (attention_mask.ndim == 4 and attention_mask.shape[1] == 1)
+    return shared and all(named.get(name) is None for name in _NOT_TAKEN)
+
+
+def _of_one_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """(B, 1, heads, size) of one query a row, for which the heads that share a key are the queries of one product.
+
+    Else torch, asked for shared keys, takes one product for each head (on a CPU five to ten times as long), and
+    transformers before 5.23, under a mask, gives each head keys of its own, a copy of the cache at each token.
+    """
+    heads = query.view(len(query), key.shape[1], -1, query.shape[-1])
+    found = nn.functional.scaled_dot_product_attention(
+        heads, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return found.flatten(1, 2).unsqueeze(1)
 
 
 def _is_without_flash(query: Tensor) -> bool:

@@ -20,6 +20,7 @@ from toolkit.memory import memory
 from toolkit.models.fused_lora import Fused, active_adapters, computed_in, in_autocast, is_plain, weight_of
 
 _ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
+_LARGE = 2**17  # numbers of a weight in float32: what is called for one that is laid out takes 15 µs, torch's own 2
 _SHARE = 1 / 8  # of the machine's memory, that weights with the policy's adapter in them may take unasked
 
 
@@ -76,7 +77,7 @@ def _gains(layer: Any, *, on_cpu: bool) -> bool:
         return False
     if type(layer) is Linear4bit:
         return layer.compute_dtype in (None, _dtype(layer))
-    return on_cpu and type(layer) is nn.Linear and _dtype(layer) is torch.bfloat16 and lays_out()
+    return on_cpu and type(layer) is nn.Linear and _dtype(layer) is torch.bfloat16 and lays_out(torch.bfloat16)
 
 
 @contextmanager
@@ -125,12 +126,13 @@ def _copy(*layers: Any, further: Sequence[Tensor] = ()) -> "_Copied":
     """Of layers with one input, and of `further` rows (R, I) below their weights."""
     weights = [weight_of(layer).detach() for layer in layers]
     weights += [rows.detach().to(weights[0].dtype) for rows in further]
-    return _Copied(layers, _laid_out(weights[0] if len(weights) == 1 else torch.cat(weights)))
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return _Copied(layers, _laid_out(weight) if weight.dtype is torch.bfloat16 else weight)
 
 
 def _joinable(layers: Sequence[Any]) -> bool:
     kinds = {(type(layer), getattr(layer, "compute_dtype", None), _dtype(layer)) for layer in layers}
-    return len(kinds) == 1 and _dtype(layers[0]) is torch.bfloat16 and lays_out()
+    return len(kinds) == 1 and _dtype(layers[0]) is torch.bfloat16 and lays_out(torch.bfloat16)
 
 
 def _dtype(layer: Any) -> torch.dtype:
@@ -138,8 +140,13 @@ def _dtype(layer: Any) -> torch.dtype:
     return layer.weight.quant_state.dtype if type(layer) is Linear4bit else layer.weight.dtype
 
 
+def _is_laid_out(weight: Tensor) -> bool:
+    """Whether a copy of it would be."""
+    return lays_out(weight.dtype) and (weight.dtype is torch.bfloat16 or weight.numel() >= _LARGE)
+
+
 def _laid_out(weight: Tensor) -> Tensor:
-    if weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" or not lays_out():
+    if weight.device.type != "cpu" or not _is_laid_out(weight):
         return weight
     if type(weight) is not Tensor:  # one without numbers, of which the bytes are counted
         return torch.empty_like(weight)
@@ -147,16 +154,20 @@ def _laid_out(weight: Tensor) -> Tensor:
 
 
 @cache
-def lays_out() -> bool:
-    """Whether torch multiplies here with bfloat16 weights that were laid out before, and to the same bits."""
+def lays_out(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies here with weights of this precision that were laid out before: in bfloat16 to the same
+    bits, in float32 but for rounding."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return False
     with _disable_current_modes():  # a plan asks where tensors have no numbers
-        x, weight = torch.linspace(-1, 1, 4096, device="cpu").to(torch.bfloat16).view(2, 32, 64)
+        x, weight = torch.linspace(-1, 1, 4096, device="cpu").to(dtype).view(2, 32, 64)
         try:
             laid_out = torch.ops.mkldnn._reorder_linear_weight(weight)
             ready = torch.ops.mkldnn._linear_pointwise(x, laid_out, None, *_ALONE)
         except (AttributeError, NotImplementedError, RuntimeError):  # another build, or a CPU without bfloat16
             return False
-        return torch.equal(ready, nn.functional.linear(x, weight))
+        exact = nn.functional.linear(x, weight)
+        return torch.equal(ready, exact) if dtype is torch.bfloat16 else torch.allclose(ready, exact)
 
 
 class _Copied:
@@ -192,9 +203,9 @@ class _Copied:
 # ---------------------------------------------------------------------- with an adapter in them
 
 
-def to_merge(layers: Iterable[Any], adapter: str, *, asked: bool, on_cpu: bool) -> list[Any]:
+def to_merge(layers: Iterable[Any], adapter: str, *, head: Any, asked: bool, on_cpu: bool) -> list[Any]:
     """Those of all layers with adapters whose copies get this one: where `asked`, all that compute W x + b + s · B A x;
-    else those in float32 on a CPU.
+    else those in float32 on a CPU. There the model's `head`, where it has no adapter, is laid out with them.
 
     It rounds in another way: so unasked, whether there is room for it is a question of the machine's whole memory, not
     of what is left at the moment nor of how many processes have a copy each, on which a run's numbers shall not depend.
@@ -205,11 +216,18 @@ def to_merge(layers: Iterable[Any], adapter: str, *, asked: bool, on_cpu: bool) 
         return own and adapter in layer.lora_A and not layer.merged_adapters
 
     known = [layer for layer in layers if is_plain(layer) and is_known(layer)]
-    if asked:
-        return known
     exact = on_cpu and not torch.is_autocast_enabled("cpu")
-    known = [layer for layer in known if exact and _in_float32(layer, adapter)]
-    return known if bytes_of(known) <= _SHARE * memory().total else []
+    if not asked:
+        known = [layer for layer in known if exact and _in_float32(layer, adapter)]
+    plain = type(head) is nn.Linear and "forward" not in vars(head) and head.weight.dtype is torch.float32
+    if known and exact and plain and _is_laid_out(head.weight):
+        known.append(head)
+    return known if asked or bytes_of(known) <= _SHARE * memory().total else []
+
+
+def base_of(layer: Any) -> Any:
+    """The layer below the adapters of one that has any, or it itself."""
+    return getattr(layer, "base_layer", layer)
 
 
 def _in_float32(layer: Any, adapter: str) -> bool:
@@ -221,18 +239,20 @@ def _in_float32(layer: Any, adapter: str) -> bool:
 def merged_forward(layer: Any, adapter: str) -> Callable[..., Tensor]:
     """A forward pass of such a layer by W + s · B A, made once in float32 and then rounded to the precision in which
     the base's weight is multiplied now. With another adapter active, or in another precision, it is the layer's own."""
-    base, own = layer.base_layer, layer.forward
-    a, b, s = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
+    base, own = base_of(layer), layer.forward
+    adapted = base is not layer
     with torch.no_grad():
         dtype = _copied_to(layer)
-        whole = weight_of(base).detach().to(torch.float32, copy=True)
-        whole.addmm_(b.float(), a.float(), alpha=s)  # in place, which autocast leaves alone
+        whole = weight_of(base).detach().to(torch.float32, copy=adapted)
+        if adapted:
+            a, b, s = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
+            whole.addmm_(b.float(), a.float(), alpha=s)  # in place, which autocast leaves alone
         weight = _laid_out(whole.to(dtype))
         bias = None if base.bias is None else base.bias.to(dtype)
     as_given = type(base) is Linear4bit  # whose results are in the precision of what it is given
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or active_adapters(layer) != (adapter,) or computed_in(x) is not dtype:
+        if args or kwargs or computed_in(x) is not dtype or (adapted and active_adapters(layer) != (adapter,)):
             return own(x, *args, **kwargs)
         read = x.to(dtype)
         if weight.is_mkldnn:

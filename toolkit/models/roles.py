@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base_checks import check_adapter, check_checkpointing, rows_stay_packed
-from toolkit.models.copies import bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
+from toolkit.models.copies import base_of, bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
 from toolkit.models.decoding import padding_takes_positions, positions_of
 from toolkit.models.frozen_lm import FrozenLM
 from toolkit.models.fused_lora import fuse, is_plain
@@ -334,18 +334,26 @@ class SharedBase(FrozenLM):
         activate(self.model, self._layers, self._active_adapter)
 
     def to_unpack(self, *, merged: bool, on_cpu: bool, besides: Collection[nn.Module] = ()) -> list[Any]:
-        apart = {*besides, *(layer.base_layer for layer in self._merged_now(asked=merged, on_cpu=on_cpu))}
+        apart = {*besides, *map(base_of, self.to_merge(asked=merged, on_cpu=on_cpu))}
         return super().to_unpack(merged=merged, on_cpu=on_cpu, besides=apart)
 
     @contextmanager
     def unpacked(
-        self, *, merged: bool = False, on_cpu: bool | None = None, layers: list[Any] | None = None
+        self,
+        *,
+        merged: bool = False,
+        on_cpu: bool | None = None,
+        layers: list[Any] | None = None,
+        merging: list[Any] | None = None,
     ) -> Iterator[None]:
         """As `FrozenLM.unpacked`; and the policy's adapter is merged into the copy of its layers' weights, where asked
         for, or where the base computes in float32 on a CPU. Its factors would else be multiplied with for each token.
+
+        Args:
+            merging: layers of `to_merge`, where they are known.
         """
         on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
-        merging = self._merged_now(asked=merged, on_cpu=on_cpu)
+        merging = self.to_merge(asked=merged, on_cpu=on_cpu) if merging is None else merging
         made = ((layer, partial(merged_forward, layer, "policy")) for layer in merging)
         with forwards(made), super().unpacked(merged=merged, on_cpu=on_cpu, layers=layers):
             yield
@@ -363,12 +371,13 @@ class SharedBase(FrozenLM):
         with unpacked_weights(layers):
             yield
 
-    def _merged_now(self, *, asked: bool, on_cpu: bool) -> list[Any]:
+    def to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:
+        """The layers that in the active role get a copy of their weights with its adapter in it inside `unpacked`."""
         return self._to_merge(asked=asked, on_cpu=on_cpu) if self.active_role == "policy" else []
 
     def _to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:
         layers = (layer for group in self._fused for layer in group.layers)
-        return to_merge(layers, "policy", asked=asked, on_cpu=on_cpu)
+        return to_merge(layers, "policy", head=self.lm_head, asked=asked, on_cpu=on_cpu)
 
     @property
     def can_merge(self) -> bool:
@@ -380,7 +389,7 @@ class SharedBase(FrozenLM):
         """What `unpacked(merged=True)` holds in the policy's role; 0 where its adapter can be merged into no layer."""
         on_cpu = self.device.type == "cpu"
         layers = self._to_merge(asked=True, on_cpu=on_cpu)
-        others = unpackable(self.causal_lm, besides=[layer.base_layer for layer in layers], on_cpu=on_cpu)
+        others = unpackable(self.causal_lm, besides=[*map(base_of, layers)], on_cpu=on_cpu)
         return bytes_of([*layers, *others]) if layers else 0
 
     @contextmanager
