@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig
 from tests.tiny_models import lora, randomize, shared_base, tiny_model
 from tests.tolerances import FP32
 from toolkit import processes
+from toolkit.functional import token_logprobs
 from toolkit.models import SharedBase, copies, load_base
 from toolkit.models.fused_lora import is_plain
 
@@ -348,6 +349,46 @@ def test_4_bit_weights_stay_unpacked_for_passes_with_gradients_of_the_same_bits(
         assert torch.equal(its_hidden, hidden)
         assert all(torch.equal(a, b) for a, b in zip(its_gradients, gradients, strict=True))
     assert not any({"forward", "unpacked_weight"} & vars(layer).keys() for layer in layers)
+
+
+@pytest.mark.skipif(not copies.lays_out(torch.float32), reason="this CPU has no kernel for weights that are laid out")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_in_float32_weights_are_laid_out_for_readings_and_updates(tmp_path, quantized, monkeypatch):
+    base = of_4_bits(tmp_path, torch.float32)[0] if quantized else shared_base()
+    base.train_roles("policy")
+    layers = [layer.base_layer for group in base._fused for layer in group.layers]
+    tokens = torch.arange(5)
+
+    def of_policy():
+        hidden, gradients = passes(base, "policy")
+        states = hidden[0, :5].detach().requires_grad_()
+        logprobs = token_logprobs(states, base.lm_head, tokens, frozen_head=True)
+        return [hidden, *gradients, logprobs, *torch.autograd.grad(logprobs.sum(), states)]
+
+    def laid_out():
+        return [layer for layer in (*layers, base.lm_head) if "laid_out" in getattr(layer.forward, "__qualname__", "")]
+
+    apart = of_policy()
+    with base.unpacked_for_gradients():
+        assert not laid_out()  # small ones
+    monkeypatch.setattr(copies, "_LARGE", 0)
+    with base.unpacked_for_gradients():
+        assert laid_out() == [*layers, base.lm_head]
+        together = of_policy()
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # another precision is the layer's own
+            in_16_bits = base.lm_head(apart[0].detach())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(base.lm_head(apart[0].detach()), in_16_bits)
+    assert not any("forward" in vars(layer) for layer in (*layers, base.lm_head))
+    for a, b in zip(apart, together, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or is_near(b, a)
+    needed = 4 * sum(layer.in_features * layer.out_features for layer in (*layers, base.lm_head))
+    for total, fits in ((8 * needed, True), (8 * needed - 8, False)):
+        memory = SimpleNamespace(available=0, total=total)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        with base.unpacked_for_gradients():
+            assert bool(laid_out()) == fits
 
 
 def test_4_bit_weights_are_unpacked_again_where_memory_has_no_room_for_all(tmp_path, monkeypatch):

@@ -107,13 +107,7 @@ class CountedUpdate:
         self.tokenizer: Any = SimpleNamespace(pad_token_id=0)
         self.autocast = precision(args, roles)
         with roles.role("policy"), self.autocast():  # whether there is room for all layers, of which few are counted
-            self._copied = {
-                way: {
-                    "layers": roles.to_unpack(merged=way, on_cpu=on_cpu),
-                    "merging": roles.to_merge(asked=way, on_cpu=on_cpu),
-                }
-                for way in (False, True)
-            }
+            self._unpacked = {way: roles.to_unpack(merged=way, on_cpu=on_cpu) for way in (False, True)}
         roles.train_roles("policy", "value")
         roles.eval()
 
@@ -185,7 +179,8 @@ class CountedUpdate:
             held.enter_context(self.roles.weights_kept())
             if merged or self.on_cpu:
                 with self.counted.phase(leaves="copied weights"):
-                    held.enter_context(self.roles.unpacked(merged=merged, on_cpu=self.on_cpu, **self._copied[merged]))
+                    layers = self._unpacked[merged]
+                    held.enter_context(self.roles.unpacked(merged=merged, on_cpu=self.on_cpu, layers=layers))
             with self.counted.phase() as prefill:
                 self._forward(rows, int(min(lengths.prompt, most - 2)), cache)
             with self.counted.phase() as first:

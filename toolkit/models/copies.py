@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from toolkit import processes
@@ -200,15 +201,65 @@ class _Copied:
         return torch.cat([type(layer).forward(layer, x) for layer in self.layers], dim=-1)
 
 
-# ---------------------------------------------------------------------- with an adapter in them
+# ---------------------------------------------------------------------- that round in another way
+
+
+def to_lay_out(layers: Iterable[Any]) -> list[Any]:
+    """Those of all layers that are faster on a CPU by a copy that is laid out, and not to the same bits: in float32.
+
+    So whether there is room for it is a question of the machine's whole memory, not of what is left at the moment nor
+    of how many processes have a copy each, on which a run's numbers shall not depend.
+    """
+    known = [layer for layer in layers if _is_in_float32(layer)]
+    return known if bytes_of(known) <= _SHARE * memory().total else []
+
+
+def _is_in_float32(layer: Any) -> bool:
+    """Whether it is a linear layer in float32 throughout, and large enough to be laid out."""
+    known = type(layer) is nn.Linear or (type(layer) is Linear4bit and layer.compute_dtype in (None, torch.float32))
+    large = known and layer.in_features * layer.out_features >= _LARGE
+    return large and "forward" not in vars(layer) and _dtype(layer) is torch.float32 and lays_out(torch.float32)
+
+
+def laid_out_forward(layer: Any) -> Callable[..., Tensor]:
+    """A forward pass of such a layer by that copy; in another precision it is the layer's own."""
+    own, weight, bias = layer.forward, _laid_out(weight_of(layer).detach()), layer.bias
+
+    def forward(x: Tensor) -> Tensor:
+        if computed_in(x) is not torch.float32:
+            result: Tensor = own(x)
+            return result
+        found: Tensor = _LaidOut.apply(x, weight, bias, layer)
+        return found
+
+    return forward
+
+
+class _LaidOut(torch.autograd.Function):
+    """W x + b of a frozen layer by a copy of its weight, with the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
+        ctx.layer = layer
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient @ weight_of(ctx.layer), None, None, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not weight.is_mkldnn:
+        return nn.functional.linear(x, weight, bias)
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, *_ALONE)
+    return result
 
 
 def to_merge(layers: Iterable[Any], adapter: str, *, head: Any, asked: bool, on_cpu: bool) -> list[Any]:
     """Those of all layers with adapters whose copies get this one: where `asked`, all that compute W x + b + s · B A x;
-    else those in float32 on a CPU. There the model's `head`, where it has no adapter, is laid out with them.
-
-    It rounds in another way: so unasked, whether there is room for it is a question of the machine's whole memory, not
-    of what is left at the moment nor of how many processes have a copy each, on which a run's numbers shall not depend.
+    else those in float32 on a CPU, for which there is room as `to_lay_out` has it. There the model's `head`, where it
+    has no adapter, is laid out with them.
     """
 
     def is_known(layer: Any) -> bool:
@@ -219,8 +270,7 @@ def to_merge(layers: Iterable[Any], adapter: str, *, head: Any, asked: bool, on_
     exact = on_cpu and not torch.is_autocast_enabled("cpu")
     if not asked:
         known = [layer for layer in known if exact and _in_float32(layer, adapter)]
-    plain = type(head) is nn.Linear and "forward" not in vars(head) and head.weight.dtype is torch.float32
-    if known and exact and plain and _is_laid_out(head.weight):
+    if known and exact and _is_in_float32(head):
         known.append(head)
     return known if asked or bytes_of(known) <= _SHARE * memory().total else []
 
@@ -254,11 +304,7 @@ def merged_forward(layer: Any, adapter: str) -> Callable[..., Tensor]:
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or computed_in(x) is not dtype or (adapted and active_adapters(layer) != (adapter,)):
             return own(x, *args, **kwargs)
-        read = x.to(dtype)
-        if weight.is_mkldnn:
-            result = torch.ops.mkldnn._linear_pointwise(read, weight, bias, *_ALONE)
-        else:
-            result = nn.functional.linear(read, weight, bias)
+        result = _product(x.to(dtype), weight, bias)
         return result.to(x.dtype) if as_given else result
 
     return forward

@@ -15,7 +15,17 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import AdapterError, ModelError
 from toolkit.models.base_checks import check_adapter, check_checkpointing, rows_stay_packed
-from toolkit.models.copies import base_of, bytes_of, forwards, merged_forward, to_merge, unpackable, unpacked_weights
+from toolkit.models.copies import (
+    base_of,
+    bytes_of,
+    forwards,
+    laid_out_forward,
+    merged_forward,
+    to_lay_out,
+    to_merge,
+    unpackable,
+    unpacked_weights,
+)
 from toolkit.models.decoding import padding_takes_positions, positions_of
 from toolkit.models.frozen_lm import FrozenLM
 from toolkit.models.fused_lora import fuse, is_plain
@@ -334,26 +344,18 @@ class SharedBase(FrozenLM):
         activate(self.model, self._layers, self._active_adapter)
 
     def to_unpack(self, *, merged: bool, on_cpu: bool, besides: Collection[nn.Module] = ()) -> list[Any]:
-        apart = {*besides, *map(base_of, self.to_merge(asked=merged, on_cpu=on_cpu))}
+        apart = {*besides, *map(base_of, self._merged_now(asked=merged, on_cpu=on_cpu))}
         return super().to_unpack(merged=merged, on_cpu=on_cpu, besides=apart)
 
     @contextmanager
     def unpacked(
-        self,
-        *,
-        merged: bool = False,
-        on_cpu: bool | None = None,
-        layers: list[Any] | None = None,
-        merging: list[Any] | None = None,
+        self, *, merged: bool = False, on_cpu: bool | None = None, layers: list[Any] | None = None
     ) -> Iterator[None]:
         """As `FrozenLM.unpacked`; and the policy's adapter is merged into the copy of its layers' weights, where asked
         for, or where the base computes in float32 on a CPU. Its factors would else be multiplied with for each token.
-
-        Args:
-            merging: layers of `to_merge`, where they are known.
         """
         on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
-        merging = self.to_merge(asked=merged, on_cpu=on_cpu) if merging is None else merging
+        merging = self._merged_now(asked=merged, on_cpu=on_cpu)
         made = ((layer, partial(merged_forward, layer, "policy")) for layer in merging)
         with forwards(made), super().unpacked(merged=merged, on_cpu=on_cpu, layers=layers):
             yield
@@ -361,18 +363,19 @@ class SharedBase(FrozenLM):
     @contextmanager
     def unpacked_for_gradients(self, *, on_cpu: bool | None = None) -> Iterator[None]:
         """Layers with adapters hold 4-bit weights unpacked inside, on a CPU that has room for them, where each pass
-        with gradients would unpack each of them twice. The results are the same bits.
+        with gradients would unpack each of them twice. The results are the same bits. In float32 they and `lm_head`
+        multiply with a copy that is laid out, which rounds in another way (see `copies.to_lay_out`).
 
         Args:
             on_cpu: as for `unpacked`.
         """
         on_cpu = self.device.type == "cpu" if on_cpu is None else on_cpu
         layers = [layer.base_layer for group in self._fused for layer in group.layers] if on_cpu else []
-        with unpacked_weights(layers):
+        laid_out = to_lay_out([*layers, self.lm_head]) if on_cpu else []
+        with unpacked_weights(layers), forwards((layer, partial(laid_out_forward, layer)) for layer in laid_out):
             yield
 
-    def to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:
-        """The layers that in the active role get a copy of their weights with its adapter in it inside `unpacked`."""
+    def _merged_now(self, *, asked: bool, on_cpu: bool) -> list[Any]:
         return self._to_merge(asked=asked, on_cpu=on_cpu) if self.active_role == "policy" else []
 
     def _to_merge(self, *, asked: bool, on_cpu: bool) -> list[Any]:
