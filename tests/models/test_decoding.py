@@ -373,7 +373,9 @@ def test_layers_with_one_copy_of_their_weights_give_the_same_bits_in_every_role(
         assert torch.equal(tokens, again) and all(map(torch.equal, logits, same_logits))
 
 
-def test_biases_are_in_the_copies_that_responses_are_decoded_with():
+@pytest.mark.parametrize("large", [0, math.inf])
+def test_biases_are_in_the_copies_that_responses_are_decoded_with(large, monkeypatch):
+    monkeypatch.setattr(copies, "_LARGE", large)
     base = shared_base(architecture="qwen2")
     with torch.no_grad():
         for name, p in base.named_parameters():
@@ -383,10 +385,12 @@ def test_biases_are_in_the_copies_that_responses_are_decoded_with():
         expected = base(input_ids=IDS, attention_mask=MASK).logits
         with base.unpacked(merged=True):
             merged = base(input_ids=IDS, attention_mask=MASK).logits
+        with base.unpacked_for_gradients():
+            read = base(input_ids=IDS, attention_mask=MASK).logits
         for group in base._fused:
             group.join(copies._copy, torch.float32)
         joint = base(input_ids=IDS, attention_mask=MASK).logits
-    for found in (merged, joint):
+    for found in (merged, read, joint):
         torch.testing.assert_close(found[MASK.bool()], expected[MASK.bool()], rtol=1e-4, atol=1e-4)
 
 

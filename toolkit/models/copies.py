@@ -1,5 +1,5 @@
 """Copies of weights: those that responses are decoded with, unpacked from 4 bits, laid out for a CPU's kernel, and with
-the policy's adapter in them; and those that stay unpacked over many passes with gradients.
+the policy's adapter in them; and those that stay unpacked, or laid out, over many passes with gradients.
 
 A pass over a prompt and a response unpacks each weight once, its backward pass again, and decoding would for each
 token.
@@ -22,7 +22,7 @@ from toolkit.models.fused_lora import Fused, active_adapters, computed_in, in_au
 
 _ALONE: tuple[Any, ...] = ("none", [], "")  # a product to which nothing else is done
 _LARGE = 2**17  # numbers of a weight in float32: what is called for one that is laid out takes 15 µs, torch's own 2
-_SHARE = 1 / 8  # of the machine's memory, that weights with the policy's adapter in them may take unasked
+_SHARE = 1 / 8  # of the machine's memory, that copies which round in another way may take unasked
 
 
 def bytes_of(layers: Iterable[Any]) -> int:
@@ -210,15 +210,16 @@ def to_lay_out(layers: Iterable[Any]) -> list[Any]:
     So whether there is room for it is a question of the machine's whole memory, not of what is left at the moment nor
     of how many processes have a copy each, on which a run's numbers shall not depend.
     """
-    known = [layer for layer in layers if _is_in_float32(layer)]
+    known = [layer for layer in layers if _gains_in_float32(layer)]
     return known if bytes_of(known) <= _SHARE * memory().total else []
 
 
-def _is_in_float32(layer: Any) -> bool:
-    """Whether it is a linear layer in float32 throughout, and large enough to be laid out."""
+def _gains_in_float32(layer: Any) -> bool:
+    """Whether it is a frozen linear layer in float32 throughout, and large enough to be laid out."""
     known = type(layer) is nn.Linear or (type(layer) is Linear4bit and layer.compute_dtype in (None, torch.float32))
     large = known and layer.in_features * layer.out_features >= _LARGE
-    return large and "forward" not in vars(layer) and _dtype(layer) is torch.float32 and lays_out(torch.float32)
+    free = large and "forward" not in vars(layer) and not layer.weight.requires_grad
+    return free and _dtype(layer) is torch.float32 and lays_out(torch.float32)
 
 
 def laid_out_forward(layer: Any) -> Callable[..., Tensor]:
@@ -270,7 +271,7 @@ def to_merge(layers: Iterable[Any], adapter: str, *, head: Any, asked: bool, on_
     exact = on_cpu and not torch.is_autocast_enabled("cpu")
     if not asked:
         known = [layer for layer in known if exact and _in_float32(layer, adapter)]
-    if known and exact and _is_in_float32(head):
+    if known and exact and _gains_in_float32(head):
         known.append(head)
     return known if asked or bytes_of(known) <= _SHARE * memory().total else []
 
