@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.models import attention
@@ -65,7 +66,7 @@ def within_rows(lengths: list[int]) -> Tensor:
     ("lines", "lengths", "of_value"),
     [
         (1, [40, 5], 16),
-        (1, [5, 1, 20, 3, 70, 2, 64, 64, 75, 9], 16),  # short ones in one block, others of one size in a batch
+        (1, [5, 1, 20, 3, 70, 2, 64, 64, 75, 9], 16),  # of many sizes, filled up to few
         (1, [7, 300, 129, 40], 16),  # several blocks of queries, the last of them short
         (2, [45], 24),  # lines of a row each, values longer than keys
     ],
@@ -84,6 +85,7 @@ def test_gradients_of_rows_in_bfloat16_are_exact_to_their_last_bit(lines, length
         (24, [40, 5, 20, 9, 60]),
         (24, [140, 5, 300, 20, 30, 1, 64, 64]),
         (128, [144, 16, 70]),  # a block of the first row has as many queries and keys as another one with the beginning
+        (200, [210, 5, 60]),  # one of it ends within the beginning
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -100,6 +102,16 @@ def test_so_are_those_of_rows_with_a_common_beginning(common, lengths, masked):
     told = {"row_lengths": lengths, "common_length": common}
     found, _ = attention_by_rows(MODULE, *given, None if mask is None else mask[None, None], **told)
     assert_exact_to_the_last_bit(found, given, allowed, summed=masked)
+
+
+def test_rows_of_many_lengths_are_multiplied_at_once():
+    lengths = [64, 12, 52, 33, 25, 23, 47, 2]
+    given = heads(1, sum(lengths))
+    with profile() as calls:
+        found, _ = attention_by_rows(MODULE, *given, None, row_lengths=lengths, common_length=24)
+        torch.autograd.grad(found, given, torch.ones_like(found))
+    # Two products forwards and five back, of one batch.
+    assert {call.key: call.count for call in calls.key_averages()}["aten::bmm"] == 7
 
 
 @pytest.mark.parametrize("of_mask", [torch.bool, torch.bfloat16, "bias"])
