@@ -139,8 +139,8 @@ def _rounded_up(tokens: int) -> int:
     return -(-tokens // _ROUNDED_UP) * _ROUNDED_UP
 
 
-def _numbers(end: int, first: int = 0) -> Tensor:
-    return torch.arange(first, end, device="cpu")
+def _numbers(end: int) -> Tensor:
+    return torch.arange(end, device="cpu")
 
 
 def _filled_up(blocks: list[_Block], common: int) -> _Batch:
@@ -228,7 +228,7 @@ def _taken(of_tokens: Tensor, places: Tensor, batch: _Batch, *, filling: int | N
 
 
 def _put(found: Tensor, batch: _Batch, of_tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(n · tokens, heads of keys, heads that share one, size), of what `_taken` would give; `of_tokens` are alike."""
+    """The way back: (n · tokens, heads of keys, heads that share one, size), of as many heads as `of_tokens` has."""
     parts = found.view(batch.number, *of_tokens.shape[1:3], -1, found.shape[-1]).permute(0, 3, 1, 2, 4)
     return parts.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
 
