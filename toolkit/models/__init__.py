@@ -4,7 +4,7 @@
 `pretrained` what is read of a checkpoint before, `bits` what is quantised; `base_checks` tries on a few tokens
 (`trials`) what all else relies on, `logit_changes` what comes after `lm_head`. `roles` holds the adapters and switches
 them (nothing else does), `forward` reads values, scores and log-probabilities of `sequences`, whose rows `attention`
-keeps apart (`causal_attention` those of 16 bits on a CPU), `q_values` reads a role's logits as Q-values. `value_model`
+keeps apart (`causal_attention` those in bfloat16 on a CPU), `q_values` reads a role's logits as Q-values. `value_model`
 is a value role with a base of its own and `classifier` a reward with one. `adapters` saves and loads PEFT folders,
 `views` shows roles to trainers that are not ours, `lora` has all that is used of PEFT beyond its public interface,
 `fused_lora` computes its layers, and `decoding` is the loop over new tokens, whose passes `graphs` records on a card.

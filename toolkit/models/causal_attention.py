@@ -1,4 +1,4 @@
-"""Causal attention of 16 bits within rows that stand in lines, on a CPU: computed in float32, by blocks.
+"""Causal attention of bfloat16 within rows that stand in lines, on a CPU: computed in float32, by blocks.
 
 Each token attends to those before it in its row. A row's queries are taken by so many at a time, with no key that comes
 after all of them; and blocks of many rows are filled up to one size and multiplied at once, since on short rows calls
@@ -25,7 +25,7 @@ _CALLS = 2**16  # products that take as long as the calls of a batch
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], common: int, scale: float | None
 ) -> Tensor:
-    """Causal attention of 16 bits on a CPU within rows that stand in lines, (B, L, heads, size) of their tokens.
+    """Causal attention of bfloat16 on a CPU within rows that stand in lines, (B, L, heads, size) of their tokens.
 
     Args:
         query: (B, heads, L, size), of lines that each have rows of these lengths, L tokens in all.
@@ -158,7 +158,7 @@ def _filled_up(blocks: list[_Block], common: int) -> _Batch:
 
 
 class _Causal(torch.autograd.Function):
-    """softmax(s q kᵀ) v of each row's tokens and those before them, in float32, of tensors of 16 bits.
+    """softmax(s q kᵀ) v of each row's tokens and those before them, in float32, of tensors in bfloat16.
 
     With p the shares and g of the result: pᵀ g for v, and with dₛ = p (g vᵀ - Σ p (g vᵀ)): s dₛ k for q and s dₛᵀ q for
     k. The shares are computed again for the gradient, so that only the three tensors are kept (Dao et al. 2022,
