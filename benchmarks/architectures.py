@@ -52,7 +52,7 @@ _TINY: dict[str, Any] = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim"), _INNER),
     **dict.fromkeys(("encoder_ffn_dim", "mlp_hidden_size", "d_inner", "dff", "dim_ff"), _INNER),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), _POSITIONS),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), _VOCABULARY),
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),  # large, so that adapters and positions matter
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
@@ -76,8 +76,9 @@ _TINY: dict[str, Any] = {
 _MLA = {"num_key_value_heads": 4, "head_dim": None}
 _INDEXED = {**_MLA, "index_head_dim": 8, "index_n_heads": 2}
 _CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite", "axk1", "minicpm3"), _MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite", "axk1", "minicpm3", "sarvam_mla"), _MLA),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2"), _INDEXED),
+    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},

@@ -17,6 +17,7 @@ from tests.trainers.helpers import trainer
 from toolkit.data import doubling
 from toolkit.errors import ConfigError
 from toolkit.models import SharedBase, load_base
+from toolkit.models.caches import CACHE
 from toolkit.models.decoding import decode
 from toolkit.models.graphs import RecordedPass
 from toolkit.sampling import Sampler
@@ -165,7 +166,7 @@ def test_where_memory_runs_out_it_says_so_and_holds_none(kind):
     base, passes, caches = shared_base(), [], []
 
     def out_of_memory(_, given, named):
-        caches.append(weakref.ref(named["past_key_values"]))
+        caches.append(weakref.ref(named[CACHE]))
         if len(caches) == 3:  # the one that is recorded
             raise kind("CUDA error: out of memory")
 

@@ -12,6 +12,7 @@ from tests.trainers.helpers import own_classifier
 from toolkit.data import pad_rows
 from toolkit.errors import ModelError
 from toolkit.models import (
+    CACHE,
     Sequences,
     SharedBase,
     ValueModel,
@@ -185,7 +186,7 @@ def test_a_base_that_reads_no_line_of_prompts_is_not_packed():
     model = tiny_model()
 
     def without_lengths(module, given, named):
-        if named.get("past_key_values") is not None:
+        if named.get(CACHE) is not None:
             named = {name: value for name, value in named.items() if name != "row_lengths"}
         return given, named
 

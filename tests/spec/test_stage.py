@@ -5,7 +5,7 @@ import torch
 
 from toolkit.settings import declared
 from toolkit.spec.sections import STAGE_CLASSES
-from toolkit.spec.stage import _INSTEAD, _READ_BY_PPO, OF_NO_RECIPE, WITHOUT_EFFECT, check_stage
+from toolkit.spec.stage import _INSTEAD, _NO_CAST, _NO_UPLOADS, _READ_BY_PPO, OF_NO_RECIPE, WITHOUT_EFFECT, check_stage
 from toolkit.trainers.ppo_config import PPOConfig
 from toolkit.trainers.q_config import QConfig
 from toolkit.trainers.trl_compat import HAS_PPO, TRLPPOConfig
@@ -14,7 +14,7 @@ from toolkit.trainers.trl_compat import HAS_PPO, TRLPPOConfig
 def test_the_lists_name_real_fields():
     names = {f.name for f in fields(TRLPPOConfig)}
     assert names >= _READ_BY_PPO and names >= OF_NO_RECIPE.keys()
-    assert names >= _INSTEAD.keys() if HAS_PPO else not names & _INSTEAD.keys()
+    assert names & _INSTEAD.keys() == (_INSTEAD if HAS_PPO else {**_NO_UPLOADS, **_NO_CAST}).keys()
     assert not _READ_BY_PPO & (_INSTEAD.keys() | OF_NO_RECIPE.keys() | declared(PPOConfig).keys())
     assert WITHOUT_EFFECT["q"].keys() <= {f.name for f in fields(QConfig)}
 

@@ -19,7 +19,7 @@ from toolkit.costs.passes import TOKEN, Phase, learning, of_all_layers, unpacked
 from toolkit.data import Rollout
 from toolkit.errors import ConfigError
 from toolkit.functional import inverse_cdf
-from toolkit.models import InRole, RecordedPass, SharedBase, planned_for_cpu, scores_for, sequence_logits
+from toolkit.models import CACHE, InRole, RecordedPass, SharedBase, planned_for_cpu, scores_for, sequence_logits
 from toolkit.trainers.common import precision
 from toolkit.trainers.objective import Experience
 from toolkit.trainers.ppo import PPOTrainer
@@ -201,7 +201,7 @@ class CountedUpdate:
                 raise
             return None
         token = torch.ones(rows, 1).long()
-        given = {"input_ids": token, "position_ids": token, "past_key_values": cache, "use_cache": True}
+        given = {"input_ids": token, "position_ids": token, CACHE: cache, "use_cache": True}
         given |= self._last_alone
         with self.counted.phase():  # which makes the room for all tokens: a layer's keys and values are there twice
             step.plain(**given)
@@ -221,9 +221,9 @@ class CountedUpdate:
             torch.ones(rows, tokens if cache.is_used else cache.tokens).long(),
             torch.ones(rows, cache.tokens).long(),
         )
-        name = "cache_params" if "cache_params" in known else "past_key_values"
+        name = "cache_params" if "cache_params" in known else CACHE  # that of Mamba before transformers 5.24
         given: dict[str, Any] = {name: cache, "attention_mask": mask}
-        if name == "cache_params" and tokens < cache.tokens:  # Mamba reads no mask after the prompts
+        if all(cache.is_linear) and tokens < cache.tokens:  # Mamba reads no mask after the prompts
             given["attention_mask"] = None
         output = self.roles(input_ids=ids, use_cache=True, **given, **self._last_alone)
         cache.is_used = getattr(output, name, None) is not None  # openai-gpt has none

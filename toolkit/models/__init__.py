@@ -7,7 +7,8 @@ them (nothing else does), `forward` reads values, scores and log-probabilities o
 keeps apart (`causal_attention` those in bfloat16 on a CPU), `q_values` reads a role's logits as Q-values. `value_model`
 is a value role with a base of its own and `classifier` a reward with one. `adapters` saves and loads PEFT folders,
 `views` shows roles to trainers that are not ours, `lora` has all that is used of PEFT beyond its public interface,
-`fused_lora` computes its layers, and `decoding` is the loop over new tokens, whose passes `graphs` records on a card.
+`fused_lora` computes its layers, and `decoding` is the loop over new tokens, whose passes `graphs` records on a card;
+`caches` has what transformers calls the cache.
 """
 
 from toolkit.models.adapters import (
@@ -23,6 +24,7 @@ from toolkit.models.adapters import (
 from toolkit.models.attention import planned_for_cpu
 from toolkit.models.base_checks import check_checkpointing
 from toolkit.models.bits import about_other_bits, check_bits, own_quantization, quantize_outline
+from toolkit.models.caches import CACHE
 from toolkit.models.classifier import (
     add_lora,
     check_reads_tokens,

@@ -23,7 +23,8 @@ from transformers import (
     TextStreamer,
 )
 
-from toolkit.models.graphs import RecordedPass, keeps_all
+from toolkit.models.caches import CACHE, keeps_all
+from toolkit.models.graphs import RecordedPass
 from toolkit.models.sequences import Sequences
 
 _FEW = 4  # rows for which transformers' kernels of few tokens are taken: of a mixture they copy experts for each row
@@ -108,7 +109,7 @@ def decode(
     living = torch.ones_like(rows, dtype=torch.bool)
     positions = positions_of(model.config)
     first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
-    in_line = packs_prompts and len(ids) > 1 and "logits_to_keep" in first and keeps_all(first.get("past_key_values"))
+    in_line = packs_prompts and len(ids) > 1 and "logits_to_keep" in first and keeps_all(first.get(CACHE))
     step = RecordedPass(model, output.shape[1]) if graphs else partial(model, return_dict=True)
     passed = _read_in_line(model, first) if in_line else model(**first, return_dict=True)
     living_at_least = _LIVING_IN_GRAPHS if graphs else _LIVING
@@ -160,7 +161,7 @@ def _read_in_line(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
     rows = {"row_lengths": line.row_lengths, "common_length": line.common_length, "logits_to_keep": places[:, -1]}
     passed = model(**{**inputs, **laid_out, **rows}, return_dict=True)
     passed.logits = passed.logits.transpose(0, 1)
-    for layer in inputs["past_key_values"].layers:
+    for layer in inputs[CACHE].layers:
         layer.keys, layer.values = (of_line[0][:, places].transpose(0, 1) for of_line in (layer.keys, layer.values))
     return passed
 

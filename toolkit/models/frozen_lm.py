@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from toolkit.errors import ModelError
 from toolkit.models.attention import without_cudnn_attention
 from toolkit.models.base_checks import check_base
+from toolkit.models.caches import CACHE
 from toolkit.models.copies import copied, have_room, unpackable
 from toolkit.models.decoding import decode
 from toolkit.models.freed_memory import keep_freed_memory
@@ -110,7 +111,7 @@ class FrozenLM(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Last hidden states (B, L, H), of which `logits` can be made."""
-        kwargs |= {"attention_mask": attention_mask, "use_cache": "past_key_values" in kwargs}
+        kwargs |= {"attention_mask": attention_mask, "use_cache": CACHE in kwargs}
         return self.causal_lm.base_model(input_ids=input_ids, **kwargs).last_hidden_state
 
     def forward(self, **kwargs: Any) -> Any:

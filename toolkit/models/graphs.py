@@ -9,26 +9,18 @@ pass. In return nothing stays behind that an optimizer's step would make stale, 
 """
 
 import inspect
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from toolkit.errors import ConfigError
+from toolkit.models.caches import CACHE, keeps_all
 
 _MULTIPLE = 8  # of slots: where a mask has another width, attention copies it to such a one in each layer
 _REMEDY = "Take eager or merged."
-
-
-def keeps_all(cache: Any, width: float = math.inf) -> bool:
-    """Whether it is a cache of keys and values, of which each layer keeps all tokens of rows that are so wide."""
-    return isinstance(cache, DynamicCache) and all(
-        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > width)
-        for layer in cache.layers
-    )
 
 
 def check_records(model: PreTrainedModel, width: int) -> None:
@@ -38,7 +30,7 @@ def check_records(model: PreTrainedModel, width: int) -> None:
         ConfigError: they are not. That one of another kind asks for a number, which no graph can, only a card tells.
     """
     what, takes = f"graphs cannot be made of a {type(model).__name__}", inspect.signature(model.forward).parameters
-    if "past_key_values" not in takes or not keeps_all(DynamicCache(config=model.config), width):
+    if CACHE not in takes or not keeps_all(DynamicCache(config=model.config), width):
         raise _refused(f"{what}: its cache is not one of keys and values of all {width} tokens of a row.")
     if "position_ids" not in takes:
         raise _refused(f"{what}: it takes no positions.")
@@ -141,7 +133,7 @@ class RecordedPass:
 
     def _make_room(self, inputs: dict[str, Any]) -> None:
         if not self._rows:
-            cache = inputs["past_key_values"]
+            cache = inputs[CACHE]
             if not keeps_all(cache, self.width):
                 raise _refused(f"graphs cannot be made of a {type(cache).__name__}.")
             self._tokens = cache.get_seq_length()

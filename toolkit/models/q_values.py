@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
 from toolkit.functional.logprobs import in_chunks
+from toolkit.models.caches import CACHE
 from toolkit.models.decoding import RowProcessor, positions_of
 from toolkit.models.forward import after_responses, before_response_tokens, hidden_states_of, response_logprobs, scatter
 from toolkit.models.heads import QBound
@@ -130,8 +131,8 @@ class WeightedByQ(RowProcessor):
 
     def __init__(self, base: SharedBase, attention_mask: Tensor, *, temperature: float):
         self.base, self.mask, self.temperature = base, attention_mask.long(), temperature
-        takes_it = "past_key_values" in inspect.signature(base.causal_lm.base_model.forward).parameters
-        self.cache = DynamicCache(config=base.config) if takes_it else None
+        cache, takes = DynamicCache(config=base.config), inspect.signature(base.causal_lm.base_model.forward).parameters
+        self.cache = cache if CACHE in takes and not all(cache.is_linear) else None
 
     def keep(self, rows: Tensor) -> None:
         self.mask = self.mask[rows]
@@ -145,7 +146,7 @@ class WeightedByQ(RowProcessor):
         positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)[:, -unread.shape[1] :]
         if (learnt := positions_of(self.base.config)) is not None:  # of rows that have ended, and wait for others
             positions = positions.clamp(max=learnt - 1)
-        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        cache = {} if self.cache is None else {CACHE: self.cache}
         with self.base.role("q"):
             states = self.base.hidden_states(unread, self.mask, position_ids=positions, **cache)
         q = _q_of_states(self.base, "q", states[:, -1])

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from toolkit import processes
 
-READ_FROM = {"transformers": "5.23.0", "trl": "1.16.0", "accelerate": "1.15.0"}
+READ_FROM = {"transformers": "5.24.0", "trl": "1.16.0", "accelerate": "1.15.0"}
 
 
 def autocast(args: TrainingArguments, device: str, *, cache_enabled: bool | None = True) -> torch.autocast:
