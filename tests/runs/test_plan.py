@@ -19,8 +19,9 @@ from tests.tiny_runs import byte_tokenizer, chat_recipe, command_here, save_llam
 from toolkit import recipes
 from toolkit.costs import CARDS, Lengths, named
 from toolkit.errors import ConfigError, ModelError, RecipeError, ToolkitError
+from toolkit.models import on_another_machine
 from toolkit.runs.check import check
-from toolkit.runs.plan import _Planner, plan
+from toolkit.runs.plan import _Planner, _precision_of, plan
 from toolkit.runs.plan_report import PhaseTime
 from toolkit.trainers.trl_compat import HAS_PPO
 
@@ -145,10 +146,12 @@ def test_a_recipe_with_graphs_is_planned_with_them(checkpoint, tmp_path):
         assert time.phase == "decode" and (time.seconds == time.graphs) == ("graphs" in how)
     assert decode["graphs"].graphs == pytest.approx(decode["eager"].graphs)
     assert decode["merged_graphs"].seconds < decode["graphs"].seconds < decode["eager"].seconds
-    planner = _Planner(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs", long), named("4090"))
-    # Keys and values of 2 layers of 32 numbers in 16 bits, of 4 rows: there is room for all tokens, a multiple of 8.
+    card = named("4090")
+    with on_another_machine(_precision_of(card)):
+        planner = _Planner(chat_recipe(tmp_path, checkpoint, "ppo.generation=graphs", long), card)
+        decoded = [phase.costs for phase in planner.update.phases("rollout") if phase.name == "decode"]
     assert planner.lengths == Lengths(105, 400, 512)
-    decoded = [phase.costs for phase in planner.update.phases("rollout") if phase.name == "decode"]
+    # Keys and values of 2 layers of 32 numbers in 16 bits, of 4 rows: there is room for all tokens, a multiple of 8.
     assert [costs.of_peak["KV cache"] for costs in decoded] == [2 * 2 * 32 * 2 * 4 * 512] * 2
     planner = _Planner(chat_recipe(tmp_path, checkpoint, "ppo.generation=merged_graphs"), named("4090"))
     assert next(planner._changes("rollout")) == {"generation": "graphs"}
