@@ -97,7 +97,8 @@ def test_an_update_mixes_no_devices_and_comes_to_the_same(settings, quantised, t
         responses = there.generate(batch)
         assert there.rollouts.sequences(responses, range(2)).packed == packs
         found = there.step(batch, responses, there.score(batch, responses))
-    assert responses.response_ids == expected.response_ids and found == pytest.approx(stats, rel=1e-4, abs=1e-6)
+    # Up to what `sampler_gap` is of eager passes: what rounding makes, which other instructions round otherwise.
+    assert responses.response_ids == expected.response_ids and found == pytest.approx(stats, rel=1e-4, abs=5e-6)
     assert any(graph.played for graph in graphs) == ("graphs" in settings.get("generation", ""))
     moved = there.roles.parameters_of("policy")[1]
     assert moved.device == CARD
