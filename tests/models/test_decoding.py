@@ -81,6 +81,7 @@ def test_tokens_and_logits_are_those_of_transformers_own_loop(kind, tmp_path):
         assert len(our_logits[-1]) < 6 == len(their_logits[-1])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("kind", "common", "padded"),
     [

@@ -41,6 +41,7 @@ def a_base(kind, tmp_path):
 KINDS = ["llama", "qwen2", "gpt2", "opt", "llama in NF4", "mistral", "youtu", "gemma3_text"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("kind", "padded"), [*((kind, True) for kind in KINDS), ("llama", False), ("gpt2", False)])
 def test_tokens_are_those_of_transformers_own_loop(kind, padded, tmp_path):
     base, ids = a_base(kind, tmp_path), IDS if padded else torch.arange(3, 27).view(6, 4)
