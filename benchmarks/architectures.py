@@ -78,7 +78,7 @@ _INDEXED = {**_MLA, "index_head_dim": 8, "index_n_heads": 2}
 _CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite", "axk1", "minicpm3", "sarvam_mla"), _MLA),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2"), _INDEXED),
-    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1},
+    "dory": {"n_input_layers": 1, "n_output_layers": 0},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
