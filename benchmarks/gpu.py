@@ -5,8 +5,8 @@
 No network, no checkpoint, no tokenizer file: the model has Llama-3.1-8B's configuration and random weights, prompts and
 responses are random ids of one length each, and in two rows of uneven ones, of which one packs them. All four roles,
 value separate and shared; checkpointing off and on, responses by a merged copy of the weights, and either with CUDA
-graphs; seconds and peak memory by phase, each with what `toolkit plan` says of it. `--small` runs the same code on a
-CPU with a tiny model, for the tests.
+graphs; seconds and peak memory by phase, each with what `toolkit plan` says of it. A run that was cut short goes on
+with its next row. `--small` runs the same code on a CPU with a tiny model, for the tests.
 """
 
 import argparse
@@ -17,12 +17,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks import floor
 from benchmarks.clock import WARM_UP, PhaseClock
@@ -31,7 +32,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.loops import run_ours
 from benchmarks.planned import planned
 from benchmarks.random_llama import LLAMA_8B, TINY, id_tokenizer, outline, random_llama
-from benchmarks.records import RESULTS, new_result, result_path, write_result
+from benchmarks.records import RESULTS, new_result, read_result, result_path, write_result
 from benchmarks.start import RANK, Built, Job
 from benchmarks.table import section
 from benchmarks.work import PHASES, Size, Work
@@ -68,6 +69,11 @@ class Settings:
     prompt_length: int
     updates: int
     device: torch.device
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Of as many words as the model has ids: a second, which each row would take again."""
+        return id_tokenizer(self.llama)
 
 
 def settings(*, small: bool, updates: int, rollouts: int) -> Settings:
@@ -135,7 +141,7 @@ class PeakMemory:
 
 
 def _job(given: Settings, work: Work, folder: Path, **form: Any) -> tuple[Job, PPOConfig]:
-    job = Job("", work, id_tokenizer(given.llama), folder, WARM_UP + given.updates)
+    job = Job("", work, given.tokenizer, folder, WARM_UP + given.updates)
     on_cpu, at_a_time = given.device.type == "cpu", work.size.micro_batch
     return job, ppo_config(job, **form, local_rollout_forward_batch_size=at_a_time, use_cpu=on_cpu)
 
@@ -207,13 +213,19 @@ def _foreseen(given: Settings, work: Work, *, value: str, **form: Any) -> dict[s
     return found | {"planned_seconds": seconds}
 
 
-def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+def run(
+    given: Settings,
+    console: Console,
+    save: Callable[[dict[str, Any]], Any],
+    before: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda result: None,
+) -> dict[str, Any]:
     """All rows on one machine.
 
     Args:
         given: what is run.
         console: for progress.
         save: is given the result so far after every row, so that a run that is cut short loses one row at most.
+        before: gives what stands where a result is to be saved, whose rows are kept if they are of the same.
 
     Returns:
         The result as it is written.
@@ -245,10 +257,15 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
         rows=[],
         floor=floors,
     )
+    result |= _begun(before(result), result)
+    done = [_key(row) for row in result["rows"]]
     by_graphs = BY_GRAPHS if given.device.type == "cuda" else ()
     last = [("separate", by_graphs)] if by_graphs else []
     uneven = [{**FORMS[0], "lengths": how} for how in ("uneven", PACKED)]
-    for value, forms in [("separate", (*FORMS, *uneven)), ("shared", (*FORMS, *uneven, *by_graphs)), *last]:
+    for value, of_base in [("separate", (*FORMS, *uneven)), ("shared", (*FORMS, *uneven, *by_graphs)), *last]:
+        forms = [form for form in of_base if _key({"value": value, "lengths": "even", **form}) not in done]
+        if not forms:
+            continue
         base = random_llama(given.llama, given.device)
         result["model"]["weights_gb"] = weight_bytes_of(base) / 1e9
         roles = add_roles(_shared(base), value)
@@ -263,11 +280,24 @@ def run(given: Settings, console: Console, save: Callable[[dict[str, Any]], Any]
             save(result)
             console.print(_line(row), highlight=False, soft_wrap=True)
             if row.get("recording_failed"):
-                return _with_plans(result, given, works["even"])
+                return _with_plans(result, given, works["even"], save)
             _free()
         del base, roles
         _free()
-    return _with_plans(result, given, works["even"])
+    return _with_plans(result, given, works["even"], save)
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["value"], *(row[key] for key in FORMS[0]), row["lengths"]
+
+
+def _begun(before: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
+    """Model and rows of an earlier run of the same that was cut short; nothing of one that has all, and its plans."""
+    same = ("machine", "versions", "commit", "arguments", "work")
+    if before is None or before.get("whole") or any(before.get(key) != result.get(key) for key in same):
+        return {}
+    rows = [row for row in before["rows"] if not row.get("recording_failed")]
+    return {"model": before["model"], "rows": rows}
 
 
 def _shared(base: PreTrainedModel) -> SharedBase:
@@ -278,13 +308,16 @@ def _shared(base: PreTrainedModel) -> SharedBase:
         return SharedBase(base)
 
 
-def _with_plans(result: dict[str, Any], given: Settings, work: Work) -> dict[str, Any]:
-    """The result with what plans say of its rows; seconds each, for which a card that is lent need not wait."""
+def _with_plans(
+    result: dict[str, Any], given: Settings, work: Work, save: Callable[[dict[str, Any]], Any]
+) -> dict[str, Any]:
+    """The result with what plans say of its rows: some ten seconds each, for which no row has to wait."""
     for row in result["rows"]:
-        if "seconds" in row and row["lengths"] == "even":
+        if "seconds" in row and row["lengths"] == "even" and "planned_gb" not in row:
             form = {key: row[key] for key in ("value", *FORMS[0])}
             row |= _foreseen(given, work, **form)
-    return result
+            save(result)
+    return result | {"whole": True}
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -318,7 +351,12 @@ def main() -> int:
     except BenchmarkError as error:
         progress.print(f"{type(error).__name__}: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
-    result = run(given, progress, save=lambda so_far: write_result(so_far, args.output))
+    result = run(
+        given,
+        progress,
+        save=lambda so_far: write_result(so_far, args.output),
+        before=lambda result: read_result(result, args.output),
+    )
     write_result(result, args.output)
     print(section("gpu", result))
     progress.print(f"result: {result_path(result, args.output)}", highlight=False, soft_wrap=True)

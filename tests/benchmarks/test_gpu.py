@@ -142,6 +142,40 @@ def test_a_recording_that_fails_loses_no_row_without_graphs(fails, monkeypatch):
     assert asked == plain + by_graphs[: 1 if fails else 4] and len(found["rows"]) == len(asked)
 
 
+def test_a_run_that_was_cut_short_goes_on_with_its_next_row(monkeypatch):
+    given, made, saved, planned = gpu.settings(small=True, updates=1, rollouts=4), [], [], []
+    figures = dict.fromkeys(PHASES, 1.0)
+
+    def measured(given, roles, work, *, value, **form):
+        made.append((value, form["generation"]))
+        if len(made) == 8:
+            raise KeyboardInterrupt
+        return {"value": value, **form, "seconds": figures, "peak_gb": figures}
+
+    def foreseen(*arguments, **row):
+        planned.append(row)
+        if len(planned) == 2:
+            raise KeyboardInterrupt
+        return {"planned_gb": figures}
+
+    def run():
+        save = lambda so_far: saved.append(json.loads(json.dumps(so_far)))  # noqa: E731
+        return gpu.run(given, Console(quiet=True), save, lambda result: saved[-1] if saved else None)
+
+    monkeypatch.setattr(gpu, "measure", measured)
+    monkeypatch.setattr(gpu, "_foreseen", foreseen)
+    monkeypatch.setattr(gpu.floor, "measure", lambda *given, **named: {key: {"seconds": figures} for key in given[0]})
+    for _ in range(2):  # in a row, and in a plan
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    found = run()
+    ways = ["eager", "eager", "merged", "eager", "eager"]
+    assert made[:7] + made[8:] == [(value, way) for value in ("separate", "shared") for way in ways]
+    assert len(found["rows"]) == 10 and found["model"]["weights_gb"] > 0
+    assert len(planned) == 7 and ["planned_gb" in row for row in found["rows"]] == [True, True, True, False, False] * 2
+    assert gpu._begun(found, found) == gpu._begun(None, found) == gpu._begun(saved[3] | {"commit": ""}, found) == {}
+
+
 def test_a_card_whose_limits_are_not_known_has_no_seconds_foreseen(monkeypatch):
     figures = dict.fromkeys(PHASES, 1.0)
     planned = {"planned_seconds": dict.fromkeys(PHASES, 2.0), "planned_gb": dict.fromkeys(PHASES, 3.0)}

@@ -16,7 +16,13 @@ from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 from trl import RewardConfig
 
 from benchmarks.architectures import tiny_config
@@ -41,7 +47,7 @@ from toolkit.costs.devices import here, this_cpu
 from toolkit.costs.outline import alike, truncated
 from toolkit.data import doubling
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.models import SharedBase, copies, quantize_outline
+from toolkit.models import SharedBase, ValueModel, copies, quantize_outline
 from toolkit.trainers.ppo_config import PPOConfig
 
 ROWS, WIDTH = 1000, 500
@@ -455,6 +461,30 @@ def test_deep_models_are_told_from_their_first_layers(checkpointing, tmp_path, m
     trained = sum(p.numel() for role in ("policy", "value") for p in roles.parameters_of(role))
     (kernel,) = step.costs.kernels
     assert step.times == 1 and kernel.bytes == 4 * trained * (1 + 2 + 1 + 2 + 2 * 2)
+
+
+def test_beside_a_value_model_all_layers_are_counted(tmp_path):
+    """Of few layers the most would be the value model's pass, which does not grow with those left out."""
+    args = PPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, response_length=8, per_device_train_batch_size=2, num_ppo_epochs=1,
+        gradient_accumulation_steps=1, num_mini_batches=1, gradient_checkpointing=False,
+    )  # fmt: skip
+
+    def update(value_layers):
+        roles = deep(lora(), vocab_size=77, hidden_size=32, num_hidden_layers=9)
+        if value_layers:
+            sizes = {"vocab_size": 77, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+            config = LlamaConfig(**sizes, num_hidden_layers=value_layers, num_labels=1)
+            roles.remove_role("value")
+            with torch.device("meta"):
+                roles.place_value(ValueModel(LlamaForSequenceClassification(config), lora()))
+            take_shape(roles)
+        return CountedUpdate(Counted(77), roles, args, Lengths(48, 8)).phases("update")[0].costs.peak
+
+    small, without = update(1), update(0)
+    # The base's own pass is the most, to which a few layers of another add their gradients and no more.
+    assert small == pytest.approx(without, rel=0.1) and update(3) == pytest.approx(small, rel=0.1)
+    assert update(9) > 1.2 * small
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

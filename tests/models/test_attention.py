@@ -281,5 +281,6 @@ def test_flash_attention_is_of_16_bits_and_newer_cards(dtype, autocast, capabili
         with monkeypatch.context() as patch:
             patch.setattr(attention, "Tensor", type(query))  # as real ones are
             assert attention._is_without_flash(query) is without
+        assert attention._is_without_flash(query) is without  # planned for a card of which the precision is known
     assert not attention._is_without_flash(torch.empty(1, 4, 8, 16, dtype=dtype))
     attention._has_flash.cache_clear()

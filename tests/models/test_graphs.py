@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig
 from benchmarks.architectures import tiny_model as tiny_architecture
 from tests.models.test_decoding import IDS, MASK, PROMPTS, base_of, greedy
 from tests.recorded import graphs_without_a_card
-from tests.tiny_models import lora, randomize, shared_base, tiny_model
+from tests.tiny_models import VOCABULARY, lora, randomize, shared_base, tiny_model
 from tests.trainers.helpers import trainer
 from toolkit.data import doubling
 from toolkit.errors import ConfigError
@@ -76,16 +76,33 @@ def test_rows_that_have_ended_leave_by_halves(merged):
     assert found.response_ids == expected.response_ids
     for ours, theirs in zip(found.sampler_logprobs, expected.sampler_logprobs, strict=True):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-4)
-    longer = [sum(len(ids) > step for ids in expected.response_ids) for step in range(max(expected.lengths))]
-    rows, expected_rows = 12, []
-    for number in longer[1:]:
-        rows = number if number <= rows / 2 else rows
+    longer = [sum(len(ids) > step for ids in expected.response_ids) for step in range(17)]
+    rows, expected_rows, left = 12, [], True
+    for step in range(1, 16):
+        known = longer[step if left else step - 1]  # how many go on is known a token later, but where rows have left
+        if left := 0 < known <= rows / 2:
+            rows = longer[step]
+        if not known or not rows:
+            break
         expected_rows.append(rows)
     bunches = {rows: expected_rows.count(rows) for rows in dict.fromkeys(expected_rows)}
     assert len(bunches) > 2
     # Each number of rows has a plain pass, and one that is recorded if there are more tokens.
     assert numbers[1:] == [rows for rows, times in bunches.items() for _ in range(min(times, 2))]
     assert [graph.played for graph in graphs] == [times - 1 for times in bunches.values() if times > 1]
+
+
+def test_what_is_computed_after_all_have_ended_is_not_given():
+    """How many rows go on is known a token later, so that a card need not stand idle until Python has asked."""
+    model = tiny_model()
+    for stop in range(VOCABULARY):
+        by = {"eos": [stop, 2], "tokens": 12, "ids": IDS[:1]}
+        theirs, seen = greedy(model, by=None, **by)
+        with graphs_without_a_card():
+            ours, our_seen = greedy(model, by=recorded, **by)
+        assert torch.equal(ours, theirs)
+        ended_later = 1 < len(seen) < 12  # the first answer is waited for
+        assert len(our_seen) == len(seen) + ended_later
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,9 +242,10 @@ def test_a_pass_reads_what_it_is_given_each_time():
         assert torch.equal(positions[:, 0], lengths + step) and torch.equal(seen, lengths + step + 1)
 
 
+@pytest.mark.card
 @pytest.mark.parametrize(("generation", "nf4"), [("graphs", False), ("graphs", True), ("merged_graphs", False)])
 def test_an_update_learns_from_what_was_played_back(generation, nf4, tmp_path, monkeypatch):
-    """On a card where there is one (`make test-gpu`): what a graph needs of real kernels only it can show."""
+    """On a card where there is one: what a graph needs of real kernels only it can show."""
     on_card, dtype = torch.cuda.is_available(), "bfloat16" if nf4 else "float32"
     if not on_card:
         monkeypatch.setattr(self_checks, "check_device_records", lambda device: None)

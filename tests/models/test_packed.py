@@ -127,9 +127,10 @@ def test_rows_are_packed_in_16_and_in_4_bits(tmp_path):
     assert SharedBase(base).packs_rows
 
 
+@pytest.mark.card
 @pytest.mark.parametrize("nf4", [False, True])
 def test_rows_are_packed_on_a_card_where_it_is_asked_for(nf4, tmp_path):
-    """On one where there is one (`make test-gpu`), with prompts that are read in a line, too."""
+    """On one where there is one, with prompts that are read in a line, too."""
     tiny_model(size=64).save_pretrained(tmp_path)
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if nf4 else None
     model = load_base(str(tmp_path), dtype="float32", quantization=quantization)

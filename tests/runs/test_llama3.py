@@ -13,6 +13,8 @@ from toolkit.runs import stages
 from toolkit.sampling import SIGNS
 from toolkit.spec.sources import lora_config
 
+pytestmark = pytest.mark.card
+
 
 def test_the_scripts_settings_to_the_letter():
     recipe = recipes.load("llama3_8b_lora")

@@ -24,6 +24,8 @@ from toolkit.trainers.q_learning import QTrainer
 from toolkit.trainers.reward import RewardConfig, reward_trainer
 from toolkit.trainers.sft import sft_trainer
 
+pytestmark = pytest.mark.card
+
 HUGE = 2.0**120  # no float16 gradient survives this
 DEVICE = default_device().type
 ON_CPU = {"use_cpu": DEVICE == "cpu"}

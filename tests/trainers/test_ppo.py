@@ -522,23 +522,26 @@ def test_a_score_of_ones_own_may_be_all_that_step_takes(tmp_path):
     assert found == pytest.approx([1.5, 1.5, 1.5])
 
 
-def test_adapters_are_converted_once_for_each_optimizer_step(tmp_path, monkeypatch):
+def test_adapters_are_converted_once_for_each_reading_and_optimizer_step(tmp_path, monkeypatch):
     def weights():
         set_seed(0)
-        ours = trainer(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, num_ppo_epochs=2)
+        rows_at_a_time = {"per_device_train_batch_size": 1, "local_rollout_forward_batch_size": 1}
+        ours = trainer(tmp_path, **rows_at_a_time, gradient_accumulation_steps=4, num_ppo_epochs=2)
         ours._prepare_training()
         rows, scores = rollout([[5, 2], [6, 2], [7, 7, 2], [8]]), torch.tensor([1.0, -1.0, 0.5, 2.0])
+        converted.clear()
         experience = ours._make_experience(rows, scores)
+        read = len(converted) / len(ours.roles._fused)
         converted.clear()
         ours._update(experience)
         assert all(group.kept is None for group in ours.roles._fused)
-        return len(converted) / len(ours.roles._fused), snapshot(ours.roles)
+        return read, len(converted) / len(ours.roles._fused), snapshot(ours.roles)
 
     converted, own = [], fused_lora._adapters
     monkeypatch.setattr(fused_lora, "_adapters", lambda *given: converted.append(given) or own(*given))
-    times, kept = weights()
-    assert times == 2 * 2  # epochs, policy and value
+    read, times, kept = weights()
+    assert read == 2 and times == 2 * 2  # policy and value, and epochs
     monkeypatch.setattr(SharedBase, "weights_kept", nullcontext)
-    times, anew = weights()
-    assert times == 2 * 2 * 4  # micro-batches
+    read, times, anew = weights()
+    assert read == 2 * 4 and times == 2 * 2 * 4  # rows, and micro-batches
     assert kept.keys() == anew.keys() and all(torch.equal(kept[name], anew[name]) for name in kept)

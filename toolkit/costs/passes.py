@@ -40,9 +40,11 @@ class Phase:
 
 def of_all_layers(roles: SharedBase, count: Callable[[], list[Phase]], args: Any) -> list[Phase]:
     """What is counted of a base. Layers that are all alike are counted two and three at a time: what the third one
-    adds, the others do, unless every n-th one is checkpointed."""
+    adds, the others do, unless every n-th one is checkpointed, or there is a value model beside them, which would have
+    more activations than a few of them."""
     number = alike(roles)
-    if number is None or number <= _FEW + 1 or "every_n_layers" in (args.gradient_checkpointing_kwargs or {}):
+    by_itself = "every_n_layers" in (args.gradient_checkpointing_kwargs or {}) or roles.value_model is not None
+    if number is None or number <= _FEW + 1 or by_itself:
         return count()
     with truncated(roles, _FEW):
         few = count()

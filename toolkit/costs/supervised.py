@@ -33,23 +33,24 @@ def counted_step(
         kind: of the stage's data: "demonstrations" for sft, "pairs" or "labelled" for a reward.
         roles: as `take_shape` leaves them, with the role that the stage trains.
         args: of the stage.
-        length: tokens of all rows, which are as long as they can be; `held_out` of those of the evaluation.
+        length: tokens of all rows, which are as long as they can be; `held_out` of those of the evaluation. On a card
+            all but one are a token shorter, for the mask that padding brings.
         on_cpu: as for `CountedUpdate`.
     """
     sft = kind == "demonstrations"
     stage = "sft" if sft else "reward"
 
-    def rows_of(number: int, tokens: int) -> list[dict[str, Any]]:
-        ids = [TOKEN] * tokens
-        forms: dict[str, dict[str, Any]] = {
-            "demonstrations": {"input_ids": ids, "labels": ids},
-            "pairs": {"chosen_ids": ids, "rejected_ids": ids},
-            "labelled": {"input_ids": ids, "labels": 0},
-        }
-        return [forms[kind]] * number
-
     # Packed rows of several are full, and stand in one line with rows beside them.
     in_line = sft and args.packing and (args.padding_free or args.packing_strategy != "wrapped")
+
+    def rows_of(number: int, tokens: int) -> list[dict[str, Any]]:
+        ids = [TOKEN] * tokens
+        # Under a mask a card has keys and values for each head. A CPU needs none: it packs rows.
+        fewer = ids if on_cpu or in_line else ids[: max(1, tokens - 1)]
+        if kind == "pairs":
+            return [{"chosen_ids": ids, "rejected_ids": fewer}] * number
+        return [{"input_ids": row, "labels": row if sft else 0} for row in (ids, *[fewer] * (number - 1))]
+
     parts = 2 if in_line else 1
     rows = rows_of(parts * args.per_device_train_batch_size, max(1, length // parts))
     evaluated = rows_of(parts * args.per_device_eval_batch_size, max(1, held_out // parts))

@@ -247,7 +247,7 @@ class CountedUpdate:
         ids = torch.ones(rows, self.lengths.prompt + self.lengths.response).long()
         read = {"attention_mask": torch.ones_like(ids), "pad_token_id": self.tokenizer.pad_token_id}
         for role in (role for role in self.roles.roles if scores_for(role) in whose):
-            with self.counted.phase() as costs, self.autocast():
+            with self.counted.phase() as costs, self.autocast(), self.roles.weights_kept():
                 sequence_logits(self.roles, ids, role=role, **read)
             yield costs
 

@@ -122,11 +122,12 @@ def _of_one_token(
 
 
 def _is_without_flash(query: Tensor) -> bool:
-    """Whether it is of a card that has no flash attention for its precision, or planned for a card in float32."""
+    """Whether it is of a card that has no flash attention for its precision, or planned for one: a card that computes
+    bfloat16 has it, and `auto` is float16 where none does."""
     planned = type(query) is not Tensor and not _planned_for_cpu.get()
-    if query.device.type != "cuda" and not planned:
-        return False
-    return computed_in(query) is torch.float32 or not (planned or _has_flash(query.device))
+    if planned:
+        return computed_in(query) is not torch.bfloat16
+    return query.device.type == "cuda" and (computed_in(query) is torch.float32 or not _has_flash(query.device))
 
 
 @lru_cache(maxsize=8)

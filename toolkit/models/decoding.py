@@ -6,6 +6,7 @@ padding and what they begin with once; passes over new tokens may be played back
 before the loop, and each pass's inputs, stay transformers'.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -111,6 +112,7 @@ def decode(
     first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
     in_line = packs_prompts and len(ids) > 1 and "logits_to_keep" in first and keeps_all(first.get(CACHE))
     step = RecordedPass(model, output.shape[1]) if graphs else partial(model, return_dict=True)
+    asked, late = None, graphs and streamer is None  # how many go on, of the token before: a card plays back meanwhile
     passed = _read_in_line(model, first) if in_line else model(**first, return_dict=True)
     living_at_least = _LIVING_IN_GRAPHS if graphs else _LIVING
     with model._optimize_model_for_decode() if len(ids) <= _FEW else nullcontext():
@@ -127,11 +129,19 @@ def decode(
             if streamer is not None:
                 streamer.put(tokens.cpu())
             living &= ~stopping_criteria(ids, None)
-            number = int(living.sum())
-            if not number:
+            latest = _asked(living)
+            answer = asked or latest
+            if not (number := answer()):
+                width -= answer is not latest  # the last token was computed for none
                 break
+            if width == output.shape[1]:
+                break
+            asked = latest if late else None
             if rows_leave and number <= living_at_least * len(rows):
                 stay = living.nonzero().squeeze(1)
+                if not len(stay):
+                    break
+                asked = None
                 for processor in logits_processor:
                     processor.keep(stay)
                 inputs = {name: _kept(value, stay, len(rows)) for name, value in inputs.items()}
@@ -146,6 +156,20 @@ def decode(
     if streamer is not None:
         streamer.end()
     return output[:, :width]
+
+
+def _asked(living: Tensor) -> Callable[[], int]:
+    """Has a device count the rows that go on; what it gives waits for the answer."""
+    number = living.sum().to("cpu", non_blocking=True)
+    if not living.is_cuda:
+        return partial(int, number)
+    (answered := torch.cuda.Event()).record()
+
+    def waited_for() -> int:
+        answered.synchronize()
+        return int(number)
+
+    return waited_for
 
 
 def _read_in_line(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:

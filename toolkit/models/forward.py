@@ -30,11 +30,10 @@ def hidden_states_of(base: SharedBase, sequences: Sequences, *, of_value: bool =
     return model.hidden_states(sequences.input_ids, sequences.attention_mask, position_ids=positions, **rows)
 
 
-def before_response_tokens(hidden: Tensor, sequences: Sequences) -> Tensor:
-    """(N, H): the states from which each real response token is predicted, padding left out."""
-    mask = sequences.response_mask
-    lines = sequences.lines.unsqueeze(1).expand_as(mask)[mask]
-    return hidden[lines, sequences.response_positions[mask] - 1]
+def states_before_tokens(base: SharedBase, sequences: Sequences, *, of_value: bool = False) -> Tensor:
+    """(N, H): those of `hidden_states_of` from which each real response token is predicted, padding left out."""
+    places = sequences.predicting  # asked for behind the pass, a card would answer at its end, and then stand idle
+    return hidden_states_of(base, sequences, of_value=of_value)[places]
 
 
 def after_responses(hidden: Tensor, sequences: Sequences) -> Tensor:
@@ -46,17 +45,15 @@ def response_logprobs(
     base: SharedBase, sequences: Sequences, *, temperature: float = 1.0, chunk_size: int = 128
 ) -> Tensor:
     """Log-probability of each response token in the active role: float32 (B, T), 0 outside the mask."""
-    states = before_response_tokens(hidden_states_of(base, sequences), sequences)
+    tokens, states = sequences.response_tokens, states_before_tokens(base, sequences)
     settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
-    logprobs = token_logprobs(
-        states, base.logits, sequences.response_tokens, frozen_head=_keeps_gradient(base, states), **settings
-    )
+    logprobs = token_logprobs(states, base.logits, tokens, frozen_head=_keeps_gradient(base, states), **settings)
     return scatter(logprobs, sequences.response_mask)
 
 
 def response_values(base: SharedBase, sequences: Sequences) -> Tensor:
     """The value head's estimate before each response token, in the role "value": float32 (B, T), 0 outside the mask."""
-    states = before_response_tokens(hidden_states_of(base, sequences, of_value=True), sequences)
+    states = states_before_tokens(base, sequences, of_value=True)
     return scatter(base.head("value")(states).squeeze(-1), sequences.response_mask)
 
 
@@ -117,13 +114,13 @@ def read_policy(
         chunk_size: response tokens for which logits exist at a time.
     """
     mask, tokens = sequences.response_mask, sequences.response_tokens
-    states = before_response_tokens(hidden_states_of(base, sequences), sequences)
+    states = states_before_tokens(base, sequences)
     settings: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
     values = base.head("value")(states).squeeze(-1) if base.shares_value else None
     kl = ref_logprobs = entropies = None
     if ref_kl:
         with torch.no_grad(), base.role("reference"), base.in_eval_mode():
-            ref_states = before_response_tokens(hidden_states_of(base, sequences), sequences)
+            ref_states = states_before_tokens(base, sequences)
         heads = partial(_logits_in, base, "policy"), partial(_logits_in, base, "reference", dropout=False)
         kl, logprobs, ref_logprobs = full_kl(states, ref_states, *heads, tokens, **settings)
     if entropy:

@@ -17,7 +17,7 @@ from toolkit.functional import best_q_values, q_policy_logprobs, token_q_values
 from toolkit.functional.logprobs import in_chunks
 from toolkit.models.caches import CACHE
 from toolkit.models.decoding import RowProcessor, positions_of
-from toolkit.models.forward import after_responses, before_response_tokens, hidden_states_of, response_logprobs, scatter
+from toolkit.models.forward import after_responses, hidden_states_of, response_logprobs, scatter, states_before_tokens
 from toolkit.models.heads import QBound
 from toolkit.models.roles import SharedBase
 from toolkit.models.sequences import Sequences
@@ -56,8 +56,8 @@ class ResponseQ(NamedTuple):
 
 def response_q(base: SharedBase, sequences: Sequences, *, lowest: float = 0.0, chunk_size: int = 128) -> ResponseQ:
     """What `toolkit.functional.token_q_values` gives of responses, with gradient. Call it and `backward` in "q"."""
-    states, mask = before_response_tokens(hidden_states_of(base, sequences), sequences), sequences.response_mask
-    q_of, tokens = partial(_q_of_states, base, "q"), sequences.response_tokens
+    mask, tokens = sequences.response_mask, sequences.response_tokens
+    states, q_of = states_before_tokens(base, sequences), partial(_q_of_states, base, "q")
     read = token_q_values(states, q_of, tokens, lowest=lowest, chunk_size=chunk_size)
     return ResponseQ(*(scatter(x, mask) for x in read))
 
@@ -73,8 +73,8 @@ class StateValues(NamedTuple):
 def response_state_values(base: SharedBase, sequences: Sequences, *, chunk_size: int = 128) -> StateValues:
     """max_v Q(s, v) of "q_target", to which it switches by itself, before each response token and after the last."""
     with base.role("q_target"), base.in_eval_mode():
-        hidden = hidden_states_of(base, sequences)
-        before = before_response_tokens(hidden, sequences)
+        places, hidden = sequences.predicting, hidden_states_of(base, sequences)
+        before = hidden[places]
         states = torch.cat([before, after_responses(hidden, sequences)])
         best = best_q_values(states, partial(_q_of_states, base, "q_target"), chunk_size=chunk_size)
     return StateValues(scatter(best[: len(before)], sequences.response_mask), best[len(before) :])
@@ -100,7 +100,7 @@ def response_log_ratios(
         states = {}
         for role in ("q", "reference"):
             with base.role(role):
-                states[role] = before_response_tokens(hidden_states_of(base, sequences), sequences)
+                states[role] = states_before_tokens(base, sequences)
 
         def of_chunk(q_states: Tensor, ref_states: Tensor, tokens: Tensor) -> Tensor:
             with base.role("reference"):

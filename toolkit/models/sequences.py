@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, takewhile
 
 import torch
@@ -76,12 +77,12 @@ class Sequences:
         prompts, responses = zip(*((row[:end], row[end:]) for row, end in zip(rows, ends, strict=True)), strict=True)
         return cls.from_ids(prompts, responses, pad_token_id=0, device=input_ids.device, pack=True)
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """int64 (B,), tokens of prompt and response."""
         return self.prompt_lengths + self.response_lengths
 
-    @property
+    @cached_property
     def attention_mask(self) -> Tensor:
         """bool (B, L), True everywhere: padding comes last, where causal attention cannot see it.
 
@@ -90,20 +91,20 @@ class Sequences:
         """
         return torch.ones_like(self.input_ids, dtype=torch.bool)
 
-    @property
+    @cached_property
     def lines(self) -> Tensor:
         """int64 (B,), the line of `input_ids` in which each row stands."""
         one = torch.ones_like(self.lengths)
         return one - 1 if self.packed else one.cumsum(0) - 1
 
-    @property
+    @cached_property
     def starts(self) -> Tensor:
         """int64 (B,), where in its line the first token of each row would stand, were its beginning there: its own
         tokens, those after `common_length`, stand as far from it as in the row."""
         own = self.lengths - self.common_length
         return own.cumsum(0) - own if self.packed else torch.zeros_like(own)
 
-    @property
+    @cached_property
     def own_starts(self) -> Tensor:
         """int64 (B,), where in its line the first token stands that is of this row alone, or of the first row."""
         starts = self.starts
@@ -114,7 +115,7 @@ class Sequences:
         (B, T) or (T,)."""
         return torch.where(tokens < self.common_length, tokens, self.starts[:, None] + tokens)
 
-    @property
+    @cached_property
     def row_lengths(self) -> list[int] | None:
         """Tokens in the line of packed rows, and of the padding after them, which is a row by itself."""
         if not self.packed:
@@ -122,7 +123,7 @@ class Sequences:
         starts = [*self.own_starts.tolist(), int(self.starts[-1] + self.lengths[-1]), self.input_ids.shape[1]]
         return [end - start for start, end in pairwise(starts) if end > start]
 
-    @property
+    @cached_property
     def position_ids(self) -> Tensor:
         """int64, as `input_ids`: from 0 in each row; padding stands at the last one of the row before it, since lengths
         are rounded up, and GPT-2's and OPT's positions end."""
@@ -132,12 +133,12 @@ class Sequences:
         steps = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return torch.minimum(steps, last.cummax(dim=1).values) - first.cummax(dim=1).values
 
-    @property
+    @cached_property
     def response_mask(self) -> Tensor:
         """bool (B, T), True at the tokens of the response; T is the longest response of the batch."""
         return self._response_steps < self.response_lengths[:, None]
 
-    @property
+    @cached_property
     def response_positions(self) -> Tensor:
         """int64 (B, T), where in its line each response token stands; outside the mask, the row's last token."""
         return self.places(
@@ -148,7 +149,17 @@ class Sequences:
     def _response_steps(self) -> Tensor:
         return torch.arange(int(self.response_lengths.max()), device=self.input_ids.device)
 
-    @property
+    @cached_property
+    def predicting(self) -> tuple[Tensor, Tensor]:
+        """int64 (N,) twice, the line and the place of the token from whose state each real response token is
+        predicted, a row after the other.
+
+        How many there are a card has to be asked: whoever needs this asks before a pass, not behind it.
+        """
+        mask = self.response_mask
+        return self.lines[:, None].expand_as(mask)[mask], self.response_positions[mask] - 1
+
+    @cached_property
     def response_tokens(self) -> Tensor:
         """int64 (N,), the real tokens of all responses, a row after the other."""
         return self.input_ids[self.lines[:, None], self.response_positions][self.response_mask]

@@ -1,6 +1,7 @@
 """The reward adapter on the shared base as a reward callback, and how whole sequences are read."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -73,7 +74,8 @@ def read_sequences(
     base.eval()
     try:
         portion = batch_size if isinstance(batch_size, Portion) else Portion("the reward's batch size", batch_size)
-        return logits_of(rows, outputs, portion, forward)
+        with base.weights_kept() if isinstance(base, SharedBase) else nullcontext():
+            return logits_of(rows, outputs, portion, forward)
     finally:
         base.train(was_training)
 

@@ -45,6 +45,7 @@ class PlanReport:
         times: of each phase; none where only a size of memory was named.
         notes: what else is to be known, one of them what to change where it does not fit.
         updates: of the whole run; None where the data decide, which a plan does not read for it.
+        left_out: stages that train a model of their own, which are not planned.
     """
 
     name: str
@@ -55,6 +56,7 @@ class PlanReport:
     times: tuple[PhaseTime, ...]
     notes: tuple[Problem, ...]
     updates: int | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def largest(self) -> PhaseMemory:
@@ -80,7 +82,8 @@ class PlanReport:
         """The two lines with which `toolkit check` ends."""
         largest = self.largest
         taken = f"{size_of(largest.total)} in {largest.phase}"
-        yield "memory", f"{taken}; {self.verdict} {self.where} ({size_of(self.limit)})"
+        left_out = "".join(f"; {stage}, which trains a model of its own, is not planned" for stage in self.left_out)
+        yield "memory", f"{taken}; {self.verdict} {self.where} ({size_of(self.limit)}){left_out}"
         if self.times:
             whole = f", all {self.updates} of them {seconds_of(self.updates * self.seconds)}" if self.updates else ""
             yield "time", f"an update about {seconds_of(self.seconds)}{whole}, as toolkit plan estimates"

@@ -89,7 +89,7 @@ class RoleRollouts:
 
         def attempt(size: int) -> Tensor:
             whole = torch.zeros(shape, dtype=dtype)
-            with processes.agreed(), self.roles.in_eval_mode(), self.autocast():
+            with processes.agreed(), self.roles.in_eval_mode(), self.roles.weights_kept(), self.autocast():
                 for part in self.passes(rollout, own_rows(rollout, rows), size):
                     for to_fill, tensor in zip(whole, read(self.sequences(rollout, part)), strict=True):
                         if tensor is not None:
